@@ -1,0 +1,62 @@
+"""Every error a caller can meet.
+
+::
+
+    KVStoreError                  anything this package raises on purpose
+    ├── InvalidRequest            the caller's mistake; names the field; nothing was changed; do not retry
+    ├── Unavailable               the other end cannot answer now; retry later
+    │   ├── NodeUnavailable       no node of that name, or its daemon is down
+    │   ├── DeadlineExceeded      it did not answer (or a layer did not arrive) in time
+    │   └── OutOfSpace            every frame is leased, reserved or younger than what would have to leave
+    ├── LeaseBroken               pages changed under a lease that was overstayed; what was read must be discarded
+    ├── VersionMismatch           client and node speak different versions; upgrade one
+    └── NodeBusy                  another daemon holds that node name or device
+
+A miss is a value (a shorter ``Match``), never an exception. Our own bugs are ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Parent of everything this package raises on purpose."""
+
+
+class InvalidRequest(KVStoreError, ValueError):
+    """The caller's mistake. ``field`` names what was wrong, ``reason`` says why in one line. Nothing was changed."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str]]:
+        return type(self), (self.field, self.reason)
+
+
+class Unavailable(KVStoreError):
+    """The other end cannot answer now. Nothing is known to be lost; trying again later is sensible."""
+
+
+class NodeUnavailable(Unavailable):
+    """There is no node of that name on this machine, or its daemon is down."""
+
+
+class DeadlineExceeded(Unavailable, TimeoutError):
+    """No answer within the deadline. A put may or may not have been sealed; a later lookup tells."""
+
+
+class OutOfSpace(Unavailable):
+    """No frame could be granted: all are leased, reserved, or hold the ancestors of what is being written."""
+
+
+class LeaseBroken(KVStoreError):
+    """Pages changed under a lease that was overstayed. Bytes read through its views must be discarded."""
+
+
+class VersionMismatch(KVStoreError):
+    """Client and node speak different versions of the local protocol or of the file formats."""
+
+
+class NodeBusy(KVStoreError):
+    """Another daemon already holds that node name."""

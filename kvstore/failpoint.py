@@ -1,0 +1,40 @@
+"""Failpoints: named steps at which a test has this process killed: ``KVSTORE_FAILPOINT=name`` or ``name:3``.
+
+Costs one module-global test where it is not armed. The names in use are listed by ``NAMES``, which the kill tests walk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+NAMES = (
+    "node.event",  # an event was decided, nothing performed yet
+    "node.instruction",  # between two instructions
+    "node.word",  # a record's body is written, its word is not
+    "node.commit",  # records are written, the index is not committed
+    "node.reply",  # everything is performed, the reply is not sent
+    "node.recover",  # recovery was decided, nothing written yet
+    "node.rebuild",  # a new index is built, not yet named
+    "client.granted",  # frames were granted, nothing copied
+    "client.copied",  # pages are copied, the seal is not sent
+    "client.sealing",  # the seal is sent, its reply not read
+    "client.layer",  # a layer is copied, its progress mark not raised
+    "client.reading",  # pages are found and proven, not copied
+    "client.leased",  # a lease was granted
+)
+
+_name, _, _count = os.environ.get("KVSTORE_FAILPOINT", "").partition(":")
+ACTIVE = bool(_name)
+_left = int(_count or 1)
+if ACTIVE and _name not in NAMES:
+    raise ValueError(f"KVSTORE_FAILPOINT: {_name!r} is not one of {', '.join(NAMES)}")
+
+
+def hit(name: str) -> None:
+    """Kill this process (SIGKILL) if the failpoint is armed and its count has run down. Call under ``if ACTIVE``."""
+    global _left
+    if name == _name:
+        _left -= 1
+        if _left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)

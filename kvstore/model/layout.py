@@ -1,0 +1,160 @@
+"""Layout: the geometry of a page, and the fingerprint that decides who may share pages.
+
+Bytes of a page are ordered ``[layer][kv_head][token][content]``. Worked example: Llama-3.1-8B with ``layers=32,
+kv_heads=8, head_dim=128, dtype=bfloat16, page_tokens=64`` packs K and V of one head and token as
+``content = 2 * 128`` elements, 512 bytes. One head of a layer is ``64 * 512`` = 32 KiB, a layer 256 KiB, a page
+8 MiB. Layer 3, heads 2..4 are the byte range ``[3 * 262144 + 2 * 32768, 3 * 262144 + 4 * 32768)``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from kvstore.errors import InvalidRequest
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+ATTENTION_KINDS = ("full", "window", "state")
+# Above the longest published contexts and the deepest models; these keep a typing slip from asking for a huge page.
+PAGE_TOKENS_MAX = 4096
+LAYERS_MAX = 1024
+PAGE_BYTES_MAX = 1 << 30
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Page geometry of one cache group of one model. Two stores share pages only if every field is equal.
+
+    GQA and MHA: ``kv_heads`` and ``head_dim``; the content of a token is K and V packed, ``2 * head_dim`` elements.
+    MLA: ``mla_latent`` and ``mla_rope`` elements per token (DeepSeek-V2, section 2.1.2: the compressed latent and
+    the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; the one head is replicated over TP ranks.
+
+    Raises:
+        InvalidRequest: a field is out of range; the error names it.
+    """
+
+    model: str
+    layers: int
+    kv_heads: int = 1
+    head_dim: int = 0
+    dtype: str = "bfloat16"
+    page_tokens: int = 64
+    revision: str = ""
+    weights_digest: str = ""
+    mla_latent: int = 0
+    mla_rope: int = 0
+    attention: str = "full"
+    window: int = 0
+    rope: str = ""
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.model, str) and self.model != "", "layout.model", "must be a non-empty string")
+        for name in ("revision", "weights_digest", "attention", "rope", "group", "dtype"):
+            _require(isinstance(getattr(self, name), str), f"layout.{name}", "must be a string")
+        _integer(self, "layers", 1, LAYERS_MAX)
+        _integer(self, "kv_heads", 1, 4096)
+        _integer(self, "head_dim", 0, 65536)
+        _integer(self, "page_tokens", 1, PAGE_TOKENS_MAX)
+        _integer(self, "mla_latent", 0, 1 << 20)
+        _integer(self, "mla_rope", 0, 1 << 20)
+        _integer(self, "window", 0, 1 << 31)
+        _require(self.dtype in DTYPE_BYTES, "layout.dtype", f"{self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        _require(self.attention in ATTENTION_KINDS, "layout.attention", f"must be one of {', '.join(ATTENTION_KINDS)}")
+        if self.mla_latent:
+            _require(self.head_dim == 0, "layout.head_dim", "must be 0 with mla_latent: MLA stores no K and V heads")
+            _require(self.kv_heads == 1, "layout.kv_heads", "must be 1 with mla_latent: MLA has one latent head")
+        else:
+            _require(self.head_dim > 0, "layout.head_dim", "must be positive (or give mla_latent)")
+            _require(self.mla_rope == 0, "layout.mla_rope", "needs mla_latent")
+        _require(
+            (self.attention == "window") == (self.window > 0), "layout.window", "goes with attention='window' only"
+        )
+        _require(
+            self.page_bytes <= PAGE_BYTES_MAX,
+            "layout.page_tokens",
+            f"a page would be {self.page_bytes} bytes, more than {PAGE_BYTES_MAX}",
+        )
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one head of one layer (K and V packed, or latent and rope)."""
+        elements = self.mla_latent + self.mla_rope if self.mla_latent else 2 * self.head_dim
+        return elements * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one layer of a page."""
+        return self.page_tokens * self.token_bytes
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a page."""
+        return self.kv_heads * self.head_bytes
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page: all layers of ``page_tokens`` tokens."""
+        return self.layers * self.layer_bytes
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(layers, kv_heads, page_tokens, content elements)`` of a page."""
+        return self.layers, self.kv_heads, self.page_tokens, self.token_bytes // DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal exactly where every field is equal, on every machine and version."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvstore.layout").digest()
+
+    def byte_range(self, layer: int, head_start: int = 0, head_stop: int | None = None) -> tuple[int, int]:
+        """``[start, stop)`` inside the page of heads ``head_start`` to ``head_stop`` (exclusive) of ``layer``.
+
+        Raises:
+            InvalidRequest: the layer or the heads are not in this layout.
+        """
+        stop = self.kv_heads if head_stop is None else head_stop
+        _require(0 <= layer < self.layers, "layer", f"{layer} is not in 0..{self.layers - 1}")
+        _require(0 <= head_start < stop <= self.kv_heads, "heads", f"{head_start}..{stop} not in 0..{self.kv_heads}")
+        start = layer * self.layer_bytes
+        return start + head_start * self.head_bytes, start + stop * self.head_bytes
+
+    def shard_heads(self, rank: int, ranks: int) -> tuple[int, int] | None:
+        """Heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None where it writes nothing.
+
+        With fewer heads than ranks (MLA, or TP > kv_heads) heads are replicated over the ranks, and the lowest rank
+        that holds a head is its one writer.
+
+        Raises:
+            InvalidRequest: rank is not below ranks, or heads do not divide evenly over ranks (or ranks over heads).
+        """
+        _require(0 <= rank < ranks, "rank", f"{rank} is not in 0..{ranks - 1}")
+        if ranks <= self.kv_heads:
+            _require(self.kv_heads % ranks == 0, "ranks", f"{self.kv_heads} kv_heads do not divide over {ranks} ranks")
+            share = self.kv_heads // ranks
+            return rank * share, (rank + 1) * share
+        _require(ranks % self.kv_heads == 0, "ranks", f"{ranks} ranks do not divide over {self.kv_heads} kv_heads")
+        copies = ranks // self.kv_heads
+        return (rank // copies, rank // copies + 1) if rank % copies == 0 else None
+
+
+def _require(condition: bool, field: str, reason: str) -> None:
+    if not condition:
+        raise InvalidRequest(field, reason)
+
+
+def _integer(layout: Layout, name: str, low: int, high: int) -> None:
+    value = getattr(layout, name)
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(ok, f"layout.{name}", f"must be an integer in {low}..{high}, not {value!r}")

@@ -1,0 +1,174 @@
+"""Prefix: from token ids to chained page keys.
+
+``key[i] = xxh3_128(key[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``key[-1]`` being the root:
+a hash of layout fingerprint, tenant salt and adapter. So a key names a whole prefix, and equal prompts under two
+layouts, salts or adapters have nothing in common. xxh3 is fast but can be forged; hence a hit is proven by comparing
+root, token ids and media digests with what is stored (``Keys.identity``). Root and media digests are BLAKE2b, so
+that salts and media cannot be forged either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Layout
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES
+
+TOKEN_ID_MAX = 2**32 - 1
+NO_EXTRA = b"\0" * 16
+
+# Tests replace this with a colliding function to show that a forged collision is a miss.
+page_hash = xxhash.xxh3_128_digest
+
+Tokens = npt.NDArray[np.uint32]
+
+
+def as_tokens(tokens: Any) -> Tokens:
+    """``tokens`` (ndarray, list, tuple, range, torch tensor on any device) as a contiguous uint32 array ``[n]``.
+
+    An integer ndarray is cheapest: uint32 is used in place, other widths are converted at memory speed.
+
+    Raises:
+        InvalidRequest: empty, not one-dimensional, not integers, negative, or above 2**32 - 1.
+    """
+    if hasattr(tokens, "detach") and hasattr(tokens, "numpy"):  # a torch tensor, without importing torch
+        tokens = tokens.detach().cpu().numpy()
+    if not isinstance(tokens, np.ndarray):
+        tokens = _from_sequence(tokens)
+    if tokens.ndim != 1:
+        raise InvalidRequest("tokens", f"must be one-dimensional, not of shape {tuple(tokens.shape)}")
+    if tokens.size == 0:
+        raise InvalidRequest("tokens", "must not be empty")
+    if tokens.dtype.kind not in "iu":
+        raise InvalidRequest("tokens", f"must be integers, not {tokens.dtype}")
+    if tokens.dtype != np.uint32:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high > TOKEN_ID_MAX:
+            bad = low if low < 0 else high
+            raise InvalidRequest("tokens", f"id {bad} is not in 0..{TOKEN_ID_MAX}")
+    return np.ascontiguousarray(tokens, dtype="<u4")
+
+
+def _from_sequence(tokens: Any) -> npt.NDArray[Any]:
+    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
+        raise InvalidRequest("tokens", f"must be a sequence of token ids, not {type(tokens).__name__}")
+    if len(tokens) == 0:
+        raise InvalidRequest("tokens", "must not be empty")
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InvalidRequest("tokens", f"must be a flat sequence of integers ({error})") from None
+    if array.dtype == object:
+        raise InvalidRequest("tokens", f"must be integers in 0..{TOKEN_ID_MAX}")
+    return array
+
+
+def root_key(layout: Layout, salt: str = "", adapter: str = "") -> bytes:
+    """16 bytes that start every chain of this layout, tenant salt and adapter."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvstore.root")
+    for part in (layout.fingerprint, salt.encode(), adapter.encode()):
+        digest.update(len(part).to_bytes(4, "little"))  # lengths, so that ("a", "bc") and ("ab", "c") differ
+        digest.update(part)
+    return digest.digest()
+
+
+def extra_digest(extra: bytes) -> bytes:
+    """16 bytes kept beside a page for the media digests inside it; zeros where there are none."""
+    return hashlib.blake2b(extra, digest_size=16, person=b"kvstore.extra").digest() if extra else NO_EXTRA
+
+
+class Keys:
+    """Keys of consecutive full pages of one chain, with the token ids that prove a hit. Immutable; slices share.
+
+    ``len(keys)`` pages; ``keys[2:5]`` are pages 2 to 4 of the same chain; ``list(keys)`` are 16-byte keys.
+    ``parent`` is the key of the page before the first one (the root, if the first is page 0). Holds a reference to
+    the caller's token array: do not change it afterwards.
+    """
+
+    __slots__ = ("__dict__", "extras", "hashes", "page_tokens", "parent", "root", "tokens")
+
+    def __init__(
+        self,
+        page_tokens: int,
+        root: bytes,
+        parent: bytes,
+        hashes: list[bytes],
+        tokens: Tokens,
+        extras: list[bytes] | None,
+    ) -> None:
+        self.page_tokens = page_tokens
+        self.root = root
+        self.parent = parent
+        self.hashes = hashes
+        self.tokens = tokens
+        self.extras = extras
+
+    @classmethod
+    def of(cls, tokens: Tokens, page_tokens: int, root: bytes, extras: Sequence[bytes] | None = None) -> Keys:
+        """Keys of the full pages of ``tokens`` ``[n]`` uint32; ``extras`` one bytes value per full page, or None.
+
+        Raises:
+            InvalidRequest: extras do not fit the pages.
+        """
+        pages = len(tokens) // page_tokens
+        used = tokens[: pages * page_tokens]
+        if extras is not None and (len(extras) != pages or not all(isinstance(e, bytes) for e in extras)):
+            raise InvalidRequest("extras", f"must be {pages} bytes values, one per full page")
+        data = used.tobytes()
+        step = page_tokens * 4
+        hashes: list[bytes] = []
+        append, digest, key = hashes.append, page_hash, root
+        if extras is None:
+            for start in range(0, len(data), step):
+                key = digest(key + data[start : start + step])
+                append(key)
+        else:
+            for page, extra in enumerate(extras):
+                key = digest(key + data[page * step : (page + 1) * step] + extra)
+                append(key)
+        digests = [extra_digest(extra) for extra in extras] if extras is not None else None
+        return cls(page_tokens, root, root, hashes, used, digests)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def __iter__(self) -> Any:
+        return iter(self.hashes)
+
+    def __getitem__(self, pages: slice) -> Keys:
+        if not isinstance(pages, slice):
+            raise TypeError("keys take slices; a single key is keys.hashes[i]")
+        start, stop, step = pages.indices(len(self.hashes))
+        if step != 1:
+            raise InvalidRequest("keys", "a slice of keys has step 1")
+        stop = max(start, stop)
+        parent = self.hashes[start - 1] if start else self.parent
+        tokens = self.tokens[start * self.page_tokens : stop * self.page_tokens]
+        extras = self.extras[start:stop] if self.extras is not None else None
+        return Keys(self.page_tokens, self.root, parent, self.hashes[start:stop], tokens, extras)
+
+    @cached_property
+    def identity(self) -> npt.NDArray[np.uint8]:
+        """``[pages, IDENTITY_HEAD_BYTES + 4 * page_tokens]``: key, root, extra and tokens as a record stores them."""
+        rows = np.zeros((len(self.hashes), IDENTITY_HEAD_BYTES + 4 * self.page_tokens), np.uint8)
+        if not self.hashes:
+            return rows
+        rows[:, 0:16] = np.frombuffer(b"".join(self.hashes), np.uint8).reshape(-1, 16)
+        rows[:, 16:32] = np.frombuffer(self.root, np.uint8)
+        if self.extras is not None:
+            rows[:, 32:48] = np.frombuffer(b"".join(self.extras), np.uint8).reshape(-1, 16)
+        rows[:, 48:] = self.tokens.view(np.uint8).reshape(len(self.hashes), -1)
+        return rows
+
+    @cached_property
+    def identity_bytes(self) -> bytes:
+        """``identity`` as one bytes value: comparing bytes is the cheapest proof of a run of pages."""
+        return self.identity.tobytes()

@@ -1,0 +1,186 @@
+"""Replica: one page in one frame, its state, its address, and the record that proves it.
+
+A frame's life::
+
+    FREE ──grant──> RESERVED ──seal──> SEALED ──retire──> FREE
+                       │                  └──(leased)──> RETIRING ──lease ends──> FREE
+                       ├──revoke──> FREE
+                       └──writer lost──> QUARANTINED ──writer proven dead, or speaks──> FREE
+
+Every arrow draws a new generation from the segment's counter except seal, so an address (extent, frame, generation)
+never names two pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+KEY_BYTES = 16
+ADDRESS_BYTES = 16
+FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
+SHARDS_MAX = 8  # writers of one page (TP x PP ranks); one progress word each in the marks
+IDENTITY_HEAD_BYTES = 48  # key 16, root 16, extra 16; tokens follow
+
+
+class Tier(StrEnum):
+    """A latency class."""
+
+    HBM = "hbm"
+    DRAM = "dram"
+    NVME = "nvme"
+
+
+class FrameState(IntEnum):
+    """State of a frame, kept in the low byte of its record's word."""
+
+    FREE = 0
+    RESERVED = 1
+    SEALED = 2
+    RETIRING = 3
+    QUARANTINED = 4
+
+
+class Status(IntEnum):
+    """What became of one page or one request."""
+
+    OK = 0  # sealed, granted, leased, renewed, given back, found sound
+    PRESENT = 1  # that key is already stored; nothing was written, a granted frame stays granted
+    JOINED = 2  # another shard of this write group reserved it; the address is shared
+    PARTIAL = 3  # this shard is sealed, others or the parent are not yet
+    NO_PARENT = 4  # the page before is not stored; a granted frame stays granted
+    NO_SPACE = 5  # no frame could be granted now
+    STALE = 6  # that address is not (or no longer) this session's, or names no sealed page
+    DAMAGED = 7  # its checksum, or its record, does not hold; the page was dropped
+    INVALID = 8  # the request makes no sense; body utf-8 "field\0reason"
+    FAILED = 9  # the node could not do it; body utf-8 reason
+
+
+class Address(NamedTuple):
+    """The only address of a page inside one incarnation of a node. ``extent`` numbers are never used twice."""
+
+    extent: int
+    frame: int
+    generation: int
+
+
+# An address as index value and on the wire.
+ADDRESS_DTYPE = np.dtype([("extent", "<u4"), ("frame", "<u4"), ("generation", "<u8")])
+assert ADDRESS_DTYPE.itemsize == ADDRESS_BYTES
+
+
+def word_of(generation: int, state: FrameState) -> int:
+    """A record's first 8 bytes: generation << 8 | state. Written last, invalidated first."""
+    return generation << 8 | state
+
+
+@dataclass(frozen=True)
+class FrameClass:
+    """Geometry of the frames of one extent: layouts of equal geometry share extents.
+
+    Args:
+        page_bytes: bytes of a page; a frame is that rounded up to 4 KiB.
+        page_tokens: token ids kept in a record.
+        layers: checksums kept in a record.
+    """
+
+    page_bytes: int
+    page_tokens: int
+    layers: int
+
+    @cached_property
+    def frame_bytes(self) -> int:
+        """``page_bytes`` rounded up to ``FRAME_ALIGN``."""
+        return -(-self.page_bytes // FRAME_ALIGN) * FRAME_ALIGN
+
+    @cached_property
+    def record(self) -> RecordFormat:
+        """Where each field of this class's records lies."""
+        return RecordFormat(self.page_tokens, self.layers)
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """Byte offsets inside a record row. The daemon alone writes records; readers map them read-only.
+
+    ``[word 8][identity: key 16, root 16, extra 16, tokens 4*page_tokens (padded to 8)][parent 16][info 8]
+    [identity_sum 8][lease_until_ns 8][group 8][tail max(4*layers, 64) (padded to 8)]``
+
+    ``info`` is payload_bytes (u32), shards (u8), mask of sealed shards (u8), flags (u8), 0. ``identity_sum`` is
+    xxh3_64 over identity and parent. ``lease_until_ns`` is CLOCK_MONOTONIC: for a SEALED frame the end of the longest
+    lease, for a RESERVED one the writer's deadline. ``group`` is the write group of a RESERVED page. The tail of a
+    RESERVED or QUARANTINED frame names the sessions that may still write it, one u64 per shard (0: none); of a
+    SEALED frame it holds the ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
+    4-byte checksums keep a page of a 32-layer model under 400 bytes of metadata (index, marks and policy included).
+    """
+
+    page_tokens: int
+    layers: int
+
+    @cached_property
+    def identity(self) -> slice:
+        """Compared on every read: key, root, extra, tokens."""
+        return slice(8, 8 + IDENTITY_HEAD_BYTES + 4 * self.page_tokens)
+
+    @cached_property
+    def parent(self) -> slice:
+        """16 bytes: the key of the page before, or the root for page 0."""
+        start = 8 + IDENTITY_HEAD_BYTES + -(-4 * self.page_tokens // 8) * 8
+        return slice(start, start + KEY_BYTES)
+
+    @cached_property
+    def info(self) -> int:
+        """Offset of ``info``; the other words follow, 8 bytes each, in the order of the class docstring."""
+        return self.parent.stop
+
+    @cached_property
+    def identity_sum(self) -> int:
+        """Offset of ``identity_sum``."""
+        return self.info + 8
+
+    @cached_property
+    def lease_until_ns(self) -> int:
+        """Offset of ``lease_until_ns``."""
+        return self.info + 16
+
+    @cached_property
+    def group(self) -> int:
+        """Offset of ``group``: the write group."""
+        return self.info + 24
+
+    @cached_property
+    def writers(self) -> int:
+        """Offset of the first of ``SHARDS_MAX`` session words (RESERVED and QUARANTINED frames only)."""
+        return self.info + 32
+
+    @cached_property
+    def checksums(self) -> slice:
+        """``layers`` little-endian uint32 (SEALED frames with ``STAMPED`` only)."""
+        return slice(self.info + 32, self.info + 32 + 4 * self.layers)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row, a multiple of 8."""
+        return self.info + 32 + -(-max(4 * self.layers, 8 * SHARDS_MAX) // 8) * 8
+
+
+STAMPED = 1  # flag in info: the checksums are there
+
+
+def info_word(payload_bytes: int, shards: int = 1, sealed_mask: int = 0, flags: int = 0) -> int:
+    """The ``info`` word of a record."""
+    return payload_bytes | shards << 32 | sealed_mask << 40 | flags << 48
+
+
+# A marks row, written by clients: [last_use_ns][progress of shard 0] ... ; progress = low 32 bits of the generation
+# in the upper half, layers finished in the lower half, so that an earlier page's progress is never mistaken.
+MARKS_ROW_BYTES = 8 * (1 + SHARDS_MAX)
+
+
+def progress_word(generation: int, layers_ready: int) -> int:
+    """A shard's progress mark: ``layers_ready`` leading layers of this generation are written."""
+    return (generation & 0xFFFFFFFF) << 32 | layers_ready

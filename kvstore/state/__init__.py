@@ -1,0 +1,1 @@
+"""Decisions, pure: events in, instructions out. No I/O, no clock, no threads; time arrives inside events."""

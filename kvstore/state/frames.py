@@ -1,0 +1,163 @@
+"""Frames: which are free, which extents they belong to, and what leaves when there are too few.
+
+A segment is a row of equal *positions*. A position is carved into an *extent* of one frame class when that class needs
+frames; an extent number is never used twice. When no position is left, a class evicts its own coldest pages or takes
+an extent from a class whose coldest page is much colder (or that is idle), always leaving every active class one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.model.replica import FrameClass, FrameState
+from kvstore.state.eviction import EvictionPolicy, Lru
+
+_FREE, _RESERVED, _SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
+
+
+class Extent:
+    """Frames of one carved position. 13 bytes of state per frame; everything else is in the records."""
+
+    def __init__(self, number: int, position: int, pool: ClassPool, slot_base: int) -> None:
+        self.number = number
+        self.position = position
+        self.pool = pool
+        self.slot_base = slot_base  # of its frames in the pool's eviction policy
+        self.frames = pool.frames_per_extent
+        self.generation = array("Q", bytes(8 * self.frames))
+        self.state = bytearray(self.frames)
+        self.children = array("I", bytes(4 * self.frames))
+        self.free: deque[int] = deque(range(self.frames))
+        self.sealed = 0
+
+    def count(self, state: FrameState) -> int:
+        """Frames in ``state``."""
+        return self.state.count(state)
+
+
+@dataclass
+class ClassPool:
+    """All extents of one frame class and the eviction order over them."""
+
+    frame_class: FrameClass
+    frames_per_extent: int
+    policy: EvictionPolicy = field(default_factory=Lru)
+    extents: dict[int, Extent] = field(default_factory=dict)
+    by_base: dict[int, Extent] = field(default_factory=dict)  # slot_base // frames_per_extent -> extent
+    granted_ahead: int = 0  # RESERVED frames without a key, over all sessions
+    used_ns: int = 0  # when frames of this class were last asked for
+
+    def locate(self, slot: int) -> tuple[Extent, int]:
+        """The frame behind a slot of the policy."""
+        return self.by_base[slot // self.frames_per_extent], slot % self.frames_per_extent
+
+    @property
+    def frames(self) -> int:
+        """Frames in all extents of this class."""
+        return len(self.extents) * self.frames_per_extent
+
+    @property
+    def free(self) -> int:
+        """Free frames in all extents of this class."""
+        return sum(len(extent.free) for extent in self.extents.values())
+
+    def take(self, count: int, avoid: Extent | None = None) -> list[tuple[Extent, int]]:
+        """Up to ``count`` free frames, ascending inside an extent so that one copy serves a run of them."""
+        taken: list[tuple[Extent, int]] = []
+        for extent in sorted(self.extents.values(), key=lambda e: len(e.free), reverse=True):
+            if extent is avoid or not extent.free:
+                continue
+            free = extent.free
+            frames = sorted(free.popleft() for _ in range(min(count - len(taken), len(free))))
+            taken += [(extent, frame) for frame in frames]
+            if len(taken) == count:
+                break
+        return taken
+
+
+class Segment:
+    """Positions of one DRAM segment and the classes they are carved for. Pure bookkeeping; see ``NodeState``."""
+
+    def __init__(self, extent_bytes: int, positions: int) -> None:
+        self.extent_bytes = extent_bytes
+        self.positions = positions
+        self.populated: set[int] = set()
+        self.failed: set[int] = set()
+        self.vacant: set[int] = set(range(positions))
+        self.extents: dict[int, Extent] = {}
+        self.pools: dict[FrameClass, ClassPool] = {}
+        self.next_extent = 1
+
+    def frames_per_extent(self, frame_class: FrameClass) -> int:
+        """0 where a page does not fit an extent."""
+        return self.extent_bytes // frame_class.frame_bytes
+
+    def pool(self, frame_class: FrameClass) -> ClassPool:
+        """The pool of a class, made on first use (without extents)."""
+        pool = self.pools.get(frame_class)
+        if pool is None:
+            pool = self.pools[frame_class] = ClassPool(frame_class, self.frames_per_extent(frame_class))
+        return pool
+
+    def next_vacant(self) -> int | None:
+        """A position to carve: one whose memory is there already, if possible."""
+        ready = self.vacant & self.populated
+        choice = ready or self.vacant
+        return min(choice) if choice else None
+
+    def carve(self, pool: ClassPool, position: int, number: int | None = None) -> Extent:
+        """Give a vacant position to a class. ``number`` only at recovery."""
+        if number is None:
+            number, self.next_extent = self.next_extent, self.next_extent + 1
+        self.vacant.discard(position)
+        base = next(i for i in range(len(pool.by_base) + 1) if i not in pool.by_base)
+        extent = Extent(number, position, pool, base * pool.frames_per_extent)
+        pool.by_base[base] = extent
+        pool.extents[number] = self.extents[number] = extent
+        return extent
+
+    def uncarve(self, extent: Extent) -> None:
+        """Take an extent whose frames are all free out of its class; the position is vacant again."""
+        assert extent.count(_FREE) == extent.frames
+        pool = extent.pool
+        del pool.by_base[extent.slot_base // pool.frames_per_extent]
+        del pool.extents[extent.number], self.extents[extent.number]
+        self.vacant.add(extent.position)
+
+    def donor(
+        self, taker: ClassPool, coldest_ns: Callable[[ClassPool], int | None], leased: set[int], now_ns: int
+    ) -> Extent | None:
+        """The extent another class should give up for ``taker``, or None where evicting its own pages is fairer.
+
+        One class with the coldest pages gives, if it keeps an extent or has been idle for ``IDLE_NS``; a taker that
+        has extents of its own takes only from a class whose coldest page is more than twice as old as its own (so
+        that two busy classes do not trade extents back and forth). Extents with ``leased`` or unsealed frames stay.
+        """
+        own = coldest_ns(taker) if taker.extents else None
+        own_age = now_ns - own if own is not None else 0
+        best: tuple[int, ClassPool] | None = None
+        for pool in self.pools.values():
+            idle = now_ns - pool.used_ns > IDLE_NS
+            if pool is taker or not pool.extents or (len(pool.extents) == 1 and not idle):
+                continue
+            coldest = coldest_ns(pool)
+            age = now_ns - coldest if coldest is not None else (IDLE_NS if pool.free else 0)
+            if taker.extents and own is not None and age < 2 * own_age + STEAL_MARGIN_NS:
+                continue
+            if best is None or age > best[0]:
+                best = (age, pool)
+        if best is None:
+            return None
+        candidates = [
+            e
+            for e in best[1].extents.values()
+            if e.number not in leased and e.count(_FREE) + e.count(_SEALED) == e.frames
+        ]
+        return min(candidates, key=lambda e: e.sealed, default=None)
+
+
+IDLE_NS = 600 * 10**9  # a class nobody asked for in ten minutes may lose its last extent
+STEAL_MARGIN_NS = 100_000_000  # below a tenth of a second, ages are noise

@@ -1,0 +1,126 @@
+"""Integrity: the conservation laws, as runnable checks over a node's state, records and index.
+
+Run when idle, after every simulated step, and by ``kvstore verify``. Every finding is one line; none means sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvstore.model.replica import Address, FrameState
+from kvstore.state import closure
+from kvstore.state import events as ev
+from kvstore.state.node_state import NodeState
+
+SEALED = FrameState.SEALED
+
+
+def check(state: NodeState, snapshots: list[ev.Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
+    """All laws of DESIGN section 3 that concern one node's DRAM. ``snapshots`` and ``index`` as of this moment."""
+    return [*_frames(state, snapshots), *_tables(state), *_closure(state, snapshots), *_index(snapshots, index)]
+
+
+def _frames(state: NodeState, snapshots: list[ev.Snapshot]) -> list[str]:
+    """Per extent: every frame in exactly one state, the free list holds the free ones, records say the same."""
+    wrong: list[str] = []
+    by_extent = {snapshot.extent: snapshot for snapshot in snapshots}
+    if by_extent.keys() != state.segment.extents.keys():
+        wrong.append(f"extents: records of {sorted(by_extent)}, state of {sorted(state.segment.extents)}")
+    for number, extent in state.segment.extents.items():
+        counts = {frame_state: extent.count(frame_state) for frame_state in FrameState}
+        if sum(counts.values()) != extent.frames:
+            wrong.append(f"extent {number}: frames by state {counts} do not add up to {extent.frames}")
+        free = set(extent.free)
+        if len(free) != len(extent.free) or len(free) != counts[FrameState.FREE]:
+            wrong.append(f"extent {number}: {counts[FrameState.FREE]} frames are free, the free list has {len(free)}")
+        wrong += [f"extent {number} frame {f}: listed free, is not" for f in free if extent.state[f] != FrameState.FREE]
+        if extent.sealed != counts[SEALED]:
+            wrong.append(f"extent {number}: counts {extent.sealed} sealed, has {counts[SEALED]}")
+        if number in by_extent:
+            words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
+            words = words | np.frombuffer(extent.state, np.uint8)
+            for frame in np.flatnonzero(words != by_extent[number].words).tolist():
+                theirs = int(by_extent[number].words[frame])
+                wrong.append(f"extent {number} frame {frame}: state {int(words[frame]):#x}, record {theirs:#x}")
+    carved = {extent.position for extent in state.segment.extents.values()}
+    if carved & state.segment.vacant or len(carved) != len(state.segment.extents):
+        wrong.append("positions: one is carved twice, or both carved and vacant")
+    if len(carved) + len(state.segment.vacant) + len(state.segment.failed) != state.segment.positions:
+        wrong.append("positions: carved + vacant + failed are not all")
+    return wrong
+
+
+def _tables(state: NodeState) -> list[str]:
+    """Reserved and quarantined frames are exactly the granted and the pending ones; nothing leased is free."""
+    wrong: list[str] = []
+    granted = [a for session in state.sessions.values() for a in session.granted]
+    named = granted + list(state.pending.by_address)
+    if len(set(named)) != len(named):
+        wrong.append("a frame is both granted ahead and pending, or twice so")
+    for address in named:
+        extent = state.segment.extents.get(address.extent)
+        if extent is None or extent.generation[address.frame] != address.generation:
+            wrong.append(f"{address}: granted or pending under a generation the frame does not have")
+    held = sum(
+        extent.count(FrameState.RESERVED) + extent.count(FrameState.QUARANTINED)
+        for extent in state.segment.extents.values()
+    )
+    if held != len(named):
+        wrong.append(f"{held} frames are reserved or quarantined, {len(named)} are granted or pending")
+    ahead = sum(pool.granted_ahead for pool in state.segment.pools.values())
+    if ahead != len(granted):
+        wrong.append(f"{len(granted)} frames are granted ahead, pools count {ahead}")
+    for number, frame in state.leases.frames():
+        if state.segment.extents[number].state[frame] not in (SEALED, FrameState.RETIRING):
+            wrong.append(f"extent {number} frame {frame}: leased, yet neither sealed nor retiring")
+    return wrong
+
+
+def _closure(state: NodeState, snapshots: list[ev.Snapshot]) -> list[str]:
+    """Every sealed page's parent is sealed; children counts are true; exactly childless pages can be evicted."""
+    wrong: list[str] = []
+    links = closure.link(snapshots) if snapshots else None
+    if links is None:
+        return wrong
+    for i in np.flatnonzero(links.parent == -2).tolist():
+        wrong.append(f"{links.address(i)}: its parent is not sealed")
+    for i in np.flatnonzero(links.duplicate).tolist():
+        wrong.append(f"{links.address(i)}: a second sealed page has its key")
+    counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent))
+    holds: dict[Address, int] = {}
+    for page in state.pending.by_address.values():
+        parent = state.space.find(page.parent) if page.holds_parent else None
+        if parent is not None:
+            holds[parent] = holds.get(parent, 0) + 1
+    for i, count in enumerate(counts.tolist()):
+        address = links.address(i)
+        extent = state.segment.extents[address.extent]
+        have, want = extent.children[address.frame], count + holds.get(address, 0)
+        if have != want:
+            wrong.append(f"{address}: counts {have} children and holds, has {want}")
+        listed = extent.slot_base + address.frame in extent.pool.policy
+        if listed != (want == 0):
+            wrong.append(f"{address}: {want} children, {'offered' if listed else 'not offered'} to eviction")
+    return wrong
+
+
+def _index(snapshots: list[ev.Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
+    """Every index entry names a sealed frame holding that key, and every sealed frame is in the index."""
+    wrong: list[str] = []
+    by_extent = {snapshot.extent: snapshot for snapshot in snapshots}
+    entries = 0
+    for key, address in index:
+        entries += 1
+        snapshot = by_extent.get(address.extent)
+        if snapshot is None or address.frame >= len(snapshot.words):
+            wrong.append(f"index {key.hex()}: {address} is no frame")
+        elif int(snapshot.words[address.frame]) != address.generation << 8 | SEALED:
+            wrong.append(f"index {key.hex()}: {address} is not sealed under that generation")
+        elif bytes(snapshot.keys[address.frame]).ljust(16, b"\0") != key:
+            wrong.append(f"index {key.hex()}: {address} holds another key")
+    sealed = sum(int(((s.words & np.uint64(0xFF)) == SEALED).sum()) for s in snapshots)
+    if sealed != entries:
+        wrong.append(f"{sealed} pages are sealed, the index has {entries}")
+    return wrong

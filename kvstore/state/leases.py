@@ -1,0 +1,80 @@
+"""Leases: deadlines until which named pages keep their frames. Only the node counts them; lookups never take one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.model.replica import Address
+
+LeaseName = tuple[int, int]  # (session, lease id chosen by the client)
+
+
+@dataclass(slots=True)
+class Lease:
+    """Lives from take until release, deadline, or its session's death."""
+
+    addresses: list[Address]
+    until_ns: int
+
+
+class LeaseTable:
+    """All leases, and which frames are under any."""
+
+    def __init__(self) -> None:
+        self.leases: dict[LeaseName, Lease] = {}
+        self._frames: dict[tuple[int, int], set[LeaseName]] = {}
+
+    def __len__(self) -> int:
+        return len(self.leases)
+
+    def holds(self, extent: int, frame: int) -> bool:
+        """Some lease names this frame."""
+        return (extent, frame) in self._frames
+
+    def extents(self) -> set[int]:
+        """Extents with a leased frame."""
+        return {extent for extent, _ in self._frames}
+
+    def frames(self) -> set[tuple[int, int]]:
+        """(extent, frame) of every leased frame."""
+        return set(self._frames)
+
+    def add(self, name: LeaseName, addresses: list[Address], until_ns: int) -> None:
+        """Take a lease, or add pages to one."""
+        lease = self.leases.get(name)
+        if lease is None:
+            self.leases[name] = Lease(list(addresses), until_ns)
+        else:
+            lease.addresses += addresses
+            lease.until_ns = max(lease.until_ns, until_ns)
+        for extent, frame, _ in addresses:
+            self._frames.setdefault((extent, frame), set()).add(name)
+
+    def until_ns(self, extent: int, frame: int) -> int:
+        """The latest deadline over the frame's leases; 0 where there is none."""
+        return max((self.leases[name].until_ns for name in self._frames.get((extent, frame), ())), default=0)
+
+    def end(self, name: LeaseName) -> list[Address]:
+        """End a lease; returns the addresses that are under no lease any more. Unknown names are ignored."""
+        lease = self.leases.pop(name, None)
+        if lease is None:
+            return []
+        bare = []
+        for address in lease.addresses:
+            frame = address[:2]
+            names = self._frames.get(frame)
+            if names is None:
+                continue
+            names.discard(name)
+            if not names:
+                del self._frames[frame]
+                bare.append(address)
+        return bare
+
+    def expired(self, now_ns: int) -> list[LeaseName]:
+        """Leases past their deadline."""
+        return [name for name, lease in self.leases.items() if lease.until_ns <= now_ns]
+
+    def of_session(self, session: int) -> list[LeaseName]:
+        """Leases of a session."""
+        return [name for name in self.leases if name[0] == session]

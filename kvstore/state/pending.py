@@ -1,0 +1,84 @@
+"""The pending table: pages reserved under a key and not sealed yet.
+
+A pending page lives from reserve until every shard has sealed (it becomes a SEALED frame) or until it is *doomed*:
+revoked by a shard, past its deadline, or its writer died. A doomed page's frame is QUARANTINED while any of its
+writers might still store into it, and free once each of them has spoken (sealed, revoked) or is proven dead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.model.replica import Address
+
+
+@dataclass(slots=True)
+class Pending:
+    """One reserved page. ``writing`` are the shards (with their sessions) that may still store into the frame."""
+
+    key: bytes
+    parent: bytes
+    at_root: bool
+    address: Address
+    group: int
+    shards: int
+    until_ns: int
+    writing: dict[int, int] = field(default_factory=dict)
+    sealed_mask: int = 0
+    doomed: bool = False
+    holds_parent: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Every shard has sealed."""
+        return self.sealed_mask == (1 << self.shards) - 1
+
+
+class PendingTable:
+    """Pending pages by address, by key (several groups may write one key) and by parent."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[Address, Pending] = {}
+        self._by_key: dict[bytes, list[Pending]] = {}
+        self._by_parent: dict[bytes, list[Pending]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_address)
+
+    def add(self, page: Pending) -> None:
+        """A reservation was made."""
+        self.by_address[page.address] = page
+        if not page.doomed:
+            self._by_key.setdefault(page.key, []).append(page)
+            self._by_parent.setdefault(page.parent, []).append(page)
+
+    def find(self, key: bytes, group: int) -> Pending | None:
+        """The live reservation of ``key`` by ``group``."""
+        return next((page for page in self._by_key.get(key, ()) if page.group == group), None)
+
+    def named(self, key: bytes) -> Pending | None:
+        """The reservation readers are shown for ``key``: the earliest live one."""
+        pages = self._by_key.get(key)
+        return pages[0] if pages else None
+
+    def children(self, key: bytes) -> list[Pending]:
+        """Live reservations whose page follows ``key``."""
+        return list(self._by_parent.get(key, ()))
+
+    def doom(self, page: Pending) -> None:
+        """No longer live: readers and other writers do not see it. Its frame stays until ``remove``."""
+        page.doomed = True
+        self._unlist(page)
+
+    def remove(self, page: Pending) -> None:
+        """Sealed, or its frame is free."""
+        del self.by_address[page.address]
+        if not page.doomed:
+            self._unlist(page)
+
+    def _unlist(self, page: Pending) -> None:
+        for table, key in ((self._by_key, page.key), (self._by_parent, page.parent)):
+            pages = table[key]
+            pages.remove(page)
+            if not pages:
+                del table[key]

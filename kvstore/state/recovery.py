@@ -1,0 +1,147 @@
+"""Recovery: a NodeState from what the records say, after the daemon died at any point.
+
+What is kept: every sealed page whose ancestors are sealed; reservations and granted frames of sessions that may still
+be alive; leases until their deadlines. What goes: pages whose record does not hold, second copies of a key (a move
+was cut short), descendants of what went. Nothing is trusted that a generation or a sum contradicts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState
+from kvstore.state import closure
+from kvstore.state import events as ev
+from kvstore.state.node_state import NodeState, Session
+from kvstore.state.pending import Pending
+
+FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
+RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
+NO_KEY = b"\0" * KEY_BYTES
+UNKNOWN_SESSION = 0  # holds leases whose owner is not recorded: they end at their deadlines
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class ExtentFound:
+    """One extent's tables as found on start; all arrays ``[frames]``, ``writers`` ``[frames, SHARDS_MAX]``."""
+
+    number: int
+    position: int
+    frame_class: FrameClass
+    snapshot: ev.Snapshot
+    infos: Words
+    leases: Words
+    groups: Words
+    writers: Words
+    sound: npt.NDArray[np.bool_]  # the identity sum holds
+
+
+def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns: int) -> list[ev.Instruction]:
+    """Fill an empty ``state``; returns what must be written first.
+
+    The caller performs it, makes the index agree with the records (it is compared, and rebuilt where it does not),
+    and calls ``settle``. Only then is the state ready for events.
+    """
+    out: list[ev.Instruction] = []
+    segment, space = state.segment, state.space
+    segment.next_extent = max([next_extent, *(extent.number + 1 for extent in found)])
+    space.begin(now_ns)
+    for table in found:
+        extent = segment.carve(segment.pool(table.frame_class), table.position, table.number)
+        segment.populated.add(table.position)
+        words = table.snapshot.words
+        states = (words & np.uint64(0xFF)).astype(np.uint8)
+        states[states > QUARANTINED] = FREE
+        extent.generation = array("Q", (words >> np.uint64(8)).astype(np.uint64).tobytes())
+        extent.state[:] = states.tobytes()
+        extent.sealed = int((states == SEALED).sum())
+        extent.free.clear()
+        extent.free.extend(np.flatnonzero(states == FREE).tolist())
+        space.generation = max(space.generation, int((words >> np.uint64(8)).max(initial=0)))
+    for table in found:
+        _writers(state, table, out)
+        _retiring_and_leased(state, table, now_ns, out)
+    _drop_unsound(state, found, out)
+    return out
+
+
+def settle(state: NodeState) -> None:
+    """Second half of ``recover``, with a true index: what hangs on what, and what may be evicted."""
+    held = []
+    for page in state.pending.by_address.values():
+        if not page.doomed and not page.at_root and state.space.find(page.parent) is not None:
+            page.holds_parent = True
+            held.append(page.parent)
+    state.space.recount(held)
+
+
+def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) -> None:
+    states = np.frombuffer(state.segment.extents[table.number].state, np.uint8)
+    unowned: list[Address] = []
+    for frame in np.flatnonzero((states == RESERVED) | (states == QUARANTINED)).tolist():
+        address = Address(table.number, frame, int(table.snapshot.words[frame]) >> 8)
+        key = bytes(table.snapshot.keys[frame]).ljust(KEY_BYTES, b"\0")
+        writers = {shard: int(table.writers[frame, shard]) for shard in range(SHARDS_MAX)}
+        info = int(table.infos[frame])
+        mask = info >> 40 & 0xFF  # shards that had sealed
+        writers = {shard: session for shard, session in writers.items() if session and not mask >> shard & 1}
+        for session in writers.values():
+            state.sessions.setdefault(session, Session(connected=False))
+        if not writers:  # every shard had sealed or revoked
+            unowned.append(address)
+            continue
+        if key == NO_KEY:
+            state.sessions[writers[0]].granted.add(address)
+            state.segment.pool(table.frame_class).granted_ahead += 1
+            continue
+        parent = bytes(table.snapshot.parents[frame]).ljust(KEY_BYTES, b"\0")
+        root = bytes(table.snapshot.roots[frame]).ljust(KEY_BYTES, b"\0")
+        page = Pending(
+            key,
+            parent,
+            parent == root,
+            address,
+            int(table.groups[frame]),
+            max(1, info >> 32 & 0xFF),
+            int(table.leases[frame]),
+            writers,
+            mask,
+            doomed=bool(states[frame] == QUARANTINED) or not bool(table.sound[frame]),
+        )
+        state.pending.add(page)
+    state.space.free(unowned, out)
+
+
+def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out: list[ev.Instruction]) -> None:
+    states = np.frombuffer(state.segment.extents[table.number].state, np.uint8).copy()
+    leased = table.leases > np.uint64(now_ns)
+    for frame in np.flatnonzero(leased & ((states == SEALED) | (states == RETIRING))).tolist():
+        address = Address(table.number, frame, int(table.snapshot.words[frame]) >> 8)
+        until_ns = min(int(table.leases[frame]), now_ns + state.lease_ttl_ns_max)  # a damaged deadline is bounded
+        state.leases.add((UNKNOWN_SESSION, table.number << 32 | frame), [address], until_ns)
+    done = np.flatnonzero(~leased & (states == RETIRING)).tolist()
+    state.space.free([Address(table.number, frame, 0) for frame in done], out)
+
+
+def _drop_unsound(state: NodeState, found: list[ExtentFound], out: list[ev.Instruction]) -> None:
+    snapshots = [table.snapshot for table in found]
+    if not snapshots:
+        return
+    links = closure.link(snapshots)
+    sound = {table.number: table.sound for table in found}
+    unsound = np.zeros(len(links.parent), bool)
+    for number, mask in sound.items():
+        mine = links.extents == number
+        unsound[mine] = ~mask[links.frames[mine]]
+    gone = closure.doomed(links, (links.parent == -2) | links.duplicate | unsound)
+    addresses = [links.address(i) for i in np.flatnonzero(gone).tolist()]
+    for address in addresses:
+        assert state.space.sealed(address)
+    state.space.free(addresses, out)
+    state.counters["pages_dropped_at_start"] += len(addresses)

@@ -1,0 +1,163 @@
+"""Codec of the local control socket: fixed binary records, one message per datagram of a SOCK_SEQPACKET unix socket.
+
+A request is ``HEAD`` (op, flags, count, request_id, a, b) and a body; a reply ``HEAD`` again (status in place of op).
+Requests of one connection are answered in order. Bodies are arrays laid end to end, described beside each ``Op``.
+Identity rows are exactly the bytes a record keeps, so the daemon stores them without looking inside.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.replica import (
+    ADDRESS_BYTES,
+    ADDRESS_DTYPE,
+    IDENTITY_HEAD_BYTES,
+    KEY_BYTES,
+    Address,
+    FrameClass,
+)
+
+PROTOCOL = 1
+HEAD = struct.Struct("<BBHIQQ")
+# One datagram; below the 208 KiB default send buffer of Linux, and the bound of what a client can make us hold.
+MESSAGE_BYTES_MAX = 128 * 1024
+BATCH_MAX = 512  # pages or addresses in one request
+NO_REPLY = 1  # flag
+CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
+
+_CLASS = struct.Struct("<IHH")
+_ADDRESS = struct.Struct("<IIQ")
+
+
+class Op(IntEnum):
+    """What a client asks. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
+
+    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 1}. Reply: JSON about the node
+    GRANT = 2  # a=frame class, count=frames wanted. Reply: addresses [<= count], RESERVED for this session, unkeyed
+    SEAL_GRANTED = 3  # a=frame class, b=frames wanted in return; body parent key, addresses [n], identity rows [n]
+    #                   Reply: statuses [n] padded to 8, then addresses granted in return (a=how many)
+    RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
+    #              Reply: statuses [n] padded to 8, addresses [n] (zero where none)
+    SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
+    REVOKE = 6  # body addresses [n], reserved or granted ones given back. Reply: statuses [n]
+    LEASE = 7  # a=lease id (chosen by the client), b=ttl_ms; body addresses [n]. Reply: statuses [n]
+    RENEW = 8  # a=lease id, b=ttl_ms. Reply: status
+    RELEASE = 9  # a=lease id; usually NO_REPLY
+    SCRUB = 10  # body addresses [n] to verify now. Reply: statuses [n]
+    ADMIN = 11  # body JSON {"call": ..., ...}: stats, evict, verify. Reply: JSON
+
+
+class Message(NamedTuple):
+    """One decoded request or reply; ``body`` is only valid until the next message is received."""
+
+    op: int
+    flags: int
+    entries: int  # the header's count
+    request_id: int
+    a: int
+    b: int
+    body: memoryview
+
+
+def encode(
+    op: int, request_id: int, *, count: int = 0, a: int = 0, b: int = 0, flags: int = 0, body: Iterable[bytes] = ()
+) -> bytes:
+    """One datagram. Asserts it is within ``MESSAGE_BYTES_MAX``: callers split batches with ``batch_pages``."""
+    message = b"".join((HEAD.pack(op, flags, count, request_id, a, b), *body))
+    assert len(message) <= MESSAGE_BYTES_MAX, len(message)
+    return message
+
+
+def decode(data: memoryview) -> Message:
+    """Raises InvalidRequest where the datagram is too short for a header."""
+    if len(data) < HEAD.size:
+        raise InvalidRequest("message", f"{len(data)} bytes are too few for a header")
+    op, flags, entries, request_id, a, b = HEAD.unpack_from(data)
+    return Message(op, flags, entries, request_id, a, b, data[HEAD.size :])
+
+
+def batch_pages(page_tokens: int, layers: int) -> int:
+    """How many pages of a class fit one request (identity row, address and checksums each)."""
+    row = IDENTITY_HEAD_BYTES + 4 * page_tokens + ADDRESS_BYTES + 4 * layers
+    return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size - 64) // row))
+
+
+def pack_class(frame_class: FrameClass) -> int:
+    """A frame class as the header number ``a``."""
+    packed = _CLASS.pack(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers)
+    return int.from_bytes(packed, "little")
+
+
+def unpack_class(number: int) -> FrameClass:
+    """Inverse of ``pack_class``. Raises InvalidRequest for an impossible geometry."""
+    page_bytes, page_tokens, layers = _CLASS.unpack(number.to_bytes(8, "little"))
+    if page_bytes == 0 or layers == 0 or page_bytes % layers:
+        raise InvalidRequest("frame_class", f"page_bytes {page_bytes} in {layers} layers makes no sense")
+    return FrameClass(page_bytes, page_tokens, layers)
+
+
+def pack_addresses(addresses: Iterable[Address]) -> bytes:
+    """Addresses end to end, 16 bytes each."""
+    pack = _ADDRESS.pack
+    return b"".join([pack(*address) for address in addresses])
+
+
+def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> list[Address]:
+    """``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest where the body is too short."""
+    _need(body, offset + count * ADDRESS_BYTES)
+    array = np.frombuffer(body, ADDRESS_DTYPE, count, offset)
+    return list(map(Address._make, array.tolist()))
+
+
+def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> npt.NDArray[np.uint8]:
+    """Identity rows ``[count, 48 + 4 * page_tokens]`` from ``body`` at ``offset`` (a view, not a copy)."""
+    width = IDENTITY_HEAD_BYTES + 4 * page_tokens
+    _need(body, offset + count * width)
+    return np.frombuffer(body, np.uint8, count * width, offset).reshape(count, width)
+
+
+def unpack_key(body: memoryview, offset: int) -> bytes:
+    """16 bytes at ``offset``."""
+    _need(body, offset + KEY_BYTES)
+    return bytes(body[offset : offset + KEY_BYTES])
+
+
+def pack_statuses(statuses: Iterable[int]) -> bytes:
+    """One byte each, padded to 8."""
+    raw = bytes(statuses)
+    return raw + b"\0" * (-len(raw) % 8)
+
+
+def statuses_bytes(count: int) -> int:
+    """Bytes that ``pack_statuses`` makes of ``count`` statuses."""
+    return count + -count % 8
+
+
+def pack_json(value: Any) -> bytes:
+    """JSON body."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def unpack_json(body: memoryview) -> dict[str, Any]:
+    """JSON object in ``body``. Raises InvalidRequest where it is none."""
+    try:
+        value = json.loads(bytes(body))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InvalidRequest("message", f"is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("message", "is not a JSON object")
+    return value
+
+
+def _need(body: memoryview | bytes, size: int) -> None:
+    if len(body) < size:
+        raise InvalidRequest("message", f"body of {len(body)} bytes, {size} needed")
