@@ -13,6 +13,7 @@ never names two pages.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cached_property
@@ -69,6 +70,7 @@ class Address(NamedTuple):
 
 
 # An address as index value and on the wire.
+ADDRESS = struct.Struct("<IIQ")
 ADDRESS_DTYPE = np.dtype([("extent", "<u4"), ("frame", "<u4"), ("generation", "<u8")])
 assert ADDRESS_DTYPE.itemsize == ADDRESS_BYTES
 
@@ -135,7 +137,7 @@ class RecordFormat:
     @cached_property
     def info(self) -> int:
         """Offset of ``info``; the other words follow, 8 bytes each, in the order of the class docstring."""
-        return self.parent.stop
+        return int(self.parent.stop)
 
     @cached_property
     def identity_sum(self) -> int:

@@ -37,6 +37,8 @@ class Links:
 
 def link(snapshots: list[Snapshot]) -> Links:
     """Join every sealed page with its parent."""
+    none = np.zeros(0, "S16")
+    snapshots = snapshots or [Snapshot(0, np.zeros(0, np.uint64), none, none, none)]
     masks = [(s.words & np.uint64(0xFF)) == FrameState.SEALED for s in snapshots]
     frames = [np.flatnonzero(mask).astype(np.uint32) for mask in masks]
     extents = np.concatenate([np.full(len(f), s.extent, np.uint32) for s, f in zip(snapshots, frames, strict=True)])

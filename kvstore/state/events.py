@@ -234,13 +234,6 @@ class PopulationFailed:
 
 
 @dataclass(slots=True)
-class Populate:
-    """Allocate the memory of a position now (it had not come up in the background yet)."""
-
-    position: int
-
-
-@dataclass(slots=True)
 class Carve:
     """Make the record and mark tables of a new extent, all frames FREE."""
 
@@ -394,8 +387,7 @@ Event = (
     | PopulationFailed
 )
 Instruction = (
-    Populate
-    | Carve
+    Carve
     | Drop
     | WriteGranted
     | WriteReserved

@@ -64,16 +64,18 @@ class ClassPool:
         """Free frames in all extents of this class."""
         return sum(len(extent.free) for extent in self.extents.values())
 
-    def take(self, count: int, avoid: Extent | None = None) -> list[tuple[Extent, int]]:
+    def take(self, count: int, avoid: Extent | None = None) -> list[tuple[Extent, list[int]]]:
         """Up to ``count`` free frames, ascending inside an extent so that one copy serves a run of them."""
-        taken: list[tuple[Extent, int]] = []
-        for extent in sorted(self.extents.values(), key=lambda e: len(e.free), reverse=True):
-            if extent is avoid or not extent.free:
-                continue
+        taken: list[tuple[Extent, list[int]]] = []
+        extents = sorted(self.extents.values(), key=lambda e: len(e.free), reverse=True)
+        for extent in extents:
             free = extent.free
-            frames = sorted(free.popleft() for _ in range(min(count - len(taken), len(free))))
-            taken += [(extent, frame) for frame in frames]
-            if len(taken) == count:
+            if extent is avoid or not free:
+                continue
+            frames = sorted([free.popleft() for _ in range(min(count, len(free)))])
+            taken.append((extent, frames))
+            count -= len(frames)
+            if count == 0:
                 break
         return taken
 
@@ -103,10 +105,8 @@ class Segment:
         return pool
 
     def next_vacant(self) -> int | None:
-        """A position to carve: one whose memory is there already, if possible."""
-        ready = self.vacant & self.populated
-        choice = ready or self.vacant
-        return min(choice) if choice else None
+        """A position to carve; only where memory is allocated, so that no client can fault on a full tmpfs."""
+        return min(self.vacant & self.populated, default=None)
 
     def carve(self, pool: ClassPool, position: int, number: int | None = None) -> Extent:
         """Give a vacant position to a class. ``number`` only at recovery."""

@@ -158,28 +158,19 @@ class NodeState:
             else:
                 absent, status = True, Status.OK
                 granted.discard(address)
-                self.space.seal(address, key, parent)
-                parent = address
                 sealed.append(i)
             statuses.append(status)
-        self._account_sealed(event, keys, sealed, out)
+        if sealed:
+            first, last = sealed[0], sealed[-1] + 1
+            assert last - first == len(sealed)  # one run: pages present come first, what is refused comes last
+            addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
+            self.space.seal_chain(addresses, parent)
+            sums = event.checksums[first:last] if event.checksums is not None else None
+            out.append(ev.WriteSealed(addresses, keys[first:last], event.rows[first:last], parents, sums))
+            self.segment.pool(event.frame_class).granted_ahead -= len(sealed)
+            self.counters["pages_sealed"] += len(sealed)
         out.append(ev.Reply(statuses=statuses))
         return out
-
-    def _account_sealed(
-        self, event: ev.SealGranted, keys: list[bytes], sealed: list[int], out: list[ev.Instruction]
-    ) -> None:
-        count = len(sealed)
-        if not count:
-            return
-        first, last = sealed[0], sealed[-1] + 1
-        assert last - first == count  # one run: pages present come first, what is refused comes last
-        parents = [event.parent, *keys][first:last]
-        sums = event.checksums[first:last] if event.checksums is not None else None
-        out.append(ev.WriteSealed(event.addresses[first:last], keys[first:last], event.rows[first:last], parents, sums))
-        self.segment.pool(event.frame_class).granted_ahead -= count
-        self.space.leaf(event.addresses[last - 1])
-        self.counters["pages_sealed"] += count
 
     def _free_granted(self, session: Session, addresses: list[Address], out: list[ev.Instruction]) -> None:
         for address in addresses:

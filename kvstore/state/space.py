@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import repeat
 
 import numpy as np
 
@@ -82,6 +83,20 @@ class Space:
         if parent is not None:
             self.hold(parent)
 
+    def seal_chain(self, addresses: list[Address], parent: Address | None) -> None:
+        """Consecutive pages of one chain, sealed at once; the last one is evictable. Not found by this event."""
+        extents = self.segment.extents
+        for number, frame, _ in addresses:
+            extent = extents[number]
+            extent.state[frame] = SEALED
+            extent.children[frame] = 1
+            extent.sealed += 1
+        number, frame, _ = addresses[-1]
+        extents[number].children[frame] = 0
+        if parent is not None:
+            self.hold(parent)
+        self.leaf(addresses[-1])
+
     def hold(self, address: Address) -> None:
         """Something hangs on this page: it cannot be evicted."""
         extent = self.segment.extents[address.extent]
@@ -153,18 +168,18 @@ class Space:
             else:
                 self._evict_from(pool, short, "space", out)
                 break
-        addresses = []
-        for extent, frame in pool.take(count):
-            self.generation += 1
-            extent.generation[frame] = self.generation
-            extent.state[frame] = RESERVED
-            addresses.append(Address(extent.number, frame, self.generation))
+        addresses: list[Address] = []
+        for extent, frames in pool.take(count):
+            first = self.generation + 1
+            self.generation += len(frames)
+            drawn = range(first, self.generation + 1)
+            for frame, generation in zip(frames, drawn, strict=True):
+                extent.generation[frame] = generation
+                extent.state[frame] = RESERVED
+            addresses += map(Address, repeat(extent.number), frames, drawn)
         return addresses
 
     def _carve(self, pool: ClassPool, position: int, out: list[ev.Instruction]) -> None:
-        if position not in self.segment.populated:
-            out.append(ev.Populate(position))
-            self.segment.populated.add(position)
         extent = self.segment.carve(pool, position)
         out.append(ev.Carve(extent.number, position, pool.frame_class, extent.frames))
 
@@ -188,7 +203,7 @@ class Space:
         return True
 
     def _move(self, source: Extent, frame: int, out: list[ev.Instruction]) -> None:
-        (target, place), policy = source.pool.take(1, avoid=source)[0], source.pool.policy
+        (target, (place,)), policy = source.pool.take(1, avoid=source)[0], source.pool.policy
         used = self._used_ms(source.pool, source.slot_base + frame)
         key = self.records.key(source.number, frame)
         children = source.children[frame]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import (
+    ADDRESS,
     ADDRESS_BYTES,
     ADDRESS_DTYPE,
     IDENTITY_HEAD_BYTES,
@@ -35,7 +36,6 @@ NO_REPLY = 1  # flag
 CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
 
 _CLASS = struct.Struct("<IHH")
-_ADDRESS = struct.Struct("<IIQ")
 
 
 class Op(IntEnum):
@@ -107,7 +107,7 @@ def unpack_class(number: int) -> FrameClass:
 
 def pack_addresses(addresses: Iterable[Address]) -> bytes:
     """Addresses end to end, 16 bytes each."""
-    pack = _ADDRESS.pack
+    pack = ADDRESS.pack
     return b"".join([pack(*address) for address in addresses])
 
 

@@ -1,0 +1,89 @@
+# Every target makes the environment it needs (.venv, versions from constraints.txt) when it is not there.
+#   make demo    a node, a writer and a reader process on this machine, and what they measured
+#   make test    all tests; skipped ones are listed with their reason
+#   make check   lint, format, types, generated stubs
+#   make bench   the store against the limits of this machine
+#   make proto   write kvstore/pb again from proto/
+#   make clean   remove the environment and all caches
+# PYTHON=python3.12 chooses the interpreter a new environment is made with; 3.11 or later.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+PROTO_DIR := proto/kvstore/v1
+PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
+
+.PHONY: demo test check bench proto clean
+
+demo: $(VENV)/.base
+	$(BIN)/kvstore demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -rs
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(check-stubs)
+
+bench: $(VENV)/.base
+	$(BIN)/kvstore bench
+
+proto: $(VENV)/.dev
+	$(make-stubs)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- The environment. The stamps are written last: where one is missing, whatever is there is completed or made anew.
+
+# Everything `kvstore` needs to run. setuptools comes first and builds without isolation, so that it is pinned as well.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(make-venv)
+	$(PIP_INSTALL) setuptools
+	$(PIP_INSTALL) --no-build-isolation -e .
+	@touch $@
+
+# The same and what tests and checks need. torch first and alone: see constraints.txt.
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@$(make-venv)
+	$(PIP_INSTALL) setuptools
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $(VENV)/.base $@
+
+define make-venv
+$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+    command -v '$(PYTHON)' >/dev/null || { echo "make: no $(PYTHON) here: apt install python3 python3-venv" >&2; exit 1; }; \
+    $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+        echo "make: $(PYTHON) is older than 3.11: name a later one, as in make PYTHON=python3.12" >&2; exit 1; }; \
+    $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+        echo "make: $(PYTHON) cannot make environments: apt install python3-venv" >&2; exit 1; }; \
+    echo "making $(VENV) (once)"; \
+    $(PYTHON) -m venv --clear $(VENV); \
+}
+endef
+
+# --- The stubs. The import path is mapped, so that the generated modules import each other as kvstore.pb.*.
+
+protoc = $(BIN)/python -m grpc_tools.protoc -Ikvstore/pb=$(PROTO_DIR) \
+    --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS:$(PROTO_DIR)/%=kvstore/pb/%)
+
+ifeq ($(PROTOS),)
+make-stubs = @echo "no .proto files in $(PROTO_DIR): nothing to generate"
+check-stubs = @echo "no .proto files in $(PROTO_DIR): no stubs to check"
+else
+make-stubs = mkdir -p kvstore/pb && rm -f kvstore/pb/*_pb2*.py* && $(call protoc,.) && touch kvstore/pb/__init__.py
+check-stubs = @fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,$$fresh) \
+    && diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/kvstore/pb" kvstore/pb \
+    || { echo "make: kvstore/pb is not what proto/ gives: run make proto and commit it" >&2; exit 1; }
+endif

@@ -1,0 +1,186 @@
+"""The `kvstore` command: finds the subcommand, runs it, and turns every failure into one line and an exit code.
+
+A subcommand is a click command in a module of its own, imported only when it is called: ``kvstore --help`` lists names
+from the table below and from the entry-point group ``kvstore.commands`` (by which `engine` adds its own). It returns
+None, or its exit code; it raises `KVStoreError` for what the user has to know, and leaves our own bugs to a traceback.
+
+Exit codes: 0 success, 1 failure, 2 a request that makes no sense as given, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import click
+
+from kvstore.errors import InvalidRequest, KVStoreError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+ENTRY_POINT_GROUP = "kvstore.commands"
+
+COMMANDS: Mapping[str, str] = {
+    "bench": "kvstore.cli.bench:bench",
+    "purge": "kvstore.cli.purge:purge",
+    "serve": "kvstore.cli.serve:serve",
+    "status": "kvstore.cli.status:status",
+    "verify": "kvstore.cli.verify:verify",
+}
+
+# Kept here so that --help imports nothing. Commands of an entry point may be listed too; any other says who brought it.
+SHORT_HELP: Mapping[str, str] = {
+    "bench": "Measure this machine's limits and how near the store comes.",
+    "demo": "Start a node, a writer and a reader; show what is reused.",
+    "purge": "Remove what dead nodes left in shared memory.",
+    "serve": "Run the node daemon of this machine.",
+    "simulate": "Make traces; run policies over them.",
+    "status": "Show a node's capacity, use and counters.",
+    "verify": "Check a node's records, index, pages and conservation laws.",
+}
+
+
+def _entry_points() -> Mapping[str, EntryPoint]:
+    return {found.name: found for found in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are names until one is called.
+
+    `commands_of` maps a name to ``"module:attribute"``; `added` is asked once for the entry points of other packages,
+    and cannot replace a name of ours.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        commands_of: Mapping[str, str] = COMMANDS,
+        added: Callable[[], Mapping[str, EntryPoint]] = _entry_points,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._own = commands_of
+        self._find_added = added
+
+    @cached_property
+    def _added(self) -> Mapping[str, EntryPoint]:
+        return self._find_added()
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all subcommands, sorted; imports none."""
+        return sorted({*self._own, *self._added})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the subcommand, or None for a name nobody has. A package it needs and does not find is named."""
+        if cmd_name in self._own:
+            target = self._own[cmd_name]
+        elif cmd_name in self._added:
+            target = self._added[cmd_name].value
+        else:
+            return None
+        module_name, _, attribute = target.partition(":")
+        try:
+            command = getattr(importlib.import_module(module_name), attribute)
+        except ModuleNotFoundError as missing:
+            raise click.ClickException(f"{cmd_name}: needs the Python module {missing.name}, not found") from missing
+        assert isinstance(command, click.Command), f"{target} is not a click command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands for --help without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._short_help(name)) for name in self.list_commands(ctx)])
+
+    def _short_help(self, name: str) -> str:
+        if name in SHORT_HELP:
+            return SHORT_HELP[name]
+        return f"(added by {self._added[name].module.partition('.')[0]})" if name in self._added else ""
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="kvstore", prog_name="kvstore", message="%(prog)s %(version)s")
+def cli() -> None:
+    """A KV-cache-centric tiered store for disaggregated LLM serving."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `kvstore` with `args` (the process's own when None) and leave with its exit code: raises SystemExit."""
+    sys.exit(run(cli, args))
+
+
+def run(command: click.Command, args: Sequence[str] | None = None) -> int:
+    """Run `command` and give its exit code. Failures are one line on stderr, ``kvstore: <field>: <reason>``."""
+    try:
+        result = command.main(args, prog_name="kvstore", standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that has gone can still be handled
+    except click.exceptions.NoArgsIsHelpError as asked:
+        click.echo(asked.format_message(), err=True)
+        return EXIT_USAGE
+    except (click.ClickException, KVStoreError) as failed:
+        click.echo(f"kvstore: {_one_line(failed)}", err=True)
+        return EXIT_USAGE if isinstance(failed, click.UsageError | InvalidRequest) else EXIT_FAILED
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _silence_stdout()
+        return EXIT_FAILED
+    except OSError as failed:
+        if failed.filename is None:
+            raise
+        click.echo(f"kvstore: {failed.filename}: {failed.strerror}", err=True)
+        return EXIT_FAILED
+    return result if isinstance(result, int) else 0
+
+
+def _one_line(failed: click.ClickException | KVStoreError) -> str:
+    """``<field>: <reason>`` on one line; for click's usage errors the field is the option or argument as typed."""
+    match failed:
+        case click.NoSuchOption():
+            text = f"{failed.option_name}: no such option{_did_you_mean(failed.possibilities)}"
+        case click.exceptions.NoSuchCommand():
+            # click guesses only among commands it has loaded, and ours are loaded late.
+            group = failed.ctx.command if failed.ctx else None
+            known = group.list_commands(failed.ctx) if failed.ctx and isinstance(group, click.Group) else []
+            text = (
+                f"{failed.command_name}: no such command{_did_you_mean(get_close_matches(failed.command_name, known))}"
+            )
+        case click.MissingParameter():
+            text = f"{_parameter(failed)}: is missing"
+        case click.BadParameter():
+            text = f"{_parameter(failed)}: {failed.message}"
+        case click.BadOptionUsage():
+            text = f"{failed.option_name}: {failed.message}"
+        case click.UsageError():
+            text = f"{failed.ctx.info_name if failed.ctx else 'arguments'}: {failed.format_message()}"
+        case click.ClickException():
+            text = failed.format_message()
+        case _:
+            text = str(failed)
+    return " ".join(text.split())
+
+
+def _did_you_mean(possibilities: Sequence[str] | None) -> str:
+    return f"; did you mean {possibilities[0]}?" if possibilities else ""
+
+
+def _parameter(failed: click.BadParameter) -> str:
+    if failed.param is not None:
+        options = [option for option in failed.param.opts if option.startswith("--")]
+        return options[0] if options else failed.param.human_readable_name
+    hint = failed.param_hint or "arguments"
+    return hint if isinstance(hint, str) else " / ".join(hint)
+
+
+def _silence_stdout() -> None:
+    """Let the interpreter's own flush at exit go nowhere, instead of complaining about the reader that has gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -1,0 +1,121 @@
+"""What subcommands print: aligned tables for people, one JSON document for programs, and numbers with their units."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def json_option(command: _Command) -> _Command:
+    """The ``--json`` flag that every subcommand has; the command receives it as ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
+
+
+def print_json(document: object) -> None:
+    """Write `document` to stdout as one JSON document.
+
+    Dataclasses become objects, enums their values, bytes hexadecimal text, NumPy scalars and arrays plain numbers and
+    lists. NaN and infinities are refused with ValueError: JSON has no word for them.
+    """
+    click.echo(json.dumps(document, indent=2, default=_plain, allow_nan=False))
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Write `table_text` to stdout."""
+    click.echo(table_text(headers, rows))
+
+
+def print_pairs(pairs: Mapping[str, object]) -> None:
+    """Write one ``name  value`` line per entry to stdout, values aligned."""
+    width = max((len(name) for name in pairs), default=0)
+    for name, value in pairs.items():
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table with columns as wide as their longest cell; columns of numbers are set to the right.
+
+    Cells are shown with `str`; a column counts as numbers when every cell in it starts with a digit or is ``-``.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    assert all(len(row) == len(headers) for row in cells), "every row has one cell per header"
+    lines = [list(headers), *cells]
+    columns = range(len(headers))
+    widths = [max(len(line[column]) for line in lines) for column in columns]
+    right = [bool(cells) and all(_is_number(row[column]) for row in cells) for column in columns]
+
+    def aligned(line: Sequence[str]) -> str:
+        padded = (line[c].rjust(widths[c]) if right[c] else line[c].ljust(widths[c]) for c in columns)
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([aligned(lines[0]), "  ".join("-" * width for width in widths), *map(aligned, cells)])
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size for people, in binary units, three digits: ``512 MiB``, ``1.46 GiB``."""
+    scaled, unit = float(size_bytes), 0
+    while abs(scaled) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
+        scaled, unit = scaled / 1024, unit + 1
+    return f"{_three_digits(scaled)} {_BYTE_UNITS[unit]}"
+
+
+def duration_text(duration_s: float) -> str:
+    """A duration for people: ``2 h 5 min``, ``3 min 20 s``, ``1.46 s``, ``85 us``."""
+    whole_s = round(duration_s)
+    if whole_s >= 3600:
+        return f"{whole_s // 3600} h {whole_s % 3600 // 60} min"
+    if whole_s >= 60:
+        return f"{whole_s // 60} min {whole_s % 60} s"
+    for unit_s, unit in _TIME_UNITS:
+        if abs(duration_s) >= 0.9995 * unit_s:
+            return f"{_three_digits(duration_s / unit_s)} {unit}"
+    return "0 s" if duration_s == 0 else f"{_three_digits(duration_s * 1e9)} ns"
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """A transfer speed for people in GB/s (10^9), as memory and links are quoted: ``19.2 GB/s``."""
+    return f"{_three_digits(bytes_per_s / 1e9)} GB/s"
+
+
+def ratio_text(part: float, whole: float) -> str:
+    """`part` over `whole` with two decimals, or ``-`` where there is no whole to compare with."""
+    return f"{part / whole:.2f}" if whole else "-"
+
+
+def _three_digits(number: float) -> str:
+    decimals = 0 if abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    text = f"{number:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.lstrip("-")[:1].isdigit()
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays, without importing NumPy for them
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,39 @@
+"""``kvstore purge``: remove what dead nodes left in shared memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from kvstore.cli.output import json_option, print_json
+from kvstore.errors import InvalidRequest
+from kvstore.tier.folder import PREFIX, list_nodes
+from kvstore.tier.folder import purge as purge_folder
+
+
+def shm_dir() -> Path:
+    """Where this machine's node folders are: ``KVSTORE_SHM_DIR`` or /dev/shm."""
+    return Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Every node of this machine whose daemon is not running.")
+@json_option
+def purge(names: tuple[str, ...], everything: bool, as_json: bool) -> None:
+    """Remove the pages and files of nodes NAMES. A running daemon's node is refused."""
+    if bool(names) == everything:
+        raise InvalidRequest("names", "give the names of nodes, or --all")
+    known = dict(list_nodes(shm_dir()))
+    for name in names:
+        if name not in known:
+            raise InvalidRequest("names", f"there is no node {name!r} on this machine")
+    chosen = names or tuple(name for name, alive in known.items() if not alive)
+    for name in chosen:
+        purge_folder(shm_dir() / f"{PREFIX}{name}")
+    if as_json:
+        print_json({"purged": list(chosen)})
+    else:
+        click.echo(f"purged {', '.join(chosen)}" if chosen else "nothing to purge")

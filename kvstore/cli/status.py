@@ -1,0 +1,38 @@
+"""``kvstore status``: a node's capacity, use and counters."""
+
+from __future__ import annotations
+
+import click
+
+import kvstore
+from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs
+
+
+@click.command()
+@click.option("--node", help="Name of the node.  [default: $KVSTORE_NODE, else the only one on this machine]")
+@json_option
+def status(node: str | None, as_json: bool) -> None:
+    """Show a node's capacity, use and counters."""
+    with kvstore.connect(node) as store:
+        stats = store.stats()
+    if as_json:
+        print_json(stats)
+        return
+    if "tiers" not in stats:
+        print_pairs(stats)
+        return
+    dram = stats["tiers"]["dram"]
+    populated = f"{100 * dram['populated_bytes'] / dram['capacity_bytes']:.0f} % populated"
+    pairs = {
+        "node": f"{stats['name']} ({stats['state']}, pid {stats['pid']}, up {duration_text(stats['uptime_s'])})",
+        "dram": f"{bytes_text(dram['used_bytes'])} of {bytes_text(dram['capacity_bytes'])} in pages, {populated}",
+        "pages": dram["pages"],
+        "frames": ", ".join(f"{count} {state}" for state, count in dram["frames"].items()) or "none carved yet",
+        "sessions": f"{stats['sessions_connected']} connected, {stats['sessions']} known",
+        "leases": stats["leases"],
+        "reservations": stats["reservations"],
+        "index": f"epoch {stats['index']['epoch']}, {bytes_text(stats['index']['used_bytes'])}",
+        "scrubber": ", ".join(f"{value} {name}" for name, value in stats["scrubber"].items()),
+    }
+    pairs |= dict(sorted(stats["counters"].items()))
+    print_pairs(pairs)

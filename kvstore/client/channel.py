@@ -1,0 +1,391 @@
+"""SocketChannel: requests to the daemon of a node on this machine, over its unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
+from kvstore.model.replica import Status
+from kvstore.transfer import control
+from kvstore.transfer.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
+
+OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
+_POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
+_RETRY_MIN_S, _RETRY_MAX_S = 0.001, 0.05
+_SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
+AFTER_FORK = "was opened in process {}; open or connect again after fork"
+
+_NEW, _DONE, _LOST = 0, 1, 2
+
+
+class SocketReply:
+    """A request on its way. Ends with a reply, or with the loss of the connection; either is kept for ``result``."""
+
+    __slots__ = ("_channel", "_deadline", "_state", "_message", "request_id")
+
+    def __init__(self, channel: SocketChannel, request_id: int, deadline: float) -> None:
+        self._channel = channel
+        self._deadline = deadline
+        self._state = _NEW
+        self._message: Message | None = None
+        self.request_id = request_id
+
+    def result(self) -> Message:
+        """The reply, its body owned by the caller. Waits until the request's deadline.
+
+        Raises:
+            DeadlineExceeded: no reply in time. The request may still be carried out.
+            NodeUnavailable: the connection was lost. The request may have been carried out.
+            InvalidRequest, VersionMismatch, Unavailable: the node refused; nothing was changed.
+        """
+        if self._state == _NEW:
+            self._channel._collect(self, self._deadline)
+        if self._message is None:
+            raise NodeUnavailable(f"{self._channel.folder.name}: the daemon went away before it answered")
+        message = self._message
+        if message.op >= Status.INVALID:
+            _refuse(message)
+        return message
+
+
+class SocketChannel:
+    """One session with one node. Threads may share it.
+
+    Life: made (nothing started) -> first request: session file locked, connected, HELLO -> requests; a lost connection
+    fails what was on its way and the next request connects again in the name of the same session, so a restart of the
+    daemon in between goes unnoticed. Two ends: ``close``, or the death of this process; either frees the session
+    file's lock, by which the daemon knows that this session can write nothing more. A forked child has no part in the
+    session: its copies of the descriptors are closed and every call is refused.
+
+    A channel serves one incarnation of a node. Where the folder was made anew, frames granted before are void; the
+    channel then ends for good (``ended``), and its owner makes another.
+
+    Args:
+        folder: the node's folder.
+        timeout_s: how long a request may take, connecting again included.
+        incarnation: of the segment, 16 hex digits: refuse any other. None takes the first one met.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float = 5.0, *, incarnation: str | None = None) -> None:
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self.incarnation = incarnation
+        self.ended = False
+        self._session = secrets.randbits(63) | 1
+        self._session_fd = -1
+        self._refusal = ""
+        self._sending = threading.Lock()  # held while a request is encoded and sent, or a connection made
+        self._changed = threading.Condition()  # guards the five below
+        self._socket: socket.socket | None = None
+        self._spent: list[socket.socket] = []  # lost connections, closed where nobody can be using them
+        self._receiving = False
+        self._waiting: deque[SocketReply] = deque()
+        self._buffer = bytearray(MESSAGE_BYTES_MAX)
+        self._request_id = 0
+        self._pid = os.getpid()
+        _channels.add(self)
+
+    @property
+    def session(self) -> int:
+        """The session id, drawn at random when the channel was made."""
+        return self._session
+
+    def request(
+        self,
+        op: Op,
+        *,
+        count: int = 0,
+        a: int = 0,
+        b: int = 0,
+        flags: int = 0,
+        body: Iterable[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> SocketReply:
+        """Send one request; does not wait for its reply. With ``NO_REPLY`` in flags there will be none.
+
+        Raises:
+            NodeUnavailable: the daemon could not be reached within the deadline; nothing was sent.
+            VersionMismatch: the daemon speaks another version.
+            InvalidRequest: the channel is closed, or this is a forked child.
+        """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        if self._refusal:
+            raise InvalidRequest("store", self._refusal)
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise NodeUnavailable(f"{self.folder.name}: other requests kept the connection busy until the deadline")
+        try:
+            self._request_id = request_id = self._request_id + 1 & 0xFFFFFFFF
+            data = control.encode(op, request_id, count=count, a=a, b=b, flags=flags, body=body)
+            reply = SocketReply(self, request_id, deadline)
+            while True:
+                sock = self._socket or self._connect(deadline)
+                if len(self._waiting) >= OUTSTANDING_MAX:
+                    self._collect_oldest(deadline)
+                    continue
+                if self._send(sock, data, None if flags & NO_REPLY else reply, deadline):
+                    return reply
+        finally:
+            self._sending.release()
+
+    def close(self) -> None:
+        """End the session: what it had reserved is given back, its leases end. Requests on their way fail."""
+        if self._refusal:
+            return
+        self._refusal = "is closed"
+        if self._session_fd >= 0:  # first the lock, so that the daemon finds it free when it sees the connection end
+            os.close(self._session_fd)
+            self._session_fd = -1
+        self._lose(self._socket)
+        if self._sending.acquire(timeout=self.timeout_s):
+            try:
+                self._bury(time.monotonic() + self.timeout_s)
+            finally:
+                self._sending.release()
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _send(self, sock: socket.socket, data: bytes, reply: SocketReply | None, deadline: float) -> bool:
+        """False where the connection turned out to be lost, and nothing was sent."""
+        if reply is not None:
+            with self._changed:
+                if self._socket is not sock:
+                    return False
+                self._waiting.append(reply)  # before the send: the receiver must know whose reply it gets
+        while True:
+            try:
+                sock.send(data, socket.MSG_DONTWAIT)
+                return True
+            except BlockingIOError:
+                # The daemon is behind. Replies we do not take may be what it waits for.
+                if time.monotonic() >= deadline:
+                    self._lose(sock)
+                    raise NodeUnavailable(f"{self.folder.name}: the daemon took no request in time") from None
+                if not self._collect_oldest(deadline, before=reply):
+                    time.sleep(_RETRY_MIN_S)
+            except OSError:
+                self._withdraw(reply)
+                self._lose(sock)
+                return False
+
+    def _withdraw(self, reply: SocketReply | None) -> None:
+        if reply is not None:
+            with self._changed:
+                if reply in self._waiting:
+                    self._waiting.remove(reply)
+                reply._state = _NEW
+
+    def _connect(self, deadline: float) -> socket.socket:
+        """A connection that has said HELLO. Retries until the deadline: the daemon may be restarting."""
+        pause_s = _RETRY_MIN_S
+        self._bury(deadline)
+        while True:
+            if self._refusal:
+                raise InvalidRequest("store", self._refusal)
+            if self.ended:
+                raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
+            if not self.folder.is_dir():
+                raise NodeUnavailable(f"{self.folder.name}: there is no such node on this machine")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            try:
+                self._lock_session()
+                _connect_path(sock, self.folder)
+                self._hello(sock, deadline)
+            except OSError as error:
+                sock.close()
+                if time.monotonic() + pause_s >= deadline:
+                    raise NodeUnavailable(f"{self.folder.name}: its daemon does not answer ({error})") from None
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_MAX_S)
+                continue
+            except BaseException:
+                sock.close()
+                raise
+            with self._changed:
+                self._socket = sock
+            return sock
+
+    def _hello(self, sock: socket.socket, deadline: float) -> None:
+        """Raises OSError where the daemon goes away meanwhile or does not answer in time."""
+        body = control.pack_json({"protocol": control.PROTOCOL})
+        sock.send(control.encode(Op.HELLO, 0, a=self._session, b=os.getpid(), body=(body,)))
+        while True:
+            try:
+                data = sock.recv(MESSAGE_BYTES_MAX)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("no answer to HELLO") from None
+        if not data:
+            raise ConnectionResetError("closed during HELLO")
+        message = control.decode(memoryview(data))
+        if message.op >= Status.INVALID:
+            _refuse(message)
+        if message.op != Status.OK:
+            raise NodeUnavailable(f"{self.folder.name}: too many sessions")
+        incarnation = control.unpack_json(message.body).get("incarnation")
+        if self.incarnation is None:
+            self.incarnation = incarnation
+        elif incarnation is not None and incarnation != self.incarnation:
+            self.ended = True
+            raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
+
+    def _lock_session(self) -> None:
+        """Create and lock our session file, or make sure that it still is the one in the folder."""
+        path = self.folder / "sessions" / f"{self._session:016x}"
+        if self._session_fd >= 0:
+            if os.fstat(self._session_fd).st_nlink:
+                return
+            os.close(self._session_fd)
+            self._session_fd = -1
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink == 0:
+                raise BlockingIOError("the session file was removed while it was being locked")
+        except BaseException:
+            os.close(fd)
+            raise
+        self._session_fd = fd
+
+    # --- receiving: one thread at a time, for whoever waits ----------------------------------------------------------
+
+    def _collect(self, reply: SocketReply, deadline: float) -> None:
+        """Receive until ``reply`` has its message or the connection is lost. Raises DeadlineExceeded."""
+        changed = self._changed
+        while True:
+            with changed:
+                while reply._state == _NEW and self._receiving:
+                    remaining_s = deadline - time.monotonic()
+                    if remaining_s <= 0 or not changed.wait(remaining_s):
+                        raise DeadlineExceeded(f"{self.folder.name}: no answer in time")
+                sock = self._socket
+                if reply._state != _NEW or sock is None:
+                    return
+                self._receiving = True
+            data = None
+            try:
+                data = self._receive(sock, deadline)
+            finally:
+                with changed:
+                    self._receiving = False
+                    if data is not None:
+                        self._deliver(sock, data)
+                    changed.notify_all()
+
+    def _collect_oldest(self, deadline: float, before: SocketReply | None = None) -> bool:
+        """Receive the reply that is due next; False where none is (or the next one is ``before``)."""
+        with self._changed:
+            oldest = self._waiting[0] if self._waiting else None
+        if oldest is None or oldest is before:
+            return False
+        self._collect(oldest, deadline)
+        return True
+
+    def _receive(self, sock: socket.socket, deadline: float) -> bytearray:
+        """One message; empty where the connection has ended."""
+        while True:
+            try:
+                size = sock.recv_into(self._buffer)
+                return self._buffer[:size]
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(f"{self.folder.name}: no answer in time") from None
+            except OSError:
+                return bytearray()
+
+    def _deliver(self, sock: socket.socket, data: bytearray) -> None:
+        """Give a message to whose it is. ``_changed`` is held."""
+        if self._socket is sock:
+            message = control.decode(memoryview(data)) if len(data) >= control.HEAD.size else None
+            if message is None or not self._waiting or self._waiting[0].request_id != message.request_id:
+                self._drop(sock)  # it ended, or the two ends disagree about what was asked: start afresh
+                return
+            reply = self._waiting.popleft()
+            reply._message = message
+            reply._state = _DONE
+
+    def _lose(self, sock: socket.socket | None) -> None:
+        with self._changed:
+            if sock is not None:
+                self._drop(sock)
+            self._changed.notify_all()
+
+    def _drop(self, sock: socket.socket) -> None:
+        """The connection is over: fail what was on its way. ``_changed`` is held."""
+        if self._socket is not sock:
+            return
+        self._socket = None
+        for reply in self._waiting:
+            reply._state = _LOST
+        self._waiting.clear()
+        self._spent.append(sock)
+        with contextlib.suppress(OSError):  # the other end may have been faster
+            sock.shutdown(socket.SHUT_RDWR)  # wakes whoever receives
+
+    def _bury(self, deadline: float) -> None:
+        """Close lost connections. ``_sending`` is held, so nobody sends; the receiver is waited for."""
+        with self._changed:
+            while self._receiving and self._spent and self._changed.wait(max(0.0, deadline - time.monotonic())):
+                pass
+            if not self._receiving:
+                for sock in self._spent:
+                    sock.close()
+                self._spent.clear()
+
+    def _after_fork(self) -> None:
+        """In the child: let go of the descriptors, leave the locks alone (other threads may have held them)."""
+        self._refusal = AFTER_FORK.format(self._pid)
+        if self._session_fd >= 0:
+            os.close(self._session_fd)
+            self._session_fd = -1
+        for sock in (self._socket, *self._spent):
+            if sock is not None:
+                sock.close()
+        self._socket = None
+
+
+def _refuse(message: Message) -> NoReturn:
+    text = bytes(message.body).decode(errors="replace")
+    if message.op == Status.FAILED:
+        raise Unavailable(text)
+    field, _, reason = text.partition("\0")
+    if field == "protocol":
+        raise VersionMismatch(reason)
+    raise InvalidRequest(field, reason)
+
+
+def _connect_path(sock: socket.socket, folder: Path) -> None:
+    path = str(folder / "control")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _POLL)
+    if len(path.encode()) <= _SUN_PATH_MAX:
+        sock.connect(path)
+        return
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sock.connect(f"/proc/self/fd/{fd}/control")
+    finally:
+        os.close(fd)
+
+
+_channels: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for channel in list(_channels):
+        channel._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,107 @@
+"""GrantPool: frames of one class granted to this session ahead of need, so that a put is one message."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from kvstore.errors import Unavailable
+from kvstore.model.replica import Address, FrameClass, FrameState
+from kvstore.transfer.base import Channel, PendingReply
+from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
+
+AHEAD_FRAMES_MAX = 64
+AHEAD_BYTES_MAX = 16 << 20
+
+_RESERVED = int(FrameState.RESERVED)
+
+
+class GrantPool:
+    """RESERVED frames without a key, ours to write into. Threads may share it.
+
+    Life of a frame here: granted -> ``take`` (its taker writes a page into it) -> sealed, or handed back with ``add``
+    where the page was already stored. Two ends of what is left: ``Channel.close``, or the death of this process; the
+    node takes the frames back. What may be in doubt after a lost connection is never written again: ``forfeit``.
+    """
+
+    def __init__(self, frame_class: FrameClass, channel: Channel) -> None:
+        self.frame_class = frame_class
+        self.class_number = pack_class(frame_class)
+        self.ahead_max = max(1, min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // frame_class.frame_bytes))
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._frames: list[Address] = []  # ascending
+        self._forfeited: list[Address] = []
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def take(self, count: int) -> list[Address]:
+        """Up to ``count`` frames, ascending; consecutive ones where there are enough."""
+        with self._lock:
+            frames = self._frames
+            start = _consecutive(frames, count) if 1 < count < len(frames) else 0
+            taken = frames[start : start + count]
+            del frames[start : start + count]
+        return taken
+
+    def add(self, addresses: list[Address]) -> None:
+        """Frames granted, or handed back unsealed. More than ``ahead_max`` are given back to the node."""
+        if not addresses:
+            return
+        with self._lock:
+            self._frames += addresses
+            self._frames.sort()
+            spare = self._frames[self.ahead_max :]
+            del self._frames[self.ahead_max :]
+        self.forfeit(spare)
+
+    def wanted(self, used: int) -> int:
+        """How many frames to ask for, so that a put like the last one finds what it needs."""
+        return max(0, min(self.ahead_max, used) - len(self._frames))
+
+    def ask(self, count: int) -> PendingReply:
+        """Request up to ``count`` frames; ``granted`` reads the reply. Raises what ``Channel.request`` does."""
+        self._give_back()
+        return self._channel.request(Op.GRANT, count=min(count, BATCH_MAX), a=self.class_number)
+
+    @staticmethod
+    def granted(reply: PendingReply) -> list[Address]:
+        """The frames that came, ascending; empty where the node has none to give."""
+        message = reply.result()
+        return sorted(unpack_addresses(message.body, message.entries))
+
+    def forfeit(self, addresses: list[Address]) -> None:
+        """Never write into these again. The node hears of it now, or with the next request that reaches it."""
+        if addresses:
+            with self._lock:
+                self._forfeited += addresses
+            with contextlib.suppress(Unavailable):
+                self._give_back(timeout_s=0.0)
+
+    def _give_back(self, timeout_s: float | None = None) -> None:
+        while self._forfeited:
+            with self._lock:
+                some = self._forfeited[:BATCH_MAX]
+                del self._forfeited[:BATCH_MAX]
+            try:
+                body = (pack_addresses(some),)
+                self._channel.request(Op.REVOKE, count=len(some), flags=NO_REPLY, body=body, timeout_s=timeout_s)
+            except Unavailable:
+                with self._lock:
+                    self._forfeited += some
+                raise
+
+
+def still_ours(address: Address, word: int) -> bool:
+    """Whether a frame whose record's word is ``word`` is still RESERVED under the generation it was granted with."""
+    return word == address.generation << 8 | _RESERVED
+
+
+def _consecutive(frames: list[Address], count: int) -> int:
+    """Where the first run of ``count`` consecutive frames starts; 0 where there is none."""
+    for start in range(len(frames) - count + 1):
+        first, last = frames[start], frames[start + count - 1]
+        if first.extent == last.extent and last.frame - first.frame == count - 1:
+            return start
+    return 0

@@ -1,0 +1,281 @@
+"""LocalNode: a node's files as this process maps them. Everything a read needs is here; only writes need its daemon."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.channel import AFTER_FORK, SocketChannel
+from kvstore.client.grants import GrantPool
+from kvstore.errors import InvalidRequest, NodeUnavailable
+from kvstore.model.replica import FrameClass
+from kvstore.tier.dram import SegmentMap
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header, boot_id
+from kvstore.tier.index import Index
+from kvstore.tier.records import ExtentTable
+from kvstore.transfer.base import Channel
+
+_unpack_address = struct.Struct("<IIQ").unpack_from
+_EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
+RECHECK_NS = 100_000_000  # how often verbs look whether the node's folder was purged or made anew
+
+
+class Extent:
+    """One extent as a client sees it. Valid for ever: a dropped extent's words are zero, so that nothing matches.
+
+    ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
+    ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
+    ``last_use`` uint64 ``[frames]``, ``progress`` uint64 ``[frames, SHARDS_MAX]``: marks, clients write them.
+    ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
+    """
+
+    __slots__ = (
+        "number",
+        "frame_class",
+        "page_bytes",
+        "words",
+        "identity",
+        "info",
+        "checksums",
+        "last_use",
+        "progress",
+        "pages",
+        "views",
+        "_table",
+    )
+
+    def __init__(self, table: ExtentTable, segment: SegmentMap) -> None:
+        frame_class, fmt = table.frame_class, table.fmt
+        self.number = table.extent
+        self.frame_class = frame_class
+        self.page_bytes = frame_class.page_bytes
+        self.words = table.words
+        self.identity = table.rows[:, fmt.identity]
+        self.info = table.column(fmt.info)
+        self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
+        self.last_use = table.last_use
+        self.progress = table.marks[:, 1:]
+        place = table.position, frame_class.frame_bytes, table.frames
+        self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
+        self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]
+        self._table = table  # keeps the mappings
+
+
+class Mapped:
+    """One incarnation of a node under one index epoch, mapped. Reads that hold it may finish with it at any time.
+
+    Replaced, never changed, when either number changes; the index is let go of when the last reader has.
+    """
+
+    __slots__ = ("node", "header", "words", "incarnation", "epoch", "index", "segment", "extents", "channel", "pools")
+
+    def __init__(
+        self,
+        node: LocalNode,
+        header: Header,
+        incarnation: int,
+        epoch: int,
+        index: Index,
+        segment: SegmentMap,
+        channel: Channel,
+        older: Mapped | None,
+    ) -> None:
+        self.node = node
+        self.header = header
+        self.words = header.words
+        self.incarnation = incarnation
+        self.epoch = epoch
+        self.index = index
+        self.segment = segment
+        self.channel = channel
+        self.extents: dict[int, Extent] = older.extents if older is not None else {}
+        self.pools: dict[FrameClass, GrantPool] = older.pools if older is not None else {}
+
+    def extent(self, number: int) -> Extent | None:
+        """The extent of that number; None where there is none (any more)."""
+        found = self.extents.get(number)
+        return found if found is not None else self._open_extent(number)
+
+    def _open_extent(self, number: int) -> Extent | None:
+        table = ExtentTable.open(self.node.folder, number, self.incarnation, writable=False)
+        if table is None:
+            return None
+        extents = self.extents
+        for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
+            if not self.node.folder.records(old).exists():
+                extents.pop(old, None)
+        extent = Extent(table, self.segment)
+        extents[number] = extent
+        return extent
+
+    def pool(self, frame_class: FrameClass) -> GrantPool:
+        """The frames of a class granted to us ahead of need."""
+        pool = self.pools.get(frame_class)
+        if pool is None:
+            pool = self.pools.setdefault(frame_class, GrantPool(frame_class, self.channel))
+        return pool
+
+    def mark_used(self, raw_address: bytes) -> None:
+        """Mark a page as used now: whoever looks for pages to evict looks elsewhere first."""
+        number, frame, _ = _unpack_address(raw_address)
+        extent = self.extents.get(number) or self.extent(number)
+        if extent is not None and frame < len(extent.last_use):
+            extent.last_use[frame] = time.monotonic_ns()
+
+
+class LocalNode:
+    """One node of this machine as one process uses it. Threads may share it.
+
+    Life: made (nothing mapped) -> mapped by the first verb, again whenever epoch or incarnation change -> ``close``, or
+    a fork (the child is refused: neither the index nor the session may be used there). Reads need no daemon; where the
+    files are gone or cannot be trusted they miss, and writes raise ``NodeUnavailable``.
+
+    Args:
+        path: the node's folder.
+        channel: requests to a node in this process; None for a daemon's socket.
+        timeout_s: deadline of a request.
+    """
+
+    def __init__(self, path: Path, channel: Channel | None = None, timeout_s: float = 5.0) -> None:
+        self.path = path
+        self.folder = NodeFolder.at(path)
+        self.timeout_s = timeout_s
+        self.pid = os.getpid()
+        self.refusal = ""
+        self.misses: dict[str, int] = {}  # reason -> how often a match ended for it; threads may lose a count
+        self._given = channel
+        self._mapped: Mapped | None = None
+        self._header_id = (0, 0)
+        self._lock = threading.Lock()
+        self.check_ns = 0
+        _nodes.add(self)
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.folder.name
+
+    def mapped(self) -> Mapped | None:
+        """The node's files for reading; None where there are none to be trusted now (everything is a miss).
+
+        Raises:
+            InvalidRequest: closed, or in a forked child.
+        """
+        mapped = self._mapped
+        if mapped is not None:
+            words = mapped.words
+            if words[_EPOCH] == mapped.epoch and words[_INCARNATION] == mapped.incarnation and not self.refusal:
+                return mapped
+        if self.refusal:
+            raise InvalidRequest("store", self.refusal)
+        return self._map()
+
+    def writable(self) -> Mapped:
+        """The node's files for writing.
+
+        Raises:
+            NodeUnavailable: there is no such node, or it is not ready.
+        """
+        mapped = self.mapped()
+        if mapped is not None and getattr(mapped.channel, "ended", False):
+            mapped = self._map()
+        if mapped is None:
+            deadline = time.monotonic() + self.timeout_s
+            while mapped is None and self.path.is_dir() and time.monotonic() < deadline:
+                time.sleep(0.005)
+                mapped = self.mapped()
+        if mapped is None:
+            raise NodeUnavailable(f"{self.name}: no such node on this machine, or it is not ready")
+        return mapped
+
+    def missed(self, reason: str) -> None:
+        """Count why a match ended early."""
+        self.misses[reason] = self.misses.get(reason, 0) + 1
+
+    def recheck(self, now_ns: int) -> None:
+        """Look whether the folder was purged or made anew, which no mapping tells. Verbs call it after ``check_ns``."""
+        self.check_ns = now_ns + RECHECK_NS
+        if self._mapped is not None and self._identify() != self._header_id:
+            self._map()
+
+    def close(self) -> None:
+        """End the session; later calls are refused. Views and arrays handed out stay valid as memory, not as pages."""
+        if self.refusal:
+            return
+        self.refusal = "is closed"
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.channel.close()
+
+    # --- mapping ----------------------------------------------------------------------------------------------------
+
+    def _identify(self) -> tuple[int, int]:
+        try:
+            stat = os.stat(self.folder.header)
+        except OSError:
+            return 0, 0
+        return stat.st_dev, stat.st_ino
+
+    def _map(self) -> Mapped | None:
+        """Map what is there now. Of the same incarnation everything is kept but the index."""
+        with self._lock:
+            old = self._mapped
+            if self.refusal:
+                raise InvalidRequest("store", self.refusal)
+            identity = self._identify()
+            header = old.header if old is not None and identity == self._header_id else self._open_header()
+            if header is None:
+                return self._unmap(old)
+            epoch, incarnation = header.words[_EPOCH], header.words[_INCARNATION]
+            if old is not None and (incarnation != old.incarnation or getattr(old.channel, "ended", False)):
+                self._unmap(old)
+                old = None
+            segment = old.segment if old is not None else SegmentMap.open(self.folder, incarnation)
+            index = Index.open_reader(self.folder, epoch)
+            if segment is None or index is None:
+                return None  # the daemon is about to make it, or there will be another epoch
+            channel = self._channel(old, incarnation)
+            self._header_id = identity
+            self._mapped = Mapped(self, header, incarnation, epoch, index, segment, channel, old)
+            return self._mapped
+
+    def _open_header(self) -> Header | None:
+        """The header, if we may trust the folder; that of an earlier boot is nothing to read by."""
+        header = Header.open(self.folder) if self.folder.trusted() else None
+        return header if header is not None and header.boot_id == boot_id() else None
+
+    def _channel(self, old: Mapped | None, incarnation: int) -> Channel:
+        if self._given is not None:
+            return self._given
+        if old is not None:
+            return old.channel
+        return SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
+
+    def _unmap(self, old: Mapped | None) -> None:
+        """Nothing of the old incarnation may be used any more; its session ends."""
+        self._mapped = None
+        if old is not None and self._given is None:
+            old.channel.close()
+
+    def _after_fork(self) -> None:
+        self.refusal = AFTER_FORK.format(self.pid)
+
+
+_nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for node in list(_nodes):
+        node._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)

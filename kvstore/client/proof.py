@@ -1,0 +1,147 @@
+"""Proof: from keys to frames that are proven to hold them.
+
+The index is a hint. A page counts only when its frame's word says SEALED under the generation that the index named,
+and the record's identity (key, root, extra, token ids) equals ours byte for byte. The words are captured first and
+compared again after the bytes were used: a page that changed in between was not read. So a stale index entry, a
+forged hash, a frame that was given to another page, or an extent that was dropped are all the same thing: a miss.
+
+Worked example: 32 pages put by one writer lie in frames 40..71 of extent 3. The index names frame 71 for the last
+key; then the guess "page i is in frame 40 + i" is proven by three comparisons of bytes, without asking the index for
+the other 31 keys. Where the guess fails, all keys are looked up and grouped into runs of consecutive frames.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.local import Extent, Mapped
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameState
+from kvstore.tier.index import IndexDamaged
+
+ABSENT, GENERATION, IDENTITY, CHECKSUM, EXTENT = "absent", "generation", "identity", "checksum", "extent"
+
+_SEALED = int(FrameState.SEALED)
+_SEALED_BYTE = bytes([_SEALED])
+_unpack_address = struct.Struct("<IIQ").unpack_from
+_pack_word = struct.Struct("<Q").pack
+
+
+class Run(NamedTuple):
+    """Pages ``page .. page + count`` in consecutive frames of one extent; ``words`` are those frames' words."""
+
+    extent: Extent
+    frame: int
+    page: int
+    count: int
+    words: bytes
+
+    def unchanged(self) -> int:
+        """How many leading pages of the run are still what they were when it was proven."""
+        now = self.extent.words[self.frame : self.frame + self.count].tobytes()
+        return self.count if now == self.words else equal_rows(now, self.words, 8)
+
+    def addresses(self) -> list[Address]:
+        """The pages' addresses."""
+        number, frame = self.extent.number, self.frame
+        generations = (np.frombuffer(self.words, np.uint64) >> 8).tolist()
+        return [Address(number, frame + i, generation) for i, generation in enumerate(generations)]
+
+
+def stored_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
+    """How many leading keys the index names, and the raw address of the last one. A hint: nothing is proven.
+
+    ``closed``: chains are prefix-closed in the index, so that a binary search will do.
+    """
+    try:
+        if closed:
+            return mapped.index.longest(hashes)
+        found = mapped.index.find_many(hashes)
+    except IndexDamaged:
+        return 0, None  # the daemon will rebuild it under a new epoch
+    count = found.index(None) if None in found else len(found)
+    return count, found[count - 1] if count else None
+
+
+def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
+    """Runs that hold the leading pages of ``keys``, how many pages that are, and why not more ("" where all)."""
+    hashes = keys.hashes
+    asked = len(hashes)
+    stored, raw = stored_pages(mapped, hashes, closed)
+    if raw is None:
+        return [], 0, ABSENT if asked else ""
+    number, frame, generation = _unpack_address(raw)
+    extent = mapped.extents.get(number) or mapped.extent(number)
+    first = frame + 1 - stored
+    if extent is not None and first >= 0 and extent.page_bytes == page_bytes:
+        words = extent.words[first : frame + 1].tobytes()
+        if words[::8] == _SEALED_BYTE * stored and words[-8:] == _pack_word(generation << 8 | _SEALED):
+            identity = keys.identity_bytes
+            if stored < asked:
+                identity = identity[: len(identity) // asked * stored]
+            if extent.identity[first : frame + 1].tobytes() == identity:
+                return [Run(extent, first, 0, stored, words)], stored, "" if stored == asked else ABSENT
+    runs, pages, reason = _prove_each(mapped, keys, stored, page_bytes)
+    return runs, pages, reason or ("" if pages == asked else ABSENT)
+
+
+def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
+    try:
+        found = mapped.index.find_many(keys.hashes[:stored])
+    except IndexDamaged:
+        return [], 0, ABSENT
+    count = found.index(None) if None in found else stored
+    raw = b"".join([value[:ADDRESS_BYTES] for value in found[:count] if value is not None])
+    runs: list[Run] = []
+    for number, frame, page, words in address_runs(np.frombuffer(raw, ADDRESS_DTYPE)):
+        extent = mapped.extent(number)
+        if extent is None or extent.page_bytes != page_bytes:
+            return runs, page, EXTENT
+        run, reason = prove_run(extent, frame, page, words.tobytes(), keys)
+        if run.count:
+            runs.append(run)
+        if reason:
+            return runs, page + run.count, reason
+    return runs, count, "" if count == stored else ABSENT
+
+
+def prove_run(extent: Extent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
+    """The leading part of ``frame ..`` that is proven under ``words``, and why it is not all ("" where it is)."""
+    count, reason = len(words) // 8, ""
+    now = extent.words[frame : frame + count].tobytes()
+    if now != words:
+        count, reason = equal_rows(now, words, 8), GENERATION
+    width = len(keys.identity_bytes) // len(keys)
+    theirs = extent.identity[frame : frame + count].tobytes()
+    ours = keys.identity_bytes[page * width : (page + count) * width]
+    if theirs != ours:
+        same = equal_rows(theirs, ours, width) if len(theirs) == len(ours) else 0
+        count, reason = same, IDENTITY
+    return Run(extent, frame, page, count, words[: 8 * count]), reason
+
+
+def address_runs(
+    addresses: npt.NDArray[np.void], state: int = _SEALED
+) -> list[tuple[int, int, int, npt.NDArray[np.uint64]]]:
+    """Runs of consecutive frames: ``(extent, first frame, first page, words the frames should have)``."""
+    if not len(addresses):
+        return []
+    extents, frames = addresses["extent"].astype(np.int64), addresses["frame"].astype(np.int64)
+    words = addresses["generation"] << np.uint64(8) | np.uint64(state)
+    breaks = (np.flatnonzero((np.diff(extents) != 0) | (np.diff(frames) != 1)) + 1).tolist()
+    starts = [0, *breaks]
+    stops = [*breaks, len(addresses)]
+    return [(int(extents[i]), int(frames[i]), i, words[i:j]) for i, j in zip(starts, stops, strict=True)]
+
+
+def equal_rows(left: bytes, right: bytes, width: int) -> int:
+    """How many leading rows of ``width`` bytes are equal."""
+    rows = min(len(left), len(right)) // width
+    a = np.frombuffer(left, np.uint8, rows * width).reshape(rows, width)
+    b = np.frombuffer(right, np.uint8, rows * width).reshape(rows, width)
+    differs = (a != b).any(axis=1)
+    return int(differs.argmax()) if differs.any() else rows

@@ -1,0 +1,214 @@
+"""PendingPut: pages on their way into the store: copied into granted frames, sealed batch by batch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.client.grants import GrantPool, still_ours
+from kvstore.client.local import Mapped
+from kvstore.errors import NodeUnavailable, Unavailable
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
+from kvstore.transfer.base import PendingReply
+from kvstore.transfer.control import CHECKSUMS, Op, batch_pages, pack_addresses, statuses_bytes, unpack_addresses
+
+BATCH_BYTES = 8 << 20  # a batch is sealed while the next one is copied
+
+_OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
+
+
+class Batch:
+    """Consecutive pages under one seal request."""
+
+    __slots__ = ("page", "addresses", "body", "want", "reply", "sent_again")
+
+    def __init__(self, page: int, addresses: list[Address], body: tuple[bytes, ...], want: int) -> None:
+        self.page = page
+        self.addresses = addresses
+        self.body = body
+        self.want = want
+        self.reply: PendingReply | None = None
+        self.sent_again = False
+
+
+class PendingPut:
+    """A put whose pages are copied and whose seals are on their way. The caller's buffer is free already.
+
+    Ends with ``result``. After a failure: pages whose seal was acknowledged are stored, the frames of the others are
+    forfeit (the node takes them back), and a later put of the same prompt continues where this one stopped.
+    """
+
+    __slots__ = ("_mapped", "_keys", "_pool", "_flags", "_batches", "_lock", "_sealed", "_failure", "_sent_again")
+
+    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, flags: int = 0) -> None:
+        self._mapped = mapped
+        self._keys = keys
+        self._pool: GrantPool = mapped.pool(frame_class)
+        self._flags = flags
+        self._batches: list[Batch] = []
+        self._lock = threading.Lock()
+        self._sealed = 0
+        self._failure: Unavailable | None = None
+        self._sent_again = False
+
+    def result(self) -> int:
+        """Pages newly stored, once their seals are acknowledged. Fewer than were given: see ``PrefixCache.put``.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: the node did not acknowledge in time; some pages may be stored.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            batches = self._batches
+            try:
+                while batches:
+                    self._settle(batches[0])
+                    del batches[0]
+            except Unavailable as error:
+                self._failure = error
+                self._abandon()
+                raise
+        return self._sealed
+
+    def send(self, rows: npt.NDArray[np.uint8], stored: int) -> None:
+        """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
+        pool, total = self._pool, len(rows)
+        limit = batch_limit(pool.frame_class)
+        frames = pool.take(total - stored)
+        asked: PendingReply | None = None
+        page = stored
+        try:
+            if len(frames) < total - stored:
+                asked = pool.ask(total - stored - len(frames))
+            while page < total:
+                if not frames:
+                    frames, asked = (pool.granted(asked) if asked is not None else []), None
+                    if not frames:
+                        break  # the pool is full of what may not leave
+                    if len(frames) < total - page:
+                        asked = pool.ask(total - page - len(frames))
+                part = frames[:limit]
+                self._copy(rows, page, part)
+                del frames[: len(part)]
+                page += len(part)
+                self._seal(rows, page - len(part), part, pool.wanted(total - stored) if page == total else 0)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            pool.add(frames)
+            if asked is not None:
+                with contextlib.suppress(Unavailable):
+                    pool.add(pool.granted(asked))
+
+    def _copy(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:
+        for number, frame, i, j in frame_runs(addresses):
+            extent = self._mapped.extent(number)
+            if extent is None:
+                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+            extent.pages[frame : frame + j - i] = rows[page + i : page + j]
+
+    def _seal(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address], want: int) -> None:
+        keys, count = self._keys, len(addresses)
+        identity = keys.identity_bytes
+        width = len(identity) // len(keys)
+        parent = keys.hashes[page - 1] if page else keys.parent
+        body: tuple[bytes, ...] = (
+            parent,
+            pack_addresses(addresses),
+            identity[page * width : (page + count) * width] if count < len(keys) else identity,
+        )
+        if self._flags & CHECKSUMS:
+            body = (*body, checksums_of(rows[page : page + count], self._pool.frame_class.layers).tobytes())
+        batch = Batch(page, addresses, body, want)
+        self._batches.append(batch)
+        self._request(batch)
+
+    def _request(self, batch: Batch) -> None:
+        batch.reply = self._mapped.channel.request(
+            Op.SEAL_GRANTED,
+            count=len(batch.addresses),
+            a=self._pool.class_number,
+            b=batch.want,
+            flags=self._flags,
+            body=batch.body,
+        )
+
+    def _settle(self, batch: Batch) -> None:
+        """Wait for the batch's statuses. Sent again once, where the daemon went away before it answered."""
+        assert batch.reply is not None
+        count = len(batch.addresses)
+        try:
+            message = batch.reply.result()
+        except NodeUnavailable:
+            message = self._again(batch)
+        statuses = bytes(message.body[:count])
+        if self._sent_again and not batch.sent_again and _NO_PARENT in statuses:
+            # It overtook the batch before it, which was lost and has been sent again by now.
+            self._pool.add(unpack_addresses(message.body, message.a, statuses_bytes(count)))
+            message = self._again(batch)
+            statuses = bytes(message.body[:count])
+        if message.a:
+            self._pool.add(unpack_addresses(message.body, message.a, statuses_bytes(count)))
+        if statuses.count(_OK) == count:
+            self._sealed += count
+        else:
+            self._sort_out(batch, statuses)
+
+    def _again(self, batch: Batch) -> Any:
+        batch.sent_again = self._sent_again = True
+        self._request(batch)
+        assert batch.reply is not None
+        return batch.reply.result()
+
+    def _sort_out(self, batch: Batch, statuses: bytes) -> None:
+        """Frames that are still ours go back to the pool: what the record says counts, not what the status implies."""
+        back = []
+        for address, status in zip(batch.addresses, statuses, strict=True):
+            extent = self._mapped.extent(address.extent)
+            word = int(extent.words[address.frame]) if extent is not None else 0
+            if status == _OK or (batch.sent_again and word == word_of(address.generation, FrameState.SEALED)):
+                self._sealed += 1
+            elif status != _STALE and still_ours(address, word):
+                back.append(address)
+        self._pool.add(back)
+
+    def _abandon(self) -> None:
+        self._pool.forfeit([address for batch in self._batches for address in batch.addresses])
+        self._batches.clear()
+
+
+def batch_limit(frame_class: FrameClass) -> int:
+    """Pages under one seal request."""
+    pages = batch_pages(frame_class.page_tokens, frame_class.layers)
+    return max(1, min(pages, BATCH_BYTES // frame_class.page_bytes))
+
+
+def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
+    """``(extent, first frame, i, j)`` where ``addresses[i:j]``, ascending, are consecutive frames of one extent."""
+    count = len(addresses)
+    first, last = addresses[0], addresses[-1]
+    if first.extent == last.extent and last.frame - first.frame == count - 1:
+        return [(first.extent, first.frame, 0, count)]
+    runs, start = [], 0
+    for i in range(1, count + 1):
+        before = addresses[i - 1]
+        if i == count or addresses[i].extent != before.extent or addresses[i].frame != before.frame + 1:
+            runs.append((before.extent, addresses[start].frame, start, i))
+            start = i
+    return runs
+
+
+def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uint32]:
+    """Low 32 bits of xxh3_64 of each layer of each page ``[pages, page_bytes]``, as uint32 ``[pages, layers]``."""
+    digest = xxhash.xxh3_64_intdigest
+    parts = rows.reshape(rows.shape[0] * layers, -1)
+    sums = [digest(part) & 0xFFFFFFFF for part in parts]
+    return np.array(sums, "<u4").reshape(rows.shape[0], layers)

@@ -1,0 +1,309 @@
+"""Writer: pages written layer by layer into reserved frames, readable while they are being written."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.buffers import rows_to_read
+from kvstore.client.local import LocalNode, Mapped
+from kvstore.client.proof import address_runs, stored_pages
+from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, Unavailable
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import (
+    ADDRESS_BYTES,
+    ADDRESS_DTYPE,
+    SHARDS_MAX,
+    FrameClass,
+    FrameState,
+    Status,
+)
+from kvstore.transfer.base import PendingReply
+from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+
+_RESERVED = int(FrameState.RESERVED)
+_OURS = (int(Status.OK), int(Status.JOINED))
+_DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT))
+
+
+class Span:
+    """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
+
+    __slots__ = ("pages", "marks", "page", "count", "first", "generations")
+
+    def __init__(
+        self,
+        pages: npt.NDArray[np.uint8],
+        marks: npt.NDArray[np.uint64],
+        page: int,
+        first: int,
+        generations: npt.NDArray[np.uint64],
+    ) -> None:
+        self.pages = pages  # [count, page_bytes]
+        self.marks = marks  # [count], this rank's progress
+        self.page = page
+        self.count = len(pages)
+        self.first = first  # of its pages among the writer's own
+        self.generations = generations  # low half, in the upper half of the word as progress marks have it
+
+
+class Writer:
+    """A layer-wise put: ``with cache.writer(tokens) as w: w.write_layer(layer, data)`` for every layer, in any order.
+
+    Life: made -> entered (frames reserved) -> written, readers in other processes following layer by layer -> left:
+    sealed. Other ends: leaving by an exception, or without having written everything, revokes all of it; the deadline
+    ``ttl_s`` or the death of this process do the same. Never is a page readable that was not written whole.
+
+    Several ranks of one write give the same ``group``, and each its ``rank`` of ``ranks``: a page is sealed when every
+    rank has sealed its share of the heads. A rank whose heads are another one's to write (MLA, more ranks than heads)
+    makes the same calls; nothing of its data is used.
+
+    Attributes (once entered):
+        pages_new: indices of the pages to be written, ascending; the others are stored already, or had no room.
+        sealed: after leaving, how many pages this rank sealed (those still waiting for other ranks included).
+    """
+
+    def __init__(
+        self,
+        node: LocalNode,
+        layout: Layout,
+        keys: Keys,
+        ttl_s: float,
+        group: str | int | None,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        if not 0 < ttl_s < 1e6:
+            raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
+        if not isinstance(ranks, int) or not 1 <= ranks <= SHARDS_MAX:
+            raise InvalidRequest("ranks", f"{ranks!r} is not in 1..{SHARDS_MAX}")
+        heads = layout.shard_heads(rank, ranks)
+        self.pages_new: list[int] = []
+        self.sealed = 0
+        self._node = node
+        self._layout = layout
+        self._keys = keys
+        self._ttl_ms = max(1, int(ttl_s * 1000))
+        self._group = _group_number(group)
+        self._rank, self._ranks = rank, ranks
+        self._writes = heads is not None
+        start, stop = heads if heads is not None else (0, max(1, layout.kv_heads // ranks))
+        self._offset = start * layout.head_bytes
+        self._width = (stop - start) * layout.head_bytes  # bytes this rank gives per layer and page
+        self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+        self._mapped: Mapped | None = None
+        self._entered = False
+        self._raw = b""  # addresses of pages_new, end to end
+        self._spans: list[Span] = []
+        self._written = np.zeros((0, layout.layers), np.bool_)
+
+    def __enter__(self) -> Writer:
+        """Reserve frames for the pages that are not stored.
+
+        Raises:
+            OutOfSpace: there is no room for even one page.
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+        """
+        if self._entered:
+            raise InvalidRequest("writer", "was entered already: make another")
+        self._entered = True
+        self._mapped = mapped = self._node.writable()
+        try:
+            self._reserve(mapped)
+            self._lay_out(mapped)
+        except BaseException:
+            self._revoke(self._raw)
+            raise
+        self._written = np.zeros((len(self.pages_new), self._layout.layers), np.bool_)
+        if not self._writes:
+            self._written[:] = True
+            self._progress(self._spans)
+        return self
+
+    def write_layer(self, layer: int, data: Any) -> None:
+        """Write one layer of all pages; readers may read it from then on.
+
+        Args:
+            data: ``[pages, bytes]`` for all pages of the keys (also those in no need of writing): ``layer_bytes``, or
+                this rank's heads' share of them, of any dtype.
+
+        Raises:
+            InvalidRequest: the layer is not in the layout, or data has another size; nothing was written.
+        """
+        self._open()
+        layout = self._layout
+        start = layout.byte_range(layer)[0] + self._offset
+        rows = rows_to_read(data, self._width, len(self._keys), "data")
+        if not self._writes:
+            return
+        stop = start + self._width
+        for span in self._spans:
+            span.pages[:, start:stop] = rows[span.page : span.page + span.count]
+        self._written[:, layer] = True
+        self._progress(self._spans)
+
+    def write_page(self, page: int, data: Any) -> None:
+        """Write all layers of one page: ``page_bytes``, or this rank's heads' share of every layer in order.
+
+        Raises:
+            InvalidRequest: no such page among the keys, or data has another size; nothing was written.
+        """
+        self._open()
+        if not isinstance(page, int) or not 0 <= page < len(self._keys):
+            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
+        layers = self._layout.layers
+        rows = rows_to_read(data, self._width, layers, "data")
+        for span in self._spans:
+            i = page - span.page
+            if self._writes and 0 <= i < span.count:
+                frame = span.pages[i].reshape(layers, -1)
+                frame[:, self._offset : self._offset + self._width] = rows
+                self._written[span.first + i] = True
+                self._progress([span])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Seal, or revoke where an exception is on its way.
+
+        Raises:
+            InvalidRequest: a layer was not written; everything was revoked.
+            NodeUnavailable, DeadlineExceeded: no acknowledgement; what was not sealed is revoked by its deadline.
+        """
+        raw, self._raw, self._spans = self._raw, b"", []
+        if kind is not None:
+            self._revoke(raw)
+            return
+        if not self._written.all():
+            self._revoke(raw)
+            page, layer = (int(i) for i in np.argwhere(~self._written)[0])
+            raise InvalidRequest("layer", f"layer {layer} of page {self.pages_new[page]} was not written")
+        self._seal(raw)
+
+    # --- reserving --------------------------------------------------------------------------------------------------
+
+    def _reserve(self, mapped: Mapped) -> None:
+        keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
+        page, last = stored_pages(mapped, keys.hashes, self._layout.attention == "full")
+        if last is not None:
+            mapped.mark_used(last)
+        limit = batch_pages(self._class.page_tokens, self._class.layers)
+        head = self._group.to_bytes(8, "little") + self._rank.to_bytes(4, "little") + self._ranks.to_bytes(4, "little")
+        full = False
+        while page < len(keys) and not full:
+            stop = min(page + limit, len(keys))
+            body = head, keys.hashes[page - 1] if page else keys.parent, keys.identity_bytes[page * width : stop * width]
+            message = mapped.channel.request(
+                Op.RESERVE, count=stop - page, a=pack_class(self._class), b=self._ttl_ms, body=body
+            ).result()
+            statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
+            for i, status in enumerate(statuses):
+                if status in _OURS:
+                    self.pages_new.append(page + i)
+                    self._raw += bytes(message.body[start + i * ADDRESS_BYTES : start + (i + 1) * ADDRESS_BYTES])
+                elif status != Status.PRESENT:
+                    full = True
+            page = stop
+        if full and not self.pages_new:
+            raise OutOfSpace("no frame could be reserved: the store is full of pages that may not leave")
+
+    def _lay_out(self, mapped: Mapped) -> None:
+        addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
+        for number, frame, first, words in address_runs(addresses, _RESERVED):
+            extent = mapped.extent(number)
+            if extent is None:
+                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+            for i, count in _unbroken(self.pages_new[first : first + len(words)]):
+                frames = slice(frame + i, frame + i + count)
+                marks = extent.progress[frames, self._rank]
+                generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
+                page = self.pages_new[first + i]
+                self._spans.append(Span(extent.pages[frames], marks, page, first + i, generations))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._mapped is None:
+            raise InvalidRequest("writer", "is not entered: use it in a with statement")
+        if self._node.refusal:
+            raise InvalidRequest("store", self._node.refusal)
+
+    def _progress(self, spans: list[Span]) -> None:
+        """Raise this rank's marks to the leading layers that are written. After the data, never before."""
+        for span in spans:
+            written = self._written[span.first : span.first + span.count]
+            leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
+            span.marks[:] = span.generations | leading.astype(np.uint64)
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def _seal(self, raw: bytes) -> None:
+        assert self._mapped is not None
+        requests = []
+        for part in _parts(raw):
+            count = len(part) // ADDRESS_BYTES
+            requests.append((part, self._mapped.channel.request(Op.SEAL, count=count, a=self._rank, body=(part,))))
+        for part, request in requests:
+            statuses = self._statuses(part, request)
+            self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)
+            lost = [i for i, status in enumerate(statuses) if status not in _DONE]
+            self._revoke(b"".join([part[i * ADDRESS_BYTES : (i + 1) * ADDRESS_BYTES] for i in lost]))
+
+    def _statuses(self, part: bytes, request: PendingReply) -> bytes:
+        """What became of these pages. Asked once more where the daemon went away; sealed pages then answer STALE."""
+        assert self._mapped is not None
+        count = len(part) // ADDRESS_BYTES
+        try:
+            return bytes(request.result().body[:count])
+        except NodeUnavailable:
+            again = self._mapped.channel.request(Op.SEAL, count=count, a=self._rank, body=(part,))
+            statuses = bytearray(again.result().body[:count])
+        for i, (number, frame, generation) in enumerate(np.frombuffer(part, ADDRESS_DTYPE).tolist()):
+            extent = self._mapped.extent(number)
+            word = generation << 8 | int(FrameState.SEALED)
+            if statuses[i] == Status.STALE and extent is not None and int(extent.words[frame]) == word:
+                statuses[i] = Status.OK
+        return bytes(statuses)
+
+    def _revoke(self, raw: bytes) -> None:
+        """Give frames back; where the daemon does not hear of it, their deadline does."""
+        mapped = self._mapped
+        for part in _parts(raw):
+            if mapped is not None:
+                with contextlib.suppress(Unavailable):
+                    mapped.channel.request(Op.REVOKE, count=len(part) // ADDRESS_BYTES, flags=NO_REPLY, body=(part,))
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("writer", "cannot be pickled: it belongs to this process")
+
+
+def _parts(raw: bytes) -> list[bytes]:
+    step = BATCH_MAX * ADDRESS_BYTES
+    return [raw[start : start + step] for start in range(0, len(raw), step)]
+
+
+def _unbroken(pages: list[int]) -> list[tuple[int, int]]:
+    """``(start, count)`` of runs of consecutive page numbers."""
+    runs, start = [], 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            runs.append((start, i - start))
+            start = i
+    return runs
+
+
+def _group_number(group: str | int | None) -> int:
+    if group is None or group == 0 or group == "":
+        return secrets.randbits(63) | 1
+    if isinstance(group, str):
+        return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8, person=b"kvstore.group").digest()) | 1
+    if isinstance(group, bool) or not isinstance(group, int) or not 0 < group < 1 << 64:
+        raise InvalidRequest("group", f"must be text or an integer in 1..2**64 - 1, not {group!r}")
+    return group

@@ -1,0 +1,1 @@
+"""The shell: performs what the state decides, and lets others ask it."""

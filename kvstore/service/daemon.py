@@ -1,0 +1,80 @@
+"""Daemon: a node with its control socket and HTTP, from start to SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.config import NodeConfig, format_size
+from kvstore.service.background import Background
+from kvstore.service.control import ControlServer
+from kvstore.service.dispatch import Dispatcher
+from kvstore.service.http import HttpServer
+from kvstore.service.node import Node
+from kvstore.service.scrubber import Scrubber
+from kvstore.tier.header import DaemonState
+
+SWITCH_INTERVAL_S = 0.0005  # a background thread that holds the interpreter delays a client by no more than this
+
+
+def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
+    """Run a node until SIGTERM or SIGINT. ``announce`` is called once, with one line, when it serves.
+
+    Raises:
+        NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
+    """
+    logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    started = time.monotonic()
+    node = Node(config)
+    ready = threading.Event()
+    http = HttpServer(config.http, _routes(ready)) if config.http else None
+    try:
+        if http is not None:
+            http.start()
+        node.start()
+        _run(node, config, http, ready, stopped, announce, started)
+    finally:
+        if http is not None:
+            http.stop()
+        node.stop()
+
+
+def _run(
+    node: Node,
+    config: NodeConfig,
+    http: HttpServer | None,
+    ready: threading.Event,
+    stopped: threading.Event,
+    announce: Callable[[str], None],
+    started: float,
+) -> None:
+    scrubber = Scrubber(node, config.scrub_bytes_per_s)
+    background = Background(node, scrubber)
+    control = ControlServer(node, Dispatcher(node, scrubber))
+    node.populate_next()
+    control.start()
+    background.start()
+    node.performer.header.state = DaemonState.READY
+    ready.set()
+    pages = node.stats()["tiers"]["dram"]["pages"]
+    where = f", http on {http.address}" if http is not None else ""
+    took = f"{time.monotonic() - started:.2f} s"
+    announce(f"kvstore node {config.name} ready: {format_size(config.dram)} DRAM, {pages} pages kept, {took}{where}")
+    stopped.wait()
+    control.stop()
+    background.stop()
+
+
+def _routes(ready: threading.Event) -> dict[str, Callable[[], tuple[int, str, str]]]:
+    def readyz() -> tuple[int, str, str]:
+        return (200, "text/plain", "ready\n") if ready.is_set() else (503, "text/plain", "starting\n")
+
+    return {"/healthz": lambda: (200, "text/plain", "ok\n"), "/readyz": readyz}

@@ -1,0 +1,209 @@
+"""Dispatch: one request's bytes in, one reply's bytes out. The same for the unix socket and for clients in process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Status
+from kvstore.service.node import Node
+from kvstore.service.scrubber import Scrubber
+from kvstore.state import events as ev
+from kvstore.transfer import control
+from kvstore.transfer.control import BATCH_MAX, Message, Op
+
+EVICT_PAGES_MAX = 4096  # of one event; a larger wish is met in several, so that others get a turn
+
+
+class Dispatcher:
+    """Decodes requests of known sessions and encodes what the node answers. Bad requests change nothing."""
+
+    def __init__(self, node: Node, scrubber: Scrubber) -> None:
+        self.node = node
+        self.scrubber = scrubber
+        self._verbs: dict[int, Callable[[int, Message, int], bytes]] = {
+            Op.GRANT: self._grant,
+            Op.SEAL_GRANTED: self._seal_granted,
+            Op.RESERVE: self._reserve,
+            Op.SEAL: self._seal,
+            Op.REVOKE: self._revoke,
+            Op.LEASE: self._lease,
+            Op.RENEW: self._renew,
+            Op.RELEASE: self._release,
+            Op.SCRUB: self._scrub,
+            Op.ADMIN: self._admin,
+        }
+        self._calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "stats": lambda _: {**node.stats(), "scrubber": scrubber.stats()},
+            "evict": self._evict,
+            "verify": lambda _: {"findings": node.verify(), "damaged": dict(node.state.counters)},
+            "scrub": lambda _: {"sweep": scrubber.request_sweep()},
+            "scrub_status": lambda _: scrubber.stats(),
+        }
+
+    def hello(self, message: Message) -> tuple[int, bytes]:
+        """(session, reply) of a first message; session 0 where it is refused."""
+        try:
+            if message.op != Op.HELLO:
+                raise InvalidRequest("message", "the first request must be HELLO")
+            theirs = control.unpack_json(message.body).get("protocol")
+            if theirs != control.PROTOCOL:
+                raise InvalidRequest("protocol", f"client speaks {theirs}, node speaks {control.PROTOCOL}")
+            if message.a == 0:
+                raise InvalidRequest("session", "must not be 0")
+        except InvalidRequest as error:
+            return 0, _refused(message, error)
+        reply = self.node.handle(ev.SessionOpened(time.monotonic_ns(), message.a))
+        if reply.status != Status.OK:
+            reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
+            return 0, control.encode(Status.FAILED, message.request_id, body=[reason.encode()])
+        about = {"name": self.node.config.name, "incarnation": f"{self.node.performer.header.incarnation:016x}"}
+        return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
+
+    def exchange(self, session: int, message: Message) -> bytes | None:
+        """The reply, or None where the client asked for none."""
+        try:
+            if message.entries > BATCH_MAX:
+                raise InvalidRequest("count", f"{message.entries} is more than {BATCH_MAX}")
+            verb = self._verbs.get(message.op)
+            if verb is None:
+                raise InvalidRequest("op", f"{message.op} is unknown")
+            reply = verb(session, message, time.monotonic_ns())
+        except InvalidRequest as error:
+            reply = _refused(message, error)
+        except KVStoreError as error:
+            reply = control.encode(Status.FAILED, message.request_id, body=[str(error).encode()])
+        if failpoint.ACTIVE:
+            failpoint.hit("node.reply")
+        return None if message.flags & control.NO_REPLY else reply
+
+    # --- verbs ------------------------------------------------------------------------------------------------------
+
+    def _grant(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        self.node.check_class(frame_class)
+        reply = self.node.handle(ev.Grant(now_ns, session, frame_class, message.entries))
+        body = [control.pack_addresses(reply.addresses)]
+        return control.encode(reply.status, message.request_id, count=len(reply.addresses), body=body)
+
+    def _seal_granted(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        count, body = _at_least_one(message), message.body
+        width = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
+        parent = control.unpack_key(body, 0)
+        addresses = control.unpack_addresses(body, count, KEY_BYTES)
+        start = KEY_BYTES + count * ADDRESS_BYTES
+        rows = control.unpack_rows(body, count, frame_class.page_tokens, start)
+        sums = None
+        if message.flags & control.CHECKSUMS:
+            sums = _checksums(body, start + count * width, count, frame_class.layers)
+        if any(a.extent not in self.node.performer.tables for a in addresses):
+            addresses = [a if a.extent in self.node.performer.tables else a._replace(generation=0) for a in addresses]
+        event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums)
+        sealed = self.node.handle(event)
+        granted = []
+        if message.b:  # its own event: what was sealed is in the records now, and may be weighed against what leaves
+            want = min(message.b, BATCH_MAX)
+            granted = self.node.handle(ev.Grant(now_ns, session, frame_class, want, ahead=True)).addresses
+        reply_body = [control.pack_statuses(sealed.statuses), control.pack_addresses(granted)]
+        return control.encode(sealed.status, message.request_id, count=count, a=len(granted), body=reply_body)
+
+    def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        self.node.check_class(frame_class)
+        count, body = _at_least_one(message), message.body
+        parent = control.unpack_key(body, 16)  # also says whether the 16 bytes before are there
+        group = int.from_bytes(body[0:8], "little")
+        shard, shards = int.from_bytes(body[8:12], "little"), int.from_bytes(body[12:16], "little")
+        if not 1 <= shards <= SHARDS_MAX or shard >= shards:
+            raise InvalidRequest("ranks", f"rank {shard} of {shards}: at most {SHARDS_MAX} ranks write one page")
+        if group == 0:
+            raise InvalidRequest("group", "must not be 0")
+        rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
+        ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
+        event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
+        reply = self.node.handle(event)
+        reply_body = [control.pack_statuses(reply.statuses), control.pack_addresses(reply.addresses)]
+        return control.encode(reply.status, message.request_id, count=count, body=reply_body)
+
+    def _seal(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        return _statuses(message, self.node.handle(ev.Seal(now_ns, session, message.a, addresses)))
+
+    def _revoke(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        return _statuses(message, self.node.handle(ev.Revoke(now_ns, session, addresses)))
+
+    def _lease(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        event = ev.TakeLease(now_ns, session, message.a, message.b * 1_000_000, addresses)
+        return _statuses(message, self.node.handle(event))
+
+    def _renew(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(ev.RenewLease(now_ns, session, message.a, message.b * 1_000_000)))
+
+    def _release(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(ev.ReleaseLease(now_ns, session, message.a)))
+
+    def _scrub(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        statuses = [int(self.scrubber.scrub(address)) for address in addresses]
+        return _statuses(message, ev.Reply(statuses=statuses))
+
+    def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
+        request = control.unpack_json(message.body)
+        call = self._calls.get(str(request.get("call")))
+        if call is None:
+            raise InvalidRequest("call", f"{request.get('call')!r} is not one of {', '.join(self._calls)}")
+        body = control.pack_json(call(request))
+        limit = control.MESSAGE_BYTES_MAX - control.HEAD.size
+        if len(body) > limit:  # thousands of findings: the first ones tell the story
+            body = control.pack_json({"findings": ["too many to list"], "truncated": True})
+        return control.encode(Status.OK, message.request_id, body=[body])
+
+    def _evict(self, request: dict[str, Any]) -> dict[str, Any]:
+        wish = {}
+        for name in ("pages", "bytes"):
+            value = request.get(name) or 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidRequest(name, f"must be a whole number of {name}, not {value!r}")
+            wish[name] = value
+        if not wish["pages"] and not wish["bytes"]:
+            raise InvalidRequest("evict", "say how many pages or bytes")
+        pages = size = 0
+        while pages < wish["pages"] or size < wish["bytes"]:
+            step = min(EVICT_PAGES_MAX, max(1, wish["pages"] - pages))
+            by_bytes = wish["bytes"] - size if wish["bytes"] else 0
+            event = ev.Evict(time.monotonic_ns(), step if not by_bytes else 1, min(by_bytes, 1 << 30))
+            gone = self.node.handle(event).detail
+            if not gone["pages"]:
+                break
+            pages, size = pages + gone["pages"], size + gone["bytes"]
+        return {"pages": pages, "bytes": size}
+
+
+def _at_least_one(message: Message) -> int:
+    if message.entries == 0:
+        raise InvalidRequest("count", "must not be 0")
+    return message.entries
+
+
+def _checksums(body: memoryview, offset: int, count: int, layers: int) -> Any:
+    if len(body) < offset + 4 * count * layers:
+        raise InvalidRequest("checksums", f"{count} pages of {layers} layers need {4 * count * layers} bytes")
+    return np.frombuffer(body, np.uint32, count * layers, offset).reshape(count, layers)
+
+
+def _statuses(message: Message, reply: ev.Reply) -> bytes:
+    body = [control.pack_statuses(reply.statuses)]
+    return control.encode(reply.status, message.request_id, count=len(reply.statuses), body=body)
+
+
+def _refused(message: Message, error: InvalidRequest) -> bytes:
+    body = [f"{error.field}\0{error.reason}".encode()]
+    return control.encode(Status.INVALID, message.request_id, body=body)

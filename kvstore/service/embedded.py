@@ -1,0 +1,115 @@
+"""Embedded: a node inside this process, and the channel that calls it without a socket."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.config import NodeConfig
+from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
+from kvstore.model.replica import Status
+from kvstore.service.background import Background
+from kvstore.service.dispatch import Dispatcher
+from kvstore.service.node import Node
+from kvstore.service.scrubber import Scrubber
+from kvstore.state import events as ev
+from kvstore.transfer import control
+from kvstore.transfer.control import Message, Op
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A reply that is there already."""
+
+    message: Message
+
+    def result(self) -> Message:
+        """See ``PendingReply.result``."""
+        return self.message
+
+
+class InProcessChannel:
+    """Peer of the socket channel: the request is handled in the caller's thread, under the node's mutex."""
+
+    def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
+        self._node = node
+        self._dispatcher = dispatcher
+        self._session = secrets.randbits(63) | 1
+        self._closed = False
+        node.embedded_sessions.add(self._session)
+        node.handle(ev.SessionOpened(time.monotonic_ns(), self._session))
+
+    @property
+    def session(self) -> int:
+        """See ``Channel.session``."""
+        return self._session
+
+    def request(
+        self,
+        op: Op,
+        *,
+        count: int = 0,
+        a: int = 0,
+        b: int = 0,
+        flags: int = 0,
+        body: Iterable[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> _Done:
+        """See ``Channel.request``. Nothing is waited for but the node's mutex, so no deadline is needed."""
+        if self._closed:
+            raise NodeUnavailable("the store is closed")
+        sent = control.encode(op, 0, count=count, a=a, b=b, flags=flags, body=body)
+        reply = self._dispatcher.exchange(self._session, control.decode(memoryview(sent)))
+        message = control.decode(memoryview(reply or control.encode(Status.OK, 0)))
+        if message.op == Status.INVALID:
+            field, _, reason = bytes(message.body).decode().partition("\0")
+            raise InvalidRequest(field, reason)
+        if message.op == Status.FAILED:
+            raise Unavailable(bytes(message.body).decode())
+        return _Done(message)
+
+    def close(self) -> None:
+        """See ``Channel.close``."""
+        if not self._closed:
+            self._closed = True
+            self._node.embedded_sessions.discard(self._session)
+            self._node.handle(ev.SessionDead(time.monotonic_ns(), self._session))
+
+
+class EmbeddedNode:
+    """A started node with its background threads. ``close`` stops it and removes its folder."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.node = Node(config)
+        self.scrubber = Scrubber(self.node, config.scrub_bytes_per_s)
+        self._background = Background(self.node, self.scrubber)
+        self._dispatcher = Dispatcher(self.node, self.scrubber)
+
+    def start(self) -> None:
+        """See ``Node.start``."""
+        self.node.start()
+        self._background.start()
+
+    @property
+    def folder(self) -> Path:
+        """Where the node's files are."""
+        return self.node.folder
+
+    def channel(self) -> InProcessChannel:
+        """A new session with this node."""
+        return InProcessChannel(self.node, self._dispatcher)
+
+    def close(self) -> None:
+        """Stop serving and give the memory back: an embedded pool does not outlive its process."""
+        self._background.stop()
+        self.node.stop(remove=True)
+
+
+def open_node(config: NodeConfig) -> EmbeddedNode:
+    """Start a node in this process. Raises what ``Node.start`` raises."""
+    node = EmbeddedNode(config)
+    node.start()
+    return node

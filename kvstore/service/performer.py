@@ -1,0 +1,381 @@
+"""Performer: carries out a node's instructions on its record tables and index, in order, a batch at a time.
+
+It is also what the state reads back through (``RecordView``, ``PageIndex``). One thread uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore import failpoint
+from kvstore.model.replica import (
+    ADDRESS,
+    ADDRESS_DTYPE,
+    SHARDS_MAX,
+    STAMPED,
+    Address,
+    FrameState,
+    info_word,
+    word_of,
+)
+from kvstore.state import closure
+from kvstore.state import events as ev
+from kvstore.tier.dram import SegmentFile
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.index import Index, IndexDamaged, IndexFull
+from kvstore.tier.records import ExtentTable
+
+SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+
+UNSTAMPED_MAX = 65536  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+
+
+class Performer:
+    """Owner side of a node's files. Lives from start to stop of the daemon; after a kill ``recovery`` begins anew."""
+
+    def __init__(
+        self,
+        folder: NodeFolder,
+        header: Header,
+        segment: SegmentFile,
+        index: Index,
+        index_map_bytes: int,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self.folder = folder
+        self.header = header
+        self.segment = segment
+        self.index = index
+        self.tables: dict[int, ExtentTable] = {}
+        self.sessions_to_check: list[int] = []
+        self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
+        self.index_map_bytes = index_map_bytes
+        self.index_rebuilds: Counter[str] = Counter()
+        self._index_ops: list[tuple[str, list[bytes], list[Address]]] = []  # of one decision
+        self._now_ns = now_ns
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            ev.Carve: self._carve,
+            ev.Drop: self._drop,
+            ev.WriteGranted: self._write_granted,
+            ev.WriteReserved: self._write_reserved,
+            ev.WriteWriter: self._write_writer,
+            ev.WriteSealed: self._write_sealed,
+            ev.WriteShards: self._write_shards,
+            ev.WriteState: self._write_state,
+            ev.Unindex: self._unindex,
+            ev.Unpend: self._unpend,
+            ev.WriteLease: self._write_lease,
+            ev.WriteStamp: self._write_stamp,
+            ev.Move: self._move,
+        }
+
+    # --- reading back -----------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> Address | None:
+        """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
+        try:
+            return self.index.find(key)
+        except IndexDamaged:
+            self.rebuild_index("damaged")
+            return self.index.find(key)
+
+    def key(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 8:24].tobytes()
+
+    def root(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 24:40].tobytes()
+
+    def parent(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        table = self.tables[extent]
+        return table.rows[frame, table.fmt.parent].tobytes()
+
+    def last_use_ns(self, extent: int, frame: int) -> int:
+        """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
+        return min(int(self.tables[extent].last_use[frame]), self._now_ns())
+
+    def snapshots(self) -> list[ev.Snapshot]:
+        """See ``RecordView``."""
+        return [snapshot(table) for table in self.tables.values()]
+
+    # --- the index --------------------------------------------------------------------------------------------------
+
+    def index_agrees(self) -> bool:
+        """Every entry names a sealed record of that key, and every sealed record has its entry."""
+        try:
+            entries = list(self.index.scan())
+            pending = self.index.count_pending()
+        except IndexDamaged:
+            return False
+        keys, addresses = self._sealed_entries()
+        return (
+            b"".join(key for key, _ in entries) == keys
+            and b"".join(raw for _, raw in entries) == addresses
+            and pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
+        )
+
+    def addresses(self) -> Iterator[tuple[bytes, Address]]:
+        """All entries of the index, by key."""
+        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self.index.scan())
+
+    def _sealed_entries(self) -> tuple[bytes, bytes]:
+        """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
+        links = closure.link(self.snapshots())
+        keep = ~links.duplicate
+        addresses = np.zeros(int(keep.sum()), ADDRESS_DTYPE)
+        addresses["extent"], addresses["frame"] = links.extents[keep], links.frames[keep]
+        addresses["generation"] = links.generations[keep]
+        return links.keys[keep].tobytes(), addresses.tobytes()
+
+    def _pending_entries(self) -> list[tuple[bytes, bytes]]:
+        """The same of reserved pages; of several reservations of one key the earliest."""
+        first: dict[bytes, Address] = {}
+        for number, table in self.tables.items():
+            reserved = (table.words & np.uint64(0xFF)) == RESERVED
+            for frame in np.flatnonzero(reserved & table.rows[:, 8:24].any(axis=1)).tolist():
+                key, address = self.key(number, frame), Address(number, frame, int(table.words[frame]) >> 8)
+                if key not in first or address.generation < first[key].generation:
+                    first[key] = address
+        return sorted((key, ADDRESS.pack(*address)) for key, address in first.items())
+
+    def key_of(self, address: Address) -> bytes:
+        """What the index calls a sealed page; its record's word for it where the index does not know the page."""
+        key = self.key(address.extent, address.frame)
+        if self.find(key) != address:
+            key = next((key for key, named in self.addresses() if named == address), key)
+        return key
+
+    def close(self) -> None:
+        """Unmap everything. The files stay."""
+        self.index.close()
+        for table in self.tables.values():
+            table.close()
+        self.segment.close()
+        self.header.close()
+        self.folder.close()
+
+    def rebuild_index(self, reason: str) -> None:
+        """A new index from the records alone, under a new epoch that clients follow. Duplicates keep their first."""
+        keys, addresses = self._sealed_entries()
+        items = ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
+        old = self.header.epoch
+        self.index.close()
+        Index.rebuild(self.folder, old, old + 1, items, self.index_map_bytes, self._pending_entries())
+        if failpoint.ACTIVE:
+            failpoint.hit("node.rebuild")
+        self.index = Index.open_writer(self.folder, old + 1, self.index_map_bytes, fresh=False)
+        self.header.epoch = old + 1
+        Index.remove(self.folder, old)
+        self.index_rebuilds[reason] += 1
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def perform(self, instructions: list[ev.Instruction]) -> ev.Reply | None:
+        """Carry out one decision; the index is committed before this returns. Returns its ``Reply``, if it has one."""
+        reply = None
+        if failpoint.ACTIVE:
+            failpoint.hit("node.event")
+        for instruction in instructions:
+            if type(instruction) is ev.Reply:
+                reply = instruction
+            elif type(instruction) is ev.CheckSession:
+                self.sessions_to_check.append(instruction.session)
+            else:
+                self._verbs[type(instruction)](instruction)
+            if failpoint.ACTIVE:
+                failpoint.hit("node.instruction")
+        if self._index_ops:
+            self._commit()
+        return reply
+
+    def _commit(self) -> None:
+        """The index follows the records, in one transaction. Where it cannot, it is rebuilt from them."""
+        if failpoint.ACTIVE:
+            failpoint.hit("node.commit")
+        ops, self._index_ops = self._index_ops, []
+        try:
+            with self.index.begin() as txn:
+                for verb, keys, named in ops:
+                    addresses = [ADDRESS.pack(*address) for address in named]
+                    if verb == "put":
+                        txn.put_sealed(keys, addresses)
+                    elif verb == "delete":
+                        txn.delete_sealed(keys)
+                    elif verb == "pend":
+                        txn.put_pending(keys, addresses)
+                    else:
+                        txn.delete_pending(keys)
+        except (IndexDamaged, IndexFull) as error:
+            self.rebuild_index("full" if isinstance(error, IndexFull) else "damaged")
+
+    def _carve(self, instruction: ev.Carve) -> None:
+        number = instruction.extent
+        self.header.next_extent = number + 1  # stored first: a number is never used twice
+        self.tables[number] = ExtentTable.create(
+            self.folder,
+            number,
+            instruction.position,
+            instruction.frame_class,
+            self.header.incarnation,
+            instruction.frames,
+        )
+
+    def _drop(self, instruction: ev.Drop) -> None:
+        self.tables.pop(instruction.extent).unlink()
+
+    def _write_granted(self, instruction: ev.WriteGranted) -> None:
+        for table, frames, places in self._by_extent(instruction.addresses):
+            fmt = table.fmt
+            words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
+            table.rows[frames, 8:24] = 0
+            table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = _tail(words)
+            self._write_words(table, frames, instruction.addresses, places, RESERVED)
+
+    def _write_reserved(self, instruction: ev.WriteReserved) -> None:
+        for table, frames, places in self._by_extent(instruction.addresses):
+            fmt = table.fmt
+            rows, parents = instruction.rows[places], [instruction.parents[i] for i in _positions(places, instruction)]
+            self._write_identity(table, frames, rows, parents)
+            info = info_word(table.frame_class.page_bytes, instruction.shards)
+            writers = (0,) * instruction.shard + (instruction.session,)
+            tail = _tail((info, 0, instruction.until_ns, instruction.group, *writers))
+            table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = tail
+            table.column(fmt.identity_sum)[frames] = identity_sums(table, frames)
+            self._write_words(table, frames, instruction.addresses, places, RESERVED)
+        for row, address in zip(instruction.rows, instruction.addresses, strict=True):
+            key = row[:16].tobytes()
+            if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
+                self._index_ops.append(("pend", [key], [address]))
+
+    @staticmethod
+    def _write_identity(table: ExtentTable, frames: Any, rows: ev.Rows, parents: list[bytes]) -> None:
+        fmt = table.fmt
+        table.rows[frames, fmt.identity] = rows
+        table.rows[frames, fmt.parent] = np.frombuffer(b"".join(parents), np.uint8).reshape(-1, 16)
+
+    def _write_writer(self, instruction: ev.WriteWriter) -> None:
+        for table, frames, _ in self._by_extent(instruction.addresses):
+            table.column(table.fmt.writers + 8 * instruction.shard)[frames] = instruction.session
+
+    def _write_sealed(self, instruction: ev.WriteSealed) -> None:
+        addresses = instruction.addresses
+        for table, frames, places in self._by_extent(addresses):
+            fmt = table.fmt
+            if instruction.rows is not None and instruction.parents is not None:
+                parents = [instruction.parents[i] for i in _positions(places, instruction)]
+                self._write_identity(table, frames, instruction.rows[places], parents)
+                table.column(fmt.identity_sum)[frames] = identity_sums(table, frames)
+            flags = 0
+            if instruction.checksums is not None:
+                table.rows[frames, fmt.checksums] = instruction.checksums[places].view(np.uint8)
+                flags = STAMPED
+            table.column(fmt.info)[frames] = info_word(table.frame_class.page_bytes, flags=flags)
+            table.column(fmt.lease_until_ns)[frames] = 0
+            if failpoint.ACTIVE:
+                failpoint.hit("node.word")
+            self._write_words(table, frames, addresses, places, SEALED)
+        self._index_ops.append(("put", instruction.keys, addresses))
+        if instruction.checksums is None:
+            self.unstamped.extend(addresses)
+
+    def _write_shards(self, instruction: ev.WriteShards) -> None:
+        table = self.tables[instruction.address.extent]
+        info = info_word(table.frame_class.page_bytes, instruction.shards, instruction.mask)
+        table.column(table.fmt.info)[instruction.address.frame] = info
+
+    def _write_state(self, instruction: ev.WriteState) -> None:
+        for table, frames, places in self._by_extent(instruction.addresses):
+            self._write_words(table, frames, instruction.addresses, places, instruction.state)
+
+    @staticmethod
+    def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
+        chosen = addresses[places] if isinstance(places, slice) else [addresses[i] for i in places]
+        table.words[frames] = [word_of(address.generation, state) for address in chosen]
+
+    def _unindex(self, instruction: ev.Unindex) -> None:
+        self._index_ops.append(("delete", instruction.keys, []))
+
+    def _unpend(self, instruction: ev.Unpend) -> None:
+        if instruction.heir is None:
+            self._index_ops.append(("unpend", [instruction.key], []))
+        else:
+            self._index_ops.append(("pend", [instruction.key], [instruction.heir]))
+
+    def _write_lease(self, instruction: ev.WriteLease) -> None:
+        untils = np.array(instruction.until_ns, np.uint64)
+        for table, frames, places in self._by_extent(instruction.addresses):
+            table.column(table.fmt.lease_until_ns)[frames] = untils[places]
+
+    def _write_stamp(self, instruction: ev.WriteStamp) -> None:
+        table = self.tables[instruction.address.extent]
+        frame, fmt = instruction.address.frame, table.fmt
+        table.rows[frame, fmt.checksums] = instruction.checksums.view(np.uint8)
+        table.column(fmt.info)[frame] = info_word(table.frame_class.page_bytes, flags=STAMPED)
+
+    def _move(self, instruction: ev.Move) -> None:
+        """Data and body first, then the new word, then the index; the old word goes last."""
+        source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
+        old, new = instruction.source.frame, instruction.target.frame
+        frames = self.frames_of(target)
+        frames[new] = self.frames_of(source)[old]
+        target.rows[new, 8:] = source.rows[old, 8:]
+        target.marks[new] = source.marks[old]
+        target.words[new] = word_of(instruction.target.generation, SEALED)
+        self._index_ops.append(("put", [instruction.key], [instruction.target]))
+        source.words[old] = word_of(instruction.freed.generation, FrameState.FREE)
+
+    def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``[frames, frame_bytes]`` of an extent."""
+        return self.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
+
+    def _by_extent(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, Any, Any]]:
+        """(table, frames, places in ``addresses``) per extent; slices where a batch is one run, index lists else."""
+        first, last = addresses[0], addresses[-1]
+        count = len(addresses)
+        extent, frame = first.extent, first.frame
+        ends_fit = last.extent == extent and last.frame - frame == count - 1
+        if ends_fit and all(a.extent == extent and a.frame == frame + i for i, a in enumerate(addresses)):
+            yield self.tables[extent], slice(frame, frame + count), slice(0, count)
+            return
+        places: dict[int, list[int]] = defaultdict(list)
+        for i, address in enumerate(addresses):
+            places[address.extent].append(i)
+        for number, where in places.items():
+            yield self.tables[number], [addresses[i].frame for i in where], where
+
+
+def _tail(words: tuple[int, ...]) -> ev.Rows:
+    """``info`` and what follows it up to the writers, absent writers zero, as bytes of a row."""
+    return np.array(words + (0,) * (4 + SHARDS_MAX - len(words)), np.uint64).view(np.uint8)
+
+
+def _positions(places: Any, instruction: ev.WriteReserved | ev.WriteSealed) -> Any:
+    return range(len(instruction.addresses))[places] if isinstance(places, slice) else places
+
+
+def identity_sums(table: ExtentTable, frames: Any) -> list[int]:
+    """xxh3_64 over identity and parent of each of ``frames``, as ``identity_sum`` should be."""
+    end = table.fmt.parent.stop
+    data = table.rows[frames, 8:end].tobytes()
+    width, digest = end - 8, xxhash.xxh3_64_intdigest
+    return [digest(data[i : i + width]) for i in range(0, len(data), width)]
+
+
+def snapshot(table: ExtentTable) -> ev.Snapshot:
+    """Copies of the columns that recovery and integrity look at."""
+    rows = table.rows
+
+    def column(where: slice) -> Any:
+        return np.ascontiguousarray(rows[:, where]).view("S16").reshape(-1)
+
+    return ev.Snapshot(
+        table.extent, table.words.copy(), column(slice(8, 24)), column(table.fmt.parent), column(slice(24, 40))
+    )

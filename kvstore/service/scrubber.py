@@ -1,0 +1,143 @@
+"""Scrubber: computes the checksums of newly sealed pages and verifies those of resting ones, within a byte rate.
+
+It reads records and data without the node's mutex (hashing releases the GIL) and compares the record's word before and
+after; what it finds becomes an event: ``Stamped`` or ``Damaged``. A page that changed meanwhile is simply left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore.model.replica import STAMPED, Address, FrameState, Status
+from kvstore.service.node import Node
+from kvstore.service.performer import identity_sums
+from kvstore.state import events as ev
+from kvstore.tier.records import ExtentTable
+
+SLICE_S = 0.05  # the rate is kept over slices of this length
+STAMP_RATE_FACTOR = 16  # newly sealed pages are stamped this much faster than resting ones are verified
+
+
+def layer_checksums(page: np.ndarray[Any, np.dtype[np.uint8]], layers: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``; ``[layers]``."""
+    digest, step = xxhash.xxh3_64_intdigest, len(page) // layers
+    return np.array([digest(page[i * step : (i + 1) * step].data) & 0xFFFFFFFF for i in range(layers)], np.uint32)
+
+
+class Scrubber:
+    """Lives with its node; ``step`` is called by the node's background thread, ``scrub`` by anyone.
+
+    Pages sealed without checksums are stamped as they come; those that the bounded queue forgot (after a burst, or a
+    restart) when the sweep meets them.
+    """
+
+    def __init__(self, node: Node, bytes_per_s: int) -> None:
+        self._node = node
+        self._bytes_per_s = bytes_per_s
+        self._mutex = threading.Lock()
+        self._walk: list[tuple[int, int]] = []  # (extent, frame) left in this sweep, last first
+        self._sweep_wanted = 0
+        self._sweeps = 0
+        self._pages_scrubbed = 0
+        self._pages_stamped = 0
+        self._pages_damaged = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Sweeps finished, pages verified, stamped and found damaged since start."""
+        return {
+            "sweeps": self._sweeps,
+            "sweep_pages_left": len(self._walk),
+            "pages_scrubbed": self._pages_scrubbed,
+            "pages_stamped": self._pages_stamped,
+            "pages_damaged": self._pages_damaged,
+        }
+
+    def request_sweep(self) -> int:
+        """Verify everything once, at full speed, starting now. Returns the number ``sweeps`` will have reached."""
+        with self._mutex:
+            self._walk = []
+            self._sweep_wanted = self._sweeps + 1
+            return self._sweep_wanted
+
+    def step(self) -> bool:
+        """Stamp what was sealed lately, then verify a slice's worth of pages. True where there is more to do now."""
+        if self._bytes_per_s == 0 and self._sweeps >= self._sweep_wanted:
+            return False
+        hurried = self._sweeps < self._sweep_wanted
+        rate = 1 << 40 if hurried else self._bytes_per_s
+        more = self._stamp(int(max(rate, 1) * SLICE_S * STAMP_RATE_FACTOR))
+        self._verify(int(rate * SLICE_S), time.monotonic() + SLICE_S)
+        return more or hurried
+
+    def _stamp(self, budget_bytes: int) -> bool:
+        """Newly sealed pages, in the order they came. True while some are left."""
+        unstamped, tables = self._node.performer.unstamped, self._node.performer.tables
+        deadline = time.monotonic() + SLICE_S
+        while unstamped and budget_bytes > 0 and time.monotonic() < deadline:
+            address = unstamped.popleft()
+            self.scrub(address)
+            table = tables.get(address.extent)
+            budget_bytes -= table.frame_class.page_bytes if table is not None else 0
+        return bool(unstamped)
+
+    def _verify(self, budget_bytes: int, deadline: float) -> None:
+        tables = self._node.performer.tables
+        with self._mutex:
+            if not self._walk:
+                self._walk = [
+                    (number, frame)
+                    for number, table in list(tables.items())
+                    for frame in np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED).tolist()
+                ]
+                self._walk.reverse()
+            walk = self._walk
+        while walk and budget_bytes > 0 and time.monotonic() < deadline:
+            number, frame = walk.pop()
+            table = tables.get(number)
+            if table is not None:
+                self.scrub(Address(number, frame, int(table.words[frame]) >> 8))
+                budget_bytes -= table.frame_class.page_bytes
+        if not walk:
+            self._sweeps += 1
+
+    def scrub(self, address: Address) -> Status:
+        """Verify one page now: record, index entry, and checksums (computed where there are none yet).
+
+        A damaged page is dropped with its descendants before this returns DAMAGED. STALE: nothing is sealed there.
+        """
+        table = self._node.performer.tables.get(address.extent)
+        if table is None or address.frame >= table.frames:
+            return Status.STALE
+        word = int(table.words[address.frame])
+        if word != address.generation << 8 | FrameState.SEALED:
+            return Status.STALE
+        row = table.rows[address.frame].copy()
+        damage, sums = self._look(table, address, row)
+        if int(table.words[address.frame]) != word:
+            return Status.STALE  # it changed while we looked: whatever we saw means nothing
+        self._pages_scrubbed += 1
+        if damage:
+            self._pages_damaged += 1
+            self._node.drop_damaged(address, damage)
+            return Status.DAMAGED
+        if sums is not None:
+            self._pages_stamped += 1
+            self._node.handle(ev.Stamped(time.monotonic_ns(), address, sums))
+        return Status.OK
+
+    def _look(self, table: ExtentTable, address: Address, row: Any) -> tuple[str, Any]:
+        """(what is damaged or "", checksums where they have to be stamped or None)."""
+        fmt, words = table.fmt, row.view(np.uint64)
+        if identity_sums(table, slice(address.frame, address.frame + 1))[0] != int(words[fmt.identity_sum // 8]):
+            return "record", None
+        self._node.check_indexed(address, row[8:24].tobytes())
+        page = self._node.performer.frames_of(table)[address.frame, : table.frame_class.page_bytes]
+        sums = layer_checksums(page, table.frame_class.layers)
+        if int(words[fmt.info // 8]) >> 48 & STAMPED == 0:
+            return "", sums
+        return ("" if np.array_equal(sums, row[fmt.checksums].view(np.uint32)) else "data"), None

@@ -1,0 +1,149 @@
+"""Startup: from a folder in any condition to a node that can serve.
+
+Fresh (nothing there, another boot, another version): everything is made anew under a new incarnation, nothing old is
+ever served. Found: tables are recovered (``state.recovery``), the index is compared with them and rebuilt where it
+differs. One path for a clean stop and for kill -9, so that it is exercised every time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.config import MIB, NodeConfig, format_size
+from kvstore.errors import InvalidRequest
+from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX
+from kvstore.service.performer import Performer, identity_sums, snapshot
+from kvstore.state import recovery
+from kvstore.state.frames import Segment
+from kvstore.state.node_state import NodeState
+from kvstore.tier.dram import SegmentFile, check_space
+from kvstore.tier.folder import NodeFolder, reap_embedded
+from kvstore.tier.header import DaemonState, Header, boot_id
+from kvstore.tier.index import Index, IndexDamaged
+from kvstore.tier.records import ExtentTable
+
+EXTENT_BYTES_MAX = 128 * MIB
+EXTENTS_AIMED_AT = 16
+LARGE_PAGE = 2 * MIB  # positions of larger segments are multiples of this, for large pages where tmpfs has them
+INDEX_BYTES_PER_FRAME = 256  # map size: four times what an entry takes, so that readers' snapshots fit
+INDEX_BYTES_MIN = 16 * MIB
+
+
+def extent_bytes_of(config: NodeConfig) -> int:
+    """The configured extent size, or a sixteenth of the segment: 2 MiB multiples up to 128 MiB."""
+    if config.extent:
+        return config.extent
+    share = config.dram // EXTENTS_AIMED_AT
+    unit = LARGE_PAGE if share >= LARGE_PAGE else FRAME_ALIGN
+    return max(FRAME_ALIGN, min(share // unit * unit, EXTENT_BYTES_MAX))
+
+
+def start(config: NodeConfig) -> tuple[Performer, NodeState]:
+    """Lock the name, then recover or make the pool. See ``Node.start``."""
+    reap_embedded(config.shm_dir)
+    folder = NodeFolder(config.shm_dir, config.name, group_shared=config.group)
+    folder.lock()
+    try:
+        return _open(config, folder)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]:
+    extent_bytes = extent_bytes_of(config)
+    positions = config.dram // extent_bytes
+    header = Header.open(folder, writable=True)
+    segment_file = None
+    if header is not None and header.boot_id == boot_id():
+        segment_file = SegmentFile.open(folder, header.incarnation)
+    if header is None or segment_file is None:
+        check_space(config.shm_dir, positions * extent_bytes)
+        _clear(folder)
+        header = Header.create(folder, secrets.randbits(63) | 1, extent_bytes, positions)
+        header.epoch = 1
+        segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
+    elif (header.extent_bytes, header.positions) != (extent_bytes, positions):
+        has = f"{format_size(header.positions * header.extent_bytes)} in extents of {format_size(header.extent_bytes)}"
+        remedy = f"start it with the same sizes, or drop its pages with `kvstore purge {config.name}`"
+        raise InvalidRequest("dram", f"node {config.name} has a segment of {has}; {remedy}")
+    header.state = DaemonState.STARTING
+    header.pid = os.getpid()
+    return _recover(config, folder, header, segment_file)
+
+
+def _clear(folder: NodeFolder) -> None:
+    """Remove what another boot or incarnation left: it could not be read any more, and would keep its memory."""
+    for extent in folder.extents():
+        folder.records(extent).unlink(missing_ok=True)
+        folder.marks(extent).unlink(missing_ok=True)
+    for epoch in folder.epochs():
+        Index.remove(folder, epoch)
+    folder.segment.unlink(missing_ok=True)
+
+
+def _recover(
+    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile
+) -> tuple[Performer, NodeState]:
+    segment = Segment(header.extent_bytes, header.positions)
+    map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * (header.positions * header.extent_bytes // FRAME_ALIGN)
+    index = _open_index(folder, header.epoch, map_bytes)
+    performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns)
+    tables = [ExtentTable.open(folder, number, header.incarnation, writable=True) for number in folder.extents()]
+    for table in tables:
+        if table is not None and table.position not in {t.position for t in performer.tables.values()}:
+            performer.tables[table.extent] = table
+    state = NodeState(
+        segment,
+        performer,
+        performer,
+        lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
+        sessions_max=config.sessions_max,
+    )
+    found = [_found(table) for table in performer.tables.values()]
+    instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns())
+    if failpoint.ACTIVE:
+        failpoint.hit("node.recover")
+    performer.perform(instructions)
+    if not performer.index_agrees():
+        performer.rebuild_index("start")
+    recovery.settle(state)
+    return performer, state
+
+
+def _open_index(folder: NodeFolder, epoch: int, map_bytes: int) -> Index:
+    """The index that is there, or an empty one: the comparison with the records decides what it is worth."""
+    for stale in folder.epochs():
+        if stale != epoch:
+            Index.remove(folder, stale)
+    try:
+        return Index.open_writer(folder, epoch, map_bytes, fresh=False)
+    except IndexDamaged:
+        return Index.open_writer(folder, epoch, map_bytes, fresh=True)
+
+
+def _found(table: ExtentTable) -> recovery.ExtentFound:
+    fmt = table.fmt
+
+    def words(offset: int) -> Any:
+        return table.column(offset).copy()
+
+    writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
+    sound = np.array(identity_sums(table, slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
+    return recovery.ExtentFound(
+        table.extent,
+        table.position,
+        table.frame_class,
+        snapshot(table),
+        words(fmt.info),
+        words(fmt.lease_until_ns),
+        words(fmt.group),
+        writers,
+        sound,
+    )

@@ -1,0 +1,304 @@
+"""DRAM tier: the segment file that holds the pages of one node, as its owner and as a client maps it.
+
+``segment`` is 2 MiB of head and then ``positions * extent_bytes`` of data. An extent lies in one position; its frame
+``f`` starts at ``SEGMENT_HEAD_BYTES + position * extent_bytes + f * frame_bytes``. The file has its full length from
+the start and never shrinks, but a position's memory is allocated when an extent is carved there (``populate``).
+Worked example: extents of 64 MiB, frames of 256 KiB: frame 3 of the extent in position 2 is at
+2 MiB + 128 MiB + 768 KiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+from kvstore.tier.folder import NodeFolder, allocate, list_nodes, purge, reap_embedded
+from kvstore.tier.header import DaemonState, Header
+from kvstore.tier.records import ExtentTable
+
+__all__ = [
+    "SEGMENT_HEAD_BYTES",
+    "DaemonState",
+    "ExtentTable",
+    "Header",
+    "NodeFolder",
+    "SegmentFile",
+    "SegmentMap",
+    "check_space",
+    "list_nodes",
+    "purge",
+    "reap_embedded",
+]
+
+SEGMENT_HEAD_BYTES: Final = 2 << 20  # so that every position is 2 MiB aligned
+_VERSION: Final = 1
+_MAGIC: Final = int.from_bytes(b"KVSEGMT1", "little")
+_HEAD = struct.Struct("<5Q")  # magic, version, incarnation, extent_bytes, positions
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python 3.11 has no name for it
+# madvise keeps the interpreter's lock: steps of about a millisecond let other threads run in between.
+_POPULATE_STEP_BYTES: Final = 16 << 20
+# A cgroup whose limit is above this has none (v1 says 2**63 rounded down to a page).
+_NO_LIMIT: Final = 1 << 60
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Segment:
+    """What owner and client have in common: the whole segment mapped shared and writable."""
+
+    def __init__(self, path: Path, map_: mmap.mmap, extent_bytes: int, positions: int) -> None:
+        self.path = path
+        self.extent_bytes = extent_bytes
+        self.positions = positions
+        self._map = map_
+        self._data: Bytes | None = np.frombuffer(map_, np.uint8, positions * extent_bytes, SEGMENT_HEAD_BYTES)
+
+    @property
+    def data(self) -> Bytes:
+        """All positions, end to end, ``[positions * extent_bytes]`` uint8, writable."""
+        assert self._data is not None, "closed"
+        return self._data
+
+    def close(self) -> None:
+        """Unmap. Where a view of it is still held, the map lives until that view is gone. The file stays."""
+        self._data = None
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def _view(self, data: Bytes, position: int, frame_bytes: int, frames: int) -> Bytes:
+        used = frames * frame_bytes
+        assert 0 <= position < self.positions and 0 < used <= self.extent_bytes, (position, frame_bytes, frames)
+        start = position * self.extent_bytes
+        return data[start : start + used].reshape(frames, frame_bytes)
+
+    def _populate_tables(self, position: int) -> None:
+        """Make this process's page tables for an allocated position, best effort (kernels before 5.14 refuse)."""
+        start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
+        stop = start + self.extent_bytes
+        try:
+            for step in range(start, stop, _POPULATE_STEP_BYTES):
+                self._map.madvise(_MADV_POPULATE_WRITE, step, min(_POPULATE_STEP_BYTES, stop - step))
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOMEM, errno.EFAULT):
+                raise
+
+
+class SegmentFile(_Segment):
+    """The owner's segment. Made by ``create`` or ``open``; ends with ``close()``, the file being kept."""
+
+    def __init__(self, path: Path, fd: int, extent_bytes: int, positions: int) -> None:
+        super().__init__(path, _map(fd), extent_bytes, positions)
+        self._fd = fd
+
+    @classmethod
+    def create(cls, folder: NodeFolder, incarnation: int, extent_bytes: int, positions: int) -> SegmentFile:
+        """Make a new, sparse segment; an older one is replaced (maps of it keep the old bytes).
+
+        ``extent_bytes`` is a multiple of 4 KiB. No memory is allocated but the head's.
+        """
+        assert extent_bytes > 0 and extent_bytes % mmap.PAGESIZE == 0 and positions > 0, (extent_bytes, positions)
+        head = _HEAD.pack(_MAGIC, _VERSION, incarnation, extent_bytes, positions)
+        folder.new_file(folder.segment, SEGMENT_HEAD_BYTES + positions * extent_bytes, head, sparse=True)
+        segment = cls.open(folder, incarnation)
+        assert segment is not None, "made just now"
+        return segment
+
+    @classmethod
+    def open(cls, folder: NodeFolder, incarnation: int) -> SegmentFile | None:
+        """Map the segment that is there; None where it is absent, damaged or of another incarnation or version."""
+        opened = _open(folder, incarnation)
+        return cls(folder.segment, *opened) if opened else None
+
+    def populate(self, position: int) -> None:
+        """Allocate a position's memory and this process's page tables. What is stored there stays. Takes a while.
+
+        Raises:
+            OutOfSpace: there is not enough memory; names the remedy. The position must not be used.
+        """
+        assert 0 <= position < self.positions, position
+        start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
+        allocate(self._fd, start, self.extent_bytes, str(self.path))
+        self._populate_tables(position)
+
+    def frame_view(self, position: int, frame_bytes: int, frames: int) -> Bytes:
+        """Frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, no copy."""
+        return self._view(self.data, position, frame_bytes, frames)
+
+    def close(self) -> None:
+        """Unmap and close. Where a view is still held, the map lives until that view is gone. The file stays."""
+        super().close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SegmentMap(_Segment):
+    """A client's segment. Made by ``open``; ends with ``close()``.
+
+    Only frames of carved extents may be asked for (an ``ExtentTable`` could be opened): their memory is allocated.
+    """
+
+    def __init__(self, path: Path, map_: mmap.mmap, extent_bytes: int, positions: int) -> None:
+        super().__init__(path, map_, extent_bytes, positions)
+        # Made over a read-only buffer, so that no caller can switch writing on again.
+        self._data_readonly: Bytes | None = np.frombuffer(
+            memoryview(map_).toreadonly(), np.uint8, positions * extent_bytes, SEGMENT_HEAD_BYTES
+        )
+        self._populated: set[int] = set()
+
+    @classmethod
+    def open(cls, folder: NodeFolder, incarnation: int) -> SegmentMap | None:
+        """Map the segment; None where it is absent, damaged or of another incarnation or version."""
+        opened = _open(folder, incarnation)
+        if opened is None:
+            return None
+        fd, extent_bytes, positions = opened
+        try:
+            return cls(folder.segment, _map(fd), extent_bytes, positions)
+        finally:
+            os.close(fd)
+
+    def frames(self, position: int, frame_bytes: int, frames: int) -> Bytes:
+        """Frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, no copy.
+
+        A client writes only into frames granted to it.
+        """
+        self._populate_once(position)
+        return self._view(self.data, position, frame_bytes, frames)
+
+    def frames_readonly(self, position: int, frame_bytes: int, frames: int) -> Bytes:
+        """The same bytes as ``frames``, as a view that refuses writing: for what is handed to users."""
+        assert self._data_readonly is not None, "closed"
+        self._populate_once(position)
+        return self._view(self._data_readonly, position, frame_bytes, frames)
+
+    def close(self) -> None:
+        """Unmap. Where a view of it is still held, the map lives until that view is gone."""
+        self._data_readonly = None
+        super().close()
+
+    def _populate_once(self, position: int) -> None:
+        if position not in self._populated:
+            self._populated.add(position)
+            self._populate_tables(position)
+
+
+def _map(fd: int) -> mmap.mmap:
+    return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
+    """``(fd, extent_bytes, positions)`` of a sound segment, else None."""
+    try:
+        fd = os.open(folder.segment, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) == _HEAD.size:
+        magic, version, found, extent_bytes, positions = _HEAD.unpack(head)
+        sound = (magic, version, found) == (_MAGIC, _VERSION, incarnation) and extent_bytes > 0 and positions > 0
+        if sound and os.fstat(fd).st_size == SEGMENT_HEAD_BYTES + positions * extent_bytes:
+            return fd, extent_bytes, positions
+    os.close(fd)
+    return None
+
+
+def check_space(shm_dir: str | os.PathLike[str], size_bytes: int) -> None:
+    """Refuse a segment of ``size_bytes`` that could not be filled. Reserves nothing.
+
+    Looks at the file system's free bytes, at the memory limits of this process's cgroups and at the machine's
+    available memory. What of ``size_bytes`` is allocated already is the caller's to subtract.
+
+    Raises:
+        InvalidRequest: field "dram"; says what is needed, what is free, and the remedy.
+    """
+    try:
+        status = os.statvfs(shm_dir)
+    except FileNotFoundError:
+        raise InvalidRequest("shm_dir", f"{os.fspath(shm_dir)} does not exist") from None
+    free = status.f_bavail * status.f_frsize
+    if status.f_blocks and free < size_bytes:  # no blocks at all: a tmpfs without a limit
+        total_mib = -(-((status.f_blocks * status.f_frsize) - free + size_bytes) >> 20) + 1
+        raise InvalidRequest(
+            "dram",
+            f"needs {_size(size_bytes)}, {os.fspath(shm_dir)} has {_size(free)} free; remedy: `mount -o remount,"
+            f"size={total_mib}M {os.fspath(shm_dir)}` (docker: --shm-size) or a smaller --dram",
+        )
+    for what, free in _memory_free():
+        if free < size_bytes:
+            raise InvalidRequest(
+                "dram",
+                f"needs {_size(size_bytes)}, {what} leaves {_size(free)}; remedy: more memory for this machine or "
+                "container (docker: --memory) or a smaller --dram",
+            )
+
+
+def _memory_free() -> list[tuple[str, int]]:
+    """``(what limits, bytes it leaves)`` of every memory limit that can be read."""
+    limits = []
+    for limit, usage, stat in _cgroup_files():
+        allowed = _number(limit)
+        if allowed is not None and allowed < _NO_LIMIT:
+            used = _number(usage) or 0
+            limits.append((f"the memory limit in {limit}", max(0, allowed - used + _reclaimable(stat))))
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(("this machine's memory", int(line.split()[1]) << 10))
+    return limits
+
+
+def _cgroup_files() -> list[tuple[Path, Path, Path]]:
+    """Files of limit, usage and statistics of this process's memory cgroup and of those above it, v2 and v1."""
+    files = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # Inside a container the path may be the host's and absent here; the root then is our own group.
+        below = Path(path.lstrip("/"))
+        for part in (below, *below.parents):
+            group = root / part
+            files.append((group / names[0], group / names[1], group / "memory.stat"))
+    return files
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of file cache that a cgroup would give up by itself: files, but not shared memory."""
+    values: dict[str, int] = {}
+    for line in _read(stat).splitlines():
+        name, _, value = line.partition(" ")
+        if value.isdecimal():
+            values[name] = int(value)
+    if "file" in values:  # v2
+        return max(0, values["file"] - values.get("shmem", 0))
+    return max(0, values.get("total_cache", 0) - values.get("total_shmem", 0))
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" and absent: no limit
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _size(size_bytes: int) -> str:
+    unit = 30 if size_bytes >= 1 << 30 else 20
+    return f"{size_bytes / (1 << unit):.1f} {'GiB' if unit == 30 else 'MiB'}"

@@ -1,0 +1,366 @@
+"""NodeFolder: the files of one node of this machine, and the lock that makes one daemon their owner.
+
+::
+
+    <shm_dir>/kvstore-<name>/          mode 0700, or 0770 where the node is shared with its group
+        lock                           flock: whoever holds it owns the folder; text: pid
+        control                        unix socket of the daemon
+        header                         one page of words (header.Header)
+        segment                        the data (dram.SegmentFile)
+        records-<extent>  marks-<extent>   two tables per carved extent (records.ExtentTable)
+        index-<epoch>/                 LMDB: key -> address (index.Index)
+        sessions/<16 hex digits>       one file per client, locked while the client lives
+        .tmp-*                         a file being made; removed when the next owner starts
+
+Whoever can open these files is one trust domain: clients write the pages themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+import weakref
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
+
+PREFIX: Final = "kvstore-"
+EMBEDDED_PREFIX: Final = "kvstore-embedded-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TEMPORARY = ".tmp-"
+# `kvstore status` probes locks with a shared lock for microseconds; a daemon that starts just then tries again.
+_LOCK_TRIES = 5
+_LOCK_RETRY_S = 0.01
+
+
+class NodeFolder:
+    """Paths of one node's folder, and its lock. The constructor touches nothing.
+
+    Lifecycle of the lock: ``lock()`` takes it (making the folder if absent); it ends with ``close()`` or with the
+    process, however that dies. A forked child never keeps it.
+
+    Raises:
+        InvalidRequest: ``name`` cannot be a node's name.
+    """
+
+    def __init__(self, shm_dir: str | os.PathLike[str], name: str, group_shared: bool = False) -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest("name", f"{name!r} must be 1..64 letters, digits, '.', '_' or '-', no '.' in front")
+        self.name = name
+        self.path = Path(shm_dir) / f"{PREFIX}{name}"
+        self.group_shared = group_shared
+        self.dir_mode = 0o770 if group_shared else 0o700
+        self.file_mode = 0o660 if group_shared else 0o600
+        self._lock_fd = -1
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> NodeFolder:
+        """The folder at ``path`` (``.../kvstore-<name>``); shared with its group where the directory's mode says so.
+
+        Raises:
+            InvalidRequest: the last part of ``path`` is not a node folder's name.
+        """
+        where = Path(path)
+        if not where.name.startswith(PREFIX):
+            raise InvalidRequest("path", f"{where} is not a node's folder (its name starts with {PREFIX!r})")
+        shared = False
+        with contextlib.suppress(OSError):
+            shared = bool(where.stat().st_mode & stat.S_IRGRP)
+        return cls(where.parent, where.name.removeprefix(PREFIX), shared)
+
+    @property
+    def lock_file(self) -> Path:
+        """The file whose flock makes its holder the owner."""
+        return self.path / "lock"
+
+    @property
+    def control(self) -> Path:
+        """The daemon's unix socket."""
+        return self.path / "control"
+
+    @property
+    def header(self) -> Path:
+        """The page of words that clients look at before every operation."""
+        return self.path / "header"
+
+    @property
+    def segment(self) -> Path:
+        """The data."""
+        return self.path / "segment"
+
+    @property
+    def sessions(self) -> Path:
+        """The folder of the clients' session files."""
+        return self.path / "sessions"
+
+    def session(self, session_id: int) -> Path:
+        """The file that the client of ``session_id`` keeps locked while it lives."""
+        return self.sessions / f"{session_id:016x}"
+
+    def records(self, extent: int) -> Path:
+        """The record table of ``extent``."""
+        return self.path / f"records-{extent}"
+
+    def marks(self, extent: int) -> Path:
+        """The marks table of ``extent``."""
+        return self.path / f"marks-{extent}"
+
+    def index(self, epoch: int) -> Path:
+        """The LMDB environment of ``epoch``."""
+        return self.path / f"index-{epoch}"
+
+    def extents(self) -> list[int]:
+        """Numbers of the extents that have a record table here, ascending; sound or not."""
+        return self._numbers("records-")
+
+    def epochs(self) -> list[int]:
+        """Epochs of the indexes here, ascending; sound or not."""
+        return self._numbers("index-")
+
+    def _numbers(self, prefix: str) -> list[int]:
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        tails = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        return sorted(int(tail) for tail in tails if tail.isdecimal())
+
+    def create(self) -> None:
+        """Make the folder and ``sessions/`` where absent. What is there stays.
+
+        Raises:
+            InvalidRequest: ``shm_dir`` is absent, or something of another user (or no directory) has that name.
+        """
+        for path in (self.path, self.sessions):
+            try:
+                os.mkdir(path, self.dir_mode)
+                os.chmod(path, self.dir_mode)  # whatever the umask
+            except FileExistsError:
+                pass
+            except FileNotFoundError:
+                raise InvalidRequest("shm_dir", f"{path.parent} does not exist") from None
+        status = os.lstat(self.path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise InvalidRequest("name", f"{self.path} belongs to user {status.st_uid}; take another name")
+
+    def trusted(self) -> bool:
+        """True where the folder is there and was made by this user, by root, or by one of a group shared with it.
+
+        Anyone may create a name in /dev/shm: a client maps no folder that a stranger made.
+        """
+        try:
+            status = os.lstat(self.path)
+        except OSError:
+            return False
+        if not stat.S_ISDIR(status.st_mode):
+            return False
+        in_group = bool(status.st_mode & stat.S_IRGRP) and status.st_gid in {os.getegid(), *os.getgroups()}
+        return status.st_uid in (os.geteuid(), 0) or in_group
+
+    def lock(self) -> None:
+        """Become the owner: make the folder where absent, lock it, remove files that a dead owner left half made.
+
+        Raises:
+            NodeBusy: another process (or another NodeFolder of this one) holds it; names the node and the pid.
+            InvalidRequest: as ``create``.
+        """
+        assert self._lock_fd < 0, "locked already"
+        for attempt in range(_LOCK_TRIES):
+            self.create()
+            try:
+                fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self.file_mode)
+            except FileNotFoundError:  # purged between the two calls
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _holder(fd)
+                os.close(fd)
+                if attempt + 1 == _LOCK_TRIES:
+                    raise NodeBusy(f"node {self.name!r} is held by {holder} ({self.path})") from None
+                time.sleep(_LOCK_RETRY_S)
+                continue
+            if _same_file(fd, self.lock_file):
+                break
+            os.close(fd)  # what we locked was purged meanwhile
+        else:
+            raise NodeBusy(f"node {self.name!r} is being purged again and again ({self.path})")
+        os.fchmod(fd, self.file_mode)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+        _locked.add(self)
+        self._remove_temporaries()
+
+    @property
+    def locked(self) -> bool:
+        """True while this object holds the lock."""
+        return self._lock_fd >= 0
+
+    def close(self) -> None:
+        """Give the lock back. The files stay, for the next owner and for readers."""
+        _locked.discard(self)
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _remove_temporaries(self) -> None:
+        for entry in list(os.scandir(self.path)):
+            half_index = entry.name.startswith("index-") and entry.name.endswith(".tmp")
+            if entry.is_dir(follow_symlinks=False) and half_index:
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name.startswith(_TEMPORARY):
+                os.unlink(entry.path)
+
+    def new_file(self, path: Path, size_bytes: int, head: bytes, sparse: bool = False) -> None:
+        """Put a whole new file at ``path``, zeros after ``head``: readers see the old one or all of the new one.
+
+        Maps of an old file of that name keep the old bytes. ``sparse`` leaves its memory unallocated.
+
+        Raises:
+            OutOfSpace: its memory could not be allocated; nothing changed.
+        """
+        temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, self.file_mode)
+        try:
+            os.fchmod(fd, self.file_mode)  # whatever the umask
+            if sparse:
+                os.ftruncate(fd, size_bytes)
+            else:
+                allocate(fd, 0, size_bytes, str(path))
+            os.pwrite(fd, head, 0)
+            os.rename(temporary, path)
+        except (OSError, OutOfSpace):
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+
+
+def allocate(fd: int, start: int, size_bytes: int, what: str) -> None:
+    """Give ``[start, start + size_bytes)`` of a file its memory now, so that no later store dies of SIGBUS.
+
+    Raises:
+        OutOfSpace: there is not enough; nothing that was allocated before is lost.
+    """
+    try:
+        os.posix_fallocate(fd, start, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
+        raise OutOfSpace(
+            f"{what}: no memory for {size_bytes >> 10} KiB more ({error.strerror}); remedy: enlarge it with "
+            "`mount -o remount,size=...` (docker: --shm-size), raise the memory limit, or give a smaller --dram"
+        ) from None
+
+
+def purge(path: str | os.PathLike[str]) -> None:
+    """Remove a node's folder with everything in it. Absent: nothing happens.
+
+    Clients that still map it see incarnation 0 (the node is gone); their memory is freed when they unmap it.
+
+    Raises:
+        NodeBusy: its daemon lives; nothing was removed.
+        InvalidRequest: ``path`` is not a node's folder.
+    """
+    folder = NodeFolder.at(path)
+    try:
+        fd = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, folder.file_mode)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _same_file(fd, folder.lock_file):  # another purge was faster
+            return
+        with contextlib.suppress(FileNotFoundError), open(folder.header, "r+b") as header:
+            header.write(bytes(32))  # magic, version, incarnation, epoch
+        for entry in list(os.scandir(folder.path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != folder.lock_file.name:
+                os.unlink(entry.path)
+        # Last, under the lock: a daemon that opened the old lock file sees that it is gone and starts anew.
+        os.unlink(folder.lock_file)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(folder.path)
+    except BlockingIOError:
+        raise NodeBusy(f"node {folder.name!r} is held by {_holder(fd)}; stop it before purging {path}") from None
+    finally:
+        os.close(fd)
+
+
+def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
+    """``(name, alive)`` of every node folder here that this user may trust, by name; alive = its lock is held."""
+    nodes = []
+    for name in _folder_names(shm_dir, PREFIX):
+        folder = NodeFolder.at(Path(shm_dir) / name)
+        if folder.trusted():
+            nodes.append((folder.name, _is_locked(folder)))
+    return nodes
+
+
+def reap_embedded(shm_dir: str | os.PathLike[str]) -> list[str]:
+    """Purge folders of embedded stores whose process is gone. Returns their names; those of others are left alone."""
+    reaped = []
+    for name in _folder_names(shm_dir, EMBEDDED_PREFIX):
+        with contextlib.suppress(NodeBusy, OSError):
+            purge(Path(shm_dir) / name)
+            reaped.append(name.removeprefix(PREFIX))
+    return reaped
+
+
+def _folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
+    try:
+        names = os.listdir(shm_dir)
+    except FileNotFoundError:
+        return []
+    return sorted(n for n in names if n.startswith(prefix) and _NAME.fullmatch(n.removeprefix(PREFIX)))
+
+
+def _is_locked(folder: NodeFolder) -> bool:
+    try:
+        fd = os.open(folder.lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _holder(fd: int) -> str:
+    text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    return f"process {text}" if text else "another process"
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)
+
+
+# Locks belong to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.
+_locked: weakref.WeakSet[NodeFolder] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for folder in list(_locked):
+        folder.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

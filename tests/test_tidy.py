@@ -1,0 +1,347 @@
+"""The house rules of `docs/architecture.md`, held over the source tree.
+
+Each rule is a function from (path, source) to the complaints it has; the tests below run it over every file, and feed
+it bad snippets, so that a rule that has stopped biting is noticed too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kvstore", "engine")
+
+Rule = Callable[[str, str], list[str]]
+
+# --- What is allowed -----------------------------------------------------------------------------------------------
+
+STORE_BELOW_TRANSFER = ("errors", "failpoint", "model", "state", "tier", "catalog")
+STORE_BELOW_CLI = (*STORE_BELOW_TRANSFER, "transfer", "pb", "service", "client", "config")
+
+# Which parts of the house a part may import; itself is understood. Imports point down only, so parts of one floor do
+# not see each other: what two of them need lies below both. `config` is read by daemons and the command line only.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "config": ("errors",),
+    "pb": (),
+    "failpoint": (),  # a test's hand on a process: for the parts that act, never for nouns and decisions
+    "model": ("errors",),
+    "state": ("errors", "model"),
+    "tier": ("errors", "failpoint", "model"),
+    "catalog": ("errors", "failpoint", "model", "pb"),
+    "transfer": (*STORE_BELOW_TRANSFER, "pb"),
+    "service": (*STORE_BELOW_TRANSFER, "transfer", "pb", "config"),
+    "client": (*STORE_BELOW_TRANSFER, "transfer", "pb"),
+    "adapters": (*STORE_BELOW_TRANSFER, "transfer", "pb", "client", "kvstore"),
+    "bench": (*STORE_BELOW_CLI, "kvstore"),
+    "cli": (*STORE_BELOW_CLI, "kvstore", "bench"),
+    # kvstore/__init__.py, the front door: `open` joins a node (service) to a client.
+    "kvstore": STORE_BELOW_CLI,
+    "engine": (*STORE_BELOW_CLI, "kvstore", "bench", "cli", "adapters"),
+}
+
+# Nouns and decisions are pure: no I/O, no clock, no threads, no chance but from a seed. So they may import this much.
+PURE_PARTS = ("model", "state")
+# fmt: off
+PURE_MODULES = frozenset((
+    "__future__", "abc", "array", "base64", "bisect", "binascii", "collections", "contextlib", "copy",
+    "dataclasses", "enum", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "math", "numbers",
+    "operator", "random", "re", "string", "struct", "types", "typing", "numpy", "xxhash", "kvstore",
+))
+# fmt: on
+
+GENERATED = "kvstore/pb/"  # not ours to style
+MAY_PRINT = re.compile(r"kvstore/(cli|bench)/|kvstore/bench\.py|engine/(demo|cli)\b|engine/.*/cli\b")
+
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+# "path" or "path:function" -> why it is better long than divided.
+LONG_FOR_A_REASON: dict[str, str] = {}
+
+
+# --- The rules -----------------------------------------------------------------------------------------------------
+
+
+def imports_point_down(path: str, source: str) -> list[str]:
+    """Each import of our own names a part that the table allows."""
+    part = part_of(path)
+    allowed = {part, *MAY_IMPORT.get(part, ())}
+    return [
+        f"{path}:{line}: {part} may not import {module}"
+        for line, module in imported(path, source)
+        if module.partition(".")[0] in PACKAGES and part_of_module(module) not in allowed
+    ]
+
+
+def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
+    """`model` and `state` import nothing that touches the world, call no I/O, and draw nothing without a seed."""
+    if part_of(path) not in PURE_PARTS:
+        return []
+    complaints = [
+        f"{path}:{line}: {module} is no import for pure code"
+        for line, module in imported(path, source)
+        if module.partition(".")[0] not in PURE_MODULES or module.startswith(("random.", "numpy.random"))
+    ]
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        seeded = name in ("random.Random", "np.random.default_rng", "numpy.random.default_rng") and call.args
+        if name in ("open", "input", "print") or (re.match(r"(random|(np|numpy)\.random)\.", name) and not seeded):
+            complaints.append(f"{path}:{call.lineno}: {name}() in pure code")
+    return complaints
+
+
+def lengths_are_readable(path: str, source: str) -> list[str]:
+    """Files and functions keep to the guides, or are listed with the reason."""
+    return [
+        f"{where}: {lines} lines, guide is {guide}"
+        for where, lines, guide in too_long(path, source)
+        if where not in LONG_FOR_A_REASON
+    ]
+
+
+def too_long(path: str, source: str) -> Iterator[tuple[str, int, int]]:
+    """(place, lines, guide) of what exceeds a guide, listed or not; a function's decorators count, nested ones too."""
+    if (lines := len(source.splitlines())) > FILE_LINES_MAX:
+        yield path, lines, FILE_LINES_MAX
+    for name, node in definitions(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if (lines := (node.end_lineno or first) - first + 1) > FUNCTION_LINES_MAX:
+                yield f"{path}:{name}", lines, FUNCTION_LINES_MAX
+
+
+def only_the_edge_prints(path: str, source: str) -> list[str]:
+    """`print(` belongs to the command line, the demo and the benchmarks; a library has no stdout."""
+    if MAY_PRINT.match(path):
+        return []
+    return [
+        f"{path}:{node.lineno}: print() outside the command line"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def exceptions_are_named(path: str, source: str) -> list[str]:
+    """Nothing is swallowed unnamed: no bare or broad `except` unless it ends in `raise`, no broad `suppress`."""
+    complaints = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            ends_in_raise = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            broad = (node.type is None or is_broad(node.type)) and not ends_in_raise
+        else:
+            broad = (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith("suppress")
+                and any(is_broad(argument) for argument in node.args)
+            )
+        if broad:
+            complaints.append(f"{path}:{node.lineno}: name the exceptions that are expected here")
+    return complaints
+
+
+def is_broad(node: ast.expr) -> bool:
+    """Whether an except clause's expression contains Exception or BaseException."""
+    return any(isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in ast.walk(node))
+
+
+def public_names_are_described(path: str, source: str) -> list[str]:
+    """Every public class, function and method of the store has a docstring (setters share their getter's)."""
+    if not path.startswith("kvstore/"):
+        return []
+    return [
+        f"{path}:{node.lineno}: {name} has no docstring"
+        for name, node in definitions(ast.parse(source), into_functions=False)
+        if not any(word.startswith("_") for word in name.split("."))
+        and not ast.get_docstring(node)
+        and not any(re.search(r"overload$|\.(setter|deleter)$", ast.unparse(mark)) for mark in node.decorator_list)
+    ]
+
+
+def folders_are_packages(path: str, source: str) -> list[str]:
+    """Each folder with modules has an `__init__.py`: without it an installed package would lack the folder."""
+    return [] if (ROOT / path).with_name("__init__.py").exists() else [f"{path}: no __init__.py beside it"]
+
+
+RULES: list[Rule] = [
+    imports_point_down,
+    nouns_and_decisions_are_pure,
+    lengths_are_readable,
+    only_the_edge_prints,
+    exceptions_are_named,
+    public_names_are_described,
+    folders_are_packages,
+]
+
+
+# --- Reading source ------------------------------------------------------------------------------------------------
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def sources() -> dict[str, str]:
+    """path -> text of every module of ours, paths relative to the repository."""
+    files = (file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")))
+    texts = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    return {path: text for path, text in texts.items() if not path.startswith(GENERATED)}
+
+
+def part_of(path: str) -> str:
+    """The part of the house a file belongs to: kvstore/model/layout.py -> model, engine/demo.py -> engine."""
+    return part_of_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+
+
+def part_of_module(module: str) -> str:
+    """The same for a dotted name: kvstore.model.layout -> model, kvstore -> kvstore."""
+    package, _, rest = module.partition(".")
+    return (rest.partition(".")[0] or "kvstore") if package == "kvstore" else package
+
+
+def imported(path: str, source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands; relative ones made absolute.
+
+    `from a import b` gives a.b, which is right for parts and modules whether b is a module or a name in one. Names of
+    the front door (`from kvstore import open`) give kvstore itself.
+    """
+    package = path.removesuffix(".py").replace("/", ".").split(".")[:-1]
+    parts = set(MAY_IMPORT)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(
+                [*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])]
+            )
+            for alias in node.names:
+                front_door = base == "kvstore" and alias.name not in parts
+                yield node.lineno, base if front_door else f"{base}.{alias.name}"
+
+
+def definitions(tree: ast.AST, into_functions: bool = True, prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    """(dotted name, node) of every class and function, with what is nested in classes and, if asked, in functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Definition):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef) or into_functions:
+                yield from definitions(node, into_functions, f"{prefix}{node.name}.")
+        else:
+            yield from definitions(node, into_functions, prefix)
+
+
+# --- The rules hold ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_house(rule: Rule) -> None:
+    complaints = [complaint for path, source in sources().items() for complaint in rule(path, source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_every_part_is_in_the_table() -> None:
+    assert {part_of(path) for path in sources()} <= set(MAY_IMPORT)
+
+
+def test_table_has_no_cycle() -> None:
+    above: dict[str, set[str]] = {part: set(below) for part, below in MAY_IMPORT.items()}
+    while above:
+        ground = {part for part, below in above.items() if not below & set(above)}
+        assert ground, f"these import each other: {sorted(above)}"
+        above = {part: below for part, below in above.items() if part not in ground}
+
+
+def test_exceptions_to_the_guides_are_needed_and_explained() -> None:
+    exceeding = {where for path, source in sources().items() for where, _, _ in too_long(path, source)}
+    assert set(LONG_FOR_A_REASON) <= exceeding, "stale entries"
+    assert all(reason.strip() for reason in LONG_FOR_A_REASON.values())
+
+
+# --- The rules bite ------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[Rule, str, str]] = [
+    (imports_point_down, "kvstore/state/x.py", "import kvstore.tier.dram"),
+    (imports_point_down, "kvstore/state/x.py", "from kvstore.service import node"),
+    (imports_point_down, "kvstore/state/x.py", "from kvstore import client"),
+    (imports_point_down, "kvstore/state/x.py", "from ..tier import dram"),
+    (imports_point_down, "kvstore/state/x.py", "from kvstore import failpoint"),
+    (imports_point_down, "kvstore/model/x.py", "from kvstore.state.frames import Frame"),
+    (imports_point_down, "kvstore/client/x.py", "def f():\n    from kvstore import connect"),
+    (imports_point_down, "kvstore/client/x.py", "from kvstore.service.node import Node"),
+    (imports_point_down, "kvstore/client/x.py", "from kvstore.config import NodeConfig"),
+    (imports_point_down, "kvstore/tier/x.py", "from kvstore.config import parse_size"),
+    (imports_point_down, "kvstore/cli/x.py", "import engine.demo"),
+    (imports_point_down, "kvstore/cli/x.py", "from engine import demo"),
+    (imports_point_down, "kvstore/__init__.py", "from .cli.main import main"),
+    (imports_point_down, "kvstore/errors.py", "from kvstore.config import load"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import os"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import time"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "from threading import Lock"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "def f():\n    import mmap"),
+    (nouns_and_decisions_are_pure, "kvstore/model/x.py", "import lmdb"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "open('x')"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.random()"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random()"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import numpy as np\nnp.random.rand(3)"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "from numpy import random"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "from random import randint\nrandint(1, 2)"),
+    (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 401),
+    (lengths_are_readable, "engine/x.py", "class A:\n    def f(self):\n" + "        x = 1\n" * 70),
+    (only_the_edge_prints, "kvstore/service/x.py", "print('ready')"),
+    (only_the_edge_prints, "engine/runner.py", "print('ready')"),
+    (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept:\n    pass"),
+    (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept Exception as e:\n    log(e)"),
+    (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept (OSError, BaseException):\n    g()"),
+    (exceptions_are_named, "engine/x.py", "with contextlib.suppress(Exception):\n    f()"),
+    (public_names_are_described, "kvstore/x.py", "def f(): ..."),
+    (public_names_are_described, "kvstore/x.py", "class A:\n    '''A.'''\n    async def f(self): ..."),
+    (public_names_are_described, "kvstore/x.py", "if True:\n    class A: ..."),
+    (folders_are_packages, "kvstore/nowhere/x.py", ""),
+]
+
+GOOD: list[tuple[Rule, str, str]] = [
+    (
+        imports_point_down,
+        "kvstore/state/x.py",
+        "import heapq\nfrom kvstore.model import layout\nfrom .x import y",
+    ),
+    (
+        imports_point_down,
+        "kvstore/service/x.py",
+        "from kvstore.config import NodeConfig\nimport kvstore.tier.dram",
+    ),
+    (
+        imports_point_down,
+        "kvstore/cli/x.py",
+        "from kvstore import connect\nfrom kvstore.bench import dram",
+    ),
+    (imports_point_down, "kvstore/__init__.py", "from kvstore.client.store import Store\nfrom .service import node"),
+    (imports_point_down, "engine/simulator/x.py", "from kvstore import Layout\nfrom kvstore.state import eviction"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random(7)"),
+    (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import numpy as np\nnp.random.default_rng(seed)"),
+    (nouns_and_decisions_are_pure, "kvstore/tier/x.py", "import os, mmap"),
+    (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 400),
+    (only_the_edge_prints, "kvstore/cli/x.py", "print('ready')"),
+    (only_the_edge_prints, "engine/demo.py", "print('ready')"),
+    (only_the_edge_prints, "engine/simulator/cli.py", "print('ready')"),
+    (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
+    (exceptions_are_named, "engine/x.py", "with contextlib.suppress(OSError):\n    f()"),
+    (
+        public_names_are_described,
+        "kvstore/x.py",
+        "class _A:\n    def f(self): ...\ndef f():\n    'F.'\n    def g(): ...",
+    ),
+    (public_names_are_described, "engine/x.py", "def f(): ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "snippet"), BAD)
+def test_rule_bites(rule: Rule, path: str, snippet: str) -> None:
+    assert rule(path, snippet)
+
+
+@pytest.mark.parametrize(("rule", "path", "snippet"), GOOD)
+def test_rule_lets_pass(rule: Rule, path: str, snippet: str) -> None:
+    assert rule(path, snippet) == []

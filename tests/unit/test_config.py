@@ -1,0 +1,225 @@
+"""The configuration: what is accepted, what wins, and what a mistake is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.config import GIB, KIB, MIB, NodeConfig, format_size, load, node_config, parse_address, parse_size
+from kvstore.errors import InvalidRequest
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(text)
+    return path
+
+
+# --- Sizes and addresses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_", "size_bytes"),
+    [
+        ("512MiB", 512 * MIB),
+        ("4GiB", 4 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("2TiB", 2048 * GIB),
+        ("64KB", 64_000),
+        ("1GB", 10**9),
+        ("1048576", MIB),
+        (" 7B ", 7),
+        (4096, 4096),
+    ],
+)
+def test_size(given_: object, size_bytes: int) -> None:
+    assert parse_size(given_, "dram") == size_bytes
+
+
+NO_SIZES = ["", "MiB", "-1", "-4GiB", "4 G", "4gib", "4GiBs", "1e9", "1_000", "٣MiB", "0.3KiB", "nan", "1\n2", "0"]
+
+
+@pytest.mark.parametrize("given_", [*NO_SIZES, "9000000TiB", 0, -1, 1 << 63, True, 1.5, None, b"4GiB", []])
+def test_size_refused(given_: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_size(given_, "dram")
+    assert refused.value.field == "dram"
+    assert "\n" not in str(refused.value)
+
+
+def test_size_zero_only_where_it_means_something() -> None:
+    assert parse_size("0", zero_ok=True) == 0
+    with pytest.raises(InvalidRequest, match="zero or more"):
+        parse_size(-1, zero_ok=True)
+
+
+@given(st.integers(1, (1 << 63) - 1))
+def test_size_round_trip(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+def test_size_text_is_short() -> None:
+    assert [format_size(size) for size in (0, 4097, 4 * KIB, 512 * MIB)] == ["0", "4097", "4KiB", "512MiB"]
+
+
+@pytest.mark.parametrize(
+    ("given_", "address"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("host:0", ("host", 0)), ("[::1]:7070", ("::1", 7070))],
+)
+def test_address(given_: str, address: tuple[str, int]) -> None:
+    assert parse_address(given_) == address
+
+
+@pytest.mark.parametrize(
+    "given_", ["", "host", ":80", "host:", "host:65536", "::1:80", "[::1:80", "a b:1", "h:-1", 80, None]
+)
+def test_address_refused(given_: object) -> None:
+    with pytest.raises(InvalidRequest, match="^http: .* is not HOST:PORT$"):
+        parse_address(given_, "http")
+
+
+# --- A node's settings ---------------------------------------------------------------------------------------------
+
+
+def test_node_defaults() -> None:
+    node = NodeConfig()
+    assert (node.name, node.dram, node.http, node.shm_dir) == ("default", 512 * MIB, None, Path("/dev/shm"))
+    assert (node.file_mode, node.folder_mode) == (0o600, 0o700)
+    shared = NodeConfig(group=True)
+    assert (shared.file_mode, shared.folder_mode) == (0o660, 0o770)
+
+
+def test_node_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NodeConfig().dram = 1  # type: ignore[misc]
+
+
+def test_node_from_keywords() -> None:
+    node = node_config(dram="64MiB", extent="4MiB", shm_dir="/tmp", http="none", verify_reads="yes", sessions_max="8")
+    assert node == NodeConfig(dram=64 * MIB, extent=4 * MIB, shm_dir=Path("/tmp"), verify_reads=True, sessions_max=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("name", "a/b"),
+        ("name", ""),
+        ("name", ".."),
+        ("name", "x" * 49),
+        ("name", 7),
+        ("dram", 0),
+        ("dram", "0"),
+        ("dram", "lots"),
+        ("dram", 4095),
+        ("http", "nowhere"),
+        ("http", 80),
+        ("shm_dir", "relative/folder"),
+        ("shm_dir", 3),
+        ("group", "perhaps"),
+        ("group", 1),
+        ("extent", 4097),
+        ("extent", "1GiB"),
+        ("scrub_bytes_per_s", -1),
+        ("reserve_ttl_s", 0),
+        ("reserve_ttl_s", "soon"),
+        ("reserve_ttl_s", float("nan")),
+        ("reserve_ttl_s", True),
+        ("lease_ttl_s_max", float("inf")),
+        ("lease_ttl_s_max", 29),
+        ("sessions_max", 0),
+        ("sessions_max", 65536),
+        ("sessions_max", 2.5),
+        ("log_level", "loud"),
+        ("dramm", 1),
+    ],
+)
+def test_node_refused_naming_the_field(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        node_config(**{name: value})
+    assert refused.value.field == name
+    assert "\n" not in str(refused.value)
+
+
+def test_node_is_checked_however_it_is_made() -> None:
+    arguments: dict[str, Any] = {"dram": 0}
+    with pytest.raises(InvalidRequest, match="^dram: "):
+        NodeConfig(**arguments)
+
+
+# --- Where values come from ----------------------------------------------------------------------------------------
+
+
+def test_precedence_and_sources(tmp_path: Path) -> None:
+    path = write(tmp_path, '[node]\nname = "f"\ndram = "1GiB"\nextent = "1MiB"\nverify_reads = true\n')
+    env = {"KVSTORE_DRAM": "2GiB", "KVSTORE_EXTENT": "2MiB", "HOME": "/"}
+    config = load(path, env=env, flags={"extent": "4MiB", "http": None})
+    assert config.node == NodeConfig(name="f", dram=2 * GIB, extent=4 * MIB, verify_reads=True)
+    assert config.sources["node.name"] == f"file {path}"
+    assert config.sources["node.dram"] == "env KVSTORE_DRAM"
+    assert config.sources["node.extent"] == "flag --extent"
+    assert config.sources["node.http"] == "default"
+    assert len(config.sources) == len(dataclasses.fields(NodeConfig))
+
+
+def test_no_file_no_environment_no_flags() -> None:
+    config = load(env={})
+    assert config.node == NodeConfig()
+    assert set(config.sources.values()) == {"default"}
+
+
+def test_environment_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_NAME", "from-env")
+    assert load().node.name == "from-env"
+
+
+def test_names_of_others_are_left_alone() -> None:
+    env = {"KVSTORE_NODE": "kv://host:7070", "KVSTORE_TEST_SEED": "1", "KVSTORE_FAILPOINT": "seal", "KVSTOREX": "1"}
+    assert load(env=env).node == NodeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[node]\ndramm = 1", "node.dramm: is not a known setting; did you mean dram? (from file {path})"),
+        ("[nodes]\n", "nodes: is not a known setting; did you mean node? (from file {path})"),
+        ("node = 3", "node: is a table: write [node] (from file {path})"),
+        ("[node]\ndram = 0", "dram: must be more than zero bytes, got 0 (from file {path})"),
+        ("[node]\ndram = [1]", "dram: [1] is not a size: give bytes or text such as 512MiB (from file {path})"),
+        ("[node]\nname = 7", "name: 7 is not text (from file {path})"),
+    ],
+)
+def test_file_refused(tmp_path: Path, text: str, line: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(InvalidRequest) as refused:
+        load(path, env={})
+    assert str(refused.value) == line.format(path=path)
+
+
+def test_file_that_is_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="^config: .* is not TOML"):
+        load(write(tmp_path, "[node"), env={})
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="^config: .*/none.toml: No such file"):
+        load(tmp_path / "none.toml", env={})
+
+
+def test_environment_refused() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        load(env={"KVSTORE_DRAMM": "1GiB"})
+    assert str(refused.value) == "KVSTORE_DRAMM: is not a known setting; did you mean KVSTORE_DRAM?"
+    with pytest.raises(InvalidRequest, match=r"^dram: 'x' is not a size .* \(from env KVSTORE_DRAM\)$"):
+        load(env={"KVSTORE_DRAM": "x"})
+
+
+def test_flag_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"\(from flag --lease-ttl-s-max\)$"):
+        load(env={}, flags={"lease_ttl_s_max": "x"})
+    with pytest.raises(InvalidRequest, match="^nvme: is not a known setting"):
+        load(env={}, flags={"nvme": None})
