@@ -1,0 +1,78 @@
+"""kvstore: a KV-cache-centric tiered store for disaggregated LLM serving.
+
+::
+
+    import kvstore
+
+    store = kvstore.open(dram="512MiB")     # a node in this process; or kvstore.connect() to one on this machine
+    layout = kvstore.Layout(model="meta-llama/Llama-3.1-8B", layers=32, kv_heads=8, head_dim=128, page_tokens=64)
+    cache = store.cache(layout, salt="tenant-a")
+    cache.put(tokens, pages)                # the full pages of a prompt
+    match = cache.get(tokens, out=buffer)   # the longest stored prefix
+"""
+
+from __future__ import annotations
+
+from importlib import metadata as _metadata
+
+from kvstore import errors
+from kvstore.client.lease import Lease
+from kvstore.client.match import Match
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.reader import Reader
+from kvstore.client.store import Store, connect
+from kvstore.client.writer import Writer
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
+
+__all__ = [
+    "open",
+    "connect",
+    "Store",
+    "PrefixCache",
+    "Layout",
+    "Keys",
+    "Match",
+    "Lease",
+    "Writer",
+    "Reader",
+    "Tier",
+    "errors",
+    "__version__",
+]
+
+try:
+    __version__ = _metadata.version("kvstore")
+except _metadata.PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0+unknown"
+
+
+def open(name: str | None = None, dram: str | int = "512MiB", **config: object) -> Store:
+    """Start a node inside this process and return its store. No daemon; the node ends with the store.
+
+    Args:
+        name: what other processes of this machine may ``connect`` to, to read while this one lives; None: a unique one.
+        dram: capacity, as ``"512MiB"`` or bytes.
+        config: any other setting of a node, see ``kvstore.config.NodeConfig``; ``shm_dir`` for example.
+
+    Raises:
+        InvalidRequest: an unknown or impossible setting, or too little memory; names the field and the remedy.
+        NodeBusy: a node of that name runs already.
+    """
+    import os
+    import secrets
+
+    from kvstore.client.local import LocalNode
+    from kvstore.config import node_config
+    from kvstore.service.embedded import open_node  # only here: a client that connects needs no service
+
+    if name is None:
+        name = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
+    settings = node_config(name=name, dram=dram, **config)
+    embedded = open_node(settings)
+    try:
+        return Store(LocalNode(embedded.folder, embedded=embedded), verify=settings.verify_reads)
+    except BaseException:
+        embedded.close()
+        raise

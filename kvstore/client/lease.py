@@ -107,7 +107,7 @@ class Lease:
         """
         for run in self._runs:
             same = run.unchanged()
-            if same < run.count:
+            if same < run.length:
                 raise LeaseBroken(f"page {run.page + same} changed under a lease that was overstayed; discard the read")
 
     def renew(self, ttl_s: float) -> None:
@@ -162,7 +162,7 @@ def _still(runs: list[Run], held: int, reason: str) -> tuple[list[Run], str]:
     for run in runs:
         count = min(run.unchanged(), held - run.page)
         if count > 0:
-            kept.append(run._replace(count=count, words=run.words[: 8 * count]))
-        if count < run.count:
+            kept.append(run._replace(length=count, words=run.words[: 8 * count]))
+        if count < run.length:
             return kept, GENERATION
     return kept, reason

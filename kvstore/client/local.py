@@ -8,13 +8,14 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.channel import AFTER_FORK, SocketChannel
 from kvstore.client.grants import GrantPool
+from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model.replica import FrameClass
 from kvstore.tier.dram import SegmentMap
@@ -76,11 +77,11 @@ class Mapped:
     Replaced, never changed, when either number changes; the index is let go of when the last reader has.
     """
 
-    __slots__ = ("node", "header", "words", "incarnation", "epoch", "index", "segment", "extents", "channel", "pools")
+    __slots__ = ("folder", "header", "words", "incarnation", "epoch", "index", "segment", "extents", "channel", "pools")
 
     def __init__(
         self,
-        node: LocalNode,
+        folder: NodeFolder,
         header: Header,
         incarnation: int,
         epoch: int,
@@ -89,7 +90,7 @@ class Mapped:
         channel: Channel,
         older: Mapped | None,
     ) -> None:
-        self.node = node
+        self.folder = folder
         self.header = header
         self.words = header.words
         self.incarnation = incarnation
@@ -106,12 +107,12 @@ class Mapped:
         return found if found is not None else self._open_extent(number)
 
     def _open_extent(self, number: int) -> Extent | None:
-        table = ExtentTable.open(self.node.folder, number, self.incarnation, writable=False)
+        table = ExtentTable.open(self.folder, number, self.incarnation, writable=False)
         if table is None:
             return None
         extents = self.extents
         for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
-            if not self.node.folder.records(old).exists():
+            if not self.folder.records(old).exists():
                 extents.pop(old, None)
         extent = Extent(table, self.segment)
         extents[number] = extent
@@ -132,31 +133,66 @@ class Mapped:
             extent.last_use[frame] = time.monotonic_ns()
 
 
+class Embedded(Protocol):
+    """A node inside this process."""
+
+    def channel(self) -> Channel:
+        """A new session with it."""
+        ...
+
+    def close(self) -> None:
+        """End it and remove its files."""
+        ...
+
+
+class _Ends:
+    """What has to be ended with a LocalNode, also when it is merely dropped or the process exits."""
+
+    def __init__(self, embedded: Embedded | None, workers: Workers) -> None:
+        self.pid = os.getpid()
+        self.embedded = embedded
+        self.workers = workers
+        self.channel: Channel | None = None
+
+    def end(self) -> None:
+        """Close everything, the node last. In a forked child nothing is done: all of it is the parent's."""
+        if os.getpid() != self.pid:
+            return
+        self.workers.close()
+        if self.channel is not None:
+            self.channel.close()
+        if self.embedded is not None:
+            self.embedded.close()
+
+
 class LocalNode:
     """One node of this machine as one process uses it. Threads may share it.
 
-    Life: made (nothing mapped) -> mapped by the first verb, again whenever epoch or incarnation change -> ``close``, or
-    a fork (the child is refused: neither the index nor the session may be used there). Reads need no daemon; where the
-    files are gone or cannot be trusted they miss, and writes raise ``NodeUnavailable``.
+    Life: made (nothing mapped) -> mapped by the first verb, again whenever epoch or incarnation change -> ``close``,
+    being dropped, or the end of the process. In a forked child it is refused: neither the index nor the session may be
+    used there. Reads need no daemon; where the files are gone or cannot be trusted they miss, and writes raise
+    ``NodeUnavailable``.
 
     Args:
         path: the node's folder.
-        channel: requests to a node in this process; None for a daemon's socket.
+        embedded: the node, where it lives in this process; it ends with this object. None: a daemon's.
         timeout_s: deadline of a request.
     """
 
-    def __init__(self, path: Path, channel: Channel | None = None, timeout_s: float = 5.0) -> None:
+    def __init__(self, path: Path, embedded: Embedded | None = None, timeout_s: float = 5.0) -> None:
         self.path = path
         self.folder = NodeFolder.at(path)
         self.timeout_s = timeout_s
-        self.pid = os.getpid()
         self.refusal = ""
         self.misses: dict[str, int] = {}  # reason -> how often a match ended for it; threads may lose a count
-        self._given = channel
+        self.check_ns = 0  # when to look again whether the folder was made anew
+        self.workers = Workers(f"kvstore-{self.folder.name}")
+        self._pid = os.getpid()
         self._mapped: Mapped | None = None
         self._header_id = (0, 0)
         self._lock = threading.Lock()
-        self.check_ns = 0
+        self._ends = _Ends(embedded, self.workers)
+        self._finalizer = weakref.finalize(self, self._ends.end)
         _nodes.add(self)
 
     @property
@@ -169,32 +205,31 @@ class LocalNode:
 
         Raises:
             InvalidRequest: closed, or in a forked child.
+            VersionMismatch: the files are of another version.
         """
         mapped = self._mapped
         if mapped is not None:
             words = mapped.words
             if words[_EPOCH] == mapped.epoch and words[_INCARNATION] == mapped.incarnation and not self.refusal:
                 return mapped
-        if self.refusal:
-            raise InvalidRequest("store", self.refusal)
         return self._map()
 
     def writable(self) -> Mapped:
-        """The node's files for writing.
+        """The node's files for writing; waits a little for a node that is just being made.
 
         Raises:
             NodeUnavailable: there is no such node, or it is not ready.
+            InvalidRequest, VersionMismatch: as ``mapped``.
         """
         mapped = self.mapped()
         if mapped is not None and getattr(mapped.channel, "ended", False):
             mapped = self._map()
-        if mapped is None:
-            deadline = time.monotonic() + self.timeout_s
-            while mapped is None and self.path.is_dir() and time.monotonic() < deadline:
-                time.sleep(0.005)
-                mapped = self.mapped()
-        if mapped is None:
-            raise NodeUnavailable(f"{self.name}: no such node on this machine, or it is not ready")
+        deadline = time.monotonic() + self.timeout_s
+        while mapped is None:
+            if time.monotonic() >= deadline or not self.path.is_dir():
+                raise NodeUnavailable(f"{self.name}: no such node on this machine, or it is not ready")
+            time.sleep(0.005)
+            mapped = self.mapped()
         return mapped
 
     def missed(self, reason: str) -> None:
@@ -207,34 +242,38 @@ class LocalNode:
         if self._mapped is not None and self._identify() != self._header_id:
             self._map()
 
-    def close(self) -> None:
-        """End the session; later calls are refused. Views and arrays handed out stay valid as memory, not as pages."""
+    def check_open(self) -> None:
+        """Raises InvalidRequest where the store is closed, or this is a forked child."""
         if self.refusal:
-            return
-        self.refusal = "is closed"
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            mapped.channel.close()
+            raise InvalidRequest("store", self.refusal)
+
+    def close(self) -> None:
+        """End the session; later calls are refused. Views handed out stay valid as memory, not as pages."""
+        if not self.refusal:
+            self.refusal = "is closed"
+            self._mapped = None
+            self._finalizer()
 
     # --- mapping ----------------------------------------------------------------------------------------------------
 
     def _identify(self) -> tuple[int, int]:
         try:
-            stat = os.stat(self.folder.header)
+            status = os.stat(self.folder.header)
         except OSError:
             return 0, 0
-        return stat.st_dev, stat.st_ino
+        return status.st_dev, status.st_ino
 
     def _map(self) -> Mapped | None:
         """Map what is there now. Of the same incarnation everything is kept but the index."""
+        self.check_open()  # before the lock, which another thread may have held during a fork
         with self._lock:
+            self.check_open()
             old = self._mapped
-            if self.refusal:
-                raise InvalidRequest("store", self.refusal)
             identity = self._identify()
             header = old.header if old is not None and identity == self._header_id else self._open_header()
             if header is None:
-                return self._unmap(old)
+                self._unmap(old)
+                return None
             epoch, incarnation = header.words[_EPOCH], header.words[_INCARNATION]
             if old is not None and (incarnation != old.incarnation or getattr(old.channel, "ended", False)):
                 self._unmap(old)
@@ -245,7 +284,7 @@ class LocalNode:
                 return None  # the daemon is about to make it, or there will be another epoch
             channel = self._channel(old, incarnation)
             self._header_id = identity
-            self._mapped = Mapped(self, header, incarnation, epoch, index, segment, channel, old)
+            self._mapped = Mapped(self.folder, header, incarnation, epoch, index, segment, channel, old)
             return self._mapped
 
     def _open_header(self) -> Header | None:
@@ -254,23 +293,26 @@ class LocalNode:
         return header if header is not None and header.boot_id == boot_id() else None
 
     def _channel(self, old: Mapped | None, incarnation: int) -> Channel:
-        if self._given is not None:
-            return self._given
         if old is not None:
             return old.channel
-        return SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
+        ends = self._ends
+        if ends.embedded is None:
+            ends.channel = SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
+        elif ends.channel is None:
+            ends.channel = ends.embedded.channel()
+        return ends.channel
 
     def _unmap(self, old: Mapped | None) -> None:
         """Nothing of the old incarnation may be used any more; its session ends."""
         self._mapped = None
-        if old is not None and self._given is None:
+        if old is not None and self._ends.embedded is None:
             old.channel.close()
 
     def _after_fork(self) -> None:
-        self.refusal = AFTER_FORK.format(self.pid)
+        self.refusal = AFTER_FORK.format(self._pid)
 
 
-_nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+_nodes: weakref.WeakSet[LocalNode] = weakref.WeakSet()
 
 
 def _forked() -> None:

@@ -20,7 +20,6 @@ from kvstore.client.match import Match
 from kvstore.client.proof import ABSENT, CHECKSUM, GENERATION, Run, prove, stored_pages
 from kvstore.client.put import PendingPut, checksums_of
 from kvstore.client.reader import Reader
-from kvstore.client.workers import Workers
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
@@ -48,7 +47,7 @@ class PrefixCache:
         page_bytes: bytes of a page.
     """
 
-    def __init__(self, node: LocalNode, workers: Workers, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
+    def __init__(self, node: LocalNode, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
         self.layout = layout
         self.salt = salt
         self.adapter = adapter
@@ -56,7 +55,6 @@ class PrefixCache:
         self.page_bytes = layout.page_bytes
         self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._node = node
-        self._workers = workers
         self._page_tokens = layout.page_tokens
         self._closed = layout.attention == "full"
         self._verify = verify or not ORDERED
@@ -163,7 +161,7 @@ class PrefixCache:
         Raises:
             DeadlineExceeded: too many calls are waiting already.
         """
-        return self._workers.submit(self.get, tokens, out, extras=extras, verify=verify)
+        return self._node.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
 
     def _missed(self, asked: int) -> Match:
         if asked:
@@ -204,9 +202,7 @@ class PrefixCache:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def put(
-        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
-    ) -> int:
+    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
         """Store the full pages of ``tokens``; returns how many are new. Pages already stored are skipped.
 
         Args:
@@ -267,7 +263,7 @@ class PrefixCache:
         ranks: int = 1,
         extras: Sequence[bytes] | None = None,
     ) -> Writer:
-        """Write the full pages of ``tokens`` layer by layer: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
+        """Write the full pages layer by layer: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
 
         Args:
             ttl_s: the reservation's deadline; what is not sealed by then is given up.

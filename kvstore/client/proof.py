@@ -32,18 +32,18 @@ _pack_word = struct.Struct("<Q").pack
 
 
 class Run(NamedTuple):
-    """Pages ``page .. page + count`` in consecutive frames of one extent; ``words`` are those frames' words."""
+    """Pages ``page .. page + length`` in consecutive frames of one extent; ``words`` are those frames' words."""
 
     extent: Extent
     frame: int
     page: int
-    count: int
+    length: int
     words: bytes
 
     def unchanged(self) -> int:
         """How many leading pages of the run are still what they were when it was proven."""
-        now = self.extent.words[self.frame : self.frame + self.count].tobytes()
-        return self.count if now == self.words else equal_rows(now, self.words, 8)
+        now = self.extent.words[self.frame : self.frame + self.length].tobytes()
+        return self.length if now == self.words else equal_rows(now, self.words, 8)
 
     def addresses(self) -> list[Address]:
         """The pages' addresses."""
@@ -102,10 +102,10 @@ def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tup
         if extent is None or extent.page_bytes != page_bytes:
             return runs, page, EXTENT
         run, reason = prove_run(extent, frame, page, words.tobytes(), keys)
-        if run.count:
+        if run.length:
             runs.append(run)
         if reason:
-            return runs, page + run.count, reason
+            return runs, page + run.length, reason
     return runs, count, "" if count == stored else ABSENT
 
 

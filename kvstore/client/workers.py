@@ -29,7 +29,7 @@ class Workers:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUED_MAX)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._ended = threading.Event()
 
     def submit(self, call: Callable[..., T], *args: Any, timeout_s: float = 5.0, **kwargs: Any) -> Future[T]:
         """Run ``call`` in a worker; its value or exception is the future's.
@@ -40,7 +40,7 @@ class Workers:
         """
         future: Future[T] = Future()
         with self._lock:
-            if self._closed:
+            if self._ended.is_set():
                 raise InvalidRequest("store", "is closed")
             while len(self._threads) < WORKERS:
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
@@ -50,16 +50,16 @@ class Workers:
             self._jobs.put((future, call, args, kwargs), timeout=timeout_s)
         except queue.Full:
             raise DeadlineExceeded(f"{QUEUED_MAX} calls are waiting already") from None
-        if self._closed:
-            future.cancel()
+        if self._ended.is_set():
+            future.cancel()  # nobody may be left to run it
         return future
 
     def close(self) -> None:
         """Cancel what has not begun; threads end after the call they are in."""
         with self._lock:
-            if self._closed:
+            if self._ended.is_set():
                 return
-            self._closed = True
+            self._ended.set()
             threads = len(self._threads)
         while True:
             try:
@@ -80,6 +80,6 @@ class Workers:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call(*args, **kwargs))
-                except BaseException as error:  # noqa: BLE001  (the future's owner gets it, whatever it is)
+                except BaseException as error:  # the future's owner gets it, whatever it is
                     future.set_exception(error)
             del job, future, call, args, kwargs  # hold nobody's buffers while waiting

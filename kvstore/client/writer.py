@@ -199,7 +199,11 @@ class Writer:
         full = False
         while page < len(keys) and not full:
             stop = min(page + limit, len(keys))
-            body = head, keys.hashes[page - 1] if page else keys.parent, keys.identity_bytes[page * width : stop * width]
+            body = (
+                head,
+                keys.hashes[page - 1] if page else keys.parent,
+                keys.identity_bytes[page * width : stop * width],
+            )
             message = mapped.channel.request(
                 Op.RESERVE, count=stop - page, a=pack_class(self._class), b=self._ttl_ms, body=body
             ).result()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvstore.model.replica import FrameClass, FrameState
 from kvstore.state.eviction import EvictionPolicy, Lru
 
-_FREE, _RESERVED, _SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
+_FREE = FrameState.FREE
 
 
 class Extent:
@@ -138,25 +138,24 @@ class Segment:
         """
         own = coldest_ns(taker) if taker.extents else None
         own_age = now_ns - own if own is not None else 0
-        best: tuple[int, ClassPool] | None = None
-        for pool in self.pools.values():
+        givers: list[tuple[int, int, ClassPool]] = []
+        for number, pool in enumerate(self.pools.values()):
             idle = now_ns - pool.used_ns > IDLE_NS
             if pool is taker or not pool.extents or (len(pool.extents) == 1 and not idle):
                 continue
             coldest = coldest_ns(pool)
             age = now_ns - coldest if coldest is not None else (IDLE_NS if pool.free else 0)
-            if taker.extents and own is not None and age < 2 * own_age + STEAL_MARGIN_NS:
-                continue
-            if best is None or age > best[0]:
-                best = (age, pool)
-        if best is None:
-            return None
-        candidates = [
-            e
-            for e in best[1].extents.values()
-            if e.number not in leased and e.count(_FREE) + e.count(_SEALED) == e.frames
-        ]
-        return min(candidates, key=lambda e: e.sealed, default=None)
+            if own is None or age >= 2 * own_age + STEAL_MARGIN_NS:
+                givers.append((age, number, pool))
+        for _, _, pool in sorted(givers, key=lambda giver: giver[:2], reverse=True):
+            candidates = [
+                extent
+                for extent in pool.extents.values()
+                if extent.number not in leased and extent.count(_FREE) + extent.sealed == extent.frames
+            ]
+            if candidates:
+                return min(candidates, key=lambda extent: extent.sealed)
+        return None
 
 
 IDLE_NS = 600 * 10**9  # a class nobody asked for in ten minutes may lose its last extent

@@ -29,7 +29,7 @@ MAP_BYTES_MIN: Final = 64 * PAGE_BYTES
 FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's bound of dirty pages
 # The map file's memory is allocated this far ahead of what a transaction may dirty: LMDB writes through the map, and
 # a store to a page that a full tmpfs cannot give kills the process (SIGBUS).
-PAGES_AHEAD: Final = 256
+PAGES_AHEAD: Final = 512
 
 SEALED: Final = b"sealed"
 PENDING: Final = b"pending"

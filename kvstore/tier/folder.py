@@ -137,6 +137,7 @@ class NodeFolder:
 
         Raises:
             InvalidRequest: ``shm_dir`` is absent, or something of another user (or no directory) has that name.
+            FileNotFoundError: it was purged in the same moment.
         """
         for path in (self.path, self.sessions):
             try:
@@ -145,7 +146,9 @@ class NodeFolder:
             except FileExistsError:
                 pass
             except FileNotFoundError:
-                raise InvalidRequest("shm_dir", f"{path.parent} does not exist") from None
+                if self.path.parent.is_dir():
+                    raise  # purged between two of these calls
+                raise InvalidRequest("shm_dir", f"{self.path.parent} does not exist") from None
         status = os.lstat(self.path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise InvalidRequest("name", f"{self.path} belongs to user {status.st_uid}; take another name")
@@ -173,10 +176,10 @@ class NodeFolder:
         """
         assert self._lock_fd < 0, "locked already"
         for attempt in range(_LOCK_TRIES):
-            self.create()
             try:
+                self.create()
                 fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self.file_mode)
-            except FileNotFoundError:  # purged between the two calls
+            except FileNotFoundError:  # purged meanwhile
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,7 +54,10 @@ class Index:
         self._sealed = environment.open_db(env.SEALED, create=False)
         self._pending = environment.open_db(env.PENDING, create=False)
         self._begin: Any = environment.begin  # bound once: it is on the path of every get
-        self._allocated_bytes = 0  # of the map file, as far as this writer made sure
+        # Of the map file, as far as this writer made sure: pages with memory, and those that no transaction since may
+        # have dirtied.
+        self._allocated_pages = 0
+        self._spare_pages = 0
         _indexes.add(self)
 
     @classmethod
@@ -247,24 +250,24 @@ class Index:
 
     def _info(self) -> dict[str, Any]:
         try:
-            return dict(self._live().info())
+            info: dict[str, Any] = self._live().info()  # type: ignore[assignment]
+            return info
         except lmdb.Error as error:
             translate(error)
 
-    def _make_room(self, pages: int) -> int:
-        """Allocate memory for ``pages`` more dirty pages; returns for how many there is memory.
+    def _make_room(self, pages: int) -> None:
+        """Have memory for the ``pages`` that the transaction in progress may have dirtied, and some to spare.
 
         Raises:
             IndexFull: there is none. (The end of the map is LMDB's to notice.)
         """
         info = self._info()
-        used, map_bytes = (info["last_pgno"] + 1) * PAGE_BYTES, info["map_size"]
-        wanted = min(used + pages * PAGE_BYTES, map_bytes)
-        if wanted > self._allocated_bytes:
-            wanted = min(wanted + PAGES_AHEAD * PAGE_BYTES, map_bytes)
-            env.allocate_map(self.path, wanted)
-            self._allocated_bytes = wanted
-        return max(pages, (self._allocated_bytes - used) // PAGE_BYTES)
+        used, map_pages = int(info["last_pgno"]) + 1, int(info["map_size"]) // PAGE_BYTES
+        if min(used + pages, map_pages) > self._allocated_pages:
+            wanted = min(used + pages + PAGES_AHEAD, map_pages)
+            env.allocate_map(self.path, wanted * PAGE_BYTES)
+            self._allocated_pages = wanted
+        self._spare_pages = max(0, self._allocated_pages - used - pages)
 
 
 class WriteTxn:
@@ -274,13 +277,12 @@ class WriteTxn:
     raise IndexFull or IndexDamaged; then nothing of it is stored.
     """
 
-    __slots__ = ("_index", "_transaction", "_dirty", "_room")
+    __slots__ = ("_index", "_transaction", "_dirty_pages")
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self._transaction: Any = None
-        self._dirty = PAGES_PER_TXN  # pages it may have dirtied so far, at most
-        self._room = 0  # pages there is memory for
+        self._dirty_pages = 0  # at most
 
     def __enter__(self) -> WriteTxn:
         index = self._index
@@ -350,9 +352,12 @@ class WriteTxn:
             translate(error)
 
     def _need(self, keys: int) -> None:
-        self._dirty += keys * PAGES_PER_KEY
-        if self._dirty > self._room:
-            self._room = self._index._make_room(self._dirty)
+        index = self._index
+        pages = keys * PAGES_PER_KEY if self._dirty_pages else PAGES_PER_TXN + keys * PAGES_PER_KEY
+        self._dirty_pages += pages
+        index._spare_pages -= pages
+        if index._spare_pages < 0:
+            index._make_room(self._dirty_pages)
 
 
 def _closed(*_: object) -> NoReturn:

@@ -1,0 +1,195 @@
+"""Store: a node as its users see it, and how to reach one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from kvstore.client.local import LocalNode
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from kvstore.model.layout import Layout
+from kvstore.tier.folder import NodeFolder, list_nodes
+from kvstore.tier.header import DaemonState
+from kvstore.transfer import control
+from kvstore.transfer.control import Op
+
+SHM_DIR = "/dev/shm"
+ADMIN_TIMEOUT_S = 60.0
+_EMBEDDED = "embedded-"
+
+
+class Store:
+    """One node, shared by all threads of this process. Made by ``kvstore.open`` or ``kvstore.connect``.
+
+    Life: made -> used -> ``close`` (or leaving ``with``, or being dropped together with its caches, or the end of the
+    process). Closing ends the session: reserved frames are given back and leases end; an embedded node ends with its
+    store, a daemon's pages stay. A forked child is refused and connects itself.
+    """
+
+    def __init__(self, node: LocalNode, verify: bool = False) -> None:
+        self._node = node
+        self._verify = verify
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self._node.name
+
+    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> PrefixCache:
+        """The pages of one layout, tenant salt and adapter. Cheap; nothing is shared between different ones.
+
+        Raises:
+            InvalidRequest: layout, salt or adapter is of the wrong type, or a page does not fit an extent of the node.
+        """
+        self._node.check_open()
+        if not isinstance(layout, Layout):
+            raise InvalidRequest("layout", f"must be a kvstore.Layout, not {type(layout).__name__}")
+        for field, value in (("salt", salt), ("adapter", adapter)):
+            if not isinstance(value, str):
+                raise InvalidRequest(field, f"must be text, not {type(value).__name__}")
+        mapped = self._node.mapped()
+        if mapped is not None and layout.page_bytes > mapped.header.extent_bytes:
+            extent_bytes = mapped.header.extent_bytes
+            raise InvalidRequest(
+                "layout", f"a page of {layout.page_bytes} bytes does not fit extents of {extent_bytes}"
+            )
+        return PrefixCache(self._node, layout, salt, adapter, self._verify)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers about node and client. While the daemon is down, what its header says, with ``state`` "down".
+
+        ``client.misses``: why matches of this store ended early, by reason.
+        """
+        self._node.check_open()
+        try:
+            stats = self._admin("stats") if self._alive() else self._header_stats()
+        except NodeUnavailable:
+            stats = self._header_stats()
+        stats["client"] = {"misses": dict(self._node.misses)}
+        return stats
+
+    def evict(self, pages: int | None = None, bytes: int | None = None) -> dict[str, Any]:
+        """Make the coldest pages leave: at least so many pages or bytes, if they may. Returns ``{"pages", "bytes"}``.
+
+        Raises:
+            InvalidRequest: neither or both are given, or one is negative.
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+        """
+        if (pages is None) == (bytes is None):
+            raise InvalidRequest("evict", "give either pages or bytes")
+        field, value = ("pages", pages) if pages is not None else ("bytes", bytes)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidRequest(field, f"must be a positive integer, not {value!r}")
+        return self._admin("evict", **{field: value})
+
+    def verify(self) -> dict[str, Any]:
+        """Have the node check its conservation laws now. ``findings`` is empty where everything holds.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+        """
+        return self._admin("verify")
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Wait until the daemon takes requests.
+
+        Raises:
+            DeadlineExceeded: it did not in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            mapped = self._node.mapped()
+            if mapped is not None and mapped.header.state == DaemonState.READY and self._alive():
+                return
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{self.name}: not ready after {timeout_s:g} s")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End the session, and an embedded node with it. Closing twice is fine."""
+        self._node.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("store", "cannot be pickled: call kvstore.connect() in the other process")
+
+    def __repr__(self) -> str:
+        return f"<kvstore.Store {self.name!r}>"
+
+    def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
+        body = control.pack_json({"call": call, **arguments})
+        channel = self._node.writable().channel
+        return control.unpack_json(channel.request(Op.ADMIN, body=(body,), timeout_s=ADMIN_TIMEOUT_S).result().body)
+
+    def _alive(self) -> bool:
+        """Whether the node's daemon holds its lock."""
+        return dict(list_nodes(self._node.path.parent)).get(self.name, False)
+
+    def _header_stats(self) -> dict[str, Any]:
+        mapped = self._node.mapped()
+        stats: dict[str, Any] = {"name": self.name, "state": "down"}
+        if mapped is not None:
+            header = mapped.header
+            stats["incarnation"] = f"{mapped.incarnation:016x}"
+            stats["pages"] = mapped.index.count()
+            capacity = header.positions * header.extent_bytes
+            stats["tiers"] = {"dram": {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}}
+        return stats
+
+
+def connect(address: str | None = None, timeout_s: float = 5.0) -> Store:
+    """The store of a node of this machine, through shared memory. Reads work while its daemon is down.
+
+    Args:
+        address: the node's name; None: ``$KVSTORE_NODE``, else the only live node of this machine.
+        timeout_s: deadline of a request, and of the node's first start where it is just starting.
+
+    Raises:
+        NodeUnavailable: there is no such node, or its files are not there (yet).
+        InvalidRequest: several nodes live here and none was named; the address is malformed or of another scheme.
+        VersionMismatch: the node's files are of another version.
+    """
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
+        raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+    shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
+    name = address if address is not None else os.environ.get("KVSTORE_NODE") or _only_node(shm_dir)
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest("address", f"must be a node's name, not {name!r}")
+    if name.startswith("kv://"):
+        raise InvalidRequest("address", "kv:// addresses arrive with the gRPC API; name a node of this machine")
+    try:
+        folder = NodeFolder(shm_dir, name)
+    except InvalidRequest as error:
+        raise InvalidRequest("address", error.reason) from None
+    if not folder.path.is_dir():
+        raise NodeUnavailable(f"no node named {name!r} on this machine; start one with `kvstore serve --name {name}`")
+    if not folder.trusted():
+        raise InvalidRequest("address", f"{folder.path} belongs to another user")
+    node = LocalNode(folder.path, timeout_s=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while node.mapped() is None:
+        if time.monotonic() >= deadline or not folder.path.is_dir():
+            node.close()
+            raise NodeUnavailable(f"node {name!r} has no pool to read from: its daemon is not running or not ready")
+        time.sleep(0.005)
+    return Store(node)
+
+
+def _only_node(shm_dir: Path) -> str:
+    live = [name for name, alive in list_nodes(shm_dir) if alive and not name.startswith(_EMBEDDED)]
+    if not live:
+        raise NodeUnavailable("no node on this machine; start one with `kvstore serve`")
+    if len(live) > 1:
+        raise InvalidRequest("address", f"several nodes live here, name one: {', '.join(live)}")
+    return live[0]

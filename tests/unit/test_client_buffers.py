@@ -1,0 +1,76 @@
+"""Buffers: everything with bytes in it is taken as it is, everything else is refused by name."""
+
+from __future__ import annotations
+
+import array
+
+import numpy as np
+import pytest
+
+from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.errors import InvalidRequest
+
+torch = pytest.importorskip("torch")
+
+FILLABLE = {
+    "uint8 rows": lambda: np.zeros((3, 16), np.uint8),
+    "more rows than needed": lambda: np.zeros((7, 16), np.uint8),
+    "float32 of another shape": lambda: np.zeros((2, 3, 2, 1), np.float32),
+    "bytearray": lambda: bytearray(48),
+    "memoryview": lambda: memoryview(bytearray(50)),
+    "array.array": lambda: array.array("d", [0.0] * 6),
+    "torch uint8": lambda: torch.zeros(3, 16, dtype=torch.uint8),
+    "torch bfloat16": lambda: torch.zeros(3, 8, dtype=torch.bfloat16),
+    "torch with gradient": lambda: torch.zeros(3, 4, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("kind", FILLABLE)
+def test_fill_shares_the_callers_memory(kind: str) -> None:
+    buffer = FILLABLE[kind]()
+    rows = rows_to_fill(buffer, 16, 3)
+    rows[2] = 0x3F
+    if hasattr(buffer, "detach"):
+        seen = bytes(buffer.detach().view(torch.uint8).numpy().reshape(-1))
+    else:
+        seen = bytes(memoryview(buffer).cast("B"))
+    assert seen[32:48] == b"\x3f" * 16 and seen[:32] == b"\0" * 32
+
+
+@pytest.mark.parametrize(
+    ("buffer", "word"),
+    [
+        (np.zeros((2, 16), np.uint8), "need 48"),
+        (np.zeros((3, 32), np.uint8)[:, ::2], "contiguous"),
+        (np.asfortranarray(np.zeros((3, 16), np.uint8)), "contiguous"),
+        (np.frombuffer(bytes(48), np.uint8), "writable"),
+        (bytes(48), "writable"),
+        (memoryview(bytearray(96))[::2], "contiguous"),
+        (torch.zeros(16, 3, dtype=torch.uint8).t(), "contiguous"),
+        (torch.zeros(3, 16, dtype=torch.uint8, device="meta"), "device memory"),
+        (np.array([None] * 48), "plain numbers"),
+        ([0] * 48, "must be an array"),
+        ("x" * 48, "must be an array"),
+        (None, "must be an array"),
+        (np.zeros(0, np.uint8), "need 48"),
+        (b"", "writable"),
+    ],
+)
+def test_fill_refuses_by_name(buffer: object, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^out: .*{word}"):
+        rows_to_fill(buffer, 16, 3)
+
+
+def test_read_wants_exactly_the_bytes() -> None:
+    assert rows_to_read(bytes(range(48)), 16, 3)[1, 0] == 16
+    assert rows_to_read(torch.ones(3, 8, dtype=torch.float16), 16, 3).shape == (3, 16)
+    for size in (0, 47, 49):
+        with pytest.raises(InvalidRequest, match=f"^pages: has {size} bytes, .*48"):
+            rows_to_read(bytes(size), 16, 3)
+    with pytest.raises(InvalidRequest, match="^data: .*contiguous"):
+        rows_to_read(np.zeros((3, 32), np.uint8)[:, :16], 16, 3, "data")
+
+
+def test_nothing_named_is_fine() -> None:
+    assert rows_to_fill(np.zeros((0, 16), np.uint8), 16, 0).shape == (0, 16)
+    assert rows_to_read(b"", 16, 0).shape == (0, 16)

@@ -1,0 +1,314 @@
+"""Segment and extent tables: what owner and client see of each other, and what damage looks like (None)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.errors import OutOfSpace
+from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, progress_word, word_of
+from kvstore.tier import dram
+from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
+
+MIB = 1 << 20
+CLASS = FrameClass(page_bytes=10_000, page_tokens=5, layers=4)  # frames of 12 KiB; tokens padded to 8 bytes
+INCARNATION = 0xFEED_BEEF_0000_0001
+
+
+@pytest.fixture(params=["tmp", "shm"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NodeFolder]:
+    """A node folder, on a disk and in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if request.param == "shm" else tmp_path) as home:
+        folder = NodeFolder(home, "n")
+        folder.create()
+        yield folder
+
+
+def run(source: str, *args: object) -> str:
+    """What a second process prints."""
+    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, args)]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.strip()
+
+
+# --- segment --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_segment_has_its_length_but_no_memory(folder: NodeFolder) -> None:
+    segment = SegmentFile.create(folder, INCARNATION, 4 * MIB, 3)
+    stat = folder.segment.stat()
+    assert stat.st_size == SEGMENT_HEAD_BYTES + 12 * MIB
+    assert stat.st_blocks * 512 <= 64 << 10
+    assert segment.data.shape == (12 * MIB,)
+    segment.populate(1)
+    assert folder.segment.stat().st_blocks * 512 >= 4 * MIB
+    assert SEGMENT_HEAD_BYTES % (2 * MIB) == 0
+    segment.close()
+
+
+def test_frames_lie_where_the_docstring_says(folder: NodeFolder) -> None:
+    segment = SegmentFile.create(folder, INCARNATION, MIB, 3)
+    segment.populate(2)
+    frames = MIB // CLASS.frame_bytes
+    view = segment.frame_view(2, CLASS.frame_bytes, frames)
+    assert view.shape == (85, 12288)
+    view[3, :4] = (1, 2, 3, 4)
+    with open(folder.segment, "rb") as file:
+        file.seek(SEGMENT_HEAD_BYTES + 2 * MIB + 3 * 12288)
+        assert file.read(4) == b"\1\2\3\4"
+    with pytest.raises(AssertionError):
+        segment.frame_view(3, CLASS.frame_bytes, frames)
+    with pytest.raises(AssertionError):
+        segment.frame_view(0, CLASS.frame_bytes, frames + 1)
+    segment.close()
+
+
+def test_populate_keeps_what_is_stored(folder: NodeFolder) -> None:
+    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
+    segment.populate(0)
+    segment.data[:MIB] = 7
+    segment.populate(0)
+    assert (segment.data[:MIB] == 7).all()
+    segment.close()
+
+
+def test_populate_without_memory_names_the_remedy(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
+
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfSpace, match="remount,size"):
+        segment.populate(0)
+    segment.close()
+
+
+def test_kernels_without_populate_are_served(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dram, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before 5.14
+    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
+    segment.populate(0)
+    segment.close()
+
+
+def test_client_and_owner_share_bytes_across_processes(folder: NodeFolder) -> None:
+    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
+    segment.populate(1)
+    segment.frame_view(1, 4096, 256)[5] = 9
+    source = """
+        import sys
+        from kvstore.tier.dram import SegmentMap
+        from kvstore.tier.folder import NodeFolder
+        segment = SegmentMap.open(NodeFolder.at(sys.argv[1]), int(sys.argv[2]))
+        frames = segment.frames(1, 4096, 256)
+        frames[6] = frames[5] + 1
+        print(int(frames[5].sum()))
+    """
+    assert run(source, folder.path, INCARNATION) == str(9 * 4096)
+    assert (segment.frame_view(1, 4096, 256)[6] == 10).all()
+    segment.close()
+
+
+def test_read_only_views_cannot_be_made_writable(folder: NodeFolder) -> None:
+    SegmentFile.create(folder, INCARNATION, MIB, 1).populate(0)
+    segment = SegmentMap.open(folder, INCARNATION)
+    assert segment is not None
+    views, frames = segment.frames_readonly(0, 4096, 256), segment.frames(0, 4096, 256)
+    with pytest.raises(ValueError, match="read-only"):
+        views[0, 0] = 1
+    with pytest.raises(ValueError):
+        views.flags.writeable = True
+    frames[0, 0] = 1
+    assert views[0, 0] == 1
+    segment.close()  # with views alive: they stay good memory
+    assert views[0, 0] == 1
+
+
+@pytest.mark.parametrize("damage", ["absent", "empty", "incarnation", "magic", "cut", "longer"])
+def test_a_doubtful_segment_is_none(folder: NodeFolder, damage: str) -> None:
+    incarnation = INCARNATION
+    if damage != "absent":
+        SegmentFile.create(folder, INCARNATION, MIB, 2).close()
+        size = folder.segment.stat().st_size
+        if damage == "incarnation":
+            incarnation += 1
+        elif damage == "magic":
+            with open(folder.segment, "r+b") as file:
+                file.write(b"X")
+        else:
+            os.truncate(folder.segment, {"empty": 0, "cut": size - 1, "longer": size + 1}[damage])
+    fds = len(os.listdir("/proc/self/fd"))
+    assert SegmentFile.open(folder, incarnation) is None
+    assert SegmentMap.open(folder, incarnation) is None
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_segment_is_found_again(folder: NodeFolder) -> None:
+    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
+    segment.populate(0)
+    segment.data[:3] = (1, 2, 3)
+    segment.close()
+    again = SegmentFile.open(folder, INCARNATION)
+    assert again is not None
+    assert (again.extent_bytes, again.positions, again.data[:3].tolist()) == (MIB, 2, [1, 2, 3])
+    again.close()
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table_of(folder: NodeFolder, frames: int = 6) -> ExtentTable:
+    return ExtentTable.create(folder, 7, 2, CLASS, INCARNATION, frames)
+
+
+def test_geometry_of_a_table(folder: NodeFolder) -> None:
+    table = table_of(folder)
+    fmt = CLASS.record
+    assert (table.extent, table.position, table.frame_class, table.frames) == (7, 2, CLASS, 6)
+    assert table.rows.shape == (6, fmt.row_bytes)
+    assert table.marks.shape == (6, 1 + SHARDS_MAX)
+    assert table.words.strides == (fmt.row_bytes,)
+    assert not table.words.any() and not table.marks.any()
+    assert folder.records(7).stat().st_size == RECORDS_HEAD_BYTES + 6 * fmt.row_bytes
+    assert folder.marks(7).stat().st_size == 6 * MARKS_ROW_BYTES
+    assert table.words.__array_interface__["data"][0] % 8 == 0
+    table.column(fmt.group)[:] = np.arange(6)
+    assert table.rows[4, fmt.group : fmt.group + 8].tobytes() == (4).to_bytes(8, "little")
+    with pytest.raises(AssertionError):
+        table.column(3)
+    table.close()
+
+
+def test_readers_see_words_and_cannot_write_records(folder: NodeFolder) -> None:
+    owner = table_of(folder)
+    reader = ExtentTable.open(folder, 7, INCARNATION)
+    assert reader is not None
+    assert (reader.extent, reader.position, reader.frame_class, reader.frames) == (7, 2, CLASS, 6)
+    owner.rows[3, CLASS.record.identity] = 5
+    owner.words[3] = word_of(99, FrameState.SEALED)
+    assert int(reader.words[3]) == 99 << 8 | 2
+    assert (reader.rows[3, CLASS.record.identity] == 5).all()
+    for array in (reader.rows, reader.words, reader.column(CLASS.record.info)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        with pytest.raises(ValueError):
+            array.flags.writeable = True
+    reader.last_use[3] = 12345
+    reader.marks[3, 1] = progress_word(99, 2)
+    assert owner.last_use[3] == 12345 and int(owner.marks[3, 1]) == 99 << 32 | 2
+    owner.close()
+    reader.close()
+
+
+def test_a_second_process_sees_the_owner_and_marks_use(folder: NodeFolder) -> None:
+    owner = table_of(folder)
+    owner.words[1] = word_of(5, FrameState.SEALED)
+    source = """
+        import sys
+        from kvstore.tier.folder import NodeFolder
+        from kvstore.tier.records import ExtentTable
+        table = ExtentTable.open(NodeFolder.at(sys.argv[1]), 7, int(sys.argv[2]))
+        table.last_use[1:3] = 77
+        print(int(table.words[1]))
+    """
+    assert run(source, folder.path, INCARNATION) == str(5 << 8 | 2)
+    assert owner.last_use.tolist() == [0, 77, 77, 0, 0, 0]
+    owner.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["no records", "no marks", "empty records", "empty marks", "cut records", "cut marks", "incarnation", "number"]
+    + [f"byte {offset}" for offset in (0, 8, 16, 24, 32, 40, 48, 56, 64, 72)],
+)
+def test_a_doubtful_table_is_none(folder: NodeFolder, damage: str) -> None:
+    table_of(folder).close()
+    records, marks = folder.records(7), folder.marks(7)
+    incarnation, number = INCARNATION, 7
+    what, _, which = damage.partition(" ")
+    path = {"records": records, "marks": marks}.get(which, records)
+    if what == "no":
+        path.unlink()
+    elif what == "empty":
+        os.truncate(path, 0)
+    elif what == "cut":
+        os.truncate(path, path.stat().st_size - 8)
+    elif what == "incarnation":
+        incarnation += 1
+    elif what == "number":
+        records.rename(folder.records(8))
+        marks.rename(folder.marks(8))
+        number = 8
+    else:
+        data = bytearray(records.read_bytes())
+        data[int(which)] ^= 1
+        records.write_bytes(data)
+    fds = len(os.listdir("/proc/self/fd"))
+    assert ExtentTable.open(folder, number, incarnation) is None
+    assert ExtentTable.open(folder, number, incarnation, writable=True) is None
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_giving_an_extent_up_makes_every_map_of_it_miss(folder: NodeFolder) -> None:
+    owner = table_of(folder)
+    owner.words[:] = word_of(3, FrameState.SEALED)
+    reader = ExtentTable.open(folder, 7, INCARNATION)
+    assert reader is not None
+    owner.unlink()
+    assert not reader.words.any()
+    assert ExtentTable.open(folder, 7, INCARNATION) is None
+    assert folder.extents() == []
+    owner.unlink()  # again: nothing happens
+    owner.close()
+    reader.close()
+
+
+def test_closing_under_a_view_neither_crashes_nor_leaks(folder: NodeFolder) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    table = table_of(folder)
+    table.words[2] = 11
+    words = table.words
+    table.close()
+    table.close()
+    assert words[2] == 11
+    with pytest.raises(AttributeError):
+        _ = table.rows
+    del words, table
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_table_that_does_not_fit_leaves_nothing(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.posix_fallocate
+
+    def full(fd: int, start: int, size: int) -> None:
+        if size > RECORDS_HEAD_BYTES:
+            raise OSError(28, "No space left on device")
+        real(fd, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfSpace):
+        table_of(folder)
+    assert os.listdir(folder.path) == ["sessions"]
+
+
+def test_a_table_replaces_what_a_dead_daemon_left(folder: NodeFolder) -> None:
+    old = table_of(folder)
+    old.words[:] = 9
+    new = ExtentTable.create(folder, 7, 0, CLASS, INCARNATION + 1, 3)
+    assert not new.words.any()
+    assert old.words.tolist() == [9] * 6, "maps of the old one are another file"
+    assert ExtentTable.open(folder, 7, INCARNATION) is None
+    old.close()
+    new.close()

@@ -1,0 +1,545 @@
+"""Index: verbs, damage, forks, kill -9, and what several readers and writers of one process share."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import NodeBusy
+from kvstore.model.replica import ADDRESS_DTYPE, Address
+from kvstore.tier import environment, index
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.index import Index, IndexDamaged, IndexFull
+
+MIB = 1 << 20
+
+
+def key(i: int) -> bytes:
+    return (i * 0x9E3779B97F4A7C15 % 2**128).to_bytes(16, "little")
+
+
+def raw(i: int) -> bytes:
+    return b"".join((i.to_bytes(4, "little"), (i + 1).to_bytes(4, "little"), (i + 2).to_bytes(8, "little")))
+
+
+def put(writer: Index, numbers: range) -> None:
+    with writer.begin() as txn:
+        txn.put_sealed([key(i) for i in numbers], [raw(i) for i in numbers])
+
+
+@pytest.fixture(params=["tmp", "shm"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NodeFolder]:
+    """A node folder, on a disk and in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if request.param == "shm" else tmp_path) as home:
+        folder = NodeFolder(home, "n")
+        folder.create()
+        yield folder
+    gc.collect()
+
+
+@pytest.fixture
+def writer(folder: NodeFolder) -> Iterator[Index]:
+    writer = Index.open_writer(folder, 1, 16 * MIB, fresh=True)
+    yield writer
+    writer.close()
+
+
+def start(source: str, *args: object) -> subprocess.Popen[str]:
+    """A second process that has printed one line."""
+    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, args)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() != ""
+    return process
+
+
+def in_child(work: object) -> bool:
+    """Whether ``work()`` returned true in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        status = 2
+        try:
+            status = 0 if work() else 1  # type: ignore[operator]
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# --- verbs ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_is_what_the_model_says() -> None:
+    assert raw(7) == np.array([(7, 8, 9)], ADDRESS_DTYPE).tobytes()
+
+
+def test_put_find_delete(writer: Index) -> None:
+    put(writer, range(100))
+    assert writer.find(key(7)) == Address(7, 8, 9)
+    assert writer.find(key(100)) is None
+    assert writer.find_many([key(1), key(500), key(2)]) == [raw(1), None, raw(2)]
+    assert writer.find_many([]) == []
+    assert writer.count() == 100
+    with writer.begin() as txn:
+        txn.put_sealed([key(7)], [raw(70)])
+        assert txn.find(key(7)) == Address(70, 71, 72)
+        assert writer.find(key(7)) == Address(7, 8, 9), "readers see it after the commit"
+        assert txn.delete_sealed([key(8), key(8), key(555)]) == 1
+        assert txn.find(key(8)) is None
+    assert writer.find(key(7)) == Address(70, 71, 72)
+    assert writer.find(key(8)) is None
+    assert writer.count() == 99
+
+
+def test_pending_is_a_table_of_its_own(writer: Index) -> None:
+    with writer.begin() as txn:
+        txn.put_pending([key(2), key(1)], [raw(2), raw(1)])
+        assert txn.find_pending(key(1)) == Address(1, 2, 3)
+        assert txn.find(key(1)) is None
+    assert writer.find_pending(key(1)) == Address(1, 2, 3)
+    assert writer.find(key(1)) is None
+    assert (writer.count(), writer.count_pending()) == (0, 2)
+    assert list(writer.scan_pending()) == sorted((key(i), raw(i)) for i in (1, 2))
+    with writer.begin() as txn:
+        assert txn.delete_pending([key(1), key(9)]) == 1
+    assert writer.find_pending(key(1)) is None
+
+
+def test_an_exception_drops_the_whole_transaction(writer: Index) -> None:
+    put(writer, range(3))
+    with pytest.raises(ZeroDivisionError), writer.begin() as txn:
+        txn.put_sealed([key(9)], [raw(9)])
+        txn.delete_sealed([key(0)])
+        raise ZeroDivisionError
+    assert writer.find(key(9)) is None
+    assert writer.count() == 3
+    with pytest.raises(ValueError), writer.begin() as txn:
+        txn.put_sealed([key(9), key(10)], [raw(9)])
+    assert writer.count() == 3
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 3, 31, 32, 33, 511, 512])
+@pytest.mark.parametrize("asked", [0, 1, 2, 33, 512])
+def test_longest(writer: Index, stored: int, asked: int) -> None:
+    put(writer, range(stored))
+    length = min(stored, asked)
+    assert writer.longest([key(i) for i in range(asked)]) == (length, raw(length - 1) if length else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stored=st.integers(0, 70), start_=st.integers(0, 70), asked=st.integers(0, 70))
+def test_longest_is_the_count_of_leading_keys(stored: int, start_: int, asked: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+        folder = NodeFolder(home, "n")
+        folder.create()
+        writer = Index.open_writer(folder, 0, MIB, fresh=True)
+        put(writer, range(stored))
+        keys = [key(i) for i in range(start_, start_ + asked)]
+        leading = max(0, min(stored - start_, asked))
+        assert writer.longest(keys) == (leading, raw(start_ + leading - 1) if leading else None)
+        writer.close()
+
+
+def test_scan_goes_on_from_batch_to_batch(writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "SCAN_BATCH", 7)
+    for count in (0, 6, 7, 8, 49):
+        put(writer, range(count))
+        assert list(writer.scan()) == sorted((key(i), raw(i)) for i in range(count))
+    entries = writer.scan()
+    next(entries)
+    with writer.begin() as txn:  # a scan holds nothing that a writer would wait for
+        txn.delete_sealed([key(i) for i in range(49)])
+    assert len(list(entries)) == 6
+
+
+# --- opening --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_absent_or_damaged(folder: NodeFolder) -> None:
+    assert Index.open_reader(folder, 1) is None
+    with pytest.raises(IndexDamaged, match="absent"):
+        Index.open_writer(folder, 1, MIB, fresh=False)
+    Index.open_writer(folder, 1, MIB, fresh=True).close()
+    path = folder.index(1) / "data.mdb"
+    sound = path.read_bytes()
+    damages = {"empty": b"", "cut": sound[:-1], "half": sound[: len(sound) // 2], "noise": os.urandom(len(sound))}
+    damages["zeros"] = bytes(len(sound))
+    for name, data in damages.items():
+        path.write_bytes(data)
+        assert Index.open_reader(folder, 1) is None, name
+        with pytest.raises(IndexDamaged):
+            Index.open_writer(folder, 1, MIB, fresh=False)
+    path.write_bytes(sound)
+    reader = Index.open_reader(folder, 1)
+    assert reader is not None
+    reader.close()
+
+
+def test_zeroed_pages_are_damage_not_a_crash(folder: NodeFolder) -> None:
+    writer = Index.open_writer(folder, 1, MIB, fresh=True)
+    put(writer, range(2000))
+    writer.close()
+    with open(folder.index(1) / "data.mdb", "r+b") as file:
+        file.seek(2 * 4096)
+        file.write(bytes(writer_pages(folder) * 4096))
+    try:
+        writer = Index.open_writer(folder, 1, MIB, fresh=False)
+    except IndexDamaged:
+        assert Index.open_reader(folder, 1) is None
+        return
+    with pytest.raises(IndexDamaged):
+        writer.find(key(1))
+    with pytest.raises(IndexDamaged):
+        writer.longest([key(1)])
+    with pytest.raises(IndexDamaged):
+        put(writer, range(3))
+
+
+def writer_pages(folder: NodeFolder) -> int:
+    return (folder.index(1) / "data.mdb").stat().st_size // 4096 - 2
+
+
+def test_an_index_is_found_again_and_keeps_its_size(folder: NodeFolder) -> None:
+    writer = Index.open_writer(folder, 1, 4 * MIB, fresh=True)
+    put(writer, range(10))
+    assert writer.map_bytes == 4 * MIB
+    assert 0 < writer.used_bytes() < MIB
+    writer.close()
+    writer = Index.open_writer(folder, 1, 64 * MIB, fresh=False)
+    assert (writer.count(), writer.map_bytes, writer.epoch) == (10, 4 * MIB, 1)
+    put(writer, range(10, 20))
+    writer.close()
+    writer = Index.open_writer(folder, 1, MIB, fresh=True)
+    assert (writer.count(), writer.map_bytes) == (0, MIB)
+    writer.close()
+
+
+def test_modes(folder: NodeFolder) -> None:
+    before = os.umask(0)
+    try:
+        Index.open_writer(folder, 1, MIB, fresh=True).close()
+    finally:
+        os.umask(before)
+    assert folder.index(1).stat().st_mode & 0o777 == 0o700
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.index(1).iterdir()}
+    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600}
+
+
+def test_closed_is_closed(folder: NodeFolder, writer: Index) -> None:
+    reader = Index.open_reader(folder, 1)
+    assert reader is not None
+    reader.close()
+    reader.close()
+    for verb in (
+        lambda: reader.find(key(1)),
+        lambda: reader.find_pending(key(1)),
+        lambda: reader.find_many([key(1)]),
+        lambda: reader.longest([key(1)]),
+        lambda: reader.count(),
+        lambda: list(reader.scan()),
+        lambda: reader.used_bytes(),
+        lambda: reader.clear_dead_readers(),
+        lambda: reader.begin().__enter__(),
+    ):
+        with pytest.raises(IndexDamaged):
+            verb()
+    assert writer.find(key(1)) is None, "the others of this process go on"
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_writer_and_readers_of_one_process_share(folder: NodeFolder, writer: Index) -> None:
+    first, second = Index.open_reader(folder, 1), Index.open_reader(folder, 1)
+    assert first is not None and second is not None
+    put(writer, range(5))
+    assert first.count() == second.count() == 5
+    first.close()
+    writer.close()  # the daemon of this process stops; readers go on
+    assert second.find(key(3)) == Address(3, 4, 5)
+    again = Index.open_writer(folder, 1, MIB, fresh=False)
+    put(again, range(5, 6))
+    assert second.count() == 6
+    again.close()
+    second.close()
+
+
+def test_a_new_index_of_the_same_epoch_is_not_mixed_up_with_the_old(folder: NodeFolder, writer: Index) -> None:
+    put(writer, range(5))
+    fresh = Index.open_writer(folder, 1, MIB, fresh=True)
+    assert (writer.count(), fresh.count()) == (5, 0)
+    put(fresh, range(2))
+    assert (writer.count(), fresh.count()) == (5, 2)
+    fresh.close()
+
+
+def test_a_process_that_only_reads_cannot_become_the_writer(folder: NodeFolder) -> None:
+    Index.open_writer(folder, 1, MIB, fresh=True).close()
+    reader = Index.open_reader(folder, 1)
+    assert reader is not None
+    with pytest.raises(NodeBusy, match="open for reading"):
+        Index.open_writer(folder, 1, MIB, fresh=False)
+    reader.close()
+    Index.open_writer(folder, 1, MIB, fresh=False).close()
+
+
+def test_threads_read_while_one_writes_and_another_closes(folder: NodeFolder, writer: Index) -> None:
+    put(writer, range(64))
+    keys = [key(i) for i in range(64)]
+    failures: list[object] = []
+    done = threading.Event()
+
+    def read(reader: Index) -> None:
+        try:
+            while not done.is_set():
+                length, last = reader.longest(keys)
+                if (length, last) != (64, raw(63)):
+                    failures.append(length)
+        except IndexDamaged:
+            pass  # closed under us
+
+    readers = [Index.open_reader(folder, 1) for _ in range(4)]
+    threads = [threading.Thread(target=read, args=(reader,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for i in range(200):
+        put(writer, range(1000 + i, 1032 + i))
+        if i % 50 == 49:
+            reader = readers[i // 50]
+            assert reader is not None
+            reader.close()
+    done.set()
+    for thread in threads:
+        thread.join(10)
+    assert not failures
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+READER = """
+    import sys
+    from kvstore.tier.folder import NodeFolder
+    from kvstore.tier.index import Index
+    reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
+    print("open", flush=True)
+    for line in sys.stdin:
+        print(reader.find(bytes.fromhex(line)), flush=True)
+"""
+
+
+def test_a_reader_in_another_process_sees_commits(folder: NodeFolder, writer: Index) -> None:
+    process = start(READER, folder.path)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        for i in range(3):
+            print(key(i).hex(), file=process.stdin, flush=True)
+            assert process.stdout.readline() == "None\n"
+            put(writer, range(i, i + 1))
+            print(key(i).hex(), file=process.stdin, flush=True)
+            assert process.stdout.readline() == f"{Address(i, i + 1, i + 2)}\n"
+        put(writer, range(100, 5100))  # the file grows under the reader
+        print(key(5000).hex(), file=process.stdin, flush=True)
+        assert process.stdout.readline() == f"{Address(5000, 5001, 5002)}\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+WRITER = """
+    import sys
+    from kvstore.tier.folder import NodeFolder
+    from kvstore.tier.index import Index
+    writer = Index.open_writer(NodeFolder.at(sys.argv[1]), 1, 1 << 24, fresh=False)
+    print("open", flush=True)
+    i = int(sys.argv[2])
+    while True:
+        keys = [(n * 0x9E3779B97F4A7C15 % 2**128).to_bytes(16, "little") for n in range(i, i + 8)]
+        with writer.begin() as txn:
+            txn.put_sealed(keys, [k[::-1] for k in keys])
+        i += 8
+"""
+
+
+def test_a_killed_writer_leaves_whole_transactions(folder: NodeFolder, writer: Index) -> None:
+    writer.close()
+    count = 0
+    for _ in range(5):
+        process = start(WRITER, folder.path, count)
+        reader = Index.open_reader(folder, 1)
+        assert reader is not None
+        while reader.count() < count + 400:
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        count = reader.count()
+        assert count % 8 == 0
+        entries = dict(reader.scan())
+        assert entries == {key(i): key(i)[::-1] for i in range(count)}
+        reader.close()
+    again = Index.open_writer(folder, 1, MIB, fresh=False)
+    put(again, range(count, count + 1))
+    assert again.count() == count + 1
+    again.close()
+
+
+HOLDER = """
+    import sys, time
+    from kvstore.tier.folder import NodeFolder
+    from kvstore.tier.index import Index
+    reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
+    transaction = reader._begin(reader._sealed)
+    transaction.get(b"k" * 16)
+    print("inside", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_dead_readers_are_cleared(folder: NodeFolder, writer: Index) -> None:
+    process = start(HOLDER, folder.path)
+    assert writer.clear_dead_readers() == 0
+    process.kill()
+    process.communicate()
+    assert writer.clear_dead_readers() == 1
+    assert writer.clear_dead_readers() == 0
+
+
+def test_a_stopped_reader_makes_the_index_full_at_worst(folder: NodeFolder) -> None:
+    """Its snapshot keeps old pages from reuse; the bound is the map, and the remedy a rebuild."""
+    writer = Index.open_writer(folder, 1, MIB, fresh=True)
+    put(writer, range(32))
+    process = start(HOLDER, folder.path)
+    try:
+        with pytest.raises(IndexFull):
+            for _ in range(2000):
+                put(writer, range(32))
+        assert writer.find(key(3)) == Address(3, 4, 5)
+        Index.rebuild(folder, 1, 2, writer.scan(), MIB)
+        rebuilt = Index.open_writer(folder, 2, MIB, fresh=False)
+        for _ in range(100):
+            put(rebuilt, range(32))
+        rebuilt.close()
+    finally:
+        process.kill()
+        process.communicate()
+        writer.close()
+
+
+# --- forks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_opens_its_own_and_harms_nobody(folder: NodeFolder, writer: Index) -> None:
+    put(writer, range(5))
+    inherited = Index.open_reader(folder, 1)
+    assert inherited is not None
+
+    def child() -> bool:
+        for stale in (inherited, writer):
+            try:
+                stale.find(key(1))
+                return False
+            except IndexDamaged:
+                pass
+        reads.clear()
+        own = Index.open_reader(folder, 1)
+        found = own is not None and own.find(key(1)) == Address(1, 2, 3)
+        if own is not None:
+            own.close()
+        gc.collect()
+        return found
+
+    reads = [inherited._begin(inherited._sealed)]  # the parent is inside a read
+    for _ in range(3):
+        assert in_child(child)
+    assert inherited._environment is not None
+    assert str(os.getpid()) in inherited._environment.readers(), "the parent kept its place"
+    assert reads.pop().get(key(1)) == raw(1)
+    put(writer, range(5, 9))
+    assert inherited.count() == 9
+    inherited.close()
+
+
+# --- rebuilding -----------------------------------------------------------------------------------------------------
+
+
+def test_rebuild_makes_a_whole_new_epoch(folder: NodeFolder, writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "FILL_BATCH", 100)
+    items = sorted((key(i), raw(i)) for i in range(2500))
+    pending = [(key(9), raw(9)), (key(3), raw(3)), (key(9), raw(10))]
+    reader = Index.open_reader(folder, 1)
+    assert reader is not None
+    Index.rebuild(folder, 1, 2, iter(items), MIB, pending)
+    assert folder.epochs() == [1, 2]
+    rebuilt = Index.open_writer(folder, 2, MIB, fresh=False)
+    assert list(rebuilt.scan()) == items
+    assert list(rebuilt.scan_pending()) == sorted({key(9): raw(9), key(3): raw(3)}.items())
+    put(rebuilt, range(2500, 2600))
+    Index.remove(folder, 1)
+    Index.remove(folder, 1)
+    assert reader.count() == 0, "who has the old one open goes on"
+    assert folder.epochs() == [2]
+    rebuilt.close()
+    reader.close()
+
+
+def test_a_rebuild_that_fails_changes_nothing(folder: NodeFolder, writer: Index) -> None:
+    items = sorted((key(i), raw(i)) for i in range(20000))
+    with pytest.raises(IndexFull):
+        Index.rebuild(folder, 1, 2, items, 64 * 4096)
+
+    def broken() -> Iterator[tuple[bytes, bytes]]:
+        yield items[0]
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Index.rebuild(folder, 1, 2, broken(), MIB)
+    assert sorted(os.listdir(folder.path)) == ["index-1", "sessions"]
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_map_drops_the_transaction_only(folder: NodeFolder) -> None:
+    writer = Index.open_writer(folder, 1, 64 * 4096, fresh=True)
+    stored = 0
+    with pytest.raises(IndexFull):
+        for stored in range(0, 100_000, 32):
+            put(writer, range(stored, stored + 32))
+    assert 1000 < writer.count() == stored
+    assert writer.find(key(stored - 1)) == Address(*(stored - 1 + n for n in range(3)))
+    writer.close()
+
+
+def test_memory_is_there_before_it_is_written(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store to a page that a full tmpfs cannot give would kill the daemon; so it is asked for before."""
+    writer = Index.open_writer(folder, 1, 64 * MIB, fresh=True)
+    path = folder.index(1) / "data.mdb"
+    for i in range(0, 20000, 500):
+        put(writer, range(i, i + 500))
+        assert path.stat().st_blocks * 512 >= writer.used_bytes()
+    assert path.stat().st_blocks * 512 < 24 * MIB
+
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    count = writer.count()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(IndexFull, match="remount"):
+        put(writer, range(20000, 30000))
+    assert writer.count() == count
+    monkeypatch.undo()
+    put(writer, range(20000, 30000))
+    writer.close()
