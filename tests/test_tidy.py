@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "pb": (),
+    "__main__": ("cli",),
     "failpoint": (),  # a test's hand on a process: for the parts that act, never for nouns and decisions
     "model": ("errors",),
     "state": ("errors", "model"),

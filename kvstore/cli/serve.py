@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
@@ -30,6 +31,6 @@ def serve(path: str | None, as_json: bool, **flags: Any) -> None:
             print_json({"ready": True, "name": settings.name, "line": line})
         else:
             click.echo(line)
-        click.get_text_stream("stdout").flush()
+        sys.stdout.flush()
 
     daemon.serve(settings, announce)

@@ -60,10 +60,13 @@ class GrantPool:
         """How many frames to ask for, so that a put like the last one finds what it needs."""
         return max(0, min(self.ahead_max, used) - len(self._frames))
 
-    def ask(self, count: int) -> PendingReply:
-        """Request up to ``count`` frames; ``granted`` reads the reply. Raises what ``Channel.request`` does."""
+    def ask(self, count: int, before: bytes) -> PendingReply:
+        """Request up to ``count`` frames for what follows the page of key ``before``; ``granted`` reads the reply.
+
+        Raises what ``Channel.request`` does.
+        """
         self._give_back()
-        return self._channel.request(Op.GRANT, count=min(count, BATCH_MAX), a=self.class_number)
+        return self._channel.request(Op.GRANT, count=min(count, BATCH_MAX), a=self.class_number, body=(before,))
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:

@@ -200,6 +200,11 @@ class LocalNode:
         """The node's name."""
         return self.folder.name
 
+    @property
+    def embedded(self) -> bool:
+        """Whether the node lives in this process."""
+        return self._ends.embedded is not None
+
     def mapped(self) -> Mapped | None:
         """The node's files for reading; None where there are none to be trusted now (everything is a miss).
 

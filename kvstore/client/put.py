@@ -86,14 +86,12 @@ class PendingPut:
         page = stored
         try:
             if len(frames) < total - stored:
-                asked = pool.ask(total - stored - len(frames))
+                asked = pool.ask(total - stored - len(frames), self._before(stored))
             while page < total:
                 if not frames:
-                    frames, asked = (pool.granted(asked) if asked is not None else []), None
+                    frames, asked = pool.granted(asked or pool.ask(total - page, self._before(page))), None
                     if not frames:
-                        break  # the pool is full of what may not leave
-                    if len(frames) < total - page:
-                        asked = pool.ask(total - page - len(frames))
+                        break  # the store is full of what may not leave
                 part = frames[:limit]
                 self._copy(rows, page, part)
                 del frames[: len(part)]
@@ -108,6 +106,10 @@ class PendingPut:
                 with contextlib.suppress(Unavailable):
                     pool.add(pool.granted(asked))
 
+    def _before(self, page: int) -> bytes:
+        """The key that ``page`` hangs on: it must not leave to make room."""
+        return self._keys.hashes[page - 1] if page else self._keys.parent
+
     def _copy(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:
         for number, frame, i, j in frame_runs(addresses):
             extent = self._mapped.extent(number)
@@ -119,9 +121,8 @@ class PendingPut:
         keys, count = self._keys, len(addresses)
         identity = keys.identity_bytes
         width = len(identity) // len(keys)
-        parent = keys.hashes[page - 1] if page else keys.parent
         body: tuple[bytes, ...] = (
-            parent,
+            self._before(page),
             pack_addresses(addresses),
             identity[page * width : (page + count) * width] if count < len(keys) else identity,
         )

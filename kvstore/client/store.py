@@ -86,13 +86,29 @@ class Store:
             raise InvalidRequest(field, f"must be a positive integer, not {value!r}")
         return self._admin("evict", **{field: value})
 
-    def verify(self) -> dict[str, Any]:
-        """Have the node check its conservation laws now. ``findings`` is empty where everything holds.
+    def verify(self, timeout_s: float = 600.0) -> dict[str, Any]:
+        """Have the node verify every page's checksums, record and index entry, then its conservation laws.
+
+        Damaged pages are dropped with their descendants. Returns ``pages_verified``, ``pages_damaged``, ``findings``
+        (one line per broken law; empty where all hold) and ``damage_since_start`` (pages by reason).
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer, or the sweep did not end, in time.
         """
-        return self._admin("verify")
+        before = self._admin("scrub_status")
+        sweep = self._admin("scrub")["sweep"]
+        deadline = time.monotonic() + timeout_s
+        while (now := self._admin("scrub_status"))["sweeps"] < sweep:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{self.name}: the sweep did not end within {timeout_s:g} s")
+            time.sleep(0.02)
+        counters = self._admin("stats")["counters"]
+        return {
+            "pages_verified": now["pages_scrubbed"] - before["pages_scrubbed"],
+            "pages_damaged": now["pages_damaged"] - before["pages_damaged"],
+            "findings": self._admin("verify")["findings"],
+            "damage_since_start": {name: n for name, n in counters.items() if name.startswith("damaged_")},
+        }
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the daemon takes requests.
@@ -103,7 +119,9 @@ class Store:
         deadline = time.monotonic() + timeout_s
         while True:
             mapped = self._node.mapped()
-            if mapped is not None and mapped.header.state == DaemonState.READY and self._alive():
+            if mapped is not None and (
+                self._node.embedded or (mapped.header.state == DaemonState.READY and self._alive())
+            ):
                 return
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self.name}: not ready after {timeout_s:g} s")

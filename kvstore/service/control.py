@@ -50,10 +50,16 @@ class ControlServer:
 
     def start(self) -> None:
         """Listen on the node's socket. The file of a dead daemon is replaced: we hold the name's lock."""
-        path = self._node.folder / "control"
+        path = self._node.performer.folder.control
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        listener.bind(str(path))
+        here = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+        try:
+            listener.bind(
+                f"/proc/self/fd/{here}/{path.name}"
+            )  # a socket's path is at most 107 bytes, a folder's is not
+        finally:
+            os.close(here)
         os.chmod(path, self._node.config.file_mode)
         listener.listen(BACKLOG)
         self._listener = listener

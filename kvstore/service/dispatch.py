@@ -41,7 +41,7 @@ class Dispatcher:
         self._calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "stats": lambda _: {**node.stats(), "scrubber": scrubber.stats()},
             "evict": self._evict,
-            "verify": lambda _: {"findings": node.verify(), "damaged": dict(node.state.counters)},
+            "verify": lambda _: {"findings": node.verify()},
             "scrub": lambda _: {"sweep": scrubber.request_sweep()},
             "scrub_status": lambda _: scrubber.stats(),
         }

@@ -16,6 +16,7 @@ from kvstore.service.dispatch import Dispatcher
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
+from kvstore.tier.header import DaemonState
 from kvstore.transfer import control
 from kvstore.transfer.control import Message, Op
 
@@ -92,6 +93,7 @@ class EmbeddedNode:
         """See ``Node.start``."""
         self.node.start()
         self._background.start()
+        self.node.performer.header.state = DaemonState.READY
 
     @property
     def folder(self) -> Path:

@@ -148,7 +148,9 @@ class Node:
             self._ticks += 1
             if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
                 self._performer.index.clear_dead_readers()
-                if self._performer.index.used_bytes() > self._performer.index_map_bytes // 2:
+                if self._performer.index_wanted:
+                    self._performer.rebuild_index(self._performer.index_wanted)
+                elif self._performer.index.used_bytes() > self._performer.index_map_bytes // 2:
                     # a stopped reader pins old pages of the index: leave it the old file and write a new one
                     self._performer.rebuild_index("grown")
 

@@ -5,6 +5,7 @@ It is also what the state reads back through (``RecordView``, ``PageIndex``). On
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,8 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index, IndexDamaged, IndexFull
 from kvstore.tier.records import ExtentTable
+
+log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
@@ -57,6 +60,7 @@ class Performer:
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.index_map_bytes = index_map_bytes
         self.index_rebuilds: Counter[str] = Counter()
+        self.index_wanted = ""  # why a rebuild is still to be tried
         self._index_ops: list[tuple[str, list[bytes], list[Address]]] = []  # of one decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
@@ -83,7 +87,7 @@ class Performer:
             return self.index.find(key)
         except IndexDamaged:
             self.rebuild_index("damaged")
-            return self.index.find(key)
+            return None if self.index_wanted else self.index.find(key)
 
     def key(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
@@ -163,15 +167,25 @@ class Performer:
         self.folder.close()
 
     def rebuild_index(self, reason: str) -> None:
-        """A new index from the records alone, under a new epoch that clients follow. Duplicates keep their first."""
+        """A new index from the records alone, under a new epoch that clients follow.
+
+        Where there is no memory for it the old one stays, wrong as it may be (a stale entry is a miss), and
+        ``index_wanted`` asks for another try.
+        """
         keys, addresses = self._sealed_entries()
         items = ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
         old = self.header.epoch
+        try:
+            Index.rebuild(self.folder, old, old + 1, items, self.index_map_bytes, self._pending_entries())
+            if failpoint.ACTIVE:
+                failpoint.hit("node.rebuild")
+            index = Index.open_writer(self.folder, old + 1, self.index_map_bytes, fresh=False)
+        except (IndexFull, IndexDamaged) as error:
+            log.error("the index could not be rebuilt: %s", error)
+            self.index_wanted = reason
+            return
         self.index.close()
-        Index.rebuild(self.folder, old, old + 1, items, self.index_map_bytes, self._pending_entries())
-        if failpoint.ACTIVE:
-            failpoint.hit("node.rebuild")
-        self.index = Index.open_writer(self.folder, old + 1, self.index_map_bytes, fresh=False)
+        self.index, self.index_wanted = index, ""
         self.header.epoch = old + 1
         Index.remove(self.folder, old)
         self.index_rebuilds[reason] += 1

@@ -102,8 +102,9 @@ class Scrubber:
             if table is not None:
                 self.scrub(Address(number, frame, int(table.words[frame]) >> 8))
                 budget_bytes -= table.frame_class.page_bytes
-        if not walk:
-            self._sweeps += 1
+        with self._mutex:
+            if not walk and walk is self._walk:  # a sweep that was asked for meanwhile starts a walk of its own
+                self._sweeps += 1
 
     def scrub(self, address: Address) -> Status:
         """Verify one page now: record, index entry, and checksums (computed where there are none yet).

@@ -67,7 +67,6 @@ def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]
         check_space(config.shm_dir, positions * extent_bytes)
         _clear(folder)
         header = Header.create(folder, secrets.randbits(63) | 1, extent_bytes, positions)
-        header.epoch = 1
         segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
     elif (header.extent_bytes, header.positions) != (extent_bytes, positions):
         has = f"{format_size(header.positions * header.extent_bytes)} in extents of {format_size(header.extent_bytes)}"
@@ -93,7 +92,7 @@ def _recover(
 ) -> tuple[Performer, NodeState]:
     segment = Segment(header.extent_bytes, header.positions)
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * (header.positions * header.extent_bytes // FRAME_ALIGN)
-    index = _open_index(folder, header.epoch, map_bytes)
+    index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns)
     tables = [ExtentTable.open(folder, number, header.incarnation, writable=True) for number in folder.extents()]
     for table in tables:
@@ -117,15 +116,20 @@ def _recover(
     return performer, state
 
 
-def _open_index(folder: NodeFolder, epoch: int, map_bytes: int) -> Index:
+def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
     """The index that is there, or an empty one: the comparison with the records decides what it is worth."""
-    for stale in folder.epochs():
-        if stale != epoch:
-            Index.remove(folder, stale)
+    epochs = folder.epochs()
     try:
-        return Index.open_writer(folder, epoch, map_bytes, fresh=False)
+        index = Index.open_writer(folder, header.epoch, map_bytes, fresh=False)
     except IndexDamaged:
-        return Index.open_writer(folder, epoch, map_bytes, fresh=True)
+        # Under a new epoch: clients that have the damaged one open must see that it is no more.
+        epoch = max([header.epoch, *epochs]) + 1
+        index = Index.open_writer(folder, epoch, map_bytes, fresh=True)
+        header.epoch = epoch
+    for stale in epochs:
+        if stale != header.epoch:
+            Index.remove(folder, stale)
+    return index
 
 
 def _found(table: ExtentTable) -> recovery.ExtentFound:

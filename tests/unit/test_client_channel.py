@@ -168,18 +168,22 @@ def test_daemon_down_is_said_at_the_deadline(server: Server, channel: SocketChan
 def test_restart_goes_unnoticed_between_requests(server: Server, channel: SocketChannel) -> None:
     assert channel.request(Op.ADMIN, a=1).result().a == 1
     server.stop()
-    threading.Timer(0.1, server.start).start()
+    starter = threading.Timer(0.1, server.start)
+    starter.start()
     assert channel.request(Op.ADMIN, a=2).result().a == 2
+    starter.join()
     assert server.sessions == [channel.session] * 2
 
 
 def test_requests_in_flight_fail_when_the_daemon_dies(server: Server, channel: SocketChannel) -> None:
     server.answer = lambda message: None
     replies = [channel.request(Op.ADMIN) for _ in range(3)]
-    threading.Timer(0.1, server.stop).start()
+    killer = threading.Timer(0.1, server.stop)
+    killer.start()
     for reply in replies:
         with pytest.raises(NodeUnavailable, match="went away"):
             reply.result()
+    killer.join()
     server.answer = echo
     server.start()
     assert channel.request(Op.ADMIN, a=7).result().a == 7

@@ -1,0 +1,6 @@
+"""bench: the store against the limits of the machine it runs on, row by row as in the design's section 10.
+
+``harness`` alternates a limit and ours and turns seconds into ratios; ``stage`` starts real daemons and writer
+processes; ``get``, ``put``, ``lookup``, ``memory`` and ``restart`` hold the rows, which ``rows`` lists and runs.
+Every row checks the bytes that it moved: a benchmark that reads wrong bytes fails.
+"""

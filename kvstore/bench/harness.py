@@ -1,0 +1,218 @@
+"""Harness: two things done in turn in one loop, and what their times say about each other.
+
+Speeds of a machine drift by a tenth from minute to minute, so a limit measured now and ours measured later compare
+nothing. Here each step of each round is given to one variant, and in the next round to the next one: all see the same
+data, the same caches and the same weather. A round's value is the median of its steps, a row's the median of its
+rounds; the ratio is taken inside each round, and its smallest and largest are reported beside its median.
+
+Worked example: limit 10, 11, 30 us and ours 12, 12, 33 us in three rounds give ratios 1.2, 1.09, 1.1: the third
+round was slow for both, and the ratio 1.1 does not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvstore.errors import KVStoreError
+
+T = TypeVar("T")
+Seconds = list[list[float]]  # [rounds][steps]
+
+
+class BenchFailed(KVStoreError):
+    """A row could not be measured, or what it measured was wrong (wrong bytes, missing pages). Not a missed bar."""
+
+
+class Kind(StrEnum):
+    """What a row's numbers are, and so which way its ratio goes."""
+
+    SPEED = "speed"  # bytes/s; ratio = ours / limit, more is better
+    TIME = "time"  # s; ratio = ours / limit, less is better
+    GAIN = "gain"  # s; ratio = limit / ours: how many times faster, more is better
+    COUNT = "count"  # bytes per page; no limit beside it, less is better
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a row has to reach. Of the ratio, or of ours alone where there is no limit to compare with."""
+
+    value: float
+    at_least: bool = True
+    of_ratio: bool = True
+    unit: str = ""
+
+    @property
+    def text(self) -> str:
+        """``>= 0.94``, ``<= 2 s``."""
+        return f"{'>=' if self.at_least else '<='} {self.value:g}{self.unit and ' ' + self.unit}"
+
+    def met(self, value: float) -> bool:
+        """Whether ``value`` (the ratio, or ours) reaches it."""
+        return value >= self.value if self.at_least else value <= self.value
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report. Speeds in bytes/s, times in seconds; ``ratio`` and ``limit`` are None without a limit."""
+
+    name: str
+    kind: Kind
+    limit_is: str
+    limit: float | None
+    ours: float
+    ratio: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    bar: str
+    met: bool | None  # None: no bar
+    rounds: dict[str, list[float]]  # limit, ours, ratio: one value per round
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def result(
+    name: str,
+    kind: Kind,
+    ours: Sequence[float],
+    limit: Sequence[float] = (),
+    *,
+    bar: Bar | None = None,
+    limit_is: str = "",
+    details: Mapping[str, Any] | None = None,
+    sound: bool = True,
+) -> Result:
+    """A line out of one value per round.
+
+    Args:
+        ours, limit: as ``kind`` says, one per round; no ``limit`` where there is none.
+        sound: False where the bar counts as missed whatever the numbers say.
+    """
+    if not ours or (limit and len(limit) != len(ours)):
+        raise BenchFailed(f"{name}: {len(ours)} rounds of ours and {len(limit)} of the limit make no ratio")
+    inverse = kind is Kind.GAIN
+    ratios = [(them / us) if inverse else (us / them) for us, them in zip(ours, limit, strict=True)] if limit else []
+    ratio = statistics.median(ratios) if ratios else None
+    mine = statistics.median(ours)
+    met = None
+    if bar is not None:
+        value = ratio if bar.of_ratio else mine
+        if value is None:
+            raise BenchFailed(f"{name}: its bar is a ratio, but it has no limit")
+        met = bar.met(value) and sound
+    return Result(
+        name,
+        kind,
+        limit_is,
+        statistics.median(limit) if limit else None,
+        mine,
+        ratio,
+        min(ratios, default=None),
+        max(ratios, default=None),
+        bar.text if bar is not None else "",
+        met,
+        {"limit": list(limit), "ours": list(ours), "ratio": ratios},
+        dict(details or {}),
+    )
+
+
+def alternate(
+    variants: Mapping[str, Callable[[T], object]],
+    steps: Sequence[int],
+    rounds: int,
+    prepare: Callable[[int], T],
+    check: Callable[[str, object], None],
+    before_round: Callable[[], None] = lambda: None,
+) -> dict[str, Seconds]:
+    """Seconds of every step of every variant, ``[rounds][steps]``; one variant per step, in turn.
+
+    Args:
+        variants: what is timed; called with what ``prepare`` gave.
+        steps: handed to ``prepare`` in this order; at least as many as variants.
+        prepare: not timed, the same for all variants.
+        check: is given the variant and its value, not timed; raises where it is wrong.
+        before_round: not timed.
+    """
+    names = list(variants)
+    if len(steps) < len(names):
+        raise BenchFailed(f"{len(steps)} steps cannot serve {len(names)} variants")
+    seconds: dict[str, Seconds] = {name: [] for name in names}
+    clock = time.perf_counter_ns
+    for turn in range(rounds):
+        before_round()
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for i, step in enumerate(steps):
+            name = names[(i + turn) % len(names)]
+            variant, given = variants[name], prepare(step)
+            start = clock()
+            value = variant(given)
+            stop = clock()
+            times[name].append((stop - start) / 1e9)
+            check(name, value)
+        for name in names:
+            seconds[name].append(times[name])
+    return seconds
+
+
+def medians(seconds: Seconds) -> list[float]:
+    """The median step of every round, seconds."""
+    return [statistics.median(steps) for steps in seconds]
+
+
+def quickest(seconds: Mapping[str, Seconds], names: Sequence[str]) -> str:
+    """Of several ways to reach a limit the one that was faster in this run: the limit is the strongest one."""
+    return min(names, key=lambda name: statistics.median(medians(seconds[name])))
+
+
+def speeds(seconds: Seconds, step_bytes: int) -> list[float]:
+    """Bytes per second of every round."""
+    return [step_bytes / median for median in medians(seconds)]
+
+
+def machine() -> dict[str, Any]:
+    """Facts about this machine and the software, to be kept beside the numbers."""
+    versions = {}
+    for package in ("kvstore", "numpy", "lmdb", "xxhash"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "l3_bytes": l3_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_1m": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "tmpfs_large_pages": _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def l3_bytes() -> int:
+    """Size of the last-level cache, 0 where the kernel does not tell."""
+    text = _read("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 0)
+    return int(text[:-1]) * unit if text[:-1].isdecimal() else 0
+
+
+def _cpu_model() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,110 @@
+"""Peer: the process at the other end of a benchmark: ``python -m kvstore.bench.peer NODE``.
+
+Reads one JSON request per line from its input, answers with one JSON object per line, and leaves when its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvstore.bench.content import Content, Work
+from kvstore.bench.reading import Reading
+from kvstore.client.store import Store, connect
+from kvstore.errors import KVStoreError, NodeUnavailable
+
+
+class Served:
+    """The verbs of a peer; each takes the request's arguments and returns the answer."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._reading: Reading | None = None
+
+    def write(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Put every chain; ``pages`` were new."""
+        job = Work(**work)
+        cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
+        rows = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
+        pages = 0
+        for chain in range(job.chains):
+            keys = job.keys(cache, chain)
+            content.fill(rows, keys.hashes)
+            pages += cache.put(keys, rows)
+        return {"pages": pages}
+
+    def locate(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Get ready to read these chains: map, verify, touch everything."""
+        self._reading = Reading(self._store, Work(**work))
+        self._reading.verify()
+        return {}
+
+    def read(self, variant: str, start_ns: int, duration_s: float, first: int) -> dict[str, Any]:
+        """Bring chain after chain into the warm buffer, from ``start_ns`` (monotonic) on, for ``duration_s``."""
+        reading = self._reading
+        assert reading is not None, "locate first"
+        call, chain, batches = reading.variants()[variant], first, 0
+        while (wait_ns := start_ns - time.monotonic_ns()) > 0:
+            if wait_ns > 2_000_000:
+                time.sleep(wait_ns / 2e9)
+        began = time.monotonic()
+        spent_s = 0.0  # inside the variant: keys are given, so making them does not count
+        while time.monotonic() - began < duration_s:
+            given = reading.prepare(chain % reading.work.chains)
+            before = time.perf_counter()
+            value = call(given)
+            spent_s += time.perf_counter() - before
+            reading.check(variant, value)
+            chain += 1
+            batches += 1
+        return {"bytes": batches * reading.work.chain_bytes, "seconds": spent_s}
+
+    def read_on(self, work: dict[str, Any]) -> dict[str, Any]:
+        """Get and check chains at random until the next request comes; count what was not right and the longest get."""
+        job = Work(**work)
+        cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
+        out = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
+        random = np.random.default_rng(len(work))
+        answer = {"reads": 0, "pages_missed": 0, "errors": 0, "longest_s": 0.0, "said": ""}
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            keys = job.keys(cache, int(random.integers(job.chains)))
+            before = time.perf_counter()
+            try:
+                match = cache.get(keys, out)
+            except NodeUnavailable as error:
+                answer["errors"] += 1
+                answer["said"] = str(error)
+                continue
+            answer["longest_s"] = max(answer["longest_s"], time.perf_counter() - before)
+            content.check(out[: match.pages], keys.hashes[: match.pages], "a read during the restart")
+            answer["reads"] += 1
+            answer["pages_missed"] += job.pages - match.pages
+            answer["said"] = match.reason or answer["said"]
+        return answer
+
+
+def main() -> None:
+    """Serve requests from standard input until it ends."""
+    with connect(sys.argv[1]) as store:
+        served = Served(store)
+        for line in iter(sys.stdin.readline, ""):
+            request = json.loads(line)
+            verb: Callable[..., dict[str, Any]] | None = getattr(served, request.pop("do"), None)
+            if verb is None:  # what ends ``read_on``
+                continue
+            try:
+                answer = verb(**request)
+            except KVStoreError as error:
+                answer = {"failed": f"{type(error).__name__}: {error}"}
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

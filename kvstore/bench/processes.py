@@ -1,0 +1,194 @@
+"""Processes: the node daemon and the writer or reader that a benchmark starts. Ended by their own pid, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvstore.bench.harness import BenchFailed
+from kvstore.tier.folder import PREFIX, purge
+
+READY_S = 120.0  # the first start populates memory
+STOP_S = 20.0
+ANSWER_S = 600.0
+
+
+def environment(shm_dir: Path) -> dict[str, str]:
+    """This process's environment without settings of the user's own node, so that a row measures the defaults."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+    return {**kept, "KVSTORE_SHM_DIR": str(shm_dir)}
+
+
+class Daemon:
+    """``kvstore serve`` as a real process.
+
+    Life: made -> ``start`` -> ready -> ``kill`` or ``stop`` -> ``start`` again, or ``end``, which removes its pages.
+    Leaving a ``with`` ends it.
+    """
+
+    def __init__(self, name: str, dram_bytes: int, shm_dir: Path, extent_bytes: int | None = None) -> None:
+        self.name = name
+        self.folder = shm_dir / f"{PREFIX}{name}"
+        self._shm_dir = shm_dir
+        self._arguments = ["serve", "--name", name, "--dram", str(dram_bytes)]
+        if extent_bytes is not None:
+            self._arguments += ["--extent", str(extent_bytes)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the running daemon."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> float:
+        """Start it; returns the seconds from spawning the process to its ready line.
+
+        Raises:
+            BenchFailed: it did not get ready; carries what it said.
+        """
+        assert self._process is None, "is running"
+        with tempfile.TemporaryFile() as complaints:
+            began = time.monotonic()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore", *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                env=environment(self._shm_dir),
+            )
+            if not _line(self._process, READY_S):
+                took = time.monotonic() - began
+                self.kill()
+                complaints.seek(0)
+                said = complaints.read().decode(errors="replace").strip()[-500:]
+                raise BenchFailed(f"the daemon was not ready after {took:.1f} s: {said or 'it said nothing'}")
+            return time.monotonic() - began
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self._finish(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, and wait; kill -9 where it does not go."""
+        self._finish(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Stop it and remove its pages."""
+        try:
+            self.stop()
+        finally:
+            purge(self.folder)
+
+    def _finish(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.send_signal(number)
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What the kernel counts for the running daemon: ``resident`` and its parts ``private`` and ``shared``."""
+        names = {"VmRSS": "resident", "RssAnon": "private", "RssShmem": "shared", "RssFile": "files"}
+        found = {}
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in names:
+                found[names[name]] = int(value.split()[0]) << 10
+        return found
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+class Peer:
+    """Another process that uses the store: one JSON request per line in, one JSON answer per line out.
+
+    Life: made (started) -> ``ask`` -> ``close``; leaving a ``with`` closes it, and it goes by itself when we do.
+    """
+
+    def __init__(self, node: str, shm_dir: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.bench.peer", node],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(shm_dir),
+        )
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Have it do something and wait for the answer. Raises BenchFailed where it failed."""
+        self.send(do, **arguments)
+        return self.answer()
+
+    def send(self, do: str, **arguments: Any) -> None:
+        """Have it do something; ``answer`` reads what came of it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise BenchFailed(f"the peer process is gone (exit code {self._process.wait(STOP_S)})") from None
+
+    def answer(self) -> dict[str, Any]:
+        """The answer to the oldest request. Raises BenchFailed where it failed, died, or said nothing in time."""
+        line = _line(self._process, ANSWER_S)
+        if not line:
+            raise BenchFailed(f"the peer process did not answer (exit code {self._process.poll()})")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise BenchFailed(f"peer: {answer['failed']}")
+        return answer
+
+    def close(self) -> None:
+        """End it: it leaves when its input ends."""
+        with contextlib.suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+    """The next line of its output; empty where it ended or said nothing in time. Lines come one at a time."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        return b""
+    return process.stdout.readline()

@@ -1,0 +1,169 @@
+"""Stage: the settings of a run, and the daemons with stored pages that its rows share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from kvstore.bench.content import Work
+from kvstore.bench.harness import BenchFailed, l3_bytes
+from kvstore.bench.processes import Daemon, Peer
+from kvstore.client.store import SHM_DIR, Store, connect
+
+MIB, GIB = 1 << 20, 1 << 30
+EXTENT_BYTES = 128 * MIB  # what a node of 2 GiB and more has by default
+EXTENT_BYTES_QUICK = 16 * MIB
+SHARE_OF_FREE = 0.4  # of what this machine has left, for one node
+SETTLE_S = 60.0
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is done.
+
+    Attributes:
+        rounds: of every row; the ratio is the median over them.
+        quick: seconds instead of minutes, on little data: shows that every row works, its numbers mean nothing.
+        shm_dir: where nodes keep their pages.
+    """
+
+    rounds: int = 5
+    quick: bool = False
+    shm_dir: Path = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
+
+    @property
+    def extent_bytes(self) -> int:
+        """Of the nodes that rows start."""
+        return EXTENT_BYTES_QUICK if self.quick else EXTENT_BYTES
+
+    @property
+    def walk_bytes(self) -> int:
+        """Distinct pages that a row walks over: so many that caches do not help. Less on a small machine."""
+        wanted = 128 * MIB if self.quick else max(GIB, 3 * l3_bytes())
+        return self.bounded(wanted) // self.extent_bytes * self.extent_bytes
+
+    def bounded(self, wanted_bytes: int) -> int:
+        """That much, or what one node may take of this machine's free memory.
+
+        Raises:
+            BenchFailed: there is next to nothing free.
+        """
+        free = free_bytes(self.shm_dir)
+        allowed = int(free * SHARE_OF_FREE)
+        if allowed < 128 * MIB:
+            raise BenchFailed(f"{self.shm_dir} and memory have {free >> 20} MiB free; a benchmark needs 320 MiB")
+        return min(wanted_bytes, allowed)
+
+
+def free_bytes(shm_dir: Path) -> int:
+    """What is left of shared memory and of the machine's."""
+    status = os.statvfs(shm_dir)
+    free = status.f_bavail * status.f_frsize
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = min(free, int(line.split()[1]) << 10)
+    return free
+
+
+@dataclass
+class Stored:
+    """A daemon, and pages in it that another process wrote."""
+
+    daemon: Daemon
+    store: Store
+    work: Work
+
+
+class Stage:
+    """What the rows of one run share. Leaving the ``with`` ends every process and removes every node it started.
+
+    One node with stored pages lives at a time: a row that wants another gets it in place of the last one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._shown: tuple[str, bool] | None = None
+        self._stored: Stored | None = None
+        self._scene = ExitStack()
+
+    def stored(self, geometry: str, *, recycled: bool = False) -> Stored:
+        """A node with ``walk_bytes`` of pages in chains of 32, each a contiguous piece where nothing was evicted yet.
+
+        Args:
+            recycled: the node was full before and evicted everything: how chains lie after a long time of use.
+        """
+        if self._shown == (geometry, recycled) and self._stored is not None:
+            return self._stored
+        self.clear()
+        settings = self.settings
+        chain_bytes = Work(geometry, 0, 1).chain_bytes
+        work = Work(geometry, seed=1, chains=settings.walk_bytes // chain_bytes)
+        # One extent more than the pages: the daemon keeps frames granted ahead beside them.
+        daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes)
+        with Peer(daemon.name, settings.shm_dir) as writer:
+            if recycled:
+                writer.ask("write", work=Work(geometry, seed=2, chains=2 * work.chains).to_json())
+            pages = writer.ask("write", work=work.to_json())["pages"]
+        if pages != work.chains * work.pages:
+            raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
+        store = self._scene.enter_context(connect(daemon.name))
+        settle(store)
+        self._shown, self._stored = (geometry, recycled), Stored(daemon, store, work)
+        return self._stored
+
+    def daemon(self, scene: ExitStack, dram_bytes: int) -> Daemon:
+        """A started daemon with all its memory populated, ended with ``scene``."""
+        settings = self.settings
+        name = f"bench-{os.getpid()}-{next(_numbers)}"
+        extent_bytes = settings.extent_bytes
+        positions = -(-dram_bytes // extent_bytes)
+        daemon = scene.enter_context(Daemon(name, positions * extent_bytes, settings.shm_dir, extent_bytes))
+        daemon.start()
+        with connect(name) as store:
+            wait_for(lambda: _populated(store), f"{name}: memory is not populated")
+        return daemon
+
+    def clear(self) -> None:
+        """End the node with stored pages, if there is one."""
+        self._shown = self._stored = None
+        self._scene.close()
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+
+
+def _populated(store: Store) -> bool:
+    dram = store.stats()["tiers"]["dram"]
+    return bool(dram["populated_bytes"] + dram.get("failed_bytes", 0) >= dram["capacity_bytes"])
+
+
+def settle(store: Store) -> None:
+    """Wait until the daemon has computed the checksums of what was written, so that it is as idle as it gets."""
+
+    def stamped() -> bool:
+        stats = store.stats()
+        return bool(stats["scrubber"]["pages_stamped"] >= stats["tiers"]["dram"]["pages"])
+
+    wait_for(stamped, f"{store.name}: checksums are not computed")
+
+
+def wait_for(done: object, what: str, timeout_s: float = SETTLE_S) -> None:
+    """Ask ``done()`` until it is true. Raises BenchFailed after ``timeout_s``."""
+    assert callable(done)
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() >= deadline:
+            raise BenchFailed(f"{what} after {timeout_s:g} s")
+        time.sleep(0.02)
