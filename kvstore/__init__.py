@@ -13,39 +13,70 @@
 
 from __future__ import annotations
 
-from importlib import metadata as _metadata
+from typing import TYPE_CHECKING
 
 from kvstore import errors
-from kvstore.client.lease import Lease
-from kvstore.client.match import Match
-from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.reader import Reader
-from kvstore.client.store import Store, connect
-from kvstore.client.writer import Writer
-from kvstore.model.layout import Layout
-from kvstore.model.prefix import Keys
-from kvstore.model.replica import Tier
+
+if TYPE_CHECKING:
+    from kvstore.client.lease import Lease
+    from kvstore.client.match import Match
+    from kvstore.client.prefix_cache import PrefixCache
+    from kvstore.client.reader import Reader
+    from kvstore.client.store import Store, connect
+    from kvstore.client.writer import Writer
+    from kvstore.model.layout import Layout
+    from kvstore.model.prefix import Keys
+    from kvstore.model.replica import Tier
+
+    __version__: str
 
 __all__ = [
-    "open",
-    "connect",
-    "Store",
-    "PrefixCache",
-    "Layout",
     "Keys",
-    "Match",
+    "Layout",
     "Lease",
-    "Writer",
+    "Match",
+    "PrefixCache",
     "Reader",
+    "Store",
     "Tier",
-    "errors",
+    "Writer",
     "__version__",
+    "connect",
+    "errors",
+    "open",
 ]
 
-try:
-    __version__ = _metadata.version("kvstore")
-except _metadata.PackageNotFoundError:  # a checkout that was never installed
-    __version__ = "0+unknown"
+# Where each name lives. Loaded when first asked for, so that `kvstore --help` does not wait for numpy.
+_HOMES = {
+    "Keys": "kvstore.model.prefix",
+    "Layout": "kvstore.model.layout",
+    "Lease": "kvstore.client.lease",
+    "Match": "kvstore.client.match",
+    "PrefixCache": "kvstore.client.prefix_cache",
+    "Reader": "kvstore.client.reader",
+    "Store": "kvstore.client.store",
+    "Tier": "kvstore.model.replica",
+    "Writer": "kvstore.client.writer",
+    "connect": "kvstore.client.store",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            value: object = metadata.version("kvstore")
+        except metadata.PackageNotFoundError:  # a checkout that was never installed
+            value = "0+unknown"
+    elif name in _HOMES:
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
 def open(name: str | None = None, dram: str | int = "512MiB", **config: object) -> Store:
@@ -64,6 +95,7 @@ def open(name: str | None = None, dram: str | int = "512MiB", **config: object) 
     import secrets
 
     from kvstore.client.local import LocalNode
+    from kvstore.client.store import Store
     from kvstore.config import node_config
     from kvstore.service.embedded import open_node  # only here: a client that connects needs no service
 

@@ -122,7 +122,7 @@ class Lease:
         self._ttl_ms = max(1, int(ttl_s * 1000))
         if self._mapped is None or not self._runs:
             return
-        message = self._mapped.channel.request(Op.RENEW, a=self._id, b=self._ttl_ms).result()
+        message = self._mapped.exchange(Op.RENEW, a=self._id, b=self._ttl_ms)
         if message.op != Status.OK:
             self._take(self._mapped, self._runs)
             self.check()
@@ -143,10 +143,9 @@ class Lease:
         held = 0
         for start in range(0, len(addresses), BATCH_MAX):
             part = addresses[start : start + BATCH_MAX]
-            request = mapped.channel.request(
-                Op.LEASE, count=len(part), a=self._id, b=self._ttl_ms, body=(pack_addresses(part),)
-            )
-            statuses = bytes(request.result().body[: len(part)])
+            body = (pack_addresses(part),)
+            message = mapped.exchange(Op.LEASE, count=len(part), a=self._id, b=self._ttl_ms, body=body)
+            statuses = bytes(message.body[: len(part)])
             if statuses.count(_OK) != len(part):
                 return held + next(i for i, status in enumerate(statuses) if status != _OK)
             held += len(part)

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from kvstore.tier.header import Header, boot_id
 from kvstore.tier.index import Index
 from kvstore.tier.records import ExtentTable
 from kvstore.transfer.base import Channel
+from kvstore.transfer.control import Message, Op
 
 _unpack_address = struct.Struct("<IIQ").unpack_from
 _EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
@@ -117,6 +119,26 @@ class Mapped:
         extent = Extent(table, self.segment)
         extents[number] = extent
         return extent
+
+    def exchange(
+        self,
+        op: Op,
+        *,
+        count: int = 0,
+        a: int = 0,
+        b: int = 0,
+        body: Iterable[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> Message:
+        """Request and reply; asked once more where the daemon went away between them. For what may be asked twice.
+
+        Raises what ``Channel.request`` and ``PendingReply.result`` do.
+        """
+        request = self.channel.request
+        try:
+            return request(op, count=count, a=a, b=b, body=body, timeout_s=timeout_s).result()
+        except NodeUnavailable:
+            return request(op, count=count, a=a, b=b, body=body, timeout_s=timeout_s).result()
 
     def pool(self, frame_class: FrameClass) -> GrantPool:
         """The frames of a class granted to us ahead of need."""

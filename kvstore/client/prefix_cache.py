@@ -193,7 +193,7 @@ class PrefixCache:
         try:
             for start in range(0, len(addresses), BATCH_MAX):
                 part = addresses[start : start + BATCH_MAX]
-                reply = mapped.channel.request(Op.SCRUB, count=len(part), body=(pack_addresses(part),)).result()
+                reply = mapped.exchange(Op.SCRUB, count=len(part), body=(pack_addresses(part),))
                 if any(status != Status.OK for status in reply.body[: len(part)]):
                     return False
         except Unavailable:

@@ -89,7 +89,7 @@ class PendingPut:
                 asked = pool.ask(total - stored - len(frames), self._before(stored))
             while page < total:
                 if not frames:
-                    frames, asked = pool.granted(asked or pool.ask(total - page, self._before(page))), None
+                    frames, asked = self._granted(asked, page), None
                     if not frames:
                         break  # the store is full of what may not leave
                 part = frames[:limit]
@@ -105,6 +105,14 @@ class PendingPut:
             if asked is not None:
                 with contextlib.suppress(Unavailable):
                     pool.add(pool.granted(asked))
+
+    def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
+        """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
+        pool, missing = self._pool, len(self._keys) - page
+        if asked is not None:
+            with contextlib.suppress(NodeUnavailable):
+                return pool.granted(asked)
+        return pool.granted(pool.ask(missing, self._before(page)))
 
     def _before(self, page: int) -> bytes:
         """The key that ``page`` hangs on: it must not leave to make room."""

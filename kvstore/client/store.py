@@ -146,9 +146,9 @@ class Store:
         return f"<kvstore.Store {self.name!r}>"
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
-        body = control.pack_json({"call": call, **arguments})
-        channel = self._node.writable().channel
-        return control.unpack_json(channel.request(Op.ADMIN, body=(body,), timeout_s=ADMIN_TIMEOUT_S).result().body)
+        body = (control.pack_json({"call": call, **arguments}),)
+        message = self._node.writable().exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
+        return control.unpack_json(message.body)
 
     def _alive(self) -> bool:
         """Whether the node's daemon holds its lock."""

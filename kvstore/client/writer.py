@@ -204,9 +204,10 @@ class Writer:
                 keys.hashes[page - 1] if page else keys.parent,
                 keys.identity_bytes[page * width : stop * width],
             )
-            message = mapped.channel.request(
+            # May be asked twice: what this very group and rank has reserved already is joined.
+            message = mapped.exchange(
                 Op.RESERVE, count=stop - page, a=pack_class(self._class), b=self._ttl_ms, body=body
-            ).result()
+            )
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             for i, status in enumerate(statuses):
                 if status in _OURS:

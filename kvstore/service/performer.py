@@ -26,6 +26,7 @@ from kvstore.model.replica import (
 )
 from kvstore.state import closure
 from kvstore.state import events as ev
+from kvstore.state.views import Rows, Snapshot
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -106,7 +107,7 @@ class Performer:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
         return min(int(self.tables[extent].last_use[frame]), self._now_ns())
 
-    def snapshots(self) -> list[ev.Snapshot]:
+    def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""
         return [snapshot(table) for table in self.tables.values()]
 
@@ -270,7 +271,7 @@ class Performer:
                 self._index_ops.append(("pend", [key], [address]))
 
     @staticmethod
-    def _write_identity(table: ExtentTable, frames: Any, rows: ev.Rows, parents: list[bytes]) -> None:
+    def _write_identity(table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes]) -> None:
         fmt = table.fmt
         table.rows[frames, fmt.identity] = rows
         table.rows[frames, fmt.parent] = np.frombuffer(b"".join(parents), np.uint8).reshape(-1, 16)
@@ -366,7 +367,7 @@ class Performer:
             yield self.tables[number], [addresses[i].frame for i in where], where
 
 
-def _tail(words: tuple[int, ...]) -> ev.Rows:
+def _tail(words: tuple[int, ...]) -> Rows:
     """``info`` and what follows it up to the writers, absent writers zero, as bytes of a row."""
     return np.array(words + (0,) * (4 + SHARDS_MAX - len(words)), np.uint64).view(np.uint8)
 
@@ -383,13 +384,13 @@ def identity_sums(table: ExtentTable, frames: Any) -> list[int]:
     return [digest(data[i : i + width]) for i in range(0, len(data), width)]
 
 
-def snapshot(table: ExtentTable) -> ev.Snapshot:
+def snapshot(table: ExtentTable) -> Snapshot:
     """Copies of the columns that recovery and integrity look at."""
     rows = table.rows
 
     def column(where: slice) -> Any:
         return np.ascontiguousarray(rows[:, where]).view("S16").reshape(-1)
 
-    return ev.Snapshot(
+    return Snapshot(
         table.extent, table.words.copy(), column(slice(8, 24)), column(table.fmt.parent), column(slice(24, 40))
     )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.replica import KEY_BYTES, Address, FrameState
-from kvstore.state.events import Snapshot
+from kvstore.state.views import Snapshot
 
 
 @dataclass(slots=True)

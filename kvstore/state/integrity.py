@@ -11,18 +11,18 @@ import numpy as np
 
 from kvstore.model.replica import Address, FrameState
 from kvstore.state import closure
-from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState
+from kvstore.state.views import Snapshot
 
 SEALED = FrameState.SEALED
 
 
-def check(state: NodeState, snapshots: list[ev.Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
+def check(state: NodeState, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
     """All laws of DESIGN section 3 that concern one node's DRAM. ``snapshots`` and ``index`` as of this moment."""
     return [*_frames(state, snapshots), *_tables(state), *_closure(state, snapshots), *_index(snapshots, index)]
 
 
-def _frames(state: NodeState, snapshots: list[ev.Snapshot]) -> list[str]:
+def _frames(state: NodeState, snapshots: list[Snapshot]) -> list[str]:
     """Per extent: every frame in exactly one state, the free list holds the free ones, records say the same."""
     wrong: list[str] = []
     by_extent = {snapshot.extent: snapshot for snapshot in snapshots}
@@ -78,7 +78,7 @@ def _tables(state: NodeState) -> list[str]:
     return wrong
 
 
-def _closure(state: NodeState, snapshots: list[ev.Snapshot]) -> list[str]:
+def _closure(state: NodeState, snapshots: list[Snapshot]) -> list[str]:
     """Every sealed page's parent is sealed; children counts are true; exactly childless pages can be evicted."""
     wrong: list[str] = []
     links = closure.link(snapshots) if snapshots else None
@@ -106,7 +106,7 @@ def _closure(state: NodeState, snapshots: list[ev.Snapshot]) -> list[str]:
     return wrong
 
 
-def _index(snapshots: list[ev.Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
+def _index(snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
     """Every index entry names a sealed frame holding that key, and every sealed frame is in the index."""
     wrong: list[str] = []
     by_extent = {snapshot.extent: snapshot for snapshot in snapshots}

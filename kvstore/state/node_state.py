@@ -1,7 +1,7 @@
 """NodeState: everything a node decides about its DRAM frames. ``handle(event) -> [instruction]``; see ``events``.
 
 Three tables and a segment: which frames are free (``frames.Segment``), which pages are being written
-(``pending.PendingTable``), which are leased (``leases.LeaseTable``). Sealed pages are known by the index and the
+(``writing.Writing``), which are leased (``leases.LeaseTable``). Sealed pages are known by the index and the
 records alone, read through ``PageIndex`` and ``RecordView``: a million pages cost no Python objects here.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import Address, FrameState, Status
+from kvstore.model.replica import Address, Status
 from kvstore.state import events as ev
 from kvstore.state.frames import ClassPool, Segment
 from kvstore.state.leases import LeaseTable
-from kvstore.state.pending import Pending, PendingTable
+from kvstore.state.pending import PendingTable
 from kvstore.state.space import Space
+from kvstore.state.views import PageIndex, RecordView
+from kvstore.state.writing import Writing
 
-FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
-RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
 # Frames granted ahead of need, over all sessions, may take this share of a class; asking for what a put needs now
 # is not bounded by it.
 GRANTED_AHEAD_SHARE = 8
@@ -41,8 +41,8 @@ class NodeState:
     def __init__(
         self,
         segment: Segment,
-        index: ev.PageIndex,
-        records: ev.RecordView,
+        index: PageIndex,
+        records: RecordView,
         *,
         generation: int = 1,
         lease_ttl_ns_max: int = 3600 * 10**9,
@@ -51,17 +51,17 @@ class NodeState:
         self.segment = segment
         self.records = records
         self.sessions: dict[int, Session] = {}
-        self.pending = PendingTable()
         self.leases = LeaseTable()
         self.counters: Counter[str] = Counter()
         self.lease_ttl_ns_max = lease_ttl_ns_max
         self.sessions_max = sessions_max
         self.space = Space(segment, index, records, self.leases, self.counters, generation)
+        self.writing = Writing(self.space, self.counters, lease_ttl_ns_max)
         self._handlers: dict[type, Callable[[Any], list[ev.Instruction]]] = {
             ev.SealGranted: self._seal_granted,
             ev.Grant: self._grant,
             ev.Reserve: self._reserve,
-            ev.Seal: self._seal,
+            ev.Seal: self.writing.seal,
             ev.Revoke: self._revoke,
             ev.TakeLease: self._take_lease,
             ev.RenewLease: self._renew_lease,
@@ -106,10 +106,7 @@ class NodeState:
             return []
         out: list[ev.Instruction] = []
         self._free_granted(session, list(session.granted), out)
-        for page in list(self.pending.by_address.values()):
-            shards = [shard for shard, owner in page.writing.items() if owner == event.session]
-            if shards:
-                self._silence(page, shards, out)
+        self.writing.end_session(event.session, out)
         for name in self.leases.of_session(event.session):
             self._end_lease(name, out)
         self.counters["sessions_dead"] += 1
@@ -178,172 +175,29 @@ class NodeState:
             self.segment.extents[address.extent].pool.granted_ahead -= 1
         self.space.free(addresses, out)
 
-    # --- reserve, seal, revoke: keyed, by shards of a write group ---------------------------------------------------
+    # --- reserve, seal, revoke: see ``Writing`` ---------------------------------------------------------------------
+
+    @property
+    def pending(self) -> PendingTable:
+        """Reserved pages."""
+        return self.writing.pending
 
     def _reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
-        data = event.rows[:, :32].tobytes()
-        keys = [data[i : i + 16] for i in range(0, len(data), 32)]
-        parents = [event.parent, *keys[:-1]]
-        root = data[16:32]
-        statuses, addresses = [Status.NO_SPACE] * len(keys), [Address(0, 0, 0)] * len(keys)
-        new: list[int] = []
-        parent_ok = event.parent == root or self._holdable(event.parent, event.group)
-        absent = False
-        anchor = self.space.find(event.parent)
-        for i, key in enumerate(keys):
-            found = None if absent else self.space.find(key)
-            joined = self.pending.find(key, event.group) if found is None else None
-            if found is not None:
-                statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, found
-                continue
-            absent = True
-            if joined is not None and joined.shards == event.shards:
-                statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
-                joined.writing[event.shard] = event.session
-                out.append(ev.WriteWriter([joined.address], event.shard, event.session))
-            elif joined is not None or not parent_ok:
-                statuses[i], parent_ok = Status.NO_PARENT, False
-            else:
-                new.append(i)
         self.sessions.setdefault(event.session, Session())
-        until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
-        taken = self._take_held(event, len(new), anchor, out)
-        done = new[: len(taken)]
-        for i, address in zip(done, taken, strict=True):
-            statuses[i], addresses[i] = Status.OK, address
-            page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
-            page.writing[event.shard] = event.session
-            self._hold_parent(page)
-            self.pending.add(page)
-        if done:
-            rows = event.rows[done]
-            args = (event.session, event.group, event.shard, event.shards, until_ns)
-            out.append(ev.WriteReserved(taken, rows, [parents[i] for i in done], *args))
-        out.append(ev.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
-        return out
-
-    def _take_held(
-        self, event: ev.Reserve, count: int, anchor: Address | None, out: list[ev.Instruction]
-    ) -> list[Address]:
-        """Frames for a reservation; what it hangs on must not be evicted to make room for it."""
-        if not count:
-            return []
-        if anchor is not None:
-            self.space.hold(anchor)
-        taken = self.space.take(self.segment.pool(event.frame_class), count, out)
-        if anchor is not None:
-            self.space.unhold(anchor)
-        return taken
-
-    def _holdable(self, key: bytes, group: int) -> bool:
-        return self.space.find(key) is not None or self.pending.find(key, group) is not None
-
-    def _hold_parent(self, page: Pending) -> None:
-        parent = None if page.at_root else self.space.find(page.parent)
-        if parent is not None:
-            self.space.hold(parent)
-            page.holds_parent = True
-
-    def _unhold_parent(self, page: Pending) -> None:
-        if page.holds_parent:
-            parent = self.space.find(page.parent)
-            assert parent is not None  # held, so not evicted; a damaged parent dooms its pending children first
-            self.space.unhold(parent)
-            page.holds_parent = False
-
-    def _seal(self, event: ev.Seal) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
-        statuses: list[int] = []
-        for address in event.addresses:
-            page = self.pending.by_address.get(address)
-            if page is None or page.writing.get(event.shard) != event.session:
-                statuses.append(Status.STALE)
-                continue
-            del page.writing[event.shard]
-            if page.doomed:
-                self._settle(page, out)
-                statuses.append(Status.STALE)
-                continue
-            page.sealed_mask |= 1 << event.shard
-            if page.shards > 1:
-                out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
-            statuses.append(self._complete(page, out) if page.complete else Status.PARTIAL)
-        out.append(ev.Reply(statuses=statuses))
-        return out
-
-    def _complete(self, page: Pending, out: list[ev.Instruction]) -> Status:
-        """All shards are there: seal if the parent is sealed, drop the copy if another writer was first."""
-        if self.space.find(page.key) is not None:
-            self._doom([page], out)
-            return Status.PRESENT
-        parent = None if page.at_root else self.space.find(page.parent)
-        if parent is None and not page.at_root:
-            if self.pending.named(page.parent) is not None:
-                return Status.PARTIAL
-            self._doom([page], out)
-            return Status.NO_PARENT
-        self._unhold_parent(page)
-        self._forget(page, out)
-        self.space.seal(page.address, page.key, parent)
-        self.space.leaf(page.address)
-        out.append(ev.WriteSealed([page.address], [page.key]))
-        self.counters["pages_sealed"] += 1
-        for child in self.pending.children(page.key):
-            self._hold_parent(child)
-            if child.complete:
-                self._complete(child, out)
-        return Status.OK
+        return self.writing.reserve(event)
 
     def _revoke(self, event: ev.Revoke) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
         session = self.sessions.setdefault(event.session, Session())
-        granted = [address for address in event.addresses if address in session.granted]
-        self._free_granted(session, granted, out)
-        statuses: list[int] = []
-        for address in event.addresses:
-            page = self.pending.by_address.get(address)
-            shards = [s for s, owner in page.writing.items() if owner == event.session] if page is not None else []
-            if page is not None and shards:
-                self._silence(page, shards, out)
-            statuses.append(Status.OK if shards or address in granted else Status.STALE)
+        granted = set(event.addresses) & session.granted
+        self._free_granted(session, sorted(granted), out)
+        theirs = self.writing.revoke(event.session, event.addresses, out)
+        statuses = [
+            int(Status.OK if written or address in granted else Status.STALE)
+            for address, written in zip(event.addresses, theirs, strict=True)
+        ]
         out.append(ev.Reply(statuses=statuses))
         return out
-
-    def _silence(self, page: Pending, shards: list[int], out: list[ev.Instruction]) -> None:
-        """These shards will write no more and have not sealed: the page cannot become whole."""
-        for shard in shards:
-            del page.writing[shard]
-            if page.writing:
-                out.append(ev.WriteWriter([page.address], shard, 0))
-        self._doom([page], out)
-
-    def _doom(self, pages: list[Pending], out: list[ev.Instruction]) -> None:
-        for page in pages:
-            if not page.doomed:
-                self._unhold_parent(page)
-                self.pending.doom(page)
-                self._rename(page, out)
-                if page.writing:
-                    self.space.mark(page.address, QUARANTINED)
-                    out.append(ev.WriteState([page.address], QUARANTINED))
-                    self.counters["pages_quarantined"] += 1
-            self._settle(page, out)
-
-    def _settle(self, page: Pending, out: list[ev.Instruction]) -> None:
-        """A doomed page whose writers have all spoken or died gives its frame back."""
-        if page.doomed and not page.writing:
-            self.pending.remove(page)
-            self.space.free([page.address], out)
-
-    def _forget(self, page: Pending, out: list[ev.Instruction]) -> None:
-        self.pending.remove(page)
-        self._rename(page, out)
-
-    def _rename(self, page: Pending, out: list[ev.Instruction]) -> None:
-        """Readers look pending pages up by key: show them the next reservation of that key, or none."""
-        heir = self.pending.named(page.key)
-        out.append(ev.Unpend(page.key, heir.address if heir is not None else None))
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
@@ -386,10 +240,7 @@ class NodeState:
         if self.space.sealed(event.address):
             self.counters[f"damaged_{event.reason}"] += 1
             family = self.space.family(event.address, event.key)
-            for page in [p for key in family.values() for p in self.pending.children(key)]:
-                page.holds_parent = False  # its parent goes whatever it holds
-                self._doom([page], out)
-            held = [p.parent for p in self.pending.by_address.values() if p.holds_parent]
+            held = self.writing.drop_children(list(family.values()), out)
             self.space.drop(family, held, out)
             self.counters["pages_dropped"] += len(family)
         out.append(ev.Reply())
@@ -408,8 +259,7 @@ class NodeState:
         out: list[ev.Instruction] = []
         for name in self.leases.expired(event.now_ns):
             self._end_lease(name, out)
-        late = [p for p in self.pending.by_address.values() if p.until_ns <= event.now_ns and not p.doomed]
-        self._doom(late, out)
+        self.writing.expire(event.now_ns, out)
         lost = [number for number, session in self.sessions.items() if not session.connected]
         out += [ev.CheckSession(number) for number in lost[:CHECK_SESSIONS_PER_TICK]]
         return out

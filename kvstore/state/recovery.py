@@ -18,6 +18,7 @@ from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState, Session
 from kvstore.state.pending import Pending
+from kvstore.state.views import Snapshot
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -34,7 +35,7 @@ class ExtentFound:
     number: int
     position: int
     frame_class: FrameClass
-    snapshot: ev.Snapshot
+    snapshot: Snapshot
     infos: Words
     leases: Words
     groups: Words

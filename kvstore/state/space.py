@@ -17,6 +17,7 @@ from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
+from kvstore.state.views import PageIndex, RecordView
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING = FrameState.RETIRING
@@ -29,8 +30,8 @@ class Space:
     def __init__(
         self,
         segment: Segment,
-        index: ev.PageIndex,
-        records: ev.RecordView,
+        index: PageIndex,
+        records: RecordView,
         leases: LeaseTable,
         counters: Counter[str],
         generation: int,

@@ -180,7 +180,8 @@ class Worker(Process):
         """seed -> pages that were acknowledged as sealed."""
         acked: dict[int, int] = {}
         for event in self.events("put"):
-            acked[event["seed"]] = max(event["pages"], acked.get(event["seed"], 0))
+            if event["pages"]:
+                acked[event["seed"]] = max(event["pages"], acked.get(event["seed"], 0))
         return acked
 
 
@@ -193,6 +194,7 @@ class Machine:
         self.processes: list[Process] = []
         self.stores: list[Store] = []
         self._names: Counter[str] = Counter()
+        self._flags: dict[str, dict[str, str]] = {}
 
     def env(self, **extra: str) -> dict[str, str]:
         """Environment of a child: nothing of ours but where the nodes are."""
@@ -203,9 +205,10 @@ class Machine:
         """A node's folder."""
         return self.shm_dir / f"kvstore-{name}"
 
-    def spawn(self, name: str, *, dram: str = "64MiB", failpoint: str = "", **flags: str) -> Daemon:
-        """Start a daemon without waiting for it."""
-        command = [*CLI, "serve", "--name", name, "--dram", dram]
+    def spawn(self, name: str, *, failpoint: str = "", **flags: str) -> Daemon:
+        """Start a daemon without waiting for it, with the flags of the last one of that name where none are given."""
+        self._flags[name] = flags = flags or self._flags.get(name, {"dram": "64MiB"})
+        command = [*CLI, "serve", "--name", name]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", value]
         env = self.env(**({"KVSTORE_FAILPOINT": failpoint} if failpoint else {}))

@@ -1,0 +1,196 @@
+"""Rows that read: get in batches and one page at a time, zero-copy leases, two readers at once."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
+from kvstore.bench.processes import Peer
+from kvstore.bench.reading import MEMCPYS, VERBS, Batch, Reading
+from kvstore.bench.stage import Stage
+from kvstore.client.lease import Lease
+from kvstore.model.prefix import Keys
+
+STEPS = 192  # per round, at least: 64 of each variant
+STEPS_ONE_PAGE = 6000
+PHASE_S = 0.5  # two readers: one variant at a time, both processes at once
+LEAD_NS = 30_000_000  # between the message to start and the start
+
+
+def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """Batches of 32 pages into a warm buffer, keys given. A second line: chains of a node that has evicted a lot."""
+    lines = [_get(stage, name, bar, geometry, recycled=False)]
+    lines.append(_get(stage, f"{name}.recycled", None, geometry, recycled=True))
+    return lines
+
+
+def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: bool) -> Result:
+    stored = stage.stored(geometry, recycled=recycled)
+    reading = Reading(stored.store, stored.work)
+    reading.verify()
+    steps = _walk(stored.work.chains, stage.settings.quick)
+    seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
+    best = quickest(seconds, MEMCPYS)
+    chain_bytes = stored.work.chain_bytes
+    details = {
+        "batch_pages": stored.work.pages,
+        "page_bytes": stored.work.layout.page_bytes,
+        "walk_bytes": stored.work.total_bytes,
+        "runs_per_batch": reading.runs,
+        "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
+    }
+    return result(
+        name,
+        Kind.SPEED,
+        speeds(seconds["get"], chain_bytes),
+        speeds(seconds[best], chain_bytes),
+        bar=bar,
+        limit_is=f"memcpy, {best}",
+        details=details,
+    )
+
+
+def _walk(chains: int, quick: bool) -> list[int]:
+    """Chains in an order that no prefetcher knows, the whole pool as often as a round needs."""
+    random = np.random.default_rng(3)
+    passes = max(1, -(-(6 if quick else STEPS) // chains))
+    return [int(chain) for _ in range(passes) for chain in random.permutation(chains)]
+
+
+def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """One page per get, p50; every page of the pool is another step."""
+    stored = stage.stored(geometry)
+    reading = Reading(stored.store, stored.work)
+    per_chain, page_bytes = stored.work.pages, stored.work.layout.page_bytes
+    keys = [reading.keys(chain) for chain in range(stored.work.chains)]
+
+    def prepare(step: int) -> tuple[Batch, Keys]:
+        chain, page = divmod(step, per_chain)
+        batch = reading.batches[chain]
+        move = (reading.out.ctypes.data, batch.frames[page])
+        one = Batch(None, [move], [(reading.out[:1], _frame(batch, page, page_bytes))])
+        return one, keys[chain][page : page + 1]
+
+    def check(variant: str, value: object) -> None:
+        if variant == "get" and value != 1:
+            raise BenchFailed(f"get found {value} of 1 page")
+
+    pages = stored.work.chains * per_chain
+    count = min(pages, 300) if stage.settings.quick else max(pages, STEPS_ONE_PAGE)
+    random = np.random.default_rng(4)
+    steps = [int(page) for _ in range(-(-count // pages)) for page in random.permutation(pages)][:count]
+    seconds = alternate(reading.variants(), steps, stage.settings.rounds, prepare, check)
+    for step in steps[:64]:
+        given = prepare(step)
+        reading.out[0] = 0
+        check("get", reading.variants()["get"](given))
+        reading.content.check(reading.out[:1], given[1].hashes, name)
+    best = quickest(seconds, MEMCPYS)
+    return [
+        result(
+            name,
+            Kind.TIME,
+            medians(seconds["get"]),
+            medians(seconds[best]),
+            bar=bar,
+            limit_is=f"memcpy, {best}",
+            details={"page_bytes": page_bytes, "steps_per_round": len(steps)},
+        )
+    ]
+
+
+def _frame(batch: Batch, page: int, page_bytes: int) -> Any:
+    """One frame ``[1, page_bytes]`` as a view of the run it lies in."""
+    for _, run in batch.copies:
+        if page < len(run):
+            return run[page : page + 1]
+        page -= len(run)
+    raise AssertionError("every page lies in a run")
+
+
+def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """A zero-copy lease of 32 pages, every page touched, against copying them."""
+    stored = stage.stored(geometry)
+    reading = Reading(stored.store, stored.work)
+    cache, pages = reading.cache, stored.work.pages
+
+    def leased(given: tuple[Batch, Keys]) -> int:
+        touched = 0
+        with cache.lease(given[1]) as held:
+            for page in held.pages:
+                touched += int(page[0]) >= 0
+        return touched
+
+    def check(variant: str, value: object) -> None:
+        if variant == "lease" and value != pages:
+            raise BenchFailed(f"the lease holds {value} of {pages} pages")
+
+    for chain in range(stored.work.chains):
+        _check_views(reading, cache.lease(reading.keys(chain)), chain)
+    copies = reading.variants()
+    variants = {"lease": leased, **{limit: copies[limit] for limit in MEMCPYS}}
+    steps = _walk(stored.work.chains, stage.settings.quick)
+    seconds = alternate(variants, steps, stage.settings.rounds, reading.prepare, check)
+    best = quickest(seconds, MEMCPYS)
+    return [
+        result(
+            name,
+            Kind.GAIN,
+            medians(seconds["lease"]),
+            medians(seconds[best]),
+            bar=bar,
+            limit_is=f"memcpy, {best}",
+            details={"pages": pages, "page_bytes": stored.work.layout.page_bytes},
+        )
+    ]
+
+
+def _check_views(reading: Reading, lease: Lease, chain: int) -> None:
+    with lease as held:
+        for i, page in enumerate(held.pages):
+            reading.out[i] = page
+    reading.content.check(reading.out, reading.keys(chain).hashes, f"lease of chain {chain}")
+
+
+def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """Two processes that get, and two that copy, at the same time; the sums of their speeds."""
+    stored = stage.stored(geometry)
+    settings = stage.settings
+    rounds: dict[str, list[float]] = {variant: [] for variant in VERBS}
+    with ExitStack() as scene:
+        peers = [scene.enter_context(Peer(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
+        for peer in peers:
+            peer.send("locate", work=stored.work.to_json())
+        for peer in peers:
+            peer.answer()
+        read = partial(_both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
+        for turn in range(settings.rounds):
+            for i in range(len(VERBS)):
+                variant = VERBS[(i + turn) % len(VERBS)]
+                rounds[variant].append(read(variant))
+    best = max(MEMCPYS, key=lambda variant: float(np.median(rounds[variant])))
+    return [
+        result(
+            name,
+            Kind.SPEED,
+            rounds["get"],
+            rounds[best],
+            bar=bar,
+            limit_is=f"memcpy in two processes, {best}",
+            details={"page_bytes": stored.work.layout.page_bytes, "batch_pages": stored.work.pages},
+        )
+    ]
+
+
+def _both(peers: list[Peer], chains: int, duration_s: float, variant: str) -> float:
+    """The sum of both processes' speeds, bytes/s."""
+    start_ns = time.monotonic_ns() + LEAD_NS
+    for i, peer in enumerate(peers):  # half the pool apart, so that no one warms the cache for the other
+        peer.send("read", variant=variant, start_ns=start_ns, duration_s=duration_s, first=i * chains // 2)
+    answers = [peer.answer() for peer in peers]
+    return float(sum(answer["bytes"] / answer["seconds"] for answer in answers))

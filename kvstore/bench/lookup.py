@@ -1,0 +1,177 @@
+"""Rows about keys: making them, and finding the longest stored prefix."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+import kvstore
+from kvstore.bench.content import LAYOUTS, Work, tokens_of
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
+from kvstore.bench.processes import Peer
+from kvstore.bench.stage import Stage, settle
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.store import connect
+from kvstore.model.prefix import Keys
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.index import Index
+
+CHAIN_PAGES = 512
+CHAINS = 64
+STEPS_LOOKUP = 2000
+STEPS_KEYS = 60
+PROMPT_TOKENS = 128 * 1024
+
+Prompt = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[bytes]]
+
+
+class Lookups:
+    """Chains of 512 pages as they are asked for: wholly stored, by half, not at all; and the index itself."""
+
+    EXPECTED = {"full": CHAIN_PAGES, "half": CHAIN_PAGES // 2, "miss": 0, "lmdb": CHAIN_PAGES}
+
+    def __init__(self, cache: PrefixCache, index: Index, work: Work) -> None:
+        self._cache = cache
+        self._index = index
+        full = [work.tokens(chain) for chain in range(work.chains)]
+        middle = len(full[0]) // 2
+        other = [tokens_of(7, chain, middle) for chain in range(work.chains)]
+        pairs = list(zip(full, other, strict=True))
+        half = [np.concatenate([stored[:middle], strange]) for stored, strange in pairs]
+        miss = [np.concatenate([strange, stored[middle:]]) for stored, strange in pairs]
+        self._asked = {"full": full, "half": half, "miss": miss, "lmdb": full}
+
+    def prepare(self, chain: int) -> dict[str, Keys]:
+        """New keys for every variant."""
+        return {variant: self._cache.keys(tokens[chain]) for variant, tokens in self._asked.items()}
+
+    def full(self, given: dict[str, Keys]) -> int:
+        """Ours: everything is stored."""
+        return self._cache.lookup(given["full"]).pages
+
+    def half(self, given: dict[str, Keys]) -> int:
+        """Ours: the first half is stored."""
+        return self._cache.lookup(given["half"]).pages
+
+    def miss(self, given: dict[str, Keys]) -> int:
+        """Ours: nothing is stored."""
+        return self._cache.lookup(given["miss"]).pages
+
+    def lmdb(self, given: dict[str, Keys]) -> int:
+        """Limit: one get per key in one read transaction of the same environment."""
+        found = self._index.find_many(given["lmdb"].hashes)
+        return len(found) - found.count(None)
+
+    def check(self, variant: str, value: object) -> None:
+        """Raises BenchFailed where another number of pages was found than is stored."""
+        if value != self.EXPECTED[variant]:
+            raise BenchFailed(f"{variant}: found {value} of {self.EXPECTED[variant]} pages")
+
+
+def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
+    """Chains of 512 pages, keys given: wholly stored, stored by half, and absent, against 512 gets from LMDB."""
+    stage.clear()
+    settings = stage.settings
+    work = Work("4k", seed=6, chains=8 if settings.quick else CHAINS, pages=CHAIN_PAGES)
+    with ExitStack() as scene:
+        daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
+        with Peer(daemon.name, settings.shm_dir) as writer:
+            pages = writer.ask("write", work=work.to_json())["pages"]
+        if pages != work.chains * work.pages:
+            raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
+        store = scene.enter_context(connect(daemon.name))
+        settle(store)
+        lookups = Lookups(store.cache(work.layout), _index(scene, daemon.folder), work)
+        variants = {variant: getattr(lookups, variant) for variant in Lookups.EXPECTED}
+        steps = [chain % work.chains for chain in range(40 if settings.quick else STEPS_LOOKUP)]
+        seconds = alternate(variants, steps, settings.rounds, lookups.prepare, lookups.check)
+    limit = medians(seconds["lmdb"])
+    return [
+        result(
+            line,
+            Kind.TIME,
+            medians(seconds[variant]),
+            limit,
+            bar=bar,
+            limit_is="512 LMDB gets in one read transaction",
+            details={"pages_stored": pages, "pages_found": Lookups.EXPECTED[variant]},
+        )
+        for variant, line in (("full", name), ("half", f"{name}.half"), ("miss", f"{name}.miss"))
+    ]
+
+
+def _index(scene: ExitStack, folder: Path) -> Index:
+    """The node's own index, for plain gets in this process; closed with ``scene``."""
+    node = NodeFolder.at(folder)
+    header = Header.open(node)
+    if header is None:
+        raise BenchFailed(f"{node.name}: its header cannot be read")
+    scene.callback(header.close)
+    index = Index.open_reader(node, header.epoch)
+    if index is None:
+        raise BenchFailed(f"{node.name}: its index cannot be read")
+    scene.callback(index.close)
+    return index
+
+
+class Prompts:
+    """Prompts of 128k tokens, and for the limit the same cut into the bytes of their pages beforehand."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._expected = b""
+
+    def prepare(self, step: int) -> Prompt:
+        """A prompt as uint32, as int64, and as bytes page by page."""
+        tokens = tokens_of(8, step, PROMPT_TOKENS)
+        data, width = tokens.tobytes(), 4 * self._cache.layout.page_tokens
+        self._expected = self._cache.keys(tokens).hashes[-1]
+        return tokens, tokens.astype(np.int64), [data[i : i + width] for i in range(0, len(data), width)]
+
+    def keys(self, given: Prompt) -> bytes:
+        """Ours, from uint32."""
+        return self._cache.keys(given[0]).hashes[-1]
+
+    def int64(self, given: Prompt) -> bytes:
+        """Ours, from int64, which is what most tokenizers' arrays are."""
+        return self._cache.keys(given[1]).hashes[-1]
+
+    def hashing(self, given: Prompt) -> bytes:
+        """Limit: nothing but the chained hash."""
+        key, digest = self._cache.root, xxhash.xxh3_128_digest
+        for part in given[2]:
+            key = digest(key + part)
+        return key
+
+    def check(self, variant: str, value: object) -> None:
+        """Raises BenchFailed where two ways give two keys."""
+        if value != self._expected:
+            raise BenchFailed(f"{variant}: the last key differs")
+
+
+def keys(stage: Stage, name: str, bar: Bar) -> list[Result]:
+    """Keys of a prompt of 128k tokens in pages of 64, from an ndarray, against hashing its pages alone."""
+    settings = stage.settings
+    with kvstore.open(dram="16MiB", shm_dir=settings.shm_dir) as store:
+        prompts = Prompts(store.cache(LAYOUTS["4k"]))
+        variants = {variant: getattr(prompts, variant) for variant in ("keys", "int64", "hashing")}
+        steps = list(range(9 if settings.quick else STEPS_KEYS))
+        seconds = alternate(variants, steps, settings.rounds, prompts.prepare, prompts.check)
+    limit = medians(seconds["hashing"])
+    return [
+        result(
+            line,
+            Kind.TIME,
+            medians(seconds[variant]),
+            limit,
+            bar=bar if variant == "keys" else None,
+            limit_is="chained xxh3_128 over bytes that are cut already",
+            details={"tokens": PROMPT_TOKENS, "dtype": dtype},
+        )
+        for variant, line, dtype in (("keys", name, "uint32"), ("int64", f"{name}.int64", "int64"))
+    ]

@@ -1,0 +1,67 @@
+"""Row about memory: what a node keeps beside its pages, counted in the files and processes of a real one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvstore.bench.content import Work
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
+from kvstore.bench.processes import Peer
+from kvstore.bench.stage import Stage, settle
+from kvstore.client.store import connect
+
+PAGES = 1 << 20
+PAGES_QUICK = 1 << 13
+CHAIN_PAGES = 512
+TOKEN_BYTES = 4
+
+
+def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
+    """A million pages of 32 layers and 64 tokens: index, records without token ids, marks, and the daemon's own memory.
+
+    The last is what its private memory grew by while the pages came: decisions (free frames, eviction order,
+    generations) and whatever else it keeps. Index and tables are counted as memory in use, not as file lengths.
+    """
+    stage.clear()
+    settings = stage.settings
+    work = Work("4k", seed=9, chains=1, pages=CHAIN_PAGES)
+    room = settings.bounded((PAGES_QUICK if settings.quick else PAGES) * work.layout.page_bytes)
+    work = Work("4k", seed=9, chains=room // work.chain_bytes, pages=CHAIN_PAGES)
+    with ExitStack() as scene:
+        daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
+        before = daemon.memory_bytes()
+        with Peer(daemon.name, settings.shm_dir) as writer:
+            pages = int(writer.ask("write", work=work.to_json())["pages"])
+        if pages != work.chains * work.pages:
+            raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
+        store = scene.enter_context(connect(daemon.name))
+        settle(store)
+        after = daemon.memory_bytes()
+        files = _in_use(daemon.folder)
+    parts = {
+        "index": files["index"] / pages,
+        "records": files["records"] / pages - TOKEN_BYTES * work.layout.page_tokens,
+        "marks": files["marks"] / pages,
+        "policy_and_heap": (after["private"] - before["private"]) / pages,
+    }
+    details = {
+        "pages": pages,
+        "layers": work.layout.layers,
+        "bytes_per_page": {part: round(size, 1) for part, size in parts.items()},
+        "token_ids_bytes_per_page": TOKEN_BYTES * work.layout.page_tokens,
+        "daemon_memory_bytes": after,
+        "daemon_rss_without_shared_bytes": after["resident"] - after["shared"],
+    }
+    return [result(name, Kind.COUNT, [sum(parts.values())], bar=bar, details=details)]
+
+
+def _in_use(folder: Path) -> dict[str, int]:
+    """Bytes of memory that the node's tables and index take: of sparse files what is allocated."""
+    used = {"index": 0, "records": 0, "marks": 0}
+    for path in folder.rglob("*"):
+        kind = path.relative_to(folder).parts[0].partition("-")[0]
+        if kind in used and path.is_file():
+            used[kind] += os.stat(path).st_blocks * 512
+    return used

@@ -1,0 +1,209 @@
+"""Rows that write: put in batches and one page at a time, with free frames and into a full pool."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
+from kvstore.bench.stage import MIB, Settings, Stage
+from kvstore.client.store import Store, connect
+from kvstore.model.prefix import Keys
+
+BATCH_PAGES = 32
+STEPS_BATCH = 96  # per round, at most: 32 of each variant
+STEPS_ONE_PAGE = 1500
+SEED = 5
+
+LIMITS = ("memmove_per_page", "copy_whole")
+
+
+class SharedArea:
+    """Shared memory of the kind that nodes use, populated and mapped: where the limit of a put copies to.
+
+    Has no name, so that it goes with the process whatever happens. Ends with ``with``.
+    """
+
+    def __init__(self, shm_dir: Path, size_bytes: int) -> None:
+        fd, path = tempfile.mkstemp(prefix="kvstore-bench-", dir=shm_dir)
+        try:
+            os.unlink(path)
+            os.posix_fallocate(fd, 0, size_bytes)
+            self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(fd)
+        self.data: Rows = np.frombuffer(self._map, np.uint8)
+        self.data[:] = 1
+
+    def __enter__(self) -> SharedArea:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self.data
+        self._map.close()
+
+
+class Writing:
+    """Puts of new chains in one geometry, and the same bytes copied into an area of shared memory."""
+
+    def __init__(self, store: Store, geometry: str, pages: int, area: SharedArea) -> None:
+        self.store = store
+        self.layout = LAYOUTS[geometry]
+        self.cache = store.cache(self.layout)
+        self.pages = pages
+        self.content = Content(self.layout.page_bytes)
+        self.source = np.zeros((pages, self.layout.page_bytes), np.uint8)
+        step_bytes = pages * self.layout.page_bytes
+        places = len(area.data) // step_bytes
+        self._targets = area.data[: places * step_bytes].reshape(places, pages, self.layout.page_bytes)
+        self._chain = 0
+        self._last: Keys | None = None
+
+    def prepare(self, _: int) -> tuple[Keys, Rows]:
+        """New keys, their pages in ``source``, and the next place of the area."""
+        self._chain += 1
+        keys = self.cache.keys(tokens_of(SEED, self._chain, self.pages * self.layout.page_tokens))
+        self.content.fill(self.source, keys.hashes)
+        return keys, self._targets[self._chain % len(self._targets)]
+
+    def put(self, given: tuple[Keys, Rows]) -> int:
+        """Ours: returns when every page is sealed."""
+        self._last = given[0]
+        return self.cache.put(given[0], self.source)
+
+    def memmove_per_page(self, given: tuple[Keys, Rows]) -> None:
+        """Limit: one call per page."""
+        memmove, size = ctypes.memmove, self.layout.page_bytes
+        source, target = self.source.ctypes.data, given[1].ctypes.data
+        for offset in range(0, self.pages * size, size):
+            memmove(target + offset, source + offset, size)
+
+    def copy_whole(self, given: tuple[Keys, Rows]) -> None:
+        """Limit: all pages in one copy."""
+        given[1][:] = self.source
+
+    def check(self, variant: str, value: object) -> None:
+        """Raises BenchFailed where not every page was stored."""
+        if variant == "put" and value != self.pages:
+            raise BenchFailed(f"put stored {value} of {self.pages} new pages")
+
+    def verify(self) -> None:
+        """The pages of the last put, byte for byte."""
+        assert self._last is not None, "nothing was put"
+        out = np.zeros_like(self.source)
+        found = self.cache.get(self._last, out).pages
+        if found != self.pages:
+            raise BenchFailed(f"get found {found} of the {self.pages} pages just put")
+        self.content.check(out, self._last.hashes, "put")
+
+    def fill(self, pool_bytes: int) -> None:
+        """Put until the pool has been through every frame once."""
+        for _ in range(-(-pool_bytes // (self.pages * self.layout.page_bytes)) + 1):
+            self.check("put", self.put(self.prepare(0)))
+
+    def empty(self) -> None:
+        """Evict every page: all frames free, and warm."""
+        while self.store.evict(pages=1 << 20)["pages"]:
+            pass
+
+
+def put(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """Batches of 32 new pages. A second line: the pool is full, so that every put evicts as much as it stores."""
+    stage.clear()
+    with ExitStack() as scene:
+        writing, pool_bytes = _writing(stage, scene, geometry, BATCH_PAGES)
+        writing.fill(pool_bytes)
+        step_bytes = BATCH_PAGES * writing.layout.page_bytes
+        # A third of the steps puts. One batch stays free, for what is granted ahead.
+        fitting = 3 * (pool_bytes // step_bytes - 1)
+        steps = list(range(min(fitting, 6 if stage.settings.quick else STEPS_BATCH)))
+        lines = []
+        for full in (False, True):
+            if full:
+                writing.fill(pool_bytes)
+            seconds = alternate(
+                {"put": writing.put, **{limit: getattr(writing, limit) for limit in LIMITS}},
+                steps,
+                stage.settings.rounds,
+                writing.prepare,
+                writing.check,
+                before_round=(lambda: None) if full else writing.empty,
+            )
+            writing.verify()
+            best = quickest(seconds, LIMITS)
+            lines.append(
+                result(
+                    f"{name}.full" if full else name,
+                    Kind.SPEED,
+                    speeds(seconds["put"], step_bytes),
+                    speeds(seconds[best], step_bytes),
+                    bar=None if full else bar,
+                    limit_is=f"memcpy, {best}",
+                    details={
+                        "batch_pages": BATCH_PAGES,
+                        "page_bytes": writing.layout.page_bytes,
+                        "pool_bytes": pool_bytes,
+                        "frames": "full pool: every put evicts" if full else "free and warm",
+                        "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
+                    },
+                )
+            )
+    return lines
+
+
+def put_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """One new page, acknowledged, p50."""
+    stage.clear()
+    with ExitStack() as scene:
+        writing, pool_bytes = _writing(stage, scene, geometry, 1)
+        writing.fill(pool_bytes)
+        fitting = 3 * (pool_bytes // writing.layout.page_bytes - 64)
+        steps = list(range(min(fitting, 150 if stage.settings.quick else STEPS_ONE_PAGE)))
+        seconds = alternate(
+            {"put": writing.put, **{limit: getattr(writing, limit) for limit in LIMITS}},
+            steps,
+            stage.settings.rounds,
+            writing.prepare,
+            writing.check,
+            before_round=writing.empty,
+        )
+        writing.verify()
+    best = quickest(seconds, LIMITS)
+    details = {"page_bytes": writing.layout.page_bytes, "steps_per_round": len(steps)}
+    return [
+        result(
+            name,
+            Kind.TIME,
+            medians(seconds["put"]),
+            medians(seconds[best]),
+            bar=bar,
+            limit_is=f"memcpy, {best}",
+            details=details,
+        )
+    ]
+
+
+def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[Writing, int]:
+    """A node of its own for a row that writes, and how large its pool is."""
+    settings = stage.settings
+    pool_bytes, area_bytes = _sizes(settings)
+    daemon = stage.daemon(scene, pool_bytes)
+    area = scene.enter_context(SharedArea(settings.shm_dir, area_bytes))
+    store = scene.enter_context(connect(daemon.name))
+    return Writing(store, geometry, pages, area), pool_bytes
+
+
+def _sizes(settings: Settings) -> tuple[int, int]:
+    """Bytes of the pool and of the limit's area: together what a row walks over, at least two batches of 2 MiB."""
+    pool_bytes = max(settings.walk_bytes, 256 * MIB)
+    return pool_bytes, pool_bytes // 2

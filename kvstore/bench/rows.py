@@ -1,0 +1,79 @@
+"""Rows: what can be measured, by name, with the bar each has to reach; and the loop that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.bench import get, lookup, memory, put, restart
+from kvstore.bench.harness import Bar, Result
+from kvstore.bench.stage import Settings, Stage
+from kvstore.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: ``measure(stage, name, bar)`` gives its line, and lines named ``<name>.<what>`` for variants of it."""
+
+    name: str
+    about: str
+    bar: Bar
+    measure: Callable[[Stage, str, Bar], list[Result]]
+
+
+def _at_most(value: float) -> Bar:
+    return Bar(value, at_least=False)
+
+
+# In this order, so that rows over the same stored pages follow each other.
+_ROWS = (
+    Row("keys_128k", "keys of a 128k-token prompt / hashing alone", _at_most(3), lookup.keys),
+    Row("lookup_512", "lookup of a chain of 512 pages / 512 LMDB gets", _at_most(0.25), lookup.lookup),
+    Row("get_2m", "get, 32 pages of 2 MiB / memcpy", Bar(0.94), partial(get.get, geometry="2m")),
+    Row("lease_2m", "memcpy of 32 pages of 2 MiB / lease of them", Bar(20), partial(get.lease, geometry="2m")),
+    Row("two_readers", "two processes: get / memcpy, 2 MiB", Bar(0.85), partial(get.two_readers, geometry="2m")),
+    Row("get_256k", "get, 32 pages of 256 KiB / memcpy", Bar(0.90), partial(get.get, geometry="256k")),
+    Row("get_one_256k", "get of one page of 256 KiB / memcpy", _at_most(2), partial(get.get_one, geometry="256k")),
+    Row("get_64k", "get, 32 pages of 64 KiB / memcpy", Bar(0.75), partial(get.get, geometry="64k")),
+    Row("put_2m", "put, 32 pages of 2 MiB / memcpy", Bar(0.85), partial(put.put, geometry="2m")),
+    Row("put_256k", "put, 32 pages of 256 KiB / memcpy", Bar(0.75), partial(put.put, geometry="256k")),
+    Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(6), partial(put.put_one, geometry="256k")),
+    Row(
+        "memory_1m",
+        "bytes per page beside data and token ids",
+        Bar(400, at_least=False, of_ratio=False, unit="B"),
+        memory.memory,
+    ),
+    Row(
+        "restart_8g",
+        "kill -9 to serving again, under reads",
+        Bar(2, at_least=False, of_ratio=False, unit="s"),
+        restart.restart,
+    ),
+)
+ROWS = {row.name: row for row in _ROWS}
+
+
+def chosen(names: Sequence[str]) -> list[Row]:
+    """The rows of these names in the order they are best run; all where none is named.
+
+    Raises:
+        InvalidRequest: there is no row of that name.
+    """
+    for name in names:
+        if name not in ROWS:
+            raise InvalidRequest("names", f"there is no row {name!r}; --list shows them")
+    return [row for row in _ROWS if not names or row.name in names]
+
+
+def run(rows: Sequence[Row], settings: Settings, began: Callable[[Row], None] = lambda row: None) -> Iterator[Result]:
+    """Measure row by row; each line as soon as its row is done. Every process and node is gone at the end.
+
+    Raises:
+        BenchFailed: a row could not be measured, or read wrong bytes.
+    """
+    with Stage(settings) as stage:
+        for row in rows:
+            began(row)
+            yield from row.measure(stage, row.name, row.bar)

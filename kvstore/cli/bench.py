@@ -1,0 +1,78 @@
+"""``kvstore bench``: the store against the limits of this machine."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+import click
+
+from kvstore.bench.harness import Kind, Result, machine
+from kvstore.bench.rows import Row, chosen, run
+from kvstore.bench.stage import Settings
+from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table, speed_text
+
+QUICK_ROUNDS, ROUNDS = 1, 5
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--runs", type=click.IntRange(1, 1000), help=f"Rounds of every row.  [default: {ROUNDS}]")
+@click.option("--quick", is_flag=True, help="Little data, one round: shows that rows work; the numbers mean nothing.")
+@click.option("--list", "listing", is_flag=True, help="List the rows and their bars; measure nothing.")
+@json_option
+def bench(names: tuple[str, ...], runs: int | None, quick: bool, listing: bool, as_json: bool) -> None:
+    """Measure the rows NAMES, or all: this machine's limit and ours in turn, medians, their ratio.
+
+    Starts nodes of its own and removes them. A missed bar is a result, not a failure; wrong bytes are a failure.
+    """
+    rows = chosen(names)
+    if listing:
+        _list(rows, as_json)
+        return
+    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
+    settings = Settings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick)
+    facts = machine()
+    results = list(run(rows, settings, lambda row: click.echo(f"{row.name}: {row.about} ...", err=True)))
+    if as_json:
+        print_json({"machine": facts, "settings": settings, "rows": results})
+        return
+    if quick:
+        click.echo("quick: little data, few rounds; the numbers mean nothing")
+    print_table(
+        ("row", "limit", "ours", "ratio", "min..max", "bar", "met"),
+        [_line(result) for result in results],
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _list(rows: list[Row], as_json: bool) -> None:
+    if as_json:
+        print_json({"rows": [{"name": row.name, "about": row.about, "bar": row.bar.text} for row in rows]})
+    else:
+        print_table(("row", "bar", "what"), [(row.name, row.bar.text, row.about) for row in rows])
+
+
+def _line(result: Result) -> tuple[Any, ...]:
+    spread = "-"
+    if result.ratio_min is not None and result.ratio_max is not None:
+        spread = f"{result.ratio_min:.3g}..{result.ratio_max:.3g}"
+    return (
+        result.name,
+        "-" if result.limit is None else _value(result.kind, result.limit),
+        _value(result.kind, result.ours),
+        "-" if result.ratio is None else f"{result.ratio:.3g}",
+        spread,
+        result.bar or "-",
+        "-" if result.met is None else "yes" if result.met else "NO",
+    )
+
+
+def _value(kind: Kind, value: float) -> str:
+    if kind is Kind.SPEED:
+        return speed_text(value)
+    return bytes_text(value) if kind is Kind.COUNT else duration_text(value)

@@ -1,0 +1,57 @@
+"""Views: what a decision reads back of the pages at rest. The shell provides them; so does a test, in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import Address
+
+Rows = npt.NDArray[np.uint8]
+"""Identity rows ``[pages, 48 + 4 * page_tokens]``: key, root, extra, token ids, as a record keeps them."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One extent's records: ``words`` ``[frames]`` uint64, ``keys``, ``parents`` and ``roots`` ``[frames]`` S16."""
+
+    extent: int
+    words: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.bytes_]
+    parents: npt.NDArray[np.bytes_]
+    roots: npt.NDArray[np.bytes_]
+
+
+class PageIndex(Protocol):
+    """key -> address of the SEALED page, as of the last performed instruction."""
+
+    def find(self, key: bytes) -> Address | None:
+        """None where no sealed page has that key."""
+        ...
+
+
+class RecordView(Protocol):
+    """What the decision needs to read back of a SEALED frame's record and marks."""
+
+    def key(self, extent: int, frame: int) -> bytes:
+        """The page's key."""
+        ...
+
+    def parent(self, extent: int, frame: int) -> bytes:
+        """Key of the page before; the root for page 0."""
+        ...
+
+    def root(self, extent: int, frame: int) -> bytes:
+        """Root of the page's chain."""
+        ...
+
+    def last_use_ns(self, extent: int, frame: int) -> int:
+        """When a client last read or wrote the page (a hint)."""
+        ...
+
+    def snapshots(self) -> list[Snapshot]:
+        """All records at once, for the rare work that must see every page (recovery, damage)."""
+        ...

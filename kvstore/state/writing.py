@@ -1,0 +1,207 @@
+"""Writing: reservations under keys, by the shards of a write group; from reserve to seal or to a doomed frame's end.
+
+See ``pending`` for the life of a reserved page. The first seal of a key wins; a page is sealed once every shard has
+sealed and its parent is sealed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvstore.model.replica import Address, FrameState, Status
+from kvstore.state import events as ev
+from kvstore.state.pending import Pending, PendingTable
+from kvstore.state.space import Space
+
+QUARANTINED = FrameState.QUARANTINED
+
+
+class Writing:
+    """The reserved pages of a node. Part of ``NodeState``; every change leaves as instructions."""
+
+    def __init__(self, space: Space, counters: Counter[str], ttl_ns_max: int) -> None:
+        self.space = space
+        self.counters = counters
+        self.ttl_ns_max = ttl_ns_max
+        self.pending = PendingTable()
+
+    def reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
+        """See ``events.Reserve``."""
+        out: list[ev.Instruction] = []
+        data = event.rows[:, :32].tobytes()
+        keys = [data[i : i + 16] for i in range(0, len(data), 32)]
+        parents = [event.parent, *keys[:-1]]
+        root = data[16:32]
+        statuses, addresses = [Status.NO_SPACE] * len(keys), [Address(0, 0, 0)] * len(keys)
+        new: list[int] = []
+        parent_ok = event.parent == root or self._holdable(event.parent, event.group)
+        absent = False
+        anchor = self.space.find(event.parent)
+        for i, key in enumerate(keys):
+            found = None if absent else self.space.find(key)
+            joined = self.pending.find(key, event.group) if found is None else None
+            if found is not None:
+                statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, found
+                continue
+            absent = True
+            if joined is not None and joined.shards == event.shards:
+                statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
+                joined.writing[event.shard] = event.session
+                out.append(ev.WriteWriter([joined.address], event.shard, event.session))
+            elif joined is not None or not parent_ok:
+                statuses[i], parent_ok = Status.NO_PARENT, False
+            else:
+                new.append(i)
+        until_ns = event.now_ns + min(event.ttl_ns, self.ttl_ns_max)
+        taken = self._take_held(event, len(new), anchor, out)
+        done = new[: len(taken)]
+        for i, address in zip(done, taken, strict=True):
+            statuses[i], addresses[i] = Status.OK, address
+            page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
+            page.writing[event.shard] = event.session
+            self._hold_parent(page)
+            self.pending.add(page)
+        if done:
+            rows = event.rows[done]
+            args = (event.session, event.group, event.shard, event.shards, until_ns)
+            out.append(ev.WriteReserved(taken, rows, [parents[i] for i in done], *args))
+        out.append(ev.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
+        return out
+
+    def _take_held(
+        self, event: ev.Reserve, count: int, anchor: Address | None, out: list[ev.Instruction]
+    ) -> list[Address]:
+        """Frames for a reservation; what it hangs on must not be evicted to make room for it."""
+        if not count:
+            return []
+        if anchor is not None:
+            self.space.hold(anchor)
+        taken = self.space.take(self.space.segment.pool(event.frame_class), count, out)
+        if anchor is not None:
+            self.space.unhold(anchor)
+        return taken
+
+    def _holdable(self, key: bytes, group: int) -> bool:
+        return self.space.find(key) is not None or self.pending.find(key, group) is not None
+
+    def _hold_parent(self, page: Pending) -> None:
+        parent = None if page.at_root else self.space.find(page.parent)
+        if parent is not None:
+            self.space.hold(parent)
+            page.holds_parent = True
+
+    def _unhold_parent(self, page: Pending) -> None:
+        if page.holds_parent:
+            parent = self.space.find(page.parent)
+            assert parent is not None  # held, so not evicted; a damaged parent dooms its pending children first
+            self.space.unhold(parent)
+            page.holds_parent = False
+
+    def seal(self, event: ev.Seal) -> list[ev.Instruction]:
+        """See ``events.Seal``."""
+        out: list[ev.Instruction] = []
+        statuses: list[int] = []
+        for address in event.addresses:
+            page = self.pending.by_address.get(address)
+            if page is None or page.writing.get(event.shard) != event.session:
+                statuses.append(Status.STALE)
+                continue
+            del page.writing[event.shard]
+            if page.doomed:
+                self._settle(page, out)
+                statuses.append(Status.STALE)
+                continue
+            page.sealed_mask |= 1 << event.shard
+            if page.shards > 1:
+                out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
+            statuses.append(self._complete(page, out) if page.complete else Status.PARTIAL)
+        out.append(ev.Reply(statuses=statuses))
+        return out
+
+    def _complete(self, page: Pending, out: list[ev.Instruction]) -> Status:
+        """All shards are there: seal if the parent is sealed, drop the copy if another writer was first."""
+        if self.space.find(page.key) is not None:
+            self.doom([page], out)
+            return Status.PRESENT
+        parent = None if page.at_root else self.space.find(page.parent)
+        if parent is None and not page.at_root:
+            if self.pending.named(page.parent) is not None:
+                return Status.PARTIAL
+            self.doom([page], out)
+            return Status.NO_PARENT
+        self._unhold_parent(page)
+        self._forget(page, out)
+        self.space.seal(page.address, page.key, parent)
+        self.space.leaf(page.address)
+        out.append(ev.WriteSealed([page.address], [page.key]))
+        self.counters["pages_sealed"] += 1
+        for child in self.pending.children(page.key):
+            self._hold_parent(child)
+            if child.complete:
+                self._complete(child, out)
+        return Status.OK
+
+    def revoke(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> list[bool]:
+        """A session writes no more into these pages, unsealed; per address whether it was one of its writers."""
+        theirs = []
+        for address in addresses:
+            page = self.pending.by_address.get(address)
+            shards = [s for s, owner in page.writing.items() if owner == session] if page is not None else []
+            if page is not None and shards:
+                self._silence(page, shards, out)
+            theirs.append(bool(shards))
+        return theirs
+
+    def end_session(self, session: int, out: list[ev.Instruction]) -> None:
+        """A session's process is gone: it writes no more."""
+        for page in list(self.pending.by_address.values()):
+            shards = [shard for shard, owner in page.writing.items() if owner == session]
+            if shards:
+                self._silence(page, shards, out)
+
+    def expire(self, now_ns: int, out: list[ev.Instruction]) -> None:
+        """Reservations past their deadline: readers and other writers see them no more."""
+        self.doom([p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed], out)
+
+    def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[bytes]:
+        """Sealed pages of these keys go whatever hangs on them. Returns the keys that reservations still hang on."""
+        for page in [page for key in keys for page in self.pending.children(key)]:
+            page.holds_parent = False
+            self.doom([page], out)
+        return [page.parent for page in self.pending.by_address.values() if page.holds_parent]
+
+    def _silence(self, page: Pending, shards: list[int], out: list[ev.Instruction]) -> None:
+        """These shards will write no more and have not sealed: the page cannot become whole."""
+        for shard in shards:
+            del page.writing[shard]
+            if page.writing:
+                out.append(ev.WriteWriter([page.address], shard, 0))
+        self.doom([page], out)
+
+    def doom(self, pages: list[Pending], out: list[ev.Instruction]) -> None:
+        """These pages will never be sealed; their frames are free once nobody may write them any more."""
+        for page in pages:
+            if not page.doomed:
+                self._unhold_parent(page)
+                self.pending.doom(page)
+                self._rename(page, out)
+                if page.writing:
+                    self.space.mark(page.address, QUARANTINED)
+                    out.append(ev.WriteState([page.address], QUARANTINED))
+                    self.counters["pages_quarantined"] += 1
+            self._settle(page, out)
+
+    def _settle(self, page: Pending, out: list[ev.Instruction]) -> None:
+        """A doomed page whose writers have all spoken or died gives its frame back."""
+        if page.doomed and not page.writing:
+            self.pending.remove(page)
+            self.space.free([page.address], out)
+
+    def _forget(self, page: Pending, out: list[ev.Instruction]) -> None:
+        self.pending.remove(page)
+        self._rename(page, out)
+
+    def _rename(self, page: Pending, out: list[ev.Instruction]) -> None:
+        """Readers look pending pages up by key: show them the next reservation of that key, or none."""
+        heir = self.pending.named(page.key)
+        out.append(ev.Unpend(page.key, heir.address if heir is not None else None))

@@ -1,0 +1,458 @@
+"""MemoryShell: performs a node's instructions on plain arrays, and doubts every one of them.
+
+It is the node's performer and startup without files: records are numpy columns, the index a dict that is committed at
+the end of each decision. Work is cut into the stores a kill could fall between (``steps``), so that a test can stop
+after any number of them and go on with ``recovered``. On the way it asserts what each instruction promises about the
+frame it touches; what the clients of the store know better (who may still write, who holds a lease) comes in through
+``Watch``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, word_of
+from kvstore.state import closure, integrity, recovery
+from kvstore.state import events as ev
+from kvstore.state.views import Snapshot
+from kvstore.state.frames import Segment
+from kvstore.state.node_state import NodeState
+
+FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
+RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
+STATE = np.uint64(0xFF)
+
+
+class Watch(Protocol):
+    """What only the clients know for sure."""
+
+    def may_write(self, extent: int, frame: int) -> set[int]:
+        """Living sessions that might store into this frame at any moment."""
+        ...
+
+    def is_leased(self, extent: int, frame: int) -> bool:
+        """A living client was promised that this frame keeps its page, and the promise has not run out."""
+        ...
+
+
+class Nobody:
+    """A watch without clients."""
+
+    def may_write(self, extent: int, frame: int) -> set[int]:
+        """See ``Watch``."""
+        return set()
+
+    def is_leased(self, extent: int, frame: int) -> bool:
+        """See ``Watch``."""
+        return False
+
+
+class Table:
+    """Records and marks of one extent, as columns ``[frames]``."""
+
+    def __init__(self, number: int, position: int, frame_class: FrameClass, frames: int) -> None:
+        self.number = number
+        self.position = position
+        self.frame_class = frame_class
+        self.frames = frames
+        self.words = np.zeros(frames, np.uint64)
+        self.rows = np.zeros((frames, IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8)
+        self.parents = np.zeros((frames, 16), np.uint8)
+        self.infos = np.zeros(frames, np.uint64)
+        self.sums = np.zeros(frames, np.uint64)
+        self.leases = np.zeros(frames, np.uint64)
+        self.groups = np.zeros(frames, np.uint64)
+        self.tails = np.zeros((frames, max(SHARDS_MAX, frame_class.layers // 2 + 1)), np.uint64)  # writers or checksums
+        self.last_use = np.zeros(frames, np.uint64)
+
+    def state(self, frame: int) -> FrameState:
+        """What the record's word says."""
+        return FrameState(int(self.words[frame]) & 0xFF)
+
+    def generation(self, frame: int) -> int:
+        """What the record's word says."""
+        return int(self.words[frame]) >> 8
+
+    def sum_of(self, frame: int) -> int:
+        """The identity sum the record should have."""
+        return xxhash.xxh3_64_intdigest(self.rows[frame].tobytes() + self.parents[frame].tobytes())
+
+    def snapshot(self) -> Snapshot:
+        """As the state reads it."""
+
+        def column(values: Any) -> Any:
+            return np.ascontiguousarray(values).view("S16").reshape(-1)
+
+        keys, roots = column(self.rows[:, :16]), column(self.rows[:, 16:32])
+        return Snapshot(self.number, self.words.copy(), keys, column(self.parents.copy()), roots)
+
+
+class MemoryShell:
+    """Performs. What survives a kill of the daemon is all in here, except ``ops`` (the transaction not committed)."""
+
+    def __init__(self, extent_bytes: int, positions: int, watch: Watch | None = None) -> None:
+        self.extent_bytes = extent_bytes
+        self.positions = positions
+        self.watch: Watch = watch if watch is not None else Nobody()
+        self.now_ns = 0
+        self.tables: dict[int, Table] = {}
+        self.index: dict[bytes, Address] = {}
+        self.pend: dict[bytes, Address] = {}
+        self.next_extent = 1
+        self.ops: list[tuple[str, bytes, Address | None]] = []
+        self.to_check: list[int] = []
+        self.reply: ev.Reply | None = None
+        self.verbs: dict[type, Callable[[Any], Iterator[None]]] = {
+            ev.Carve: self._carve,
+            ev.Drop: self._drop,
+            ev.WriteGranted: self._write_granted,
+            ev.WriteReserved: self._write_reserved,
+            ev.WriteWriter: self._write_writer,
+            ev.WriteSealed: self._write_sealed,
+            ev.WriteShards: self._write_shards,
+            ev.WriteState: self._write_state,
+            ev.Unindex: self._unindex,
+            ev.Unpend: self._unpend,
+            ev.WriteLease: self._write_lease,
+            ev.WriteStamp: self._write_stamp,
+            ev.Move: self._move,
+            ev.CheckSession: self._check_session,
+            ev.Reply: self._reply,
+        }
+
+    # --- reading back: PageIndex and RecordView ---------------------------------------------------------------------
+
+    def find(self, key: bytes) -> Address | None:
+        """See ``PageIndex``."""
+        return self.index.get(key)
+
+    def key(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, :16].tobytes()
+
+    def root(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 16:32].tobytes()
+
+    def parent(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].parents[frame].tobytes()
+
+    def last_use_ns(self, extent: int, frame: int) -> int:
+        """See ``RecordView``."""
+        return min(int(self.tables[extent].last_use[frame]), self.now_ns)
+
+    def snapshots(self) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return [table.snapshot() for table in self.tables.values()]
+
+    def is_sealed(self, address: Address) -> bool:
+        """The record says so."""
+        table = self.tables.get(address.extent)
+        return table is not None and int(table.words[address.frame]) == word_of(address.generation, SEALED)
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def perform(self, instructions: list[ev.Instruction], steps: int | None = None) -> ev.Reply | None:
+        """One decision; with ``steps``, only that many stores of it (a kill): no reply, no commit unless it came."""
+        self.ops, self.reply = [], None
+        done = 0
+        for _ in self.stores(instructions):
+            done += 1
+            if steps is not None and done > steps:
+                self.ops, self.reply = [], None
+                return None
+        return self.reply
+
+    def stores(self, instructions: list[ev.Instruction]) -> Iterator[None]:
+        """Yields before each store; the last one is the commit of the index."""
+        for instruction in instructions:
+            yield from self.verbs[type(instruction)](instruction)
+        yield
+        for verb, key, address in self.ops:
+            if verb == "put":
+                assert address is not None
+                self.index[key] = address
+            elif verb == "delete":
+                self.index.pop(key, None)
+            elif verb == "pend":
+                assert address is not None
+                self.pend[key] = address
+            else:
+                self.pend.pop(key, None)
+        self.ops = []
+
+    @staticmethod
+    def count_stores(instructions: list[ev.Instruction]) -> int:
+        """About how many steps ``perform`` takes: what a kill point is drawn from."""
+        return 1 + sum(1 + 2 * len(getattr(instruction, "addresses", ())) for instruction in instructions)
+
+    def _put_word(self, address: Address, state: FrameState) -> None:
+        self.tables[address.extent].words[address.frame] = word_of(address.generation, state)
+
+    def _must_be(self, address: Address, *states: FrameState) -> None:
+        """The record has this very generation, and one of these states."""
+        table = self.tables[address.extent]
+        assert table.generation(address.frame) == address.generation, f"{address} is not what the record says"
+        assert table.state(address.frame) in states, f"{address} is {table.state(address.frame).name}, not {states}"
+
+    def _must_be_newer(self, address: Address) -> None:
+        """Every generation a frame gets is greater than those it had."""
+        assert self.tables[address.extent].generation(address.frame) < address.generation, f"{address} is not new"
+
+    def _by_extent(self, addresses: list[Address]) -> Iterator[tuple[Table, list[int]]]:
+        """(table, places in ``addresses``): a batch is written extent by extent."""
+        places: dict[int, list[int]] = defaultdict(list)
+        for i, address in enumerate(addresses):
+            places[address.extent].append(i)
+        for number, where in places.items():
+            yield self.tables[number], where
+
+    def _carve(self, instruction: ev.Carve) -> Iterator[None]:
+        number, position = instruction.extent, instruction.position
+        assert number >= self.next_extent, "an extent number is used twice"
+        assert 0 <= position < self.positions
+        assert position not in {table.position for table in self.tables.values()}, "two extents in one position"
+        assert instruction.frames * instruction.frame_class.frame_bytes <= self.extent_bytes
+        yield
+        self.next_extent = number + 1
+        yield
+        self.tables[number] = Table(number, position, instruction.frame_class, instruction.frames)
+
+    def _drop(self, instruction: ev.Drop) -> Iterator[None]:
+        yield
+        table = self.tables.pop(instruction.extent)
+        assert all(table.state(frame) == FREE for frame in range(table.frames)), "an extent in use is dropped"
+
+    def _granting(self, addresses: list[Address], session: int) -> None:
+        """These frames are about to be given to ``session``: nobody else may be able to store into them."""
+        for address in addresses:
+            self._must_be_newer(address)
+            extent, frame, _ = address
+            assert self.tables[extent].state(frame) == FREE, f"{address} is granted while in use"
+            others = self.watch.may_write(extent, frame) - {session}
+            assert not others, f"{address} is granted to {session} while {others} may write into it"
+            assert not self.watch.is_leased(extent, frame), f"{address} is granted under somebody's lease"
+
+    def _write_granted(self, instruction: ev.WriteGranted) -> Iterator[None]:
+        self._granting(instruction.addresses, instruction.session)
+        for table, places in self._by_extent(instruction.addresses):
+            frames = [instruction.addresses[i].frame for i in places]
+            yield
+            table.rows[frames, :16] = 0
+            table.infos[frames], table.leases[frames], table.groups[frames], table.tails[frames] = 0, 0, 0, 0
+            table.tails[frames, 0] = instruction.session
+            for i in places:
+                yield
+                self._put_word(instruction.addresses[i], RESERVED)
+
+    def _write_identity(self, table: Table, frames: list[int], rows: Any, parents: list[bytes]) -> None:
+        table.rows[frames] = rows
+        table.parents[frames] = np.frombuffer(b"".join(parents), np.uint8).reshape(-1, 16)
+        for frame in frames:
+            table.sums[frame] = table.sum_of(frame)
+
+    def _write_reserved(self, instruction: ev.WriteReserved) -> Iterator[None]:
+        self._granting(instruction.addresses, instruction.session)
+        for table, places in self._by_extent(instruction.addresses):
+            frames = [instruction.addresses[i].frame for i in places]
+            yield
+            self._write_identity(table, frames, instruction.rows[places], [instruction.parents[i] for i in places])
+            table.infos[frames] = instruction.shards << 32
+            table.leases[frames], table.groups[frames] = instruction.until_ns, instruction.group
+            table.tails[frames] = 0
+            table.tails[frames, instruction.shard] = instruction.session
+            for i in places:
+                yield
+                self._put_word(instruction.addresses[i], RESERVED)
+        for row, address in zip(instruction.rows, instruction.addresses, strict=True):
+            if row[:16].tobytes() not in self.pend:
+                self.ops.append(("pend", row[:16].tobytes(), address))
+
+    def _write_writer(self, instruction: ev.WriteWriter) -> Iterator[None]:
+        for address in instruction.addresses:
+            self._must_be(address, RESERVED, QUARANTINED)
+            yield
+            self.tables[address.extent].tails[address.frame, instruction.shard] = instruction.session
+
+    def _write_sealed(self, instruction: ev.WriteSealed) -> Iterator[None]:
+        addresses = instruction.addresses
+        assert len(instruction.keys) == len(addresses) == len(set(addresses)) == len(set(instruction.keys))
+        for address in addresses:
+            self._must_be(address, RESERVED)
+            writers = self.watch.may_write(address.extent, address.frame)
+            assert not writers, f"{address} is sealed while {writers} may write into it"
+        for table, places in self._by_extent(addresses):
+            frames = [addresses[i].frame for i in places]
+            yield
+            if instruction.rows is not None:
+                assert instruction.parents is not None
+                parents = [instruction.parents[i] for i in places]
+                self._write_identity(table, frames, instruction.rows[places], parents)
+                yield
+            if instruction.checksums is not None:
+                sums = np.zeros((len(frames), 2 * table.tails.shape[1]), np.uint32)
+                sums[:, : instruction.checksums.shape[1]] = instruction.checksums[places]
+                table.tails[frames] = sums.view(np.uint64)
+                yield
+            table.infos[frames] = 1 << 32
+            table.leases[frames] = 0
+            for i in places:
+                assert table.rows[addresses[i].frame, :16].tobytes() == instruction.keys[i]
+                yield
+                self._put_word(addresses[i], SEALED)
+        self.ops += [("put", key, address) for key, address in zip(instruction.keys, addresses, strict=True)]
+
+    def _write_shards(self, instruction: ev.WriteShards) -> Iterator[None]:
+        self._must_be(instruction.address, RESERVED)
+        yield
+        info = instruction.shards << 32 | instruction.mask << 40
+        self.tables[instruction.address.extent].infos[instruction.address.frame] = info
+
+    def _write_state(self, instruction: ev.WriteState) -> Iterator[None]:
+        state = instruction.state
+        assert state in (FREE, RETIRING, QUARANTINED)
+        assert len(set(instruction.addresses)) == len(instruction.addresses)
+        for table, places in self._by_extent(instruction.addresses):
+            for i in places:
+                address = instruction.addresses[i]
+                self._check_change(table, address, state)
+                yield
+                self._put_word(address, state)
+
+    def _check_change(self, table: Table, address: Address, state: FrameState) -> None:
+        extent, frame, _ = address
+        if state == QUARANTINED:
+            self._must_be(address, RESERVED)
+            return
+        before = table.state(frame)
+        self._must_be_newer(address)
+        if state == RETIRING:
+            assert before == SEALED, f"{address} retires from {before.name}"
+            return
+        assert before != FREE, f"{address} is freed twice"
+        assert not self.watch.is_leased(extent, frame), f"{address} is freed under somebody's lease"
+        writers = self.watch.may_write(extent, frame)
+        assert not writers, f"{address} is freed while {writers} may write into it"
+
+    def _unindex(self, instruction: ev.Unindex) -> Iterator[None]:
+        yield
+        self.ops += [("delete", key, None) for key in instruction.keys]
+
+    def _unpend(self, instruction: ev.Unpend) -> Iterator[None]:
+        yield
+        self.ops.append(("unpend" if instruction.heir is None else "pend", instruction.key, instruction.heir))
+
+    def _write_lease(self, instruction: ev.WriteLease) -> Iterator[None]:
+        for address, until_ns in zip(instruction.addresses, instruction.until_ns, strict=True):
+            table = self.tables[address.extent]
+            assert table.state(address.frame) in (SEALED, RETIRING), f"{address} is leased, yet holds no page"
+            yield
+            table.leases[address.frame] = until_ns
+
+    def _write_stamp(self, instruction: ev.WriteStamp) -> Iterator[None]:
+        self._must_be(instruction.address, SEALED)
+        yield
+
+    def _move(self, instruction: ev.Move) -> Iterator[None]:
+        source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
+        old, new = instruction.source.frame, instruction.target.frame
+        self._must_be(instruction.source, SEALED)
+        self._must_be_newer(instruction.target)
+        assert instruction.freed[:2] == instruction.source[:2]
+        assert instruction.freed.generation > instruction.source.generation
+        assert target.state(new) == FREE
+        assert self.key(*instruction.source[:2]) == instruction.key
+        for address in (instruction.source, instruction.target):
+            assert not self.watch.may_write(*address[:2]), f"{address} takes part in a move while it may be written"
+            assert not self.watch.is_leased(*address[:2]), f"{address} moves under somebody's lease"
+        yield
+        for column in ("rows", "parents", "infos", "sums", "leases", "groups", "tails", "last_use"):
+            getattr(target, column)[new] = getattr(source, column)[old]
+        yield
+        self._put_word(instruction.target, SEALED)
+        self.ops.append(("put", instruction.key, instruction.target))
+        yield
+        self._put_word(instruction.freed, FREE)
+
+    def _check_session(self, instruction: ev.CheckSession) -> Iterator[None]:
+        yield
+        self.to_check.append(instruction.session)
+
+    def _reply(self, instruction: ev.Reply) -> Iterator[None]:
+        assert self.reply is None, "two replies to one event"
+        self.reply = instruction
+        return
+        yield
+
+    # --- starting again ---------------------------------------------------------------------------------------------
+
+    def state(self, **options: Any) -> NodeState:
+        """A fresh state over an empty segment."""
+        return NodeState(Segment(self.extent_bytes, self.positions), self, self, **options)
+
+    def found(self) -> list[recovery.ExtentFound]:
+        """What the daemon sees of the tables when it starts."""
+        return [
+            recovery.ExtentFound(
+                table.number,
+                table.position,
+                table.frame_class,
+                table.snapshot(),
+                table.infos.copy(),
+                table.leases.copy(),
+                table.groups.copy(),
+                table.tails[:, :SHARDS_MAX].copy(),
+                np.array([table.sum_of(frame) == int(table.sums[frame]) for frame in range(table.frames)]),
+            )
+            for table in self.tables.values()
+        ]
+
+    def recovered(self, state: NodeState, now_ns: int, steps: int | None = None) -> NodeState | None:
+        """Fill a fresh ``state`` as the daemon does when it starts; None where it was killed again (``steps``)."""
+        self.now_ns = now_ns
+        self.to_check = []
+        instructions = recovery.recover(state, self.found(), self.next_extent, now_ns)
+        self.perform(instructions, steps)
+        if steps is not None and steps < self.count_stores(instructions):
+            return None
+        links = closure.link(self.snapshots())
+        keep = np.flatnonzero(~links.duplicate).tolist()
+        self.index = {links.key(i): links.address(i) for i in keep}
+        self.pend = {}
+        for number, table in self.tables.items():
+            for frame in range(table.frames):
+                key = self.key(number, frame)
+                if table.state(frame) == RESERVED and any(key):
+                    address = Address(number, frame, table.generation(frame))
+                    if key not in self.pend or address.generation < self.pend[key].generation:
+                        self.pend[key] = address
+        recovery.settle(state)
+        return state
+
+    # --- laws -------------------------------------------------------------------------------------------------------
+
+    def check(self, state: NodeState) -> list[str]:
+        """``integrity.check``, and what it does not know: what readers are shown of pending pages."""
+        wrong = integrity.check(state, self.snapshots(), self.index.items())
+        live = [page for page in state.pending.by_address.values() if not page.doomed]
+        for key, address in self.pend.items():
+            page = state.pending.by_address.get(address)
+            if page is None or page.doomed or page.key != key:
+                wrong.append(f"pending {key.hex()}: {address} is no live reservation of it")
+        wrong += [f"pending {p.key.hex()}: readers are not shown it" for p in live if p.key not in self.pend]
+        wrong += [
+            f"pending {page.key.hex()}: its parent is sealed and not held"
+            for page in live
+            if not page.at_root and not page.holds_parent and state.space.find(page.parent) is not None
+        ]
+        capacity = self.positions * self.extent_bytes
+        used = sum(table.frames * table.frame_class.frame_bytes for table in self.tables.values())
+        if used > capacity:
+            wrong.append(f"{used} bytes are carved out of {capacity}")
+        return wrong
