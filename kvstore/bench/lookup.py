@@ -27,13 +27,14 @@ STEPS_LOOKUP = 2000
 STEPS_KEYS = 60
 PROMPT_TOKENS = 128 * 1024
 
+# variant -> pages it finds
+EXPECTED = {"full": CHAIN_PAGES, "half": CHAIN_PAGES // 2, "miss": 0, "lmdb": CHAIN_PAGES}
+
 Prompt = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[bytes]]
 
 
 class Lookups:
     """Chains of 512 pages as they are asked for: wholly stored, by half, not at all; and the index itself."""
-
-    EXPECTED = {"full": CHAIN_PAGES, "half": CHAIN_PAGES // 2, "miss": 0, "lmdb": CHAIN_PAGES}
 
     def __init__(self, cache: PrefixCache, index: Index, work: Work) -> None:
         self._cache = cache
@@ -69,8 +70,8 @@ class Lookups:
 
     def check(self, variant: str, value: object) -> None:
         """Raises BenchFailed where another number of pages was found than is stored."""
-        if value != self.EXPECTED[variant]:
-            raise BenchFailed(f"{variant}: found {value} of {self.EXPECTED[variant]} pages")
+        if value != EXPECTED[variant]:
+            raise BenchFailed(f"{variant}: found {value} of {EXPECTED[variant]} pages")
 
 
 def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
@@ -87,7 +88,7 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
         store = scene.enter_context(connect(daemon.name))
         settle(store)
         lookups = Lookups(store.cache(work.layout), _index(scene, daemon.folder), work)
-        variants = {variant: getattr(lookups, variant) for variant in Lookups.EXPECTED}
+        variants = {variant: getattr(lookups, variant) for variant in EXPECTED}
         steps = [chain % work.chains for chain in range(40 if settings.quick else STEPS_LOOKUP)]
         seconds = alternate(variants, steps, settings.rounds, lookups.prepare, lookups.check)
     limit = medians(seconds["lmdb"])
@@ -99,7 +100,7 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
             limit,
             bar=bar,
             limit_is="512 LMDB gets in one read transaction",
-            details={"pages_stored": pages, "pages_found": Lookups.EXPECTED[variant]},
+            details={"pages_stored": pages, "pages_found": EXPECTED[variant]},
         )
         for variant, line in (("full", name), ("half", f"{name}.half"), ("miss", f"{name}.miss"))
     ]

@@ -71,7 +71,7 @@ class Served:
         cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
         out = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
         random = np.random.default_rng(len(work))
-        answer = {"reads": 0, "pages_missed": 0, "errors": 0, "longest_s": 0.0, "said": ""}
+        answer: dict[str, Any] = {"reads": 0, "pages_missed": 0, "errors": 0, "longest_s": 0.0, "said": ""}
         while not select.select([sys.stdin], [], [], 0)[0]:
             keys = job.keys(cache, int(random.integers(job.chains)))
             before = time.perf_counter()

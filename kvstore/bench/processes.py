@@ -1,4 +1,4 @@
-"""Processes: the node daemon and the writer or reader that a benchmark starts. Ended by their own pid, whatever happens."""
+"""Processes: the node daemon and the writers and readers that a benchmark starts, each ended by its own pid."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class Daemon:
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 env=environment(self._shm_dir),
+                start_new_session=True,  # Ctrl-C is ours to act on
             )
             if not _line(self._process, READY_S):
                 took = time.monotonic() - began
@@ -136,6 +137,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(shm_dir),
+            start_new_session=True,
         )
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -50,7 +51,8 @@ class SharedArea:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del self.data
-        self._map.close()
+        with contextlib.suppress(BufferError):  # it is unmapped with the last array that looks into it
+            self._map.close()
 
 
 class Writing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 from kvstore.errors import Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState
@@ -12,6 +13,8 @@ from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, pack_addresses, pa
 
 AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20
+IDLE_S = 2.0  # frames that nobody took for so long are given back
+AHEAD_PUTS = 8  # so many puts like the last one are asked for at once
 
 _RESERVED = int(FrameState.RESERVED)
 
@@ -20,8 +23,9 @@ class GrantPool:
     """RESERVED frames without a key, ours to write into. Threads may share it.
 
     Life of a frame here: granted -> ``take`` (its taker writes a page into it) -> sealed, or handed back with ``add``
-    where the page was already stored. Two ends of what is left: ``Channel.close``, or the death of this process; the
-    node takes the frames back. What may be in doubt after a lost connection is never written again: ``forfeit``.
+    where the page was already stored. What is left goes back to the node when nobody took a frame for ``IDLE_S``, at
+    ``Channel.close``, or by the death of this process. What may be in doubt after a lost connection is never written
+    again: ``forfeit``.
     """
 
     def __init__(self, frame_class: FrameClass, channel: Channel) -> None:
@@ -32,6 +36,8 @@ class GrantPool:
         self._lock = threading.Lock()
         self._frames: list[Address] = []  # ascending
         self._forfeited: list[Address] = []
+        self._used_s = 0.0  # when frames were last taken
+        self._timer: threading.Timer | None = None
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -39,6 +45,7 @@ class GrantPool:
     def take(self, count: int) -> list[Address]:
         """Up to ``count`` frames, ascending; consecutive ones where there are enough."""
         with self._lock:
+            self._used_s = time.monotonic()
             frames = self._frames
             start = _consecutive(frames, count) if 1 < count < len(frames) else 0
             taken = frames[start : start + count]
@@ -54,11 +61,29 @@ class GrantPool:
             self._frames.sort()
             spare = self._frames[self.ahead_max :]
             del self._frames[self.ahead_max :]
+            if self._timer is None and self._frames:
+                self._watch()
         self.forfeit(spare)
 
+    def _watch(self) -> None:
+        """One timer while there are frames: a client that stopped writing must not keep them from others."""
+        self._timer = threading.Timer(IDLE_S, self._idle)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _idle(self) -> None:
+        with self._lock:
+            self._timer, idle = None, []
+            if time.monotonic() - self._used_s >= IDLE_S:
+                idle, self._frames = self._frames, []
+            elif self._frames:
+                self._watch()
+        self.forfeit(idle)
+
     def wanted(self, used: int) -> int:
-        """How many frames to ask for, so that a put like the last one finds what it needs."""
-        return max(0, min(self.ahead_max, used) - len(self._frames))
+        """How many frames to ask for: none while another put like the last one finds what it needs."""
+        left = len(self._frames)
+        return 0 if left >= used else max(0, min(self.ahead_max, AHEAD_PUTS * used) - left)
 
     def ask(self, count: int, before: bytes) -> PendingReply:
         """Request up to ``count`` frames for what follows the page of key ``before``; ``granted`` reads the reply.

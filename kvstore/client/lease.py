@@ -11,6 +11,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import failpoint
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import Match
 from kvstore.client.proof import ABSENT, GENERATION, Run, prove
@@ -67,6 +68,8 @@ class Lease:
         if mapped is not None and runs:
             self._mapped = mapped
             held = self._take(mapped, runs)
+            if failpoint.ACTIVE:
+                failpoint.hit("client.leased")
             try:
                 runs, reason = _still(runs, held, reason)
             except BaseException:

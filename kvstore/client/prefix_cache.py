@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import failpoint
 from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.lease import Lease
 from kvstore.client.local import LocalNode, Mapped
@@ -137,8 +138,10 @@ class PrefixCache:
         pages, reason = 0, ""
         for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
-            if target is None:
+            if target is None or out is None:  # what is found the second time may be more
                 target = np.empty((proven, self.page_bytes), np.uint8)
+            if failpoint.ACTIVE:
+                failpoint.hit("client.reading")
             pages, changed = _copy(runs, target, now_ns)
             if self._verify if verify is None else verify:
                 pages, reason = self._verified(mapped, runs, target, pages, reason)
@@ -146,8 +149,6 @@ class PrefixCache:
                 reason = GENERATION
             if reason != GENERATION:
                 break
-            if out is None:
-                target = None
         if reason:
             node.missed(reason)
         data = target[:pages] if out is None and target is not None else None

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore import failpoint
 from kvstore.client.grants import GrantPool, still_ours
 from kvstore.client.local import Mapped
 from kvstore.errors import NodeUnavailable, Unavailable
@@ -18,7 +19,7 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_
 from kvstore.transfer.base import PendingReply
 from kvstore.transfer.control import CHECKSUMS, Op, batch_pages, pack_addresses, statuses_bytes, unpack_addresses
 
-BATCH_BYTES = 8 << 20  # a batch is sealed while the next one is copied
+BATCH_BYTES = 2 << 20  # a batch is sealed while the next one is copied
 
 _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
 
@@ -93,7 +94,11 @@ class PendingPut:
                     if not frames:
                         break  # the store is full of what may not leave
                 part = frames[:limit]
+                if failpoint.ACTIVE:
+                    failpoint.hit("client.granted")
                 self._copy(rows, page, part)
+                if failpoint.ACTIVE:
+                    failpoint.hit("client.copied")
                 del frames[: len(part)]
                 page += len(part)
                 self._seal(rows, page - len(part), part, pool.wanted(total - stored) if page == total else 0)
@@ -149,6 +154,8 @@ class PendingPut:
             flags=self._flags,
             body=batch.body,
         )
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
 
     def _settle(self, batch: Batch) -> None:
         """Wait for the batch's statuses. Sent again once, where the daemon went away before it answered."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.proof import address_runs, stored_pages
@@ -146,6 +147,8 @@ class Writer:
         stop = start + self._width
         for span in self._spans:
             span.pages[:, start:stop] = rows[span.page : span.page + span.count]
+        if failpoint.ACTIVE:
+            failpoint.hit("client.layer")
         self._written[:, layer] = True
         self._progress(self._spans)
 
@@ -255,6 +258,8 @@ class Writer:
         for part in _parts(raw):
             count = len(part) // ADDRESS_BYTES
             requests.append((part, self._mapped.channel.request(Op.SEAL, count=count, a=self._rank, body=(part,))))
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
         for part, request in requests:
             statuses = self._statuses(part, request)
             self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)

@@ -87,7 +87,8 @@ class Dispatcher:
     def _grant(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
         self.node.check_class(frame_class)
-        reply = self.node.handle(ev.Grant(now_ns, session, frame_class, message.entries))
+        anchor = control.unpack_key(message.body, 0) if message.body else b""
+        reply = self.node.handle(ev.Grant(now_ns, session, frame_class, message.entries, anchor=anchor))
         body = [control.pack_addresses(reply.addresses)]
         return control.encode(reply.status, message.request_id, count=len(reply.addresses), body=body)
 

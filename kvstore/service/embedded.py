@@ -16,6 +16,7 @@ from kvstore.service.dispatch import Dispatcher
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
+from kvstore.tier.folder import EMBEDDED_PREFIX
 from kvstore.tier.header import DaemonState
 from kvstore.transfer import control
 from kvstore.transfer.control import Message, Op
@@ -81,7 +82,10 @@ class InProcessChannel:
 
 
 class EmbeddedNode:
-    """A started node with its background threads. ``close`` stops it and removes its folder."""
+    """A started node with its background threads, from ``start`` to ``close``.
+
+    A pool without a name of its own goes with its process; a named one stays for the next ``open`` or ``serve``.
+    """
 
     def __init__(self, config: NodeConfig) -> None:
         self.node = Node(config)
@@ -105,9 +109,9 @@ class EmbeddedNode:
         return InProcessChannel(self.node, self._dispatcher)
 
     def close(self) -> None:
-        """Stop serving and give the memory back: an embedded pool does not outlive its process."""
+        """Stop serving; a pool without a name of its own gives its memory back."""
         self._background.stop()
-        self.node.stop(remove=True)
+        self.node.stop(remove=self.folder.name.startswith(EMBEDDED_PREFIX))
 
 
 def open_node(config: NodeConfig) -> EmbeddedNode:

@@ -256,14 +256,13 @@ class Performer:
 
     def _write_reserved(self, instruction: ev.WriteReserved) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
-            fmt = table.fmt
-            rows, parents = instruction.rows[places], [instruction.parents[i] for i in _positions(places, instruction)]
-            self._write_identity(table, frames, rows, parents)
             info = info_word(table.frame_class.page_bytes, instruction.shards)
-            writers = (0,) * instruction.shard + (instruction.session,)
-            tail = _tail((info, 0, instruction.until_ns, instruction.group, *writers))
-            table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = tail
-            table.column(fmt.identity_sum)[frames] = identity_sums(table, frames)
+            tail = instruction.until_ns.to_bytes(8, "little") + instruction.group.to_bytes(8, "little")
+            self._write_bodies(table, frames, instruction.rows[places], _of(instruction.parents, places), info, tail)
+            writers = np.zeros(SHARDS_MAX, np.uint64)
+            writers[instruction.shard] = instruction.session
+            start = table.fmt.writers
+            table.rows[frames, start : start + 8 * SHARDS_MAX] = writers.view(np.uint8)
             self._write_words(table, frames, instruction.addresses, places, RESERVED)
         for row, address in zip(instruction.rows, instruction.addresses, strict=True):
             key = row[:16].tobytes()
@@ -271,34 +270,43 @@ class Performer:
                 self._index_ops.append(("pend", [key], [address]))
 
     @staticmethod
-    def _write_identity(table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes]) -> None:
-        fmt = table.fmt
-        table.rows[frames, fmt.identity] = rows
-        table.rows[frames, fmt.parent] = np.frombuffer(b"".join(parents), np.uint8).reshape(-1, 16)
+    def _write_bodies(
+        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], info: int, lease_and_group: bytes
+    ) -> None:
+        """Everything of these records between the word and the tail, in one store."""
+        fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
+        data, width = rows.tobytes(), rows.shape[1]
+        pad = bytes(fmt.parent.start - fmt.identity.stop)
+        info_bytes = info.to_bytes(8, "little")
+        bodies: list[bytes] = []
+        for i, parent in enumerate(parents):
+            identity = data[i * width : (i + 1) * width] + pad + parent
+            bodies += (identity, info_bytes, digest(identity).to_bytes(8, "little"), lease_and_group)
+        block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
+        table.rows[frames, 8 : fmt.writers] = block
 
     def _write_writer(self, instruction: ev.WriteWriter) -> None:
         for table, frames, _ in self._by_extent(instruction.addresses):
             table.column(table.fmt.writers + 8 * instruction.shard)[frames] = instruction.session
 
     def _write_sealed(self, instruction: ev.WriteSealed) -> None:
-        addresses = instruction.addresses
+        addresses, sums = instruction.addresses, instruction.checksums
         for table, frames, places in self._by_extent(addresses):
             fmt = table.fmt
+            info = info_word(table.frame_class.page_bytes, flags=STAMPED if sums is not None else 0)
+            if sums is not None:
+                table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
             if instruction.rows is not None and instruction.parents is not None:
-                parents = [instruction.parents[i] for i in _positions(places, instruction)]
-                self._write_identity(table, frames, instruction.rows[places], parents)
-                table.column(fmt.identity_sum)[frames] = identity_sums(table, frames)
-            flags = 0
-            if instruction.checksums is not None:
-                table.rows[frames, fmt.checksums] = instruction.checksums[places].view(np.uint8)
-                flags = STAMPED
-            table.column(fmt.info)[frames] = info_word(table.frame_class.page_bytes, flags=flags)
-            table.column(fmt.lease_until_ns)[frames] = 0
+                parents = _of(instruction.parents, places)
+                self._write_bodies(table, frames, instruction.rows[places], parents, info, bytes(16))
+            else:
+                table.column(fmt.info)[frames] = info
+                table.column(fmt.lease_until_ns)[frames] = 0
             if failpoint.ACTIVE:
                 failpoint.hit("node.word")
             self._write_words(table, frames, addresses, places, SEALED)
         self._index_ops.append(("put", instruction.keys, addresses))
-        if instruction.checksums is None:
+        if sums is None:
             self.unstamped.extend(addresses)
 
     def _write_shards(self, instruction: ev.WriteShards) -> None:
@@ -312,8 +320,7 @@ class Performer:
 
     @staticmethod
     def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
-        chosen = addresses[places] if isinstance(places, slice) else [addresses[i] for i in places]
-        table.words[frames] = [word_of(address.generation, state) for address in chosen]
+        table.words[frames] = [word_of(address.generation, state) for address in _of(addresses, places)]
 
     def _unindex(self, instruction: ev.Unindex) -> None:
         self._index_ops.append(("delete", instruction.keys, []))
@@ -372,8 +379,8 @@ def _tail(words: tuple[int, ...]) -> Rows:
     return np.array(words + (0,) * (4 + SHARDS_MAX - len(words)), np.uint64).view(np.uint8)
 
 
-def _positions(places: Any, instruction: ev.WriteReserved | ev.WriteSealed) -> Any:
-    return range(len(instruction.addresses))[places] if isinstance(places, slice) else places
+def _of(values: list[Any], places: Any) -> list[Any]:
+    return values[places] if isinstance(places, slice) else [values[i] for i in places]
 
 
 def identity_sums(table: ExtentTable, frames: Any) -> list[int]:

@@ -52,6 +52,7 @@ class Grant:
     frame_class: FrameClass
     count: int
     ahead: bool = False  # beyond what is needed now: only a small share of the class
+    anchor: bytes = b""  # key of the page that the new ones will hang on: not to be evicted for them
 
 
 @dataclass(slots=True)

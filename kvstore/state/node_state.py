@@ -120,7 +120,12 @@ class NodeState:
         count = event.count
         if event.ahead:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
+        anchor = self.space.find(event.anchor) if event.anchor else None
+        if anchor is not None:
+            self.space.hold(anchor)
         addresses = self._grant_frames(event.session, pool, count, out) if count else []
+        if anchor is not None:
+            self.space.unhold(anchor)
         out.append(ev.Reply(Status.OK if addresses else Status.NO_SPACE, addresses=addresses))
         return out
 

@@ -42,7 +42,8 @@ class Op(IntEnum):
     """What a client asks. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
 
     HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 1}. Reply: JSON about the node
-    GRANT = 2  # a=frame class, count=frames wanted. Reply: addresses [<= count], RESERVED for this session, unkeyed
+    GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing
+    #            Reply: addresses [<= count], RESERVED for this session, unkeyed
     SEAL_GRANTED = 3  # a=frame class, b=frames wanted in return; body parent key, addresses [n], identity rows [n]
     #                   Reply: statuses [n] padded to 8, then addresses granted in return (a=how many)
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]

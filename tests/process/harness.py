@@ -168,6 +168,7 @@ class Worker(Process):
 
     def finish(self) -> None:
         """SIGTERM: it finishes what it is at. Fails where it does not end well."""
+        self.wait_for("started")  # before, SIGTERM is the end
         code = self.terminate()
         assert code == 0, f"{self.log.name} ended with {code}: {self.events('wrong')}; {self.trace()}"
 

@@ -406,8 +406,7 @@ def in_child(store: Store, cache: PrefixCache, keys: Keys, data: Pages) -> None:
 
 
 VERBS: dict[str, Callable[[Arguments], None]] = {
-    verb.__name__: verb
-    for verb in (put, layers, mixed, race, stopped_put, read, follow, lease, stopped_in_index, fork)
+    verb.__name__: verb for verb in (put, layers, mixed, race, stopped_put, read, follow, lease, stopped_in_index, fork)
 }
 
 
@@ -419,6 +418,7 @@ def main() -> None:
         _ended = True
 
     signal.signal(signal.SIGTERM, end)
+    log("started")
     try:
         VERBS[sys.argv[1]](json.loads(sys.argv[2]))
     except OutOfSpace as error:

@@ -18,7 +18,9 @@ sessions = st.integers(1, 4)
 fractions = st.floats(0, 1, exclude_max=True)
 ttls = st.sampled_from([50, 500, 5000]).map(lambda ms: ms * MS)
 chains = st.builds(
-    Chain, st.sampled_from([SMALL, SMALL, MIDDLE, LARGE]), st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+    Chain,
+    st.sampled_from([SMALL, SMALL, MIDDLE, LARGE]),
+    st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple),
 )
 
 
@@ -82,7 +84,9 @@ class NodeMachine(RuleBasedStateMachine):
         start=st.integers(0, 2),
         ttl_ns=ttls,
     )
-    def reserved(self, session: int, chain: Chain, group: int, shard: int, shards: int, start: int, ttl_ns: int) -> None:
+    def reserved(
+        self, session: int, chain: Chain, group: int, shard: int, shards: int, start: int, ttl_ns: int
+    ) -> None:
         start = min(start, len(chain.path) - 1)
         self.world.reserve(self._alive(session), group, shard % shards, shards, chain, start, ttl_ns)
 

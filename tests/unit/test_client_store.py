@@ -17,6 +17,7 @@ from kvstore.client.grants import AHEAD_FRAMES_MAX
 from kvstore.client.proof import prove
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
+from kvstore.tier.folder import purge
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 PAGE = LAYOUT.page_bytes
@@ -354,7 +355,9 @@ def test_connect_reads_an_embedded_node_of_this_machine(shm: Path, monkeypatch: 
                     reader.cache(LAYOUT).get(reader.cache(LAYOUT).keys(prompt(3))).data, content(3)
                 )
         reader = kvstore.connect("here")
-    assert not reader.cache(LAYOUT).get(prompt(3))  # purged: a miss
+    assert reader.cache(LAYOUT).lookup(prompt(3)).pages == 2  # a named pool outlives its process
+    purge(shm / "kvstore-here")
+    assert not reader.cache(LAYOUT).get(prompt(3))
     with pytest.raises(NodeUnavailable):
         reader.cache(LAYOUT).put(prompt(3), content(3))
     reader.close()
