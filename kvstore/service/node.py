@@ -6,7 +6,6 @@ start finds every sealed page) or to a kill at any point, which the next start r
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -92,7 +91,8 @@ class Node:
             reply = self._performer.perform(self.state.handle(event))
             while self._performer.sessions_to_check:
                 session = self._performer.sessions_to_check.pop()
-                if not self._session_alive(session):
+                alive = session in self.embedded_sessions or startup.session_alive(self._performer.folder, session)
+                if not alive:
                     self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
         return reply if reply is not None else ev.Reply()
 
@@ -153,24 +153,6 @@ class Node:
                 elif self._performer.index.used_bytes() > self._performer.index_map_bytes // 2:
                     # a stopped reader pins old pages of the index: leave it the old file and write a new one
                     self._performer.rebuild_index("grown")
-
-    def _session_alive(self, session: int) -> bool:
-        """Whether the process that holds the session's lock lives. A dead one's file is removed."""
-        if session in self.embedded_sessions:
-            return True
-        path = self.performer.folder.session(session)
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-        path.unlink(missing_ok=True)
-        return False
 
     def drop_damaged(self, address: Address, reason: str) -> None:
         """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``."""

@@ -7,6 +7,7 @@ differs. One path for a clean stop and for kill -9, so that it is exercised ever
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import time
@@ -74,6 +75,8 @@ def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]
         raise InvalidRequest("dram", f"node {config.name} has a segment of {has}; {remedy}")
     header.state = DaemonState.STARTING
     header.pid = os.getpid()
+    for name in os.listdir(folder.sessions):
+        session_alive(folder, int(name, 16))
     return _recover(config, folder, header, segment_file)
 
 
@@ -85,6 +88,23 @@ def _clear(folder: NodeFolder) -> None:
     for epoch in folder.epochs():
         Index.remove(folder, epoch)
     folder.segment.unlink(missing_ok=True)
+
+
+def session_alive(folder: NodeFolder, session: int) -> bool:
+    """Whether the process that holds the session's lock lives. A dead one's file is removed."""
+    path = folder.session(session)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _recover(
