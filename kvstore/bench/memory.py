@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from kvstore.bench.content import Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.processes import Peer
-from kvstore.bench.stage import Stage, settle
-from kvstore.client.store import connect
+from kvstore.bench.processes import Daemon, Peer
+from kvstore.bench.stage import Stage, wait_for
+from kvstore.client.store import Store, connect
 
 PAGES = 1 << 20
 PAGES_QUICK = 1 << 13
 CHAIN_PAGES = 512
 TOKEN_BYTES = 4
+SAMPLES, SAMPLE_S = 10, 0.1
 
 
 def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
@@ -28,17 +30,16 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     settings = stage.settings
     work = Work("4k", seed=9, chains=1, pages=CHAIN_PAGES)
     room = settings.bounded((PAGES_QUICK if settings.quick else PAGES) * work.layout.page_bytes)
-    work = Work("4k", seed=9, chains=room // work.chain_bytes, pages=CHAIN_PAGES)
+    pool_bytes = room // settings.extent_bytes * settings.extent_bytes
+    work = Work("4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES)  # one less: granted ahead
     with ExitStack() as scene:
-        daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
+        daemon = stage.daemon(scene, pool_bytes)
         before = daemon.memory_bytes()
         with Peer(daemon.name, settings.shm_dir) as writer:
             pages = int(writer.ask("write", work=work.to_json())["pages"])
         if pages != work.chains * work.pages:
             raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
-        store = scene.enter_context(connect(daemon.name))
-        settle(store)
-        after = daemon.memory_bytes()
+        after = _at_work(daemon, scene.enter_context(connect(daemon.name)))
         files = _in_use(daemon.folder)
     parts = {
         "index": files["index"] / pages,
@@ -55,6 +56,16 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
         "daemon_rss_without_shared_bytes": after["resident"] - after["shared"],
     }
     return [result(name, Kind.COUNT, [sum(parts.values())], bar=bar, details=details)]
+
+
+def _at_work(daemon: Daemon, store: Store) -> dict[str, int]:
+    """The daemon's memory once its scrubber is on its way through these pages, and at its largest for a while."""
+    wait_for(lambda: store.stats()["scrubber"]["sweep_pages_left"] > 0, "the scrubber has not begun")
+    samples = []
+    for _ in range(SAMPLES):
+        samples.append(daemon.memory_bytes())
+        time.sleep(SAMPLE_S)
+    return max(samples, key=lambda sample: sample["private"])
 
 
 def _in_use(folder: Path) -> dict[str, int]:

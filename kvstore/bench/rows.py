@@ -9,7 +9,7 @@ from functools import partial
 from kvstore.bench import get, lookup, memory, put, restart
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import Settings, Stage
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,16 @@ def chosen(names: Sequence[str]) -> list[Row]:
     return [row for row in _ROWS if not names or row.name in names]
 
 
-def run(rows: Sequence[Row], settings: Settings, began: Callable[[Row], None] = lambda row: None) -> Iterator[Result]:
-    """Measure row by row; each line as soon as its row is done. Every process and node is gone at the end.
+def run(rows: Sequence[Row], settings: Settings) -> Iterator[tuple[Row, list[Result] | KVStoreError]]:
+    """Measure row by row: each row with its lines, or with why it could not be measured, as soon as it is known.
 
-    Raises:
-        BenchFailed: a row could not be measured, or read wrong bytes.
+    One row that fails does not keep the others from being measured. Every process and node is gone at the end.
     """
     with Stage(settings) as stage:
         for row in rows:
-            began(row)
-            yield from row.measure(stage, row.name, row.bar)
+            try:
+                outcome: list[Result] | KVStoreError = row.measure(stage, row.name, row.bar)
+            except KVStoreError as failed:
+                stage.clear()
+                outcome = failed
+            yield row, outcome

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from kvstore.bench.harness import Kind, Result, machine
+from kvstore.bench.harness import BenchFailed, Kind, Result, machine
 from kvstore.bench.rows import Row, chosen, run
 from kvstore.bench.stage import Settings
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table, speed_text
+from kvstore.errors import KVStoreError
 
 QUICK_ROUNDS, ROUNDS = 1, 5
 
@@ -33,17 +34,21 @@ def bench(names: tuple[str, ...], runs: int | None, quick: bool, listing: bool, 
         return
     signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
     settings = Settings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick)
-    facts = machine()
-    results = list(run(rows, settings, lambda row: click.echo(f"{row.name}: {row.about} ...", err=True)))
+    facts = machine()  # before: its load is that of the others
+    results: list[Result] = []
+    failed: dict[str, str] = {}
+    for row, outcome in run(rows, settings):
+        if isinstance(outcome, KVStoreError):
+            failed[row.name] = str(outcome)
+        else:
+            results += outcome
+        click.echo(f"{row.name}: {'failed' if row.name in failed else 'measured'}", err=True)
     if as_json:
-        print_json({"machine": facts, "settings": settings, "rows": results})
-        return
-    if quick:
-        click.echo("quick: little data, few rounds; the numbers mean nothing")
-    print_table(
-        ("row", "limit", "ours", "ratio", "min..max", "bar", "met"),
-        [_line(result) for result in results],
-    )
+        print_json({"machine": facts, "settings": settings, "rows": results, "failed": failed})
+    else:
+        _print(results, quick)
+    if failed:
+        raise BenchFailed("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -55,6 +60,12 @@ def _list(rows: list[Row], as_json: bool) -> None:
         print_json({"rows": [{"name": row.name, "about": row.about, "bar": row.bar.text} for row in rows]})
     else:
         print_table(("row", "bar", "what"), [(row.name, row.bar.text, row.about) for row in rows])
+
+
+def _print(results: list[Result], quick: bool) -> None:
+    if quick:
+        click.echo("quick: little data, few rounds; the numbers mean nothing")
+    print_table(("row", "limit", "ours", "ratio", "min..max", "bar", "met"), [_line(result) for result in results])
 
 
 def _line(result: Result) -> tuple[Any, ...]:

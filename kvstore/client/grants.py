@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.transfer.base import Channel, PendingReply
 from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
@@ -104,7 +104,7 @@ class GrantPool:
         if addresses:
             with self._lock:
                 self._forfeited += addresses
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
                 self._give_back(timeout_s=0.0)
 
     def _give_back(self, timeout_s: float | None = None) -> None:

@@ -14,6 +14,7 @@ from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES,
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
+from kvstore.state.views import Rows
 from kvstore.transfer import control
 from kvstore.transfer.control import BATCH_MAX, Message, Op
 
@@ -100,6 +101,9 @@ class Dispatcher:
         addresses = control.unpack_addresses(body, count, KEY_BYTES)
         start = KEY_BYTES + count * ADDRESS_BYTES
         rows = control.unpack_rows(body, count, frame_class.page_tokens, start)
+        if len(set(addresses)) != count:
+            raise InvalidRequest("addresses", "name a frame twice")
+        _distinct(rows)
         sums = None
         if message.flags & control.CHECKSUMS:
             sums = _checksums(body, start + count * width, count, frame_class.layers)
@@ -126,6 +130,7 @@ class Dispatcher:
         if group == 0:
             raise InvalidRequest("group", "must not be 0")
         rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
+        _distinct(rows)
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
         event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
         reply = self.node.handle(event)
@@ -192,6 +197,12 @@ def _at_least_one(message: Message) -> int:
     if message.entries == 0:
         raise InvalidRequest("count", "must not be 0")
     return message.entries
+
+
+def _distinct(rows: Rows) -> None:
+    keys = rows[:, :KEY_BYTES].tobytes()
+    if len({keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}) != len(rows):
+        raise InvalidRequest("keys", "name a page twice")
 
 
 def _checksums(body: memoryview, offset: int, count: int, layers: int) -> Any:

@@ -320,7 +320,8 @@ class Performer:
 
     @staticmethod
     def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
-        table.words[frames] = [word_of(address.generation, state) for address in _of(addresses, places)]
+        low = int(state)
+        table.words[frames] = [generation << 8 | low for _, _, generation in _of(addresses, places)]  # ``word_of``
 
     def _unindex(self, instruction: ev.Unindex) -> None:
         self._index_ops.append(("delete", instruction.keys, []))

@@ -143,34 +143,31 @@ class NodeState:
         granted = session.granted
         data = event.rows[:, :32].tobytes()
         keys = [data[i : i + 16] for i in range(0, len(data), 32)]
-        statuses: list[int] = []
-        sealed: list[int] = []
-        parent_key, absent = event.parent, False
-        parent = self.space.find(parent_key)
-        parent_ok = parent is not None or parent_key == data[16:32]
-        for i, (key, address) in enumerate(zip(keys, event.addresses, strict=True)):
-            # By prefix closure nothing after the first absent page can be stored: one index read per new chain.
-            found = None if absent else self.space.find(key)
-            if found is not None:
-                status, parent_ok, parent = Status.PRESENT, True, found
-            elif address not in granted:
-                absent, status, parent_ok = True, Status.STALE, False
-            elif not parent_ok:
-                absent, status = True, Status.NO_PARENT
-            else:
-                absent, status = True, Status.OK
-                granted.discard(address)
-                sealed.append(i)
-            statuses.append(status)
-        if sealed:
-            first, last = sealed[0], sealed[-1] + 1
-            assert last - first == len(sealed)  # one run: pages present come first, what is refused comes last
+        count = len(keys)
+        parent = self.space.find(event.parent)
+        parent_ok = parent is not None or event.parent == data[16:32]
+        first = 0
+        while first < count and (found := self.space.find(keys[first])) is not None:
+            first, parent, parent_ok = first + 1, found, True
+        # By prefix closure nothing after the first absent page can be stored. What is granted up to the first frame
+        # that is not is sealed; the pages after that one hang on nothing.
+        last = first
+        if parent_ok:
+            rest = event.addresses[first:]
+            last = count if granted.issuperset(rest) else first + [a in granted for a in rest].index(False)
+        statuses = [int(Status.PRESENT)] * first + [int(Status.OK)] * (last - first)
+        statuses += [int(Status.NO_PARENT if a in granted else Status.STALE) for a in event.addresses[last:]]
+        if last > first:
             addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
+            granted.difference_update(addresses)
             self.space.seal_chain(addresses, parent)
             sums = event.checksums[first:last] if event.checksums is not None else None
             out.append(ev.WriteSealed(addresses, keys[first:last], event.rows[first:last], parents, sums))
-            self.segment.pool(event.frame_class).granted_ahead -= len(sealed)
-            self.counters["pages_sealed"] += len(sealed)
+            self.segment.pool(event.frame_class).granted_ahead -= len(addresses)
+            self.counters["pages_sealed"] += len(addresses)
+            if self.pending:
+                self.space.show(keys[first:last], addresses)
+                self.writing.follow(keys[first:last], out)
         out.append(ev.Reply(statuses=statuses))
         return out
 

@@ -33,6 +33,11 @@ class Pending:
         """Every shard has sealed."""
         return self.sealed_mask == (1 << self.shards) - 1
 
+    def open_to(self, shard: int, shards: int, session: int) -> bool:
+        """That session may write that shard: it is not sealed yet, and no other session's."""
+        mine = self.writing.get(shard, session) == session
+        return shards == self.shards and mine and not self.sealed_mask >> shard & 1
+
 
 class PendingTable:
     """Pending pages by address, by key (several groups may write one key) and by parent."""

@@ -144,5 +144,5 @@ def _drop_unsound(state: NodeState, found: list[ExtentFound], out: list[ev.Instr
     addresses = [links.address(i) for i in np.flatnonzero(gone).tolist()]
     for address in addresses:
         assert state.space.sealed(address)
-    state.space.free(addresses, out)
+    state.space.retire(addresses, out)
     state.counters["pages_dropped_at_start"] += len(addresses)

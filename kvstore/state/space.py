@@ -21,6 +21,7 @@ from kvstore.state.views import PageIndex, RecordView
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING = FrameState.RETIRING
+CLOCK_SKEW_MS = 60_000
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
 
 
@@ -97,6 +98,10 @@ class Space:
         if parent is not None:
             self.hold(parent)
         self.leaf(addresses[-1])
+
+    def show(self, keys: list[bytes], addresses: list[Address]) -> None:
+        """Pages of ``seal_chain`` are found by the rest of this event."""
+        self._fresh.update(zip(keys, addresses, strict=True))
 
     def hold(self, address: Address) -> None:
         """Something hangs on this page: it cannot be evicted."""
@@ -226,21 +231,26 @@ class Space:
 
     def _coldest_ns(self, pool: ClassPool) -> int | None:
         coldest = pool.policy.coldest_ms()
-        return coldest * 1_000_000 if coldest is not None else None
+        if coldest is None:
+            return None
+        # Stamps are the low 32 bits of milliseconds; a mark may be a little younger than this event.
+        age_ms = (self.now_ns // 1_000_000 + CLOCK_SKEW_MS - coldest & 0xFFFFFFFF) - CLOCK_SKEW_MS
+        return self.now_ns - max(0, age_ms) * 1_000_000
 
     def evict(self, pages: int, size: int, out: list[ev.Instruction]) -> tuple[int, int]:
         """An operator's wish: that many pages, or bytes, coldest class first. Returns (pages, bytes) gone."""
         gone_pages = gone_bytes = 0
+        pools = list(self.segment.pools.values())
         while gone_pages < pages or gone_bytes < size:
-            pools = [p for p in self.segment.pools.values() if p.policy.coldest_ms() is not None]
-            pool = min(pools, key=lambda p: p.policy.coldest_ms() or 0, default=None)
+            pools = [pool for pool in pools if self._coldest_ns(pool) is not None]
+            pool = min(pools, key=lambda pool: self._coldest_ns(pool) or 0, default=None)
             if pool is None:
                 break
             page_bytes = pool.frame_class.page_bytes
             want = max(pages - gone_pages, -(-(size - gone_bytes) // page_bytes))
             gone = self._evict_from(pool, min(want, EVICT_STEP if len(pools) > 1 else want), "request", out)
             if not gone:
-                break
+                pools.remove(pool)  # what is left of it is leased
             gone_pages += gone
             gone_bytes += gone * page_bytes
         return gone_pages, gone_bytes
@@ -249,18 +259,17 @@ class Space:
         """Up to ``count`` pages without children, by the policy; leased ones are passed over once each."""
         retired: list[Address] = []
         keys: list[bytes] = []
-        passed: set[int] = set()
+        leased: list[int] = []
         policy = pool.policy
         while len(retired) < count:
             slot = policy.victim(lambda s: self._used_ms(pool, s))
-            if slot is None or slot in passed:
+            if slot is None:
                 break
             extent, frame = pool.locate(slot)
             used = self._used_ms(pool, slot)
             policy.remove(slot)
             if self.leases.holds(extent.number, frame):
-                passed.add(slot)
-                policy.add(slot, self.now_ns // 1_000_000)
+                leased.append(slot)
                 continue
             keys.append(self.records.key(extent.number, frame))
             parent_key = self.records.parent(extent.number, frame)
@@ -269,6 +278,8 @@ class Space:
             parent = None if at_root else self.find(parent_key)
             if parent is not None:
                 self.unhold(parent, used)
+        for slot in leased:
+            policy.add(slot, self.now_ns // 1_000_000)
         if retired:
             out += [ev.WriteState(retired, FREE), ev.Unindex(keys)]
             self.counters[f"evicted_{reason}"] += len(retired)
@@ -292,9 +303,15 @@ class Space:
 
         ``held`` are the keys that reservations hang on, one entry per reservation.
         """
+        self.retire(list(family), out)
+        out.append(ev.Unindex(list(family.values())))
+        self.recount(held)
+
+    def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
+        """These pages go; leased frames wait for their leases. The caller sees to what hung on them."""
         free: list[Address] = []
         retiring: list[Address] = []
-        for address in family:
+        for address in pages:
             extent = self.segment.extents[address.extent]
             extent.pool.policy.remove(extent.slot_base + address.frame)
             if self.leases.holds(address.extent, address.frame):
@@ -304,8 +321,6 @@ class Space:
         for state, addresses in ((FREE, free), (RETIRING, retiring)):
             if addresses:
                 out.append(ev.WriteState(addresses, state))
-        out.append(ev.Unindex(list(family.values())))
-        self.recount(held)
 
     def recount(self, held: list[bytes]) -> None:
         """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""

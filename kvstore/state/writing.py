@@ -6,7 +6,7 @@ sealed and its parent is sealed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from kvstore.model.replica import Address, FrameState, Status
 from kvstore.state import events as ev
@@ -44,7 +44,7 @@ class Writing:
                 statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, found
                 continue
             absent = True
-            if joined is not None and joined.shards == event.shards:
+            if joined is not None and joined.open_to(event.shard, event.shards, event.session):
                 statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
                 joined.writing[event.shard] = event.session
                 out.append(ev.WriteWriter([joined.address], event.shard, event.session))
@@ -108,18 +108,38 @@ class Writing:
                 continue
             del page.writing[event.shard]
             if page.doomed:
+                if page.writing:
+                    out.append(ev.WriteWriter([address], event.shard, 0))
                 self._settle(page, out)
                 statuses.append(Status.STALE)
                 continue
             page.sealed_mask |= 1 << event.shard
             if page.shards > 1:
                 out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
-            statuses.append(self._complete(page, out) if page.complete else Status.PARTIAL)
+            status = self._complete(page, out) if page.complete else Status.PARTIAL
+            if page.shards == 1 and status == Status.PARTIAL:  # this writer will not speak of it again
+                out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
+            statuses.append(status)
         out.append(ev.Reply(statuses=statuses))
         return out
 
     def _complete(self, page: Pending, out: list[ev.Instruction]) -> Status:
         """All shards are there: seal if the parent is sealed, drop the copy if another writer was first."""
+        status = self._seal_whole(page, out)
+        if status == Status.OK:
+            self.follow([page.key], out)
+        return status
+
+    def follow(self, keys: list[bytes], out: list[ev.Instruction]) -> None:
+        """Pages of these keys were sealed: reservations hang on them, and those that waited for them are sealed too."""
+        waiting = deque(keys)
+        while waiting:
+            for child in self.pending.children(waiting.popleft()):
+                self._hold_parent(child)
+                if child.complete and self._seal_whole(child, out) == Status.OK:
+                    waiting.append(child.key)
+
+    def _seal_whole(self, page: Pending, out: list[ev.Instruction]) -> Status:
         if self.space.find(page.key) is not None:
             self.doom([page], out)
             return Status.PRESENT
@@ -135,10 +155,6 @@ class Writing:
         self.space.leaf(page.address)
         out.append(ev.WriteSealed([page.address], [page.key]))
         self.counters["pages_sealed"] += 1
-        for child in self.pending.children(page.key):
-            self._hold_parent(child)
-            if child.complete:
-                self._complete(child, out)
         return Status.OK
 
     def revoke(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> list[bool]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import kvstore
 from kvstore import Layout, Store
-from tests.process.content import SMALL, chain, mismatch
+from tests.process.content import SMALL, chain, contents, mismatch
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 20.0  # a daemon or worker on a slow, busy machine
@@ -297,7 +297,7 @@ def check_right(store: Store, pages: Mapping[int, int], layout: Layout = SMALL, 
 def check_laws(store: Store) -> None:
     """The conservation laws hold over state, records and index."""
     findings = store.verify()["findings"]
-    assert findings == [], "\n".join(findings)
+    assert findings == [], f"{len(findings)} findings: " + "\n".join(findings[:20])
 
 
 def wait_settled(store: Store, timeout_s: float = SETTLE_S) -> None:
@@ -318,8 +318,6 @@ def wait_settled(store: Store, timeout_s: float = SETTLE_S) -> None:
 
 def put(store: Store, seed: int, pages: int, layout: Layout = SMALL, salt: str = "") -> int:
     """Put a prompt from this process; returns how many pages are new."""
-    from tests.process.content import contents
-
     keys = chain(seed, pages, layout, salt)
     return store.cache(layout, salt=salt).put(keys, contents(keys, layout))
 

@@ -22,6 +22,7 @@ from kvstore.state import events as ev
 from kvstore.state.views import Snapshot
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState
+from kvstore.state.views import Snapshot
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -190,7 +191,7 @@ class MemoryShell:
     @staticmethod
     def count_stores(instructions: list[ev.Instruction]) -> int:
         """About how many steps ``perform`` takes: what a kill point is drawn from."""
-        return 1 + sum(1 + 2 * len(getattr(instruction, "addresses", ())) for instruction in instructions)
+        return 1 + sum(3 + 2 * len(getattr(instruction, "addresses", ())) for instruction in instructions)
 
     def _put_word(self, address: Address, state: FrameState) -> None:
         self.tables[address.extent].words[address.frame] = word_of(address.generation, state)
@@ -290,17 +291,16 @@ class MemoryShell:
         for table, places in self._by_extent(addresses):
             frames = [addresses[i].frame for i in places]
             yield
+            if instruction.checksums is not None:
+                table.tails.view(np.uint32)[frames, : table.frame_class.layers] = instruction.checksums[places]
+                yield
             if instruction.rows is not None:
                 assert instruction.parents is not None
                 parents = [instruction.parents[i] for i in places]
                 self._write_identity(table, frames, instruction.rows[places], parents)
                 yield
-            if instruction.checksums is not None:
-                sums = np.zeros((len(frames), 2 * table.tails.shape[1]), np.uint32)
-                sums[:, : instruction.checksums.shape[1]] = instruction.checksums[places]
-                table.tails[frames] = sums.view(np.uint64)
-                yield
-            table.infos[frames] = 1 << 32
+            table.infos[frames] = 0
+            yield
             table.leases[frames] = 0
             for i in places:
                 assert table.rows[addresses[i].frame, :16].tobytes() == instruction.keys[i]

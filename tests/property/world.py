@@ -15,6 +15,7 @@ import xxhash
 
 from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.state import events as ev
+from kvstore.state.views import Rows
 from tests.property.memory_shell import FREE, RETIRING, MemoryShell
 
 MS = 1_000_000
@@ -46,7 +47,7 @@ class Chain:
         """The key before each page's."""
         return [root_of(self.frame_class), *self.keys()[:-1]]
 
-    def rows(self) -> ev.Rows:
+    def rows(self) -> Rows:
         """Identity rows."""
         rows = np.zeros((len(self.path), 48 + 4 * self.frame_class.page_tokens), np.uint8)
         rows[:, :16] = np.frombuffer(b"".join(self.keys()), np.uint8).reshape(-1, 16)
@@ -77,7 +78,7 @@ class Client:
     granted: dict[FrameClass, list[Address]] = field(default_factory=dict)
     writing: dict[tuple[Address, int], tuple[int, bytes]] = field(default_factory=dict)  # -> (group, key)
     forfeited: list[Address] = field(default_factory=list)
-    leases: dict[int, dict[Address, int]] = field(default_factory=dict)  # lease -> address -> deadline
+    leases: dict[int, dict[Address, int]] = field(default_factory=dict)  # lease (-lease: of an earlier daemon)
 
 
 class World:
@@ -92,9 +93,11 @@ class World:
         self.state = self.shell.state(**self.options)
         self.stored: set[bytes] = set()  # acknowledged, and not known to be evicted or damaged
         self.tried: set[bytes] = set()  # ever submitted
+        self.roots: set[bytes] = set()
         self.groups: dict[tuple[int, bytes], Reservation] = {}
         self.crash_at: list[float] = []  # of the next decision, then of the recoveries that follow
         self.crashes = 0
+        self.dropped_at_start = 0
 
     # --- what the shell asks ----------------------------------------------------------------------------------------
 
@@ -156,6 +159,9 @@ class World:
             gone.add(event.key)
         assert not gone or isinstance(event, MAY_LOSE), f"{type(event).__name__} takes pages away"
         self.stored -= gone
+        for name, page in list(self.groups.items()):
+            if page.key in gone or (type(event) is ev.Damaged and page.parent in gone):
+                del self.groups[name]
 
     def _crash(self, instructions: list[ev.Instruction]) -> None:
         total = self.shell.count_stores(instructions)
@@ -172,6 +178,12 @@ class World:
             if state is not None:
                 break
         self.state = state
+        self.dropped_at_start += state.counters["pages_dropped_at_start"]
+        for client in self.clients.values():  # the node keeps the frames till their deadlines, and forgets the names
+            for lease in [lease for lease in client.leases if lease > 0]:
+                held = client.leases.pop(lease)
+                nameless = client.leases.setdefault(-lease, {})
+                nameless.update({a: max(until_ns, nameless.get(a, 0)) for a, until_ns in held.items()})
         for name, page in list(self.groups.items()):
             if page.sealed:  # what some shards have sealed is not promised to anybody yet
                 del self.groups[name]
@@ -182,10 +194,13 @@ class World:
         assert not wrong, "\n".join(wrong[:10])
         assert self.stored <= self.shell.index.keys(), "an acknowledged page is gone"
         assert self.shell.index.keys() <= self.tried
-        for page in self.groups.values():
+        for name, page in list(self.groups.items()):
             if len(page.sealed) == page.shards:
-                at_root = page.parent not in self.tried
-                assert not at_root and page.parent not in self.shell.index, "all shards sealed, the page is not"
+                whole = page.parent in self.roots or page.parent in self.shell.index
+                assert not whole or page.key in self.shell.index, "every shard and the parent are sealed, the page not"
+                if whole:
+                    self.stored.add(page.key)
+                    del self.groups[name]
         for client in self.clients.values():
             for held in client.leases.values():
                 for address, until_ns in held.items():
@@ -223,12 +238,20 @@ class World:
 
     # --- put ahead --------------------------------------------------------------------------------------------------
 
-    def grant(self, session: int, frame_class: FrameClass, count: int, *, ahead: bool = False) -> int:
+    def stored_pages(self, chain: Chain) -> int:
+        """How many leading pages are stored: what a client knows before it puts."""
+        return next((i for i, key in enumerate(chain.keys()) if key not in self.shell.index), len(chain.path))
+
+    def grant(
+        self, session: int, frame_class: FrameClass, count: int, *, ahead: bool = False, anchor: bytes = b""
+    ) -> int:
         """Ask for frames; returns how many came."""
         client = self.clients[session]
-        reply = self.send(ev.Grant(self.now_ns, session, frame_class, count, ahead))
+        kept = anchor in self.shell.index
+        reply = self.send(ev.Grant(self.now_ns, session, frame_class, count, ahead, anchor))
         if reply is None:
             return 0
+        assert (anchor in self.shell.index) == kept, "the page that new ones will hang on was evicted for them"
         assert len(reply.addresses) <= count
         assert (reply.status == Status.OK) == bool(reply.addresses)
         self._claim(session, reply.addresses)
@@ -301,6 +324,7 @@ class World:
         client = self.clients[session]
         keys, parents = chain.keys()[start:], chain.parents()[start:]
         self.tried.update(keys)
+        self.roots.add(root_of(chain.frame_class))
         rows = chain.rows()[start:]
         event = ev.Reserve(
             self.now_ns, session, chain.frame_class, group, shard, shards, ttl_ns, chain.parents()[start], rows
@@ -335,19 +359,24 @@ class World:
                 self._unclaim(session, [address])
         reply = self.send(ev.Seal(self.now_ns, session, shard, addresses))
         if reply is None:
-            for name in names:
-                self.groups.pop(name, None)
+            for name, address in zip(names, addresses, strict=True):
+                self._forget(name, address)
             client.forfeited += addresses
             return []
-        for name, status in zip(names, reply.statuses, strict=True):
-            self._sealed(name, shard, Status(status))
+        for name, address, status in zip(names, addresses, reply.statuses, strict=True):
+            self._sealed(name, address, shard, Status(status))
         return reply.statuses
 
-    def _sealed(self, name: tuple[int, bytes], shard: int, status: Status) -> None:
+    def _forget(self, name: tuple[int, bytes], address: Address) -> None:
+        page = self.groups.get(name)
+        if page is not None and page.address == address:
+            del self.groups[name]
+
+    def _sealed(self, name: tuple[int, bytes], address: Address, shard: int, status: Status) -> None:
         page = self.groups.get(name)
         if status in (Status.OK, Status.PRESENT):
             self.stored.add(name[1])
-        if page is None:
+        if page is None or page.address != address:
             return
         if status == Status.PARTIAL:
             page.sealed.add(shard)
@@ -365,7 +394,7 @@ class World:
             frames[:] = [address for address in frames if address not in addresses]
         for address, shard in list(client.writing):
             if address in addresses:
-                self.groups.pop(client.writing.pop((address, shard)), None)
+                self._forget(client.writing.pop((address, shard)), address)
         self._unclaim(session, addresses)
         self.send(ev.Revoke(self.now_ns, session, addresses))
 
@@ -385,19 +414,23 @@ class World:
 
     def renew(self, session: int, lease: int, ttl_ns: int) -> bool:
         """Move a lease's deadline; after a restart the node does not know its name, and it is taken again."""
-        held = self.clients[session].leases.get(lease)
+        held = self.clients[session].leases.get(lease, {})
+        until_ns = self.now_ns + min(ttl_ns, LEASE_TTL_NS_MAX)
         reply = self.send(ev.RenewLease(self.now_ns, session, lease, ttl_ns))
-        if reply is None or held is None:
+        if reply is None:  # the old deadline or the new one: who knows
+            nameless = self.clients[session].leases.get(-lease, {})
+            nameless.update({address: min(until_ns, nameless[address]) for address in held})
             return False
-        assert reply.status in (Status.OK, Status.STALE)
+        assert reply.status == Status.OK or not held
         if reply.status == Status.OK:
             for address in held:
-                held[address] = self.now_ns + min(ttl_ns, LEASE_TTL_NS_MAX)
+                held[address] = until_ns
         return reply.status == Status.OK
 
     def release(self, session: int, lease: int) -> None:
         """End a lease."""
         self.clients[session].leases.pop(lease, None)
+        self.clients[session].leases.pop(-lease, None)
         self.send(ev.ReleaseLease(self.now_ns, session, lease))
 
     # --- the daemon's own -------------------------------------------------------------------------------------------
@@ -440,3 +473,12 @@ class World:
         """Memory of these positions is there, or cannot be had."""
         kind = ev.PopulationFailed if failed else ev.Populated
         self.send(kind(self.now_ns, positions))
+
+    # --- one decision, looked at ------------------------------------------------------------------------------------
+
+    def decide(self, event: ev.Event) -> list[ev.Instruction]:
+        """What the state decides about one event, performed. For tests that compare instructions; no model."""
+        self.shell.now_ns = self.now_ns
+        instructions = self.state.handle(event)
+        self.shell.perform(instructions)
+        return instructions
