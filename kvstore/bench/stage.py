@@ -20,6 +20,7 @@ EXTENT_BYTES = 128 * MIB  # what a node of 2 GiB and more has by default
 EXTENT_BYTES_QUICK = 16 * MIB
 SHARE_OF_FREE = 0.4  # of what this machine has left, for one node
 SETTLE_S = 60.0
+WORN_BY = (23, 5)  # pages per chain of what was stored and evicted before
 
 _numbers = itertools.count(1)
 
@@ -31,12 +32,15 @@ class Settings:
     Attributes:
         rounds: of every row; the ratio is the median over them.
         quick: seconds instead of minutes, on little data: shows that every row works, its numbers mean nothing.
-        shm_dir: where nodes keep their pages.
     """
 
     rounds: int = 5
     quick: bool = False
-    shm_dir: Path = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
+
+    @property
+    def shm_dir(self) -> Path:
+        """Where nodes keep their pages: where ``connect`` looks for them."""
+        return Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
 
     @property
     def extent_bytes(self) -> int:
@@ -94,10 +98,11 @@ class Stage:
         self._scene = ExitStack()
 
     def stored(self, geometry: str, *, recycled: bool = False) -> Stored:
-        """A node with ``walk_bytes`` of pages in chains of 32, each a contiguous piece where nothing was evicted yet.
+        """A node with ``walk_bytes`` of pages in chains of 32, each in one piece where nothing was evicted yet.
 
         Args:
-            recycled: the node was full before and evicted everything: how chains lie after a long time of use.
+            recycled: two writers had filled the node twice over with chains of other lengths, all evicted meanwhile:
+                how chains lie after a long time of use.
         """
         if self._shown == (geometry, recycled) and self._stored is not None:
             return self._stored
@@ -109,7 +114,7 @@ class Stage:
         daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes)
         with Peer(daemon.name, settings.shm_dir) as writer:
             if recycled:
-                writer.ask("write", work=Work(geometry, seed=2, chains=2 * work.chains).to_json())
+                self._wear(daemon, work)
             pages = writer.ask("write", work=work.to_json())["pages"]
         if pages != work.chains * work.pages:
             raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
@@ -117,6 +122,16 @@ class Stage:
         settle(store)
         self._shown, self._stored = (geometry, recycled), Stored(daemon, store, work)
         return self._stored
+
+    def _wear(self, daemon: Daemon, work: Work) -> None:
+        """Two processes at once put twice as many pages as there is room for."""
+        with ExitStack() as scene:
+            writers = [scene.enter_context(Peer(daemon.name, self.settings.shm_dir)) for _ in WORN_BY]
+            for seed, (writer, pages) in enumerate(zip(writers, WORN_BY, strict=True), start=2):
+                chains = work.chains * work.pages // pages
+                writer.send("write", work=Work(work.geometry, seed, chains, pages).to_json())
+            for writer in writers:
+                writer.answer()
 
     def daemon(self, scene: ExitStack, dram_bytes: int) -> Daemon:
         """A started daemon with all its memory populated, ended with ``scene``."""

@@ -18,7 +18,7 @@ def status(node: str | None, as_json: bool) -> None:
     if as_json:
         print_json(stats)
         return
-    if "tiers" not in stats:
+    if stats["state"] == "down":  # what its files tell is all there is
         print_pairs(stats)
         return
     dram = stats["tiers"]["dram"]

@@ -146,6 +146,12 @@ class Store:
         return f"<kvstore.Store {self.name!r}>"
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer
+        while not self._alive():
+            self._node.check_open()
+            if time.monotonic() >= deadline:
+                raise NodeUnavailable(f"{self.name}: its daemon is not running")
+            time.sleep(0.005)
         body = (control.pack_json({"call": call, **arguments}),)
         message = self._node.writable().exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
         return control.unpack_json(message.body)

@@ -384,14 +384,6 @@ def _of(values: list[Any], places: Any) -> list[Any]:
     return values[places] if isinstance(places, slice) else [values[i] for i in places]
 
 
-def identity_sums(table: ExtentTable, frames: Any) -> list[int]:
-    """xxh3_64 over identity and parent of each of ``frames``, as ``identity_sum`` should be."""
-    end = table.fmt.parent.stop
-    data = table.rows[frames, 8:end].tobytes()
-    width, digest = end - 8, xxhash.xxh3_64_intdigest
-    return [digest(data[i : i + width]) for i in range(0, len(data), width)]
-
-
 def snapshot(table: ExtentTable) -> Snapshot:
     """Copies of the columns that recovery and integrity look at."""
     rows = table.rows

@@ -15,7 +15,6 @@ import xxhash
 
 from kvstore.model.replica import STAMPED, Address, FrameState, Status
 from kvstore.service.node import Node
-from kvstore.service.performer import identity_sums
 from kvstore.state import events as ev
 from kvstore.tier.records import ExtentTable
 
@@ -134,7 +133,7 @@ class Scrubber:
     def _look(self, table: ExtentTable, address: Address, row: Any) -> tuple[str, Any]:
         """(what is damaged or "", checksums where they have to be stamped or None)."""
         fmt, words = table.fmt, row.view(np.uint64)
-        if identity_sums(table, slice(address.frame, address.frame + 1))[0] != int(words[fmt.identity_sum // 8]):
+        if table.identity_sums(slice(address.frame, address.frame + 1))[0] != int(words[fmt.identity_sum // 8]):
             return "record", None
         self._node.check_indexed(address, row[8:24].tobytes())
         page = self._node.performer.frames_of(table)[address.frame, : table.frame_class.page_bytes]

@@ -19,7 +19,7 @@ from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX
-from kvstore.service.performer import Performer, identity_sums, snapshot
+from kvstore.service.performer import Performer, snapshot
 from kvstore.state import recovery
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState
@@ -159,7 +159,7 @@ def _found(table: ExtentTable) -> recovery.ExtentFound:
         return table.column(offset).copy()
 
     writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
-    sound = np.array(identity_sums(table, slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
+    sound = np.array(table.identity_sums(slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
     return recovery.ExtentFound(
         table.extent,
         table.position,

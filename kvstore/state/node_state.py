@@ -120,21 +120,16 @@ class NodeState:
         count = event.count
         if event.ahead:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
-        anchor = self.space.find(event.anchor) if event.anchor else None
-        if anchor is not None:
-            self.space.hold(anchor)
-        addresses = self._grant_frames(event.session, pool, count, out) if count else []
-        if anchor is not None:
-            self.space.unhold(anchor)
+        addresses = self._grant_frames(event, pool, count, out) if count else []
         out.append(ev.Reply(Status.OK if addresses else Status.NO_SPACE, addresses=addresses))
         return out
 
-    def _grant_frames(self, session_id: int, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
-        addresses = self.space.take(pool, count, out)
+    def _grant_frames(self, event: ev.Grant, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
+        addresses = self.space.take_after(event.anchor, pool, count, out)
         if addresses:
-            self.sessions.setdefault(session_id, Session()).granted.update(addresses)
+            self.sessions.setdefault(event.session, Session()).granted.update(addresses)
             pool.granted_ahead += len(addresses)
-            out.append(ev.WriteGranted(addresses, session_id))
+            out.append(ev.WriteGranted(addresses, event.session))
         return addresses
 
     def _seal_granted(self, event: ev.SealGranted) -> list[ev.Instruction]:

@@ -185,6 +185,18 @@ class Space:
             addresses += map(Address, repeat(extent.number), frames, drawn)
         return addresses
 
+    def take_after(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
+        """``take``, and the page of key ``anchor``, on which the new ones will hang, is not evicted to make room."""
+        page = self.find(anchor) if anchor else None
+        if page is None:
+            return self.take(pool, count, out)
+        self.hold(page)
+        addresses = self.take(pool, count, out)
+        page = self.find(anchor)
+        assert page is not None  # held; of another class than ``pool`` it may have moved
+        self.unhold(page)
+        return addresses
+
     def _carve(self, pool: ClassPool, position: int, out: list[ev.Instruction]) -> None:
         extent = self.segment.carve(pool, position)
         out.append(ev.Carve(extent.number, position, pool.frame_class, extent.frames))

@@ -36,12 +36,12 @@ class Writing:
         new: list[int] = []
         parent_ok = event.parent == root or self._holdable(event.parent, event.group)
         absent = False
-        anchor = self.space.find(event.parent)
+        anchor = event.parent
         for i, key in enumerate(keys):
             found = None if absent else self.space.find(key)
             joined = self.pending.find(key, event.group) if found is None else None
             if found is not None:
-                statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, found
+                statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
                 continue
             absent = True
             if joined is not None and joined.open_to(event.shard, event.shards, event.session):
@@ -53,7 +53,8 @@ class Writing:
             else:
                 new.append(i)
         until_ns = event.now_ns + min(event.ttl_ns, self.ttl_ns_max)
-        taken = self._take_held(event, len(new), anchor, out)
+        pool = self.space.segment.pool(event.frame_class)
+        taken = self.space.take_after(anchor, pool, len(new), out) if new else []
         done = new[: len(taken)]
         for i, address in zip(done, taken, strict=True):
             statuses[i], addresses[i] = Status.OK, address
@@ -67,19 +68,6 @@ class Writing:
             out.append(ev.WriteReserved(taken, rows, [parents[i] for i in done], *args))
         out.append(ev.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
         return out
-
-    def _take_held(
-        self, event: ev.Reserve, count: int, anchor: Address | None, out: list[ev.Instruction]
-    ) -> list[Address]:
-        """Frames for a reservation; what it hangs on must not be evicted to make room for it."""
-        if not count:
-            return []
-        if anchor is not None:
-            self.space.hold(anchor)
-        taken = self.space.take(self.space.segment.pool(event.frame_class), count, out)
-        if anchor is not None:
-            self.space.unhold(anchor)
-        return taken
 
     def _holdable(self, key: bytes, group: int) -> bool:
         return self.space.find(key) is not None or self.pending.find(key, group) is not None

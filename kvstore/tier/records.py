@@ -122,6 +122,13 @@ class ExtentTable:
         assert offset % 8 == 0, offset
         return self._columns[:, offset // 8]
 
+    def identity_sums(self, frames: slice) -> list[int]:
+        """What ``identity_sum`` of each of these frames should be: xxh3_64 over identity and parent."""
+        end = self.fmt.parent.stop
+        data = self.rows[frames, 8:end].tobytes()
+        width, digest = end - 8, xxhash.xxh3_64_intdigest
+        return [digest(data[i : i + width]) for i in range(0, len(data), width)]
+
     def close(self) -> None:
         """Drop the arrays and unmap. Where a caller still holds a view, the map lives until that view is gone."""
         for name in ("rows", "_columns", "words", "marks", "last_use"):

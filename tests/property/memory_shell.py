@@ -19,7 +19,6 @@ import xxhash
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, word_of
 from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
-from kvstore.state.views import Snapshot
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState
 from kvstore.state.views import Snapshot
@@ -162,10 +161,8 @@ class MemoryShell:
     def perform(self, instructions: list[ev.Instruction], steps: int | None = None) -> ev.Reply | None:
         """One decision; with ``steps``, only that many stores of it (a kill): no reply, no commit unless it came."""
         self.ops, self.reply = [], None
-        done = 0
-        for _ in self.stores(instructions):
-            done += 1
-            if steps is not None and done > steps:
+        for done, _ in enumerate(self.stores(instructions)):
+            if done == steps:
                 self.ops, self.reply = [], None
                 return None
         return self.reply

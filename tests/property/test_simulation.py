@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from kvstore.model.replica import FrameClass, Status
-from kvstore.state import events as ev
 from tests.property.world import MS, Chain, World
 
 EXTENT_BYTES = 128 << 10
@@ -88,11 +87,11 @@ class Simulation:
         world, session, chain = self.world, self._session(), self._chain()
         stored = world.stored_pages(chain)
         short = len(chain.path) - stored - len(world.clients[session].granted.get(chain.frame_class, []))
-        for key in chain.keys()[:stored]:
+        for key in chain.keys[:stored]:
             world.use(key)
         if stored == len(chain.path):
             return
-        anchor = chain.keys()[stored - 1] if stored else b""
+        anchor = chain.keys[stored - 1] if stored else b""
         if short > 0 or self.random.random() < 0.3:
             ahead = short <= 0
             world.grant(session, chain.frame_class, max(short, 4), ahead=ahead, anchor=anchor)
@@ -126,7 +125,7 @@ class Simulation:
 
     def _read(self) -> None:
         chain = self._chain()
-        for key in chain.keys():
+        for key in chain.keys:
             self.world.use(key)
 
     def _lease(self) -> None:
@@ -138,7 +137,7 @@ class Simulation:
                 world.renew(session, lease, 300 * MS)
             else:
                 world.release(session, lease)
-        world.lease(session, self.random.randint(1, 3), chain.keys(), self.random.choice([50, 1000]) * MS)
+        world.lease(session, self.random.randint(1, 3), chain.keys, self.random.choice([50, 1000]) * MS)
 
     def _end_of_client(self) -> None:
         session = self._session()

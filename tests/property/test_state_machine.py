@@ -62,7 +62,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(session=sessions, chain=chains, count=st.integers(1, 20), ahead=st.booleans())
     def granted(self, session: int, chain: Chain, count: int, ahead: bool) -> None:
-        anchor = chain.keys()[self.world.stored_pages(chain) - 1] if self.world.stored_pages(chain) else b""
+        anchor = chain.keys[self.world.stored_pages(chain) - 1] if self.world.stored_pages(chain) else b""
         self.world.grant(self._alive(session), chain.frame_class, count, ahead=ahead, anchor=anchor)
 
     @rule(session=sessions, chain=chains, start=st.integers(0, 6), resend=st.booleans())
@@ -149,7 +149,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def used(self, chain: Chain) -> None:
-        for key in chain.keys():
+        for key in chain.keys:
             self.world.use(key)
 
     # --- the daemon -------------------------------------------------------------------------------------------------

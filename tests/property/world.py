@@ -9,6 +9,7 @@ records; what the client was told decides what it may believe afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import xxhash
@@ -35,6 +36,7 @@ class Chain:
     frame_class: FrameClass
     path: tuple[int, ...]
 
+    @cached_property
     def keys(self) -> list[bytes]:
         """The chained keys."""
         keys, key = [], root_of(self.frame_class)
@@ -43,14 +45,16 @@ class Chain:
             keys.append(key)
         return keys
 
+    @cached_property
     def parents(self) -> list[bytes]:
         """The key before each page's."""
-        return [root_of(self.frame_class), *self.keys()[:-1]]
+        return [root_of(self.frame_class), *self.keys[:-1]]
 
+    @cached_property
     def rows(self) -> Rows:
         """Identity rows."""
         rows = np.zeros((len(self.path), 48 + 4 * self.frame_class.page_tokens), np.uint8)
-        rows[:, :16] = np.frombuffer(b"".join(self.keys()), np.uint8).reshape(-1, 16)
+        rows[:, :16] = np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16)
         rows[:, 16:32] = np.frombuffer(root_of(self.frame_class), np.uint8)
         rows[:, 48:52] = np.array(self.path, "<u4").view(np.uint8).reshape(-1, 4)
         return rows
@@ -240,7 +244,7 @@ class World:
 
     def stored_pages(self, chain: Chain) -> int:
         """How many leading pages are stored: what a client knows before it puts."""
-        return next((i for i, key in enumerate(chain.keys()) if key not in self.shell.index), len(chain.path))
+        return next((i for i, key in enumerate(chain.keys) if key not in self.shell.index), len(chain.path))
 
     def grant(
         self, session: int, frame_class: FrameClass, count: int, *, ahead: bool = False, anchor: bytes = b""
@@ -267,10 +271,10 @@ class World:
             return []
         del frames[: len(addresses)]
         stop = start + len(addresses)
-        keys, rows = chain.keys()[start:stop], chain.rows()[start:stop]
+        keys, rows = chain.keys[start:stop], chain.rows[start:stop]
         self.tried.update(keys)
         self._unclaim(session, addresses)  # it has written, and will not again unless it hears so
-        parent = chain.parents()[start]
+        parent = chain.parents[start]
         sums = None
         if chain.path[0] % 2:
             layers = chain.frame_class.layers
@@ -322,12 +326,12 @@ class World:
     ) -> list[int]:
         """One shard's writer reserves pages ``start ..`` of a chain."""
         client = self.clients[session]
-        keys, parents = chain.keys()[start:], chain.parents()[start:]
+        keys, parents = chain.keys[start:], chain.parents[start:]
         self.tried.update(keys)
         self.roots.add(root_of(chain.frame_class))
-        rows = chain.rows()[start:]
+        rows = chain.rows[start:]
         event = ev.Reserve(
-            self.now_ns, session, chain.frame_class, group, shard, shards, ttl_ns, chain.parents()[start], rows
+            self.now_ns, session, chain.frame_class, group, shard, shards, ttl_ns, chain.parents[start], rows
         )
         reply = self.send(event)
         if reply is None:
@@ -479,6 +483,15 @@ class World:
     def decide(self, event: ev.Event) -> list[ev.Instruction]:
         """What the state decides about one event, performed. For tests that compare instructions; no model."""
         self.shell.now_ns = self.now_ns
+        if isinstance(event, ev.Reserve | ev.SealGranted):
+            self.tried.update(row[:16].tobytes() for row in event.rows)
         instructions = self.state.handle(event)
+        self._account(event, instructions)
         self.shell.perform(instructions)
         return instructions
+
+    def frames(self, session: int, frame_class: FrameClass) -> list[Address]:
+        """The frames granted to a client; from here on the caller says what it does with them."""
+        addresses = sorted(self.clients[session].granted.pop(frame_class, []))
+        self._unclaim(session, addresses)
+        return addresses

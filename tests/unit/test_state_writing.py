@@ -8,7 +8,7 @@ from tests.property.world import MS, Chain, World
 
 SMALL = FrameClass(4096, 2, 2)
 CHAIN = Chain(SMALL, (1, 2, 3))
-KEYS = CHAIN.keys()
+KEYS = CHAIN.keys
 TTL_NS = 1000 * MS
 A, B = 1, 2  # sessions
 
@@ -24,7 +24,7 @@ def node(positions: int = 4, extent_bytes: int = 32 << 10) -> World:
 
 def reserve(world: World, session: int, group: int, shard: int = 0, shards: int = 1, start: int = 0) -> ev.Reply:
     """Reserve pages ``start ..`` of CHAIN."""
-    parent, rows = CHAIN.parents()[start], CHAIN.rows()[start:]
+    parent, rows = CHAIN.parents[start], CHAIN.rows[start:]
     event = ev.Reserve(world.now_ns, session, SMALL, group, shard, shards, TTL_NS, parent, rows)
     return reply_of(world.decide(event))
 
@@ -61,13 +61,13 @@ def state_of(world: World, address: Address) -> FrameState:
 
 def test_reserve_then_seal_is_two_records_and_an_index_entry() -> None:
     world = node()
-    event = ev.Reserve(world.now_ns, A, SMALL, 7, 0, 1, TTL_NS, CHAIN.parents()[0], CHAIN.rows())
+    event = ev.Reserve(world.now_ns, A, SMALL, 7, 0, 1, TTL_NS, CHAIN.parents[0], CHAIN.rows)
     carve, reserved, reply = world.decide(event)
     assert carve == ev.Carve(1, 0, SMALL, 8)
     assert isinstance(reserved, ev.WriteReserved) and isinstance(reply, ev.Reply)
     assert (reserved.session, reserved.group, reserved.shard, reserved.shards) == (A, 7, 0, 1)
     assert reserved.until_ns == world.now_ns + TTL_NS
-    assert reserved.parents == CHAIN.parents() and reserved.addresses == reply.addresses
+    assert reserved.parents == CHAIN.parents and reserved.addresses == reply.addresses
     assert reply.statuses == [Status.OK] * 3
     assert world.shell.pend == dict(zip(KEYS, reply.addresses, strict=True))
 
@@ -83,7 +83,7 @@ def test_reserve_then_seal_is_two_records_and_an_index_entry() -> None:
 
 def test_a_deadline_is_no_longer_than_the_node_allows() -> None:
     world = node()
-    event = ev.Reserve(world.now_ns, A, SMALL, 1, 0, 1, 10**18, CHAIN.parents()[0], CHAIN.rows())
+    event = ev.Reserve(world.now_ns, A, SMALL, 1, 0, 1, 10**18, CHAIN.parents[0], CHAIN.rows)
     reserved = next(i for i in world.decide(event) if isinstance(i, ev.WriteReserved))
     assert reserved.until_ns == world.now_ns + world.options["lease_ttl_ns_max"]
 
@@ -152,8 +152,8 @@ def test_a_reservation_does_not_evict_what_it_hangs_on() -> None:
     world.grant(A, SMALL, 4)
     world.put(A, Chain(SMALL, (1, 9)))
     world.put(A, Chain(SMALL, (5, 6)))
-    world.use(Chain(SMALL, (5, 6)).keys()[1])  # the page to hang on is by far the colder one
-    rows, parent = Chain(SMALL, (1, 9, 3, 4)).rows()[2:], Chain(SMALL, (1, 9)).keys()[1]
+    world.use(Chain(SMALL, (5, 6)).keys[1])  # the page to hang on is by far the colder one
+    rows, parent = Chain(SMALL, (1, 9, 3, 4)).rows[2:], Chain(SMALL, (1, 9)).keys[1]
     reply = reply_of(world.decide(ev.Reserve(world.now_ns, B, SMALL, 1, 0, 1, TTL_NS, parent, rows)))
     assert reply.statuses == [Status.OK, Status.OK]
     assert parent in world.shell.index and len(world.shell.index) == 2
@@ -260,7 +260,7 @@ def test_a_chain_of_any_length_follows_its_first_page() -> None:
     world.populate([0])
     world.open(A)
     chain = Chain(SMALL, tuple(range(3000)))
-    event = ev.Reserve(world.now_ns, A, SMALL, 1, 0, 1, TTL_NS, chain.parents()[0], chain.rows())
+    event = ev.Reserve(world.now_ns, A, SMALL, 1, 0, 1, TTL_NS, chain.parents[0], chain.rows)
     addresses = reply_of(world.decide(event)).addresses
     assert set(seal(world, A, 0, addresses[1:])) == {Status.PARTIAL}
     assert seal(world, A, 0, addresses[:1]) == [Status.OK]
@@ -345,22 +345,22 @@ def test_a_lost_connection_takes_nothing_away() -> None:
 def test_a_put_is_one_decision() -> None:
     world = node()
     world.grant(A, SMALL, 3)
-    addresses = sorted(world.clients[A].granted[SMALL])
-    event = ev.SealGranted(world.now_ns, A, SMALL, CHAIN.parents()[0], addresses, CHAIN.rows())
+    addresses = world.frames(A, SMALL)
+    event = ev.SealGranted(world.now_ns, A, SMALL, CHAIN.parents[0], addresses, CHAIN.rows)
     sealed, reply = world.decide(event)
     assert isinstance(sealed, ev.WriteSealed)
-    assert (sealed.addresses, sealed.keys, sealed.parents) == (addresses, KEYS, CHAIN.parents())
+    assert (sealed.addresses, sealed.keys, sealed.parents) == (addresses, KEYS, CHAIN.parents)
     assert reply == ev.Reply(statuses=[Status.OK] * 3)
 
 
 def test_frames_of_another_session_or_freed_ones_are_stale() -> None:
     world = node()
     world.grant(A, SMALL, 2)
-    frames = world.clients[A].granted[SMALL]
-    event = ev.SealGranted(world.now_ns, B, SMALL, CHAIN.parents()[0], frames, CHAIN.rows()[:2])
+    frames = world.frames(A, SMALL)
+    event = ev.SealGranted(world.now_ns, B, SMALL, CHAIN.parents[0], frames, CHAIN.rows[:2])
     assert reply_of(world.decide(event)).statuses == [Status.STALE] * 2
     revoke(world, A, frames)
-    event = ev.SealGranted(world.now_ns, A, SMALL, CHAIN.parents()[0], frames, CHAIN.rows()[:2])
+    event = ev.SealGranted(world.now_ns, A, SMALL, CHAIN.parents[0], frames, CHAIN.rows[:2])
     assert reply_of(world.decide(event)).statuses == [Status.STALE] * 2
     assert not world.shell.index
     world.check()
@@ -372,6 +372,7 @@ def test_what_is_granted_ahead_is_a_small_share() -> None:
     world.grant(A, SMALL, 16)
     world.put(A, Chain(SMALL, tuple(range(16))))
     assert world.grant(A, SMALL, 100, ahead=True) == 2  # an eighth of 16 frames
+    assert world.grant(A, SMALL, 100, ahead=True) == 1  # of 24 by now
     assert world.grant(A, SMALL, 100, ahead=True) == 0
     world.check()
 
