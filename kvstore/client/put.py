@@ -19,7 +19,8 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_
 from kvstore.transfer.base import PendingReply
 from kvstore.transfer.control import CHECKSUMS, Op, batch_pages, pack_addresses, statuses_bytes, unpack_addresses
 
-BATCH_BYTES = 2 << 20  # a batch is sealed while the next one is copied
+BATCH_BYTES = 4 << 20  # a request costs as much as copying half a MiB: less than this is not worth one
+BATCHES = 4  # a batch is sealed while the next one is copied
 
 _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
 
@@ -81,7 +82,7 @@ class PendingPut:
     def send(self, rows: npt.NDArray[np.uint8], stored: int) -> None:
         """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
         pool, total = self._pool, len(rows)
-        limit = batch_limit(pool.frame_class)
+        limit = batch_limit(pool.frame_class, total - stored)
         frames = pool.take(total - stored)
         asked: PendingReply | None = None
         page = stored
@@ -201,10 +202,10 @@ class PendingPut:
         self._batches.clear()
 
 
-def batch_limit(frame_class: FrameClass) -> int:
-    """Pages under one seal request."""
-    pages = batch_pages(frame_class.page_tokens, frame_class.layers)
-    return max(1, min(pages, BATCH_BYTES // frame_class.page_bytes))
+def batch_limit(frame_class: FrameClass, pages: int) -> int:
+    """Pages under one seal request of a put of ``pages``: a quarter of them, but at least ``BATCH_BYTES``."""
+    most = batch_pages(frame_class.page_tokens, frame_class.layers)
+    return max(1, min(most, max(BATCH_BYTES // frame_class.page_bytes, -(-pages // BATCHES))))
 
 
 def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:

@@ -110,13 +110,13 @@ class RecordFormat:
     """Byte offsets inside a record row. The daemon alone writes records; readers map them read-only.
 
     ``[word 8][identity: key 16, root 16, extra 16, tokens 4*page_tokens (padded to 8)][parent 16][info 8]
-    [identity_sum 8][lease_until_ns 8][group 8][tail max(4*layers, 64) (padded to 8)]``
+    [identity_sum 8][lease_until_ns 8][tail max(4*layers, 72) (padded to 8)]``
 
     ``info`` is payload_bytes (u32), shards (u8), mask of sealed shards (u8), flags (u8), 0. ``identity_sum`` is
     xxh3_64 over identity and parent. ``lease_until_ns`` is CLOCK_MONOTONIC: for a SEALED frame the end of the longest
-    lease, for a RESERVED one the writer's deadline. ``group`` is the write group of a RESERVED page. The tail of a
-    RESERVED or QUARANTINED frame names the sessions that may still write it, one u64 per shard (0: none); of a
-    SEALED frame it holds the ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
+    lease, for a RESERVED one the writer's deadline. The tail of a RESERVED or QUARANTINED frame holds its write
+    ``group`` and the sessions that may still write it, one u64 per shard (0: none); that of a SEALED frame holds the
+    ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
     4-byte checksums keep a page of a 32-layer model under 400 bytes of metadata (index, marks and policy included).
     """
 
@@ -151,7 +151,7 @@ class RecordFormat:
 
     @cached_property
     def group(self) -> int:
-        """Offset of ``group``: the write group."""
+        """Offset of ``group``: the write group (RESERVED and QUARANTINED frames only)."""
         return self.info + 24
 
     @cached_property
@@ -162,12 +162,12 @@ class RecordFormat:
     @cached_property
     def checksums(self) -> slice:
         """``layers`` little-endian uint32 (SEALED frames with ``STAMPED`` only)."""
-        return slice(self.info + 32, self.info + 32 + 4 * self.layers)
+        return slice(self.info + 24, self.info + 24 + 4 * self.layers)
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row, a multiple of 8."""
-        return self.info + 32 + -(-max(4 * self.layers, 8 * SHARDS_MAX) // 8) * 8
+        return self.info + 24 + -(-max(4 * self.layers, 8 + 8 * SHARDS_MAX) // 8) * 8
 
 
 STAMPED = 1  # flag in info: the checksums are there

@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace
 from kvstore.model.replica import Address, FrameClass, FrameState
@@ -160,6 +162,29 @@ class Node:
             if self._performer is not None and self.state.space.sealed(address):
                 event = ev.Damaged(time.monotonic_ns(), address, reason, self._performer.key_of(address))
                 self._performer.perform(self.state.handle(event))
+
+    def check_words(self) -> int:
+        """Every record's word must say what was decided. One that does not is set right, and if a page is sealed there,
+        that page is dropped like any other damaged one. Returns how many pages were."""
+        with self._mutex:
+            if self._performer is None:
+                return 0
+            sealed: list[Address] = []
+            for number, extent in self.state.segment.extents.items():
+                words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
+                words |= np.frombuffer(extent.state, np.uint8)
+                theirs = self._performer.tables[number].words
+                for frame in np.flatnonzero(words != theirs).tolist():
+                    theirs[frame] = words[frame]
+                    if extent.state[frame] == FrameState.SEALED:
+                        sealed.append(Address(number, frame, extent.generation[frame]))
+            dropped = 0
+            for address in sealed:
+                if self.state.space.sealed(address):  # and not the descendant of one that went just now
+                    event = ev.Damaged(time.monotonic_ns(), address, "record", self._performer.key_of(address))
+                    self._performer.perform(self.state.handle(event))
+                    dropped += 1
+            return dropped
 
     def check_indexed(self, address: Address, key: bytes) -> None:
         """A sealed page must be in the index under its key; where it is not, the index is rebuilt from the records."""

@@ -37,7 +37,7 @@ log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
-UNSTAMPED_MAX = 65536  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
 
 
 class Performer:
@@ -257,12 +257,12 @@ class Performer:
     def _write_reserved(self, instruction: ev.WriteReserved) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
             info = info_word(table.frame_class.page_bytes, instruction.shards)
-            tail = instruction.until_ns.to_bytes(8, "little") + instruction.group.to_bytes(8, "little")
-            self._write_bodies(table, frames, instruction.rows[places], _of(instruction.parents, places), info, tail)
-            writers = np.zeros(SHARDS_MAX, np.uint64)
-            writers[instruction.shard] = instruction.session
-            start = table.fmt.writers
-            table.rows[frames, start : start + 8 * SHARDS_MAX] = writers.view(np.uint8)
+            parents, until_ns = _of(instruction.parents, places), instruction.until_ns
+            self._write_bodies(table, frames, instruction.rows[places], parents, info, until_ns)
+            writers = np.zeros(1 + SHARDS_MAX, np.uint64)
+            writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
+            start = table.fmt.group
+            table.rows[frames, start : start + 8 + 8 * SHARDS_MAX] = writers.view(np.uint8)
             self._write_words(table, frames, instruction.addresses, places, RESERVED)
         for row, address in zip(instruction.rows, instruction.addresses, strict=True):
             key = row[:16].tobytes()
@@ -271,19 +271,19 @@ class Performer:
 
     @staticmethod
     def _write_bodies(
-        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], info: int, lease_and_group: bytes
+        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], info: int, until_ns: int
     ) -> None:
         """Everything of these records between the word and the tail, in one store."""
         fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
         data, width = rows.tobytes(), rows.shape[1]
         pad = bytes(fmt.parent.start - fmt.identity.stop)
-        info_bytes = info.to_bytes(8, "little")
+        info_bytes, lease = info.to_bytes(8, "little"), until_ns.to_bytes(8, "little")
         bodies: list[bytes] = []
         for i, parent in enumerate(parents):
             identity = data[i * width : (i + 1) * width] + pad + parent
-            bodies += (identity, info_bytes, digest(identity).to_bytes(8, "little"), lease_and_group)
+            bodies += (identity, info_bytes, digest(identity).to_bytes(8, "little"), lease)
         block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
-        table.rows[frames, 8 : fmt.writers] = block
+        table.rows[frames, 8 : fmt.group] = block
 
     def _write_writer(self, instruction: ev.WriteWriter) -> None:
         for table, frames, _ in self._by_extent(instruction.addresses):
@@ -298,7 +298,7 @@ class Performer:
                 table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
             if instruction.rows is not None and instruction.parents is not None:
                 parents = _of(instruction.parents, places)
-                self._write_bodies(table, frames, instruction.rows[places], parents, info, bytes(16))
+                self._write_bodies(table, frames, instruction.rows[places], parents, info, 0)
             else:
                 table.column(fmt.info)[frames] = info
                 table.column(fmt.lease_until_ns)[frames] = 0

@@ -11,21 +11,36 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvstore.model.replica import STAMPED, Address, FrameState, Status
 from kvstore.service.node import Node
 from kvstore.state import events as ev
+from kvstore.state.views import Rows
 from kvstore.tier.records import ExtentTable
 
 SLICE_S = 0.05  # the rate is kept over slices of this length
+WORK_S, PAUSE_S = 40e-6, 60e-6
 STAMP_RATE_FACTOR = 16  # newly sealed pages are stamped this much faster than resting ones are verified
 
 
-def layer_checksums(page: np.ndarray[Any, np.dtype[np.uint8]], layers: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``; ``[layers]``."""
-    digest, step = xxhash.xxh3_64_intdigest, len(page) // layers
-    return np.array([digest(page[i * step : (i + 1) * step].data) & 0xFFFFFFFF for i in range(layers)], np.uint32)
+class Breather:
+    """Lets other threads have the interpreter: hashing less than about 100 KiB does not release it by itself.
+
+    After ``WORK_S`` of work it sleeps for ``PAUSE_S``. A mere release would not do: whoever waits takes longer to wake
+    than we take to come back. So a client's request waits tens of microseconds for us, not a switch interval.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def breathe(self) -> None:
+        """Call between two short pieces of work."""
+        now = time.perf_counter()
+        if now - self._since > WORK_S:
+            time.sleep(PAUSE_S)
+            self._since = time.perf_counter()
 
 
 class Scrubber:
@@ -38,8 +53,9 @@ class Scrubber:
     def __init__(self, node: Node, bytes_per_s: int) -> None:
         self._node = node
         self._bytes_per_s = bytes_per_s
+        self._breather = Breather()
         self._mutex = threading.Lock()
-        self._walk: list[tuple[int, int]] = []  # (extent, frame) left in this sweep, last first
+        self._walk: list[tuple[int, npt.NDArray[np.uint32]]] = []  # (extent, frames) left in this sweep, last first
         self._sweep_wanted = 0
         self._sweeps = 0
         self._pages_scrubbed = 0
@@ -50,7 +66,7 @@ class Scrubber:
         """Sweeps finished, pages verified, stamped and found damaged since start."""
         return {
             "sweeps": self._sweeps,
-            "sweep_pages_left": len(self._walk),
+            "sweep_pages_left": sum(len(frames) for _, frames in list(self._walk)),
             "pages_scrubbed": self._pages_scrubbed,
             "pages_stamped": self._pages_stamped,
             "pages_damaged": self._pages_damaged,
@@ -88,19 +104,17 @@ class Scrubber:
         tables = self._node.performer.tables
         with self._mutex:
             if not self._walk:
-                self._walk = [
-                    (number, frame)
-                    for number, table in list(tables.items())
-                    for frame in np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED).tolist()
-                ]
-                self._walk.reverse()
+                self._walk = [(number, _sealed(table)) for number, table in sorted(tables.items(), reverse=True)]
             walk = self._walk
         while walk and budget_bytes > 0 and time.monotonic() < deadline:
-            number, frame = walk.pop()
+            number, frames = walk.pop()
             table = tables.get(number)
-            if table is not None:
-                self.scrub(Address(number, frame, int(table.words[frame]) >> 8))
-                budget_bytes -= table.frame_class.page_bytes
+            if table is None or not len(frames):
+                continue
+            frame = int(frames[-1])
+            walk.append((number, frames[:-1]))
+            self.scrub(Address(number, frame, int(table.words[frame]) >> 8))
+            budget_bytes -= table.frame_class.page_bytes
         with self._mutex:
             if not walk and walk is self._walk:  # a sweep that was asked for meanwhile starts a walk of its own
                 self._sweeps += 1
@@ -137,7 +151,21 @@ class Scrubber:
             return "record", None
         self._node.check_indexed(address, row[8:24].tobytes())
         page = self._node.performer.frames_of(table)[address.frame, : table.frame_class.page_bytes]
-        sums = layer_checksums(page, table.frame_class.layers)
+        sums = self._checksums(page, table.frame_class.layers)
         if int(words[fmt.info // 8]) >> 48 & STAMPED == 0:
             return "", sums
         return ("" if np.array_equal(sums, row[fmt.checksums].view(np.uint32)) else "data"), None
+
+    def _checksums(self, page: Rows, layers: int) -> npt.NDArray[np.uint32]:
+        """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``; ``[layers]``."""
+        digest, breathe, step = xxhash.xxh3_64_intdigest, self._breather.breathe, len(page) // layers
+        sums = np.empty(layers, np.uint32)
+        for layer in range(layers):
+            sums[layer] = digest(page[layer * step : (layer + 1) * step].data) & 0xFFFFFFFF
+            breathe()
+        return sums
+
+
+def _sealed(table: ExtentTable) -> npt.NDArray[np.uint32]:
+    """Sealed frames of an extent, the last one first."""
+    return np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)[::-1].astype(np.uint32)

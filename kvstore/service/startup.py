@@ -90,6 +90,15 @@ def _clear(folder: NodeFolder) -> None:
     folder.segment.unlink(missing_ok=True)
 
 
+def _void(folder: NodeFolder, number: int) -> None:
+    """Give up an extent whose tables cannot be believed. Its position will hold other pages: clients that mapped it,
+    lease holders among them, must see that nothing is sealed there any more."""
+    with open(folder.records(number), "r+b", buffering=0) as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
+    folder.records(number).unlink()
+    folder.marks(number).unlink(missing_ok=True)
+
+
 def session_alive(folder: NodeFolder, session: int) -> bool:
     """Whether the process that holds the session's lock lives. A dead one's file is removed."""
     path = folder.session(session)
@@ -114,10 +123,12 @@ def _recover(
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * (header.positions * header.extent_bytes // FRAME_ALIGN)
     index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns)
-    tables = [ExtentTable.open(folder, number, header.incarnation, writable=True) for number in folder.extents()]
-    for table in tables:
+    for number in folder.extents():
+        table = ExtentTable.open(folder, number, header.incarnation, writable=True)
         if table is not None and table.position not in {t.position for t in performer.tables.values()}:
-            performer.tables[table.extent] = table
+            performer.tables[number] = table
+        else:
+            _void(folder, number)
     state = NodeState(
         segment,
         performer,

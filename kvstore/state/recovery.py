@@ -58,7 +58,11 @@ def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns
         segment.populated.add(table.position)
         words = table.snapshot.words
         states = (words & np.uint64(0xFF)).astype(np.uint8)
-        states[states > QUARANTINED] = FREE
+        unreadable = np.flatnonzero(states > QUARANTINED).tolist()
+        states[unreadable] = QUARANTINED  # somebody may be writing there: the tail says who
+        if unreadable:
+            addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in unreadable]
+            out.append(ev.WriteState(addresses, QUARANTINED))
         extent.generation = array("Q", (words >> np.uint64(8)).astype(np.uint64).tobytes())
         extent.state[:] = states.tobytes()
         extent.sealed = int((states == SEALED).sum())
@@ -98,7 +102,7 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
             unowned.append(address)
             continue
         if key == NO_KEY:
-            state.sessions[writers[0]].granted.add(address)
+            state.sessions[min(writers.items())[1]].granted.add(address)
             state.segment.pool(table.frame_class).granted_ahead += 1
             continue
         parent = bytes(table.snapshot.parents[frame]).ljust(KEY_BYTES, b"\0")

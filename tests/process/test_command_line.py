@@ -1,4 +1,4 @@
-"""The command line and everything that can be wrong with it: one line that names the field, and a non-zero exit code."""
+"""The command line and all that can be wrong with it: one line that names the field, and a non-zero exit code."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_writer_killed_at(name: str, machine: Machine) -> None:
         wait_settled(store)
         check_laws(store)
         check_pages(store, acked)
-        check_right(store, {seed: 6 for seed in range(first, first + 3)})
+        check_right(store, dict.fromkeys(range(first, first + 3), 6))
     with machine.connect("n") as other:
         for seed in acked or (1000, 2000, 4000):
             put(other, seed, 8)

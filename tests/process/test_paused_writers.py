@@ -25,7 +25,7 @@ PAGES = 16
 
 def turn_over(machine: Machine, first: int, times: int = 4) -> dict[int, int]:
     """Other writers put ``times`` the capacity. Returns what they put."""
-    prompts = {seed: PAGES for seed in range(first, first + times * POOL_PAGES // PAGES)}
+    prompts = dict.fromkeys(range(first, first + times * POOL_PAGES // PAGES), PAGES)
     with machine.connect("n") as other:
         stored = sum(put(other, seed, PAGES) for seed in prompts)
     assert stored >= (times - 1) * POOL_PAGES, f"only {stored} pages went in"

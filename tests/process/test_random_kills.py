@@ -1,6 +1,6 @@
 """kill -9 of daemon, writers and readers at hundreds of random points, with several of each running.
 
-``KVSTORE_TEST_KILLS`` sets how many kills there are (240), ``KVSTORE_TEST_SEED`` where the pauses and victims come from.
+``KVSTORE_TEST_KILLS`` sets how many kills there are (240), ``KVSTORE_TEST_SEED`` draws the pauses and the victims.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several writers of one page: independent ones at once, ranks of one group, a rank that never comes, a reader ahead."""
+"""Several writers of one page: independent ones, ranks of one group, a rank that never comes; a reader ahead of all."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_ranks_seal_in_any_order_and_not_before_the_last(machine: Machine) -> No
     machine.serve("n")
     store = machine.connect("n")
     workers = [
-        machine.worker("layers", "n", seed=1, pages=PAGES, group="g", rank=rank, ranks=4, step=True) for rank in range(4)
+        machine.worker("layers", "n", seed=1, pages=PAGES, group="g", rank=rank, ranks=4, step=True)
+        for rank in range(4)
     ]
     for worker in workers:
         worker.wait_for("reserved")
@@ -121,9 +122,7 @@ def test_a_rank_that_never_comes(missing: str, machine: Machine) -> None:
             put(store, seed, 16)
         assert frames(store)["quarantined"] == PAGES
         late.kill()
-    wait_until(
-        "the frames come back", lambda: frames(store)["quarantined"] == 0 and store.stats()["reservations"] == 0
-    )
+    wait_until("the frames come back", lambda: frames(store)["quarantined"] == 0 and store.stats()["reservations"] == 0)
     check_laws(store)
     assert store.cache(SMALL).get(chain(1, PAGES)).pages == 0
     again = [

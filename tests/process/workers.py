@@ -353,12 +353,13 @@ def stopped_in_index(a: Arguments) -> None:
 def fork(a: Arguments) -> None:
     """Fork with an open store (``embedded``: a node of our own). The child tries everything, then waits for stdin."""
     embedded = a.get("embedded")
-    store = kvstore.open(embedded, dram="16MiB") if embedded else kvstore.connect(a["node"])
+    shm_dir = os.environ["KVSTORE_SHM_DIR"]
+    store = kvstore.open(embedded, dram="16MiB", shm_dir=shm_dir) if embedded else kvstore.connect(a["node"])
     cache = store.cache(LAYOUTS["small"])
     keys = keys_of(a, a["seed"], a["pages"])
     data = bytes_of(a, keys)
     cache.put(keys, data)
-    held = cache.lease(keys, ttl_s=60.0)
+    held = cache.lease(keys, ttl_s=a.get("ttl_s", 60.0))
     held.__enter__()
     writer = cache.writer(keys_of(a, a["seed"] + 1, a["pages"]), ttl_s=60.0)
     writer.__enter__()
@@ -378,7 +379,8 @@ def fork(a: Arguments) -> None:
         match = cache.get(keys)
         assert match.data is not None
         compare(match.data, data[: match.pages], "after fork")
-        log("checked", pages=match.pages, new=cache.put(keys_of(a, a["seed"] + 2, 2), data[:2]))
+        more = keys_of(a, a["seed"] + 2, 2)
+        log("checked", pages=match.pages, new=cache.put(more, bytes_of(a, more)))
 
 
 def in_child(store: Store, cache: PrefixCache, keys: Keys, data: Pages) -> None:

@@ -325,7 +325,8 @@ class MemoryShell:
     def _check_change(self, table: Table, address: Address, state: FrameState) -> None:
         extent, frame, _ = address
         if state == QUARANTINED:
-            self._must_be(address, RESERVED)
+            if int(table.words[frame]) & 0xFF <= QUARANTINED:
+                self._must_be(address, RESERVED)
             return
         before = table.state(frame)
         self._must_be_newer(address)
@@ -448,6 +449,10 @@ class MemoryShell:
             for page in live
             if not page.at_root and not page.holds_parent and state.space.find(page.parent) is not None
         ]
+        for address, page in state.pending.by_address.items():
+            frame_state = self.tables[address.extent].state(address.frame)
+            if page.doomed != (frame_state == QUARANTINED):
+                wrong.append(f"{address}: {frame_state.name}, and {'doomed' if page.doomed else 'live'}")
         capacity = self.positions * self.extent_bytes
         used = sum(table.frames * table.frame_class.frame_bytes for table in self.tables.values())
         if used > capacity:

@@ -339,14 +339,24 @@ def test_what_is_still_wanted_moves() -> None:
     world.check()
 
 
-def test_extents_with_leased_or_unsealed_frames_stay() -> None:
+@pytest.mark.parametrize("what", ["leased", "granted", "reserved"])
+def test_extents_with_leased_or_unsealed_frames_stay(what: str) -> None:
     world = node(positions=2)
-    keys = [put(world, i)[0] for i in range(15)]
-    world.grant(A, SMALL, 1)
-    world.lease(A, 1, keys, 50 * MS)
+    keys = [put(world, i)[0] for i in range(16)]
+    by_extent = {world.shell.index[key].extent: key for key in keys}
+    assert len(by_extent) == 2
+    evict(world, 2)
+    for key in keys[2:12:3]:
+        world.damage(key)
+    if what == "leased":
+        world.lease(A, 1, list(by_extent.values()), 50 * MS)
+    elif what == "granted":
+        world.grant(A, SMALL, 6)
+    else:
+        world.reserve(A, 1, 0, 1, Chain(SMALL, tuple(range(100, 106))), 0, 50 * MS)
     assert world.grant(B, LARGE, 1) == 0
-    world.release(A, 1)
-    assert world.grant(B, LARGE, 1) == 2 - 1
+    world.kill(A)
+    assert world.grant(B, LARGE, 1) == 1
     world.check()
 
 

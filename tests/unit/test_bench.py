@@ -1,0 +1,188 @@
+"""The benchmark's arithmetic, that it notices wrong bytes, and a few rows from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import kvstore
+from kvstore.bench.content import LAYOUTS, Content, Work
+from kvstore.bench.harness import Bar, BenchFailed, Kind, alternate, medians, quickest, result, speeds
+from kvstore.bench.reading import Reading
+from kvstore.bench.rows import ROWS, chosen
+from kvstore.bench.stage import Settings, wait_for
+from kvstore.cli.bench import bench
+from kvstore.errors import InvalidRequest
+
+# --- Arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_ratio_is_taken_inside_each_round() -> None:
+    line = result("x", Kind.TIME, ours=[12, 12, 33], limit=[10, 11, 30], bar=Bar(1.15, at_least=False))
+    assert line.ratio == pytest.approx(1.1)
+    assert (line.ratio_min, line.ratio_max) == (pytest.approx(12 / 11), pytest.approx(1.2))
+    assert (line.limit, line.ours, line.met) == (11, 12, True)
+    assert line.rounds["ratio"] == pytest.approx([1.2, 12 / 11, 1.1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "limit", "ratio"),
+    [
+        (Kind.SPEED, 18e9, 20e9, 0.9),  # bytes/s: a share of the limit
+        (Kind.TIME, 30e-6, 15e-6, 2.0),  # s: a multiple of the limit
+        (Kind.GAIN, 1e-4, 3e-3, 30.0),  # s: how many times faster
+    ],
+)
+def test_ratio_of_each_kind(kind: Kind, ours: float, limit: float, ratio: float) -> None:
+    assert result("x", kind, [ours], [limit]).ratio == pytest.approx(ratio)
+
+
+def test_bars() -> None:
+    assert Bar(0.94).met(0.94) and not Bar(0.94).met(0.93)
+    assert Bar(2, at_least=False).met(2) and not Bar(2, at_least=False).met(2.1)
+    assert (Bar(0.94).text, Bar(2, at_least=False, unit="s").text) == (">= 0.94", "<= 2 s")
+    assert result("x", Kind.SPEED, [1], [1]).met is None
+    assert result("x", Kind.SPEED, [1], [1], bar=Bar(0.5), sound=False).met is False
+    alone = Bar(400, at_least=False, of_ratio=False, unit="B")
+    assert result("x", Kind.COUNT, [399], bar=alone).met is True
+    with pytest.raises(BenchFailed, match="no limit"):
+        result("x", Kind.COUNT, [399], bar=Bar(400))
+
+
+@pytest.mark.parametrize(("ours", "limit"), [([], []), ([1.0], [1.0, 2.0])])
+def test_rounds_have_to_fit(ours: list[float], limit: list[float]) -> None:
+    with pytest.raises(BenchFailed, match="rounds"):
+        result("x", Kind.TIME, ours, limit)
+
+
+def test_every_variant_takes_its_turn_on_every_step() -> None:
+    calls: list[tuple[str, int]] = []
+    variants = {name: lambda step, name=name: calls.append((name, step)) for name in "abc"}
+    seconds = alternate(variants, range(6), 3, lambda step: step, lambda name, value: None)
+    assert calls[:6] == [("a", 0), ("b", 1), ("c", 2), ("a", 3), ("b", 4), ("c", 5)]
+    assert sorted(calls) == [(name, step) for name in "abc" for step in range(6)]
+    assert {name: [len(steps) for steps in rounds] for name, rounds in seconds.items()} == dict.fromkeys("abc", [2] * 3)
+
+
+def test_what_is_prepared_and_checked_is_not_timed() -> None:
+    def slow(_: object) -> int:
+        wait_for(lambda: False, "never", 0.05) if _ is None else None
+        return 1
+
+    def wait(*_: object) -> int:
+        with pytest.raises(BenchFailed):
+            wait_for(lambda: False, "never", 0.05)
+        return 1
+
+    seconds = alternate({"a": slow}, [1], 1, wait, wait, wait)
+    assert seconds["a"][0][0] < 0.04
+
+
+def test_a_wrong_value_ends_the_row() -> None:
+    def check(name: str, value: object) -> None:
+        if value != 1:
+            raise BenchFailed(f"{name}: {value}")
+
+    with pytest.raises(BenchFailed, match="a: 2"):
+        alternate({"a": lambda step: step}, [1, 2], 1, lambda step: step, check)
+
+
+def test_too_few_steps_for_the_variants() -> None:
+    with pytest.raises(BenchFailed, match="1 steps cannot serve 2 variants"):
+        alternate({"a": len, "b": len}, [1], 1, lambda step: "", lambda name, value: None)
+
+
+def test_medians_and_speeds() -> None:
+    seconds = {"slow": [[3.0, 1.0, 2.0], [5.0]], "quick": [[1.0], [1.0]]}
+    assert medians(seconds["slow"]) == [2.0, 5.0]
+    assert speeds(seconds["slow"], 10) == [5.0, 2.0]
+    assert quickest(seconds, ("slow", "quick")) == "quick"
+
+
+# --- Bytes ---------------------------------------------------------------------------------------------------------
+
+
+def test_content_follows_from_key_and_offset() -> None:
+    content, rows = Content(4096), np.zeros((3, 4096), np.uint8)
+    hashes = [bytes([i]) * 16 for i in range(3)]
+    content.fill(rows, hashes)
+    content.check(rows, hashes, "x")
+    assert len({row.tobytes() for row in rows}) == 3
+    with pytest.raises(BenchFailed, match="page 0"):
+        content.check(rows, hashes[::-1], "x")
+    rows[2, 4095] ^= 1
+    with pytest.raises(BenchFailed, match="page 2"):
+        content.check(rows, hashes, "x")
+
+
+def test_work_is_the_same_in_every_process() -> None:
+    work = Work("4k", seed=1, chains=2, pages=3)
+    again = Work(**json.loads(json.dumps(work.to_json())))
+    assert again == work and np.array_equal(again.tokens(1), work.tokens(1))
+    assert not np.array_equal(work.tokens(0), work.tokens(1))
+    assert work.total_bytes == 2 * 3 * 4096
+
+
+@pytest.mark.parametrize("damage", ["none", "byte", "absent"])
+def test_a_row_that_reads_wrong_bytes_fails(tmp_path: Path, damage: str) -> None:
+    work = Work("4k", seed=1, chains=2, pages=8)
+    content, rows = Content(4096), np.zeros((8, 4096), np.uint8)
+    with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
+        cache = store.cache(work.layout)
+        for chain in range(2 if damage != "absent" else 1):
+            keys = work.keys(cache, chain)
+            content.fill(rows, keys.hashes)
+            rows[7, 5] ^= damage == "byte" and chain == 1
+            cache.put(keys, rows)
+        if damage == "none":
+            Reading(store, work).verify()
+        else:
+            with pytest.raises(BenchFailed, match="wrong bytes in page 7" if damage == "byte" else "0 of 8 pages"):
+                Reading(store, work).verify()
+
+
+# --- The command ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_chosen_by_name() -> None:
+    assert [row.name for row in chosen(["put_2m", "keys_128k"])] == ["keys_128k", "put_2m"]
+    assert chosen([]) == list(ROWS.values())
+    with pytest.raises(InvalidRequest, match="'get_3m'"):
+        chosen(["get_3m"])
+
+
+def test_geometries_and_settings() -> None:
+    assert {name: layout.page_bytes for name, layout in LAYOUTS.items()} == {
+        "2m": 2 << 20,
+        "256k": 256 << 10,
+        "64k": 64 << 10,
+        "4k": 4 << 10,
+    }
+    assert Settings(quick=True).walk_bytes <= 128 << 20
+
+
+def test_list() -> None:
+    listed = json.loads(CliRunner().invoke(bench, ["--list", "--json"]).output)["rows"]
+    assert {row["name"]: row["bar"] for row in listed}["restart_8g"] == "<= 2 s"
+
+
+def test_quick_rows_from_end_to_end() -> None:
+    rows = ["keys_128k", "get_one_256k", "put_one_256k"]
+    command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", *rows]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, complaints = process.communicate(timeout=100)
+    assert process.returncode == 0, complaints
+    document = json.loads(output)
+    lines = {line["name"]: line for line in document["rows"]}
+    assert set(rows) <= set(lines)
+    assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())
+    assert document["machine"]["cores"] >= 1 and not document["failed"]
+    shm_dir = os.environ.get("KVSTORE_SHM_DIR") or "/dev/shm"
+    assert not [name for name in os.listdir(shm_dir) if name.startswith(f"kvstore-bench-{process.pid}-")]
