@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,9 @@ class PendingPut:
                     failpoint.hit("client.copied")
                 del frames[: len(part)]
                 page += len(part)
-                self._seal(rows, page - len(part), part, pool.wanted(total - stored) if page == total else 0)
+                # Frames for the next put ride on the first seal: the node grants them while we copy the rest.
+                want = pool.wanted(total - stored) if page - len(part) == stored else 0
+                self._seal(rows, page - len(part), part, want)
         except BaseException:
             self._abandon()
             raise
@@ -130,6 +133,7 @@ class PendingPut:
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             extent.pages[frame : frame + j - i] = rows[page + i : page + j]
+            extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's mark
 
     def _seal(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address], want: int) -> None:
         keys, count = self._keys, len(addresses)

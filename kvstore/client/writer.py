@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import time
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -231,6 +232,7 @@ class Writer:
             for i, count in _unbroken(self.pages_new[first : first + len(words)]):
                 frames = slice(frame + i, frame + i + count)
                 marks = extent.progress[frames, self._rank]
+                extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
                 generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
                 page = self.pages_new[first + i]
                 self._spans.append(Span(extent.pages[frames], marks, page, first + i, generations))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,8 @@ from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.tier.header import DaemonState
 
+log = logging.getLogger("kvstore.daemon")
+
 SWITCH_INTERVAL_S = 0.0005  # a background thread that holds the interpreter delays a client by no more than this
 
 
@@ -29,6 +32,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
     """
     logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    threading.excepthook = _end
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -45,6 +49,13 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         if http is not None:
             http.stop()
         node.stop()
+
+
+def _end(failed: threading.ExceptHookArgs) -> None:
+    """A daemon that has lost a thread would hold its name and serve nobody. The next one repairs what it leaves."""
+    log.critical("a thread failed, the daemon ends", exc_info=failed.exc_value)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _run(

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Status
+from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
@@ -107,8 +107,13 @@ class Dispatcher:
         sums = None
         if message.flags & control.CHECKSUMS:
             sums = _checksums(body, start + count * width, count, frame_class.layers)
-        if any(a.extent not in self.node.performer.tables for a in addresses):
-            addresses = [a if a.extent in self.node.performer.tables else a._replace(generation=0) for a in addresses]
+        tables = self.node.performer.tables
+        for number in {address.extent for address in addresses}:
+            table = tables.get(number)
+            if table is None:  # dropped since: its addresses can be nobody's
+                addresses = [a if a.extent != number else Address(0, 0, 0) for a in addresses]
+            elif table.frame_class != frame_class:
+                raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
         event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums)
         sealed = self.node.handle(event)
         granted = []

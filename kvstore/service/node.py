@@ -149,12 +149,7 @@ class Node:
             self._performer.header.populated_bytes = len(self.state.segment.populated) * self.state.segment.extent_bytes
             self._ticks += 1
             if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
-                self._performer.index.clear_dead_readers()
-                if self._performer.index_wanted:
-                    self._performer.rebuild_index(self._performer.index_wanted)
-                elif self._performer.index.used_bytes() > self._performer.index_map_bytes // 2:
-                    # a stopped reader pins old pages of the index: leave it the old file and write a new one
-                    self._performer.rebuild_index("grown")
+                self._performer.index.tidy()
 
     def drop_damaged(self, address: Address, reason: str) -> None:
         """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``."""
@@ -193,7 +188,7 @@ class Node:
             if performer is None or not self.state.space.sealed(address):
                 return
             if performer.find(key) != address and performer.key(address.extent, address.frame) == key:
-                performer.rebuild_index("damaged")
+                performer.index.rebuild("damaged")
 
     # --- looking in -------------------------------------------------------------------------------------------------
 
@@ -201,7 +196,7 @@ class Node:
         """The conservation laws over state, records and index, now. One line per finding."""
         with self._mutex:
             performer = self.performer
-            entries = performer.addresses()
+            entries = performer.index.addresses()
             return integrity.check(self.state, performer.snapshots(), entries)
 
     def stats(self) -> dict[str, Any]:
@@ -251,7 +246,7 @@ class Node:
                 "index": {
                     "epoch": performer.header.epoch,
                     "used_bytes": performer.index.used_bytes(),
-                    "rebuilds": dict(performer.index_rebuilds),
+                    "rebuilds": dict(performer.index.rebuilds),
                 },
                 "counters": dict(state.counters),
             }

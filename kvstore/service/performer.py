@@ -5,8 +5,7 @@ It is also what the state reads back through (``RecordView``, ``PageIndex``). On
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,6 @@ import xxhash
 
 from kvstore import failpoint
 from kvstore.model.replica import (
-    ADDRESS,
-    ADDRESS_DTYPE,
     SHARDS_MAX,
     STAMPED,
     Address,
@@ -24,16 +21,14 @@ from kvstore.model.replica import (
     info_word,
     word_of,
 )
-from kvstore.state import closure
+from kvstore.service.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
 from kvstore.state import events as ev
 from kvstore.state.views import Rows, Snapshot
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
-from kvstore.tier.index import Index, IndexDamaged, IndexFull
+from kvstore.tier.index import Index
 from kvstore.tier.records import ExtentTable
-
-log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
@@ -49,20 +44,17 @@ class Performer:
         header: Header,
         segment: SegmentFile,
         index: Index,
-        index_map_bytes: int,
+        index_bytes: int,
         now_ns: Callable[[], int],
     ) -> None:
         self.folder = folder
         self.header = header
         self.segment = segment
-        self.index = index
         self.tables: dict[int, ExtentTable] = {}
+        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
         self.sessions_to_check: list[int] = []
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
-        self.index_map_bytes = index_map_bytes
-        self.index_rebuilds: Counter[str] = Counter()
-        self.index_wanted = ""  # why a rebuild is still to be tried
-        self._index_ops: list[tuple[str, list[bytes], list[Address]]] = []  # of one decision
+        self._index_ops: list[IndexOp] = []  # of one decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
             ev.Carve: self._carve,
@@ -83,12 +75,8 @@ class Performer:
     # --- reading back -----------------------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> Address | None:
-        """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
-        try:
-            return self.index.find(key)
-        except IndexDamaged:
-            self.rebuild_index("damaged")
-            return None if self.index_wanted else self.index.find(key)
+        """See ``PageIndex``."""
+        return self.index.find(key)
 
     def key(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
@@ -111,51 +99,11 @@ class Performer:
         """See ``RecordView``."""
         return [snapshot(table) for table in self.tables.values()]
 
-    # --- the index --------------------------------------------------------------------------------------------------
-
-    def index_agrees(self) -> bool:
-        """Every entry names a sealed record of that key, and every sealed record has its entry."""
-        try:
-            entries = list(self.index.scan())
-            pending = self.index.count_pending()
-        except IndexDamaged:
-            return False
-        keys, addresses = self._sealed_entries()
-        return (
-            b"".join(key for key, _ in entries) == keys
-            and b"".join(raw for _, raw in entries) == addresses
-            and pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
-        )
-
-    def addresses(self) -> Iterator[tuple[bytes, Address]]:
-        """All entries of the index, by key."""
-        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self.index.scan())
-
-    def _sealed_entries(self) -> tuple[bytes, bytes]:
-        """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
-        links = closure.link(self.snapshots())
-        keep = ~links.duplicate
-        addresses = np.zeros(int(keep.sum()), ADDRESS_DTYPE)
-        addresses["extent"], addresses["frame"] = links.extents[keep], links.frames[keep]
-        addresses["generation"] = links.generations[keep]
-        return links.keys[keep].tobytes(), addresses.tobytes()
-
-    def _pending_entries(self) -> list[tuple[bytes, bytes]]:
-        """The same of reserved pages; of several reservations of one key the earliest."""
-        first: dict[bytes, Address] = {}
-        for number, table in self.tables.items():
-            reserved = (table.words & np.uint64(0xFF)) == RESERVED
-            for frame in np.flatnonzero(reserved & table.rows[:, 8:24].any(axis=1)).tolist():
-                key, address = self.key(number, frame), Address(number, frame, int(table.words[frame]) >> 8)
-                if key not in first or address.generation < first[key].generation:
-                    first[key] = address
-        return sorted((key, ADDRESS.pack(*address)) for key, address in first.items())
-
     def key_of(self, address: Address) -> bytes:
         """What the index calls a sealed page; its record's word for it where the index does not know the page."""
         key = self.key(address.extent, address.frame)
         if self.find(key) != address:
-            key = next((key for key, named in self.addresses() if named == address), key)
+            key = next((key for key, named in self.index.addresses() if named == address), key)
         return key
 
     def close(self) -> None:
@@ -166,30 +114,6 @@ class Performer:
         self.segment.close()
         self.header.close()
         self.folder.close()
-
-    def rebuild_index(self, reason: str) -> None:
-        """A new index from the records alone, under a new epoch that clients follow.
-
-        Where there is no memory for it the old one stays, wrong as it may be (a stale entry is a miss), and
-        ``index_wanted`` asks for another try.
-        """
-        keys, addresses = self._sealed_entries()
-        items = ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
-        old = self.header.epoch
-        try:
-            Index.rebuild(self.folder, old, old + 1, items, self.index_map_bytes, self._pending_entries())
-            if failpoint.ACTIVE:
-                failpoint.hit("node.rebuild")
-            index = Index.open_writer(self.folder, old + 1, self.index_map_bytes, fresh=False)
-        except (IndexFull, IndexDamaged) as error:
-            log.error("the index could not be rebuilt: %s", error)
-            self.index_wanted = reason
-            return
-        self.index.close()
-        self.index, self.index_wanted = index, ""
-        self.header.epoch = old + 1
-        Index.remove(self.folder, old)
-        self.index_rebuilds[reason] += 1
 
     # --- performing -------------------------------------------------------------------------------------------------
 
@@ -208,28 +132,9 @@ class Performer:
             if failpoint.ACTIVE:
                 failpoint.hit("node.instruction")
         if self._index_ops:
-            self._commit()
+            ops, self._index_ops = self._index_ops, []
+            self.index.commit(ops)
         return reply
-
-    def _commit(self) -> None:
-        """The index follows the records, in one transaction. Where it cannot, it is rebuilt from them."""
-        if failpoint.ACTIVE:
-            failpoint.hit("node.commit")
-        ops, self._index_ops = self._index_ops, []
-        try:
-            with self.index.begin() as txn:
-                for verb, keys, named in ops:
-                    addresses = [ADDRESS.pack(*address) for address in named]
-                    if verb == "put":
-                        txn.put_sealed(keys, addresses)
-                    elif verb == "delete":
-                        txn.delete_sealed(keys)
-                    elif verb == "pend":
-                        txn.put_pending(keys, addresses)
-                    else:
-                        txn.delete_pending(keys)
-        except (IndexDamaged, IndexFull) as error:
-            self.rebuild_index("full" if isinstance(error, IndexFull) else "damaged")
 
     def _carve(self, instruction: ev.Carve) -> None:
         number = instruction.extent
@@ -267,7 +172,7 @@ class Performer:
         for row, address in zip(instruction.rows, instruction.addresses, strict=True):
             key = row[:16].tobytes()
             if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
-                self._index_ops.append(("pend", [key], [address]))
+                self._index_ops.append((PEND, [key], [address]))
 
     @staticmethod
     def _write_bodies(
@@ -305,7 +210,7 @@ class Performer:
             if failpoint.ACTIVE:
                 failpoint.hit("node.word")
             self._write_words(table, frames, addresses, places, SEALED)
-        self._index_ops.append(("put", instruction.keys, addresses))
+        self._index_ops.append((PUT, instruction.keys, addresses))
         if sums is None:
             self.unstamped.extend(addresses)
 
@@ -324,13 +229,13 @@ class Performer:
         table.words[frames] = [generation << 8 | low for _, _, generation in _of(addresses, places)]  # ``word_of``
 
     def _unindex(self, instruction: ev.Unindex) -> None:
-        self._index_ops.append(("delete", instruction.keys, []))
+        self._index_ops.append((DELETE, instruction.keys, []))
 
     def _unpend(self, instruction: ev.Unpend) -> None:
         if instruction.heir is None:
-            self._index_ops.append(("unpend", [instruction.key], []))
+            self._index_ops.append((UNPEND, [instruction.key], []))
         else:
-            self._index_ops.append(("pend", [instruction.key], [instruction.heir]))
+            self._index_ops.append((PEND, [instruction.key], [instruction.heir]))
 
     def _write_lease(self, instruction: ev.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
@@ -352,7 +257,7 @@ class Performer:
         target.rows[new, 8:] = source.rows[old, 8:]
         target.marks[new] = source.marks[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
-        self._index_ops.append(("put", [instruction.key], [instruction.target]))
+        self._index_ops.append((PUT, [instruction.key], [instruction.target]))
         source.words[old] = word_of(instruction.freed.generation, FrameState.FREE)
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -382,15 +287,3 @@ def _tail(words: tuple[int, ...]) -> Rows:
 
 def _of(values: list[Any], places: Any) -> list[Any]:
     return values[places] if isinstance(places, slice) else [values[i] for i in places]
-
-
-def snapshot(table: ExtentTable) -> Snapshot:
-    """Copies of the columns that recovery and integrity look at."""
-    rows = table.rows
-
-    def column(where: slice) -> Any:
-        return np.ascontiguousarray(rows[:, where]).view("S16").reshape(-1)
-
-    return Snapshot(
-        table.extent, table.words.copy(), column(slice(8, 24)), column(table.fmt.parent), column(slice(24, 40))
-    )

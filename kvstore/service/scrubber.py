@@ -104,6 +104,7 @@ class Scrubber:
         tables = self._node.performer.tables
         with self._mutex:
             if not self._walk:
+                self._pages_damaged += self._node.check_words()
                 self._walk = [(number, _sealed(table)) for number, table in sorted(tables.items(), reverse=True)]
             walk = self._walk
         while walk and budget_bytes > 0 and time.monotonic() < deadline:

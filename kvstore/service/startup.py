@@ -19,7 +19,8 @@ from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX
-from kvstore.service.performer import Performer, snapshot
+from kvstore.service.index_keeper import snapshot
+from kvstore.service.performer import Performer
 from kvstore.state import recovery
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState
@@ -141,8 +142,8 @@ def _recover(
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
     performer.perform(instructions)
-    if not performer.index_agrees():
-        performer.rebuild_index("start")
+    if not performer.index.agrees():
+        performer.index.rebuild("start")
     recovery.settle(state)
     return performer, state
 

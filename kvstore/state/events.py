@@ -267,7 +267,7 @@ class WriteState:
 
 @dataclass(slots=True)
 class Unindex:
-    """The index forgets these keys, if they still name these addresses."""
+    """The index forgets these keys."""
 
     keys: list[bytes]
 

@@ -55,6 +55,7 @@ class NodeState:
         self.counters: Counter[str] = Counter()
         self.lease_ttl_ns_max = lease_ttl_ns_max
         self.sessions_max = sessions_max
+        self._checked = 0
         self.space = Space(segment, index, records, self.leases, self.counters, generation)
         self.writing = Writing(self.space, self.counters, lease_ttl_ns_max)
         self._handlers: dict[type, Callable[[Any], list[ev.Instruction]]] = {
@@ -258,7 +259,9 @@ class NodeState:
             self._end_lease(name, out)
         self.writing.expire(event.now_ns, out)
         lost = [number for number, session in self.sessions.items() if not session.connected]
-        out += [ev.CheckSession(number) for number in lost[:CHECK_SESSIONS_PER_TICK]]
+        start = self._checked % len(lost) if lost else 0  # in turn: paused ones must not hide dead ones
+        self._checked += CHECK_SESSIONS_PER_TICK
+        out += [ev.CheckSession(number) for number in (lost[start:] + lost[:start])[:CHECK_SESSIONS_PER_TICK]]
         return out
 
     def _populated(self, event: ev.Populated) -> list[ev.Instruction]:

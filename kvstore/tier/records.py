@@ -138,13 +138,13 @@ class ExtentTable:
                 map_.close()
 
     def unlink(self) -> None:
-        """The daemon gives the extent up: every word becomes 0, so that whoever maps it misses, and the files go.
+        """The daemon gives the extent up: the files go, and every word becomes 0, so that whoever maps it misses.
 
-        Call ``close`` afterwards.
+        In this order: a restart must never find generations that start again. Call ``close`` afterwards.
         """
-        self.words[:] = 0
         for path in self._files:
             path.unlink(missing_ok=True)
+        self.words[:] = 0
 
 
 def _sound_head(records: mmap.mmap, marks_bytes: int, extent: int, incarnation: int) -> tuple[int, ...] | None:

@@ -108,7 +108,8 @@ def test_two_layouts_share_a_pool(first: str, machine: Machine) -> None:
     assert store.stats()["counters"]["extents_reclaimed"] > 0
     for page_bytes, sizes in held.items():
         late = sizes[len(sizes) // 2 :]
-        assert min(late) >= 2 * MIB, f"pages of {page_bytes} bytes were pressed to {min(late)} bytes: {sizes}"
+        assert min(late) > 0, f"pages of {page_bytes} bytes were pressed out: {sizes}"
+        assert sum(late) / len(late) >= 4 * MIB, f"pages of {page_bytes} bytes hold too little: {sizes}"
     for name, worker in puts.items():
         stalled = sum(event["pages"] == 0 for event in worker.events("put"))
         assert stalled == 0, f"{stalled} of {len(worker.events('put'))} puts of {name} pages stored nothing"
@@ -171,14 +172,14 @@ def test_a_tmpfs_that_is_full_kills_nobody(
     for writer in writers:
         code = writer.wait(40.0)
         assert code in (0, 1), (code, writer.trace())  # an error in words, but no signal
-    still_sound(machine, store, small_tmpfs)
-    assert daemon.alive
+    assert daemon.alive, daemon.trace()
+    still_sound(store, small_tmpfs)
     daemon.kill()
     machine.serve("n")
-    still_sound(machine, store, small_tmpfs)
+    still_sound(store, small_tmpfs)
 
 
-def still_sound(machine: Machine, store: Store, folder: Path) -> None:
+def still_sound(store: Store, folder: Path) -> None:
     """Laws, what is there, and a new put."""
     wait_settled(store)
     check_laws(store)

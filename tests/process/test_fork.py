@@ -84,7 +84,7 @@ def test_a_forked_child_that_exits_ends_nothing_of_its_parent(machine: Machine) 
 @pytest.mark.parametrize("child_exits", [False, True])
 def test_a_forked_child_and_an_embedded_node(child_exits: bool, machine: Machine) -> None:
     """The child neither removes the node nor keeps its name after the parent's death."""
-    worker = machine.worker("fork", "", embedded="e", seed=1, pages=PAGES, child_exits=child_exits, ttl_s=5.0)
+    worker = machine.worker("fork", "", embedded="e", seed=1, pages=PAGES, child_exits=child_exits, ttl_s=3.0)
     child = refused(worker)
     try:
         if child_exits:

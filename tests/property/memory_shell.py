@@ -66,8 +66,8 @@ class Table:
         self.infos = np.zeros(frames, np.uint64)
         self.sums = np.zeros(frames, np.uint64)
         self.leases = np.zeros(frames, np.uint64)
-        self.groups = np.zeros(frames, np.uint64)
-        self.tails = np.zeros((frames, max(SHARDS_MAX, frame_class.layers // 2 + 1)), np.uint64)  # writers or checksums
+        # [write group, session of each shard]; the checksums of a sealed page lie over them
+        self.tails = np.zeros((frames, max(1 + SHARDS_MAX, frame_class.layers // 2 + 1)), np.uint64)
         self.last_use = np.zeros(frames, np.uint64)
 
     def state(self, frame: int) -> FrameState:
@@ -243,8 +243,8 @@ class MemoryShell:
             frames = [instruction.addresses[i].frame for i in places]
             yield
             table.rows[frames, :16] = 0
-            table.infos[frames], table.leases[frames], table.groups[frames], table.tails[frames] = 0, 0, 0, 0
-            table.tails[frames, 0] = instruction.session
+            table.infos[frames], table.leases[frames], table.tails[frames] = 0, 0, 0
+            table.tails[frames, 1] = instruction.session
             for i in places:
                 yield
                 self._put_word(instruction.addresses[i], RESERVED)
@@ -262,9 +262,8 @@ class MemoryShell:
             yield
             self._write_identity(table, frames, instruction.rows[places], [instruction.parents[i] for i in places])
             table.infos[frames] = instruction.shards << 32
-            table.leases[frames], table.groups[frames] = instruction.until_ns, instruction.group
-            table.tails[frames] = 0
-            table.tails[frames, instruction.shard] = instruction.session
+            table.leases[frames], table.tails[frames] = instruction.until_ns, 0
+            table.tails[frames, 0], table.tails[frames, 1 + instruction.shard] = instruction.group, instruction.session
             for i in places:
                 yield
                 self._put_word(instruction.addresses[i], RESERVED)
@@ -276,7 +275,7 @@ class MemoryShell:
         for address in instruction.addresses:
             self._must_be(address, RESERVED, QUARANTINED)
             yield
-            self.tables[address.extent].tails[address.frame, instruction.shard] = instruction.session
+            self.tables[address.extent].tails[address.frame, 1 + instruction.shard] = instruction.session
 
     def _write_sealed(self, instruction: ev.WriteSealed) -> Iterator[None]:
         addresses = instruction.addresses
@@ -370,7 +369,7 @@ class MemoryShell:
             assert not self.watch.may_write(*address[:2]), f"{address} takes part in a move while it may be written"
             assert not self.watch.is_leased(*address[:2]), f"{address} moves under somebody's lease"
         yield
-        for column in ("rows", "parents", "infos", "sums", "leases", "groups", "tails", "last_use"):
+        for column in ("rows", "parents", "infos", "sums", "leases", "tails", "last_use"):
             getattr(target, column)[new] = getattr(source, column)[old]
         yield
         self._put_word(instruction.target, SEALED)
@@ -404,8 +403,8 @@ class MemoryShell:
                 table.snapshot(),
                 table.infos.copy(),
                 table.leases.copy(),
-                table.groups.copy(),
-                table.tails[:, :SHARDS_MAX].copy(),
+                table.tails[:, 0].copy(),
+                table.tails[:, 1 : 1 + SHARDS_MAX].copy(),
                 np.array([table.sum_of(frame) == int(table.sums[frame]) for frame in range(table.frames)]),
             )
             for table in self.tables.values()

@@ -422,7 +422,7 @@ def counting(shell: MemoryShell) -> Counter[str]:
 
 def test_the_cost_of_an_eviction_does_not_depend_on_how_many_pages_there_are() -> None:
     costs = []
-    for pages in (8192, 65_536):
+    for pages in (8192, 32_768):
         world = crowded(pages)
         policy = world.state.segment.pools[SMALL].policy
         assert isinstance(policy, CountingLru)

@@ -1,0 +1,177 @@
+"""IndexKeeper: the daemon's index, kept in step with the records and rebuilt from them where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState
+from kvstore.state import closure
+from kvstore.state.views import Snapshot
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.index import Index, IndexDamaged, IndexFull
+from kvstore.tier.records import ExtentTable
+
+log = logging.getLogger("kvstore.node")
+
+SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+PUT, DELETE, PEND, UNPEND = "put_sealed", "delete_sealed", "put_pending", "delete_pending"
+IndexOp = tuple[str, list[bytes], list[Address]]
+"""One of the four verbs of a ``WriteTxn``, its keys, and their addresses (none to delete)."""
+
+
+class IndexKeeper:
+    """The writer of a node's index. Lives with its ``Performer``, whose record tables it reads.
+
+    Where there is no memory for a rebuild, ``wanted`` says why one is to be tried again; until then finds read the
+    records, and clients see an old index, in which a stale entry is a miss.
+    """
+
+    def __init__(
+        self, folder: NodeFolder, header: Header, index: Index, map_bytes: int, tables: Mapping[int, ExtentTable]
+    ) -> None:
+        self.map_bytes = map_bytes
+        self.rebuilds: Counter[str] = Counter()
+        self.wanted = ""
+        self._folder = folder
+        self._header = header
+        self._index = index
+        self._tables = tables
+
+    def find(self, key: bytes) -> Address | None:
+        """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
+        if self.wanted:
+            return self._find_in_records(key)
+        try:
+            return self._index.find(key)
+        except IndexDamaged:
+            self.rebuild("damaged")
+            return self.find(key)
+
+    def _find_in_records(self, key: bytes) -> Address | None:
+        """Slow and always right: while there is no memory for an index."""
+        wanted = np.frombuffer(key, np.uint8)
+        for number, table in self._tables.items():
+            sealed = (table.words & np.uint64(0xFF)) == SEALED
+            frames = np.flatnonzero(sealed & (table.rows[:, 8:24] == wanted).all(axis=1))
+            if len(frames):
+                return Address(number, int(frames[0]), int(table.words[frames[0]]) >> 8)
+        return None
+
+    def find_pending(self, key: bytes) -> Address | None:
+        """The frame readers are shown for a page that is being written."""
+        try:
+            return self._index.find_pending(key)
+        except IndexDamaged:
+            return None
+
+    def commit(self, ops: list[IndexOp]) -> None:
+        """Follow the records, in one transaction. Where that cannot be, the index is rebuilt from them."""
+        if failpoint.ACTIVE:
+            failpoint.hit("node.commit")
+        try:
+            with self._index.begin() as txn:
+                for verb, keys, named in ops:
+                    if named:
+                        getattr(txn, verb)(keys, [ADDRESS.pack(*address) for address in named])
+                    else:
+                        getattr(txn, verb)(keys)
+        except (IndexDamaged, IndexFull) as error:
+            self.rebuild("full" if isinstance(error, IndexFull) else "damaged")
+
+    def tidy(self) -> None:
+        """Free the places of dead readers; write a new file where a stopped one keeps the old from being reused."""
+        self._index.clear_dead_readers()
+        if self.wanted:
+            self.rebuild(self.wanted)
+        elif self.used_bytes() > self.map_bytes // 2:
+            self.rebuild("grown")
+
+    def used_bytes(self) -> int:
+        """Bytes of the index file in use."""
+        return self._index.used_bytes()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._index.close()
+
+    def agrees(self) -> bool:
+        """Every entry names a sealed record of that key, and every sealed record has its entry."""
+        try:
+            entries = list(self._index.scan())
+            pending = self._index.count_pending()
+        except IndexDamaged:
+            return False
+        keys, addresses = self._sealed_entries()
+        return (
+            b"".join(key for key, _ in entries) == keys
+            and b"".join(raw for _, raw in entries) == addresses
+            and pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
+        )
+
+    def addresses(self) -> Iterator[tuple[bytes, Address]]:
+        """All entries of the index, by key."""
+        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan())
+
+    def _sealed_entries(self) -> tuple[bytes, bytes]:
+        """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
+        links = closure.link([snapshot(table) for table in self._tables.values()])
+        keep = ~links.duplicate
+        addresses = np.zeros(int(keep.sum()), ADDRESS_DTYPE)
+        addresses["extent"], addresses["frame"] = links.extents[keep], links.frames[keep]
+        addresses["generation"] = links.generations[keep]
+        return links.keys[keep].tobytes(), addresses.tobytes()
+
+    def _pending_entries(self) -> list[tuple[bytes, bytes]]:
+        """The same of reserved pages; of several reservations of one key the earliest."""
+        first: dict[bytes, Address] = {}
+        for number, table in self._tables.items():
+            reserved = (table.words & np.uint64(0xFF)) == RESERVED
+            for frame in np.flatnonzero(reserved & table.rows[:, 8:24].any(axis=1)).tolist():
+                key = table.rows[frame, 8:24].tobytes()
+                address = Address(number, frame, int(table.words[frame]) >> 8)
+                if key not in first or address.generation < first[key].generation:
+                    first[key] = address
+        return sorted((key, ADDRESS.pack(*address)) for key, address in first.items())
+
+    def rebuild(self, reason: str) -> None:
+        """A new index from the records alone, under a new epoch that clients follow.
+
+        Where there is no memory for it the old one stays, wrong as it may be (a stale entry is a miss), and
+        ``wanted`` asks for another try.
+        """
+        keys, addresses = self._sealed_entries()
+        items = ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
+        old = self._header.epoch
+        try:
+            Index.rebuild(self._folder, old, old + 1, items, self.map_bytes, self._pending_entries())
+            if failpoint.ACTIVE:
+                failpoint.hit("node.rebuild")
+            index = Index.open_writer(self._folder, old + 1, self.map_bytes, fresh=False)
+        except (IndexFull, IndexDamaged) as error:
+            log.error("the index could not be rebuilt: %s", error)
+            self.wanted = reason
+            return
+        self._index.close()
+        self._index, self.wanted = index, ""
+        self._header.epoch = old + 1
+        Index.remove(self._folder, old)
+        self.rebuilds[reason] += 1
+
+
+def snapshot(table: ExtentTable) -> Snapshot:
+    """Copies of the columns that recovery and integrity look at."""
+    rows = table.rows
+
+    def column(where: slice) -> Any:
+        return np.ascontiguousarray(rows[:, where]).view("S16").reshape(-1)
+
+    return Snapshot(
+        table.extent, table.words.copy(), column(slice(8, 24)), column(table.fmt.parent), column(slice(24, 40))
+    )
