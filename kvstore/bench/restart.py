@@ -21,8 +21,8 @@ READ_ON_S = 0.5  # before each kill and after each ready line
 def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """kill -9 of a daemon with 8 GiB of pages, and start: seconds until its ready line, readers' misses, pages kept.
 
-    The reader checks every byte it gets. Afterwards every page is read and checked once more, and the node verifies
-    its conservation laws.
+    The reader checks every byte it gets. Afterwards the node verifies all pages and its conservation laws, and every
+    page is read and checked once more.
     """
     stage.clear()
     settings = stage.settings
@@ -41,7 +41,7 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
         reader = scene.enter_context(Peer(daemon.name, settings.shm_dir))
         crash = [_crash(daemon, reader, store, work, turn) for turn in range(crashes)]
         kept = store.stats()["tiers"]["dram"]["pages"] - crashes  # one probe page each
-        findings = store.verify()["findings"]
+        settle(store)
         _read_all(store, work)
     misses, errors = (sum(int(c[what]) for c in crash) for what in ("pages_missed", "errors"))
     details = {
@@ -54,9 +54,8 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
         "longest_read_s": max(c["longest_s"] for c in crash),
         "kill_to_ready_s": [c["kill_to_ready_s"] for c in crash],
         "kill_to_put_s": [c["kill_to_put_s"] for c in crash],
-        "findings": findings,
     }
-    sound = stored == kept and not misses and not errors and not findings
+    sound = stored == kept and not misses and not errors
     return [result(name, Kind.TIME, [c["kill_to_ready_s"] for c in crash], bar=bar, details=details, sound=sound)]
 
 
