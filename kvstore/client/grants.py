@@ -9,7 +9,7 @@ import time
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.transfer.base import Channel, PendingReply
-from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
+from kvstore.transfer.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
 AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20
@@ -38,12 +38,15 @@ class GrantPool:
         self._forfeited: list[Address] = []
         self._used_s = 0.0  # when frames were last taken
         self._timer: threading.Timer | None = None
+        self._asked: PendingReply | None = None  # frames on their way
 
     def __len__(self) -> int:
         return len(self._frames)
 
     def take(self, count: int) -> list[Address]:
         """Up to ``count`` frames, ascending; consecutive ones where there are enough."""
+        if len(self._frames) < count:
+            self._collect()
         with self._lock:
             self._used_s = time.monotonic()
             frames = self._frames
@@ -51,6 +54,25 @@ class GrantPool:
             taken = frames[start : start + count]
             del frames[start : start + count]
         return taken
+
+    def ask_ahead(self, used: int, before: bytes) -> None:
+        """After a put of ``used`` pages: have another one like it find its frames. Asked for now, read by ``take``."""
+        with self._lock:
+            left = len(self._frames)
+            count = min(self.ahead_max, AHEAD_PUTS * used) - left
+            if left >= used or count <= 0 or self._asked is not None:
+                return
+            with contextlib.suppress(Unavailable):
+                self._asked = self._request(count, before, AHEAD)
+            if self._timer is None and self._asked is not None:
+                self._watch()
+
+    def _collect(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, None
+        if asked is not None:
+            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+                self.add(self.granted(asked))
 
     def add(self, addresses: list[Address]) -> None:
         """Frames granted, or handed back unsealed. More than ``ahead_max`` are given back to the node."""
@@ -72,6 +94,7 @@ class GrantPool:
         self._timer.start()
 
     def _idle(self) -> None:
+        self._collect()
         with self._lock:
             self._timer, idle = None, []
             if time.monotonic() - self._used_s >= IDLE_S:
@@ -80,18 +103,17 @@ class GrantPool:
                 self._watch()
         self.forfeit(idle)
 
-    def wanted(self, used: int) -> int:
-        """How many frames to ask for: none while another put like the last one finds what it needs."""
-        left = len(self._frames)
-        return 0 if left >= used else max(0, min(self.ahead_max, AHEAD_PUTS * used) - left)
-
     def ask(self, count: int, before: bytes) -> PendingReply:
         """Request up to ``count`` frames for what follows the page of key ``before``; ``granted`` reads the reply.
 
         Raises what ``Channel.request`` does.
         """
         self._give_back()
-        return self._channel.request(Op.GRANT, count=min(count, BATCH_MAX), a=self.class_number, body=(before,))
+        return self._request(count, before, 0)
+
+    def _request(self, count: int, before: bytes, flags: int) -> PendingReply:
+        count = min(count, BATCH_MAX)
+        return self._channel.request(Op.GRANT, count=count, a=self.class_number, flags=flags, body=(before,))
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:

@@ -155,6 +155,12 @@ class Keys:
         extras = self.extras[start:stop] if self.extras is not None else None
         return Keys(self.page_tokens, self.root, parent, self.hashes[start:stop], tokens, extras)
 
+    def roots_and_extras(self, start: int, stop: int) -> bytes:
+        """Root and extra of pages ``start`` to ``stop``, 32 bytes each, as they stand between key and tokens."""
+        if self.extras is None:
+            return (self.root + NO_EXTRA) * (stop - start)
+        return b"".join([self.root + extra for extra in self.extras[start:stop]])
+
     @cached_property
     def identity(self) -> npt.NDArray[np.uint8]:
         """``[pages, IDENTITY_HEAD_BYTES + 4 * page_tokens]``: key, root, extra and tokens as a record stores them."""

@@ -89,7 +89,9 @@ class Dispatcher:
         frame_class = control.unpack_class(message.a)
         self.node.check_class(frame_class)
         anchor = control.unpack_key(message.body, 0) if message.body else b""
-        reply = self.node.handle(ev.Grant(now_ns, session, frame_class, message.entries, anchor=anchor))
+        reply = self.node.handle(
+            ev.Grant(now_ns, session, frame_class, message.entries, bool(message.flags & control.AHEAD), anchor)
+        )
         body = [control.pack_addresses(reply.addresses)]
         return control.encode(reply.status, message.request_id, count=len(reply.addresses), body=body)
 
@@ -116,12 +118,7 @@ class Dispatcher:
                 raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
         event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums)
         sealed = self.node.handle(event)
-        granted = []
-        if message.b:  # its own event: what was sealed is in the records now, and may be weighed against what leaves
-            want = min(message.b, BATCH_MAX)
-            granted = self.node.handle(ev.Grant(now_ns, session, frame_class, want, ahead=True)).addresses
-        reply_body = [control.pack_statuses(sealed.statuses), control.pack_addresses(granted)]
-        return control.encode(sealed.status, message.request_id, count=count, a=len(granted), body=reply_body)
+        return _statuses(message, sealed)
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)

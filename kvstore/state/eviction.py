@@ -51,7 +51,7 @@ class Lru:
     def add(self, slot: int, used_ms: int, *, cold: bool = False) -> None:
         """See ``EvictionPolicy.add``."""
         while slot >= len(self._newer):
-            grow = max(256, len(self._newer))
+            grow = 4096  # not by doubling: a slot is 12 bytes, and there are millions
             self._newer.extend([-2] * grow)
             self._older.extend([_NONE] * grow)
             self._stamp.extend([0] * grow)

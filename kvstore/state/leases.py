@@ -39,16 +39,24 @@ class LeaseTable:
         """(extent, frame) of every leased frame."""
         return set(self._frames)
 
-    def add(self, name: LeaseName, addresses: list[Address], until_ns: int) -> None:
-        """Take a lease, or add pages to one."""
+    def add(self, name: LeaseName, addresses: list[Address], until_ns: int) -> list[int]:
+        """Take a lease, or add pages to one. Returns each frame's latest deadline over all its leases."""
         lease = self.leases.get(name)
         if lease is None:
             self.leases[name] = Lease(list(addresses), until_ns)
         else:
             lease.addresses += addresses
             lease.until_ns = max(lease.until_ns, until_ns)
+        frames, untils = self._frames, []
         for extent, frame, _ in addresses:
-            self._frames.setdefault((extent, frame), set()).add(name)
+            names = frames.get((extent, frame))
+            if names is None:
+                frames[extent, frame] = {name}
+                untils.append(until_ns)
+            else:
+                names.add(name)
+                untils.append(self.until_ns(extent, frame))
+        return untils
 
     def until_ns(self, extent: int, frame: int) -> int:
         """The latest deadline over the frame's leases; 0 where there is none."""

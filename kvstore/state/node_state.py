@@ -201,13 +201,15 @@ class NodeState:
 
     def _take_lease(self, event: ev.TakeLease) -> list[ev.Instruction]:
         until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
-        statuses = [Status.OK if self.space.sealed(address) else Status.STALE for address in event.addresses]
-        held = [address for address, status in zip(event.addresses, statuses, strict=True) if status == Status.OK]
+        held = [address for address in event.addresses if self.space.sealed(address)]
+        if len(held) == len(event.addresses):
+            statuses = [int(Status.OK)] * len(held)
+        else:
+            statuses = [int(Status.OK if self.space.sealed(a) else Status.STALE) for a in event.addresses]
         out: list[ev.Instruction] = []
         if held:
-            self.leases.add((event.session, event.lease), held, until_ns)
-            out.append(ev.WriteLease(held, [self.leases.until_ns(a.extent, a.frame) for a in held]))
-        out.append(ev.Reply(statuses=[int(s) for s in statuses]))
+            out.append(ev.WriteLease(held, self.leases.add((event.session, event.lease), held, until_ns)))
+        out.append(ev.Reply(statuses=statuses))
         return out
 
     def _renew_lease(self, event: ev.RenewLease) -> list[ev.Instruction]:

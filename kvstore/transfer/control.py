@@ -33,6 +33,7 @@ HEAD = struct.Struct("<BBHIQQ")
 MESSAGE_BYTES_MAX = 128 * 1024
 BATCH_MAX = 512  # pages or addresses in one request
 NO_REPLY = 1  # flag
+AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
 
 _CLASS = struct.Struct("<IHH")
@@ -44,8 +45,7 @@ class Op(IntEnum):
     HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 1}. Reply: JSON about the node
     GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed
-    SEAL_GRANTED = 3  # a=frame class, b=frames wanted in return; body parent key, addresses [n], identity rows [n]
-    #                   Reply: statuses [n] padded to 8, then addresses granted in return (a=how many)
+    SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
     #              Reply: statuses [n] padded to 8, addresses [n] (zero where none)
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
