@@ -90,6 +90,7 @@ class PendingPut:
         try:
             if len(frames) < total - stored:
                 asked = pool.ask(total - stored - len(frames), self._before(stored))
+            pool.ask_ahead(total - stored, self._before(stored))  # the node grants while we copy
             while page < total:
                 if not frames:
                     frames, asked = self._granted(asked, page), None
@@ -104,8 +105,6 @@ class PendingPut:
                 del frames[: len(part)]
                 page += len(part)
                 self._seal(rows, page - len(part), part)
-            if page == total:
-                pool.ask_ahead(total - stored, self._before(total))
         except BaseException:
             self._abandon()
             raise

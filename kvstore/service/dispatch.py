@@ -14,7 +14,6 @@ from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES,
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
-from kvstore.state.views import Rows
 from kvstore.transfer import control
 from kvstore.transfer.control import BATCH_MAX, Message, Op
 
@@ -103,9 +102,6 @@ class Dispatcher:
         addresses = control.unpack_addresses(body, count, KEY_BYTES)
         start = KEY_BYTES + count * ADDRESS_BYTES
         rows = control.unpack_rows(body, count, frame_class.page_tokens, start)
-        if len(set(addresses)) != count:
-            raise InvalidRequest("addresses", "name a frame twice")
-        _distinct(rows)
         sums = None
         if message.flags & control.CHECKSUMS:
             sums = _checksums(body, start + count * width, count, frame_class.layers)
@@ -117,8 +113,7 @@ class Dispatcher:
             elif table.frame_class != frame_class:
                 raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
         event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums)
-        sealed = self.node.handle(event)
-        return _statuses(message, sealed)
+        return _statuses(message, self.node.handle(event))
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
@@ -132,10 +127,9 @@ class Dispatcher:
         if group == 0:
             raise InvalidRequest("group", "must not be 0")
         rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
-        _distinct(rows)
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
         event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
-        reply = self.node.handle(event)
+        reply = _accepted(self.node.handle(event))
         reply_body = [control.pack_statuses(reply.statuses), control.pack_addresses(reply.addresses)]
         return control.encode(reply.status, message.request_id, count=count, body=reply_body)
 
@@ -201,19 +195,20 @@ def _at_least_one(message: Message) -> int:
     return message.entries
 
 
-def _distinct(rows: Rows) -> None:
-    keys = rows[:, :KEY_BYTES].tobytes()
-    if len({keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)}) != len(rows):
-        raise InvalidRequest("keys", "name a page twice")
-
-
 def _checksums(body: memoryview, offset: int, count: int, layers: int) -> Any:
     if len(body) < offset + 4 * count * layers:
         raise InvalidRequest("checksums", f"{count} pages of {layers} layers need {4 * count * layers} bytes")
     return np.frombuffer(body, np.uint32, count * layers, offset).reshape(count, layers)
 
 
+def _accepted(reply: ev.Reply) -> ev.Reply:
+    if reply.status == Status.INVALID:
+        raise InvalidRequest(reply.detail["field"], reply.detail["reason"])
+    return reply
+
+
 def _statuses(message: Message, reply: ev.Reply) -> bytes:
+    _accepted(reply)
     body = [control.pack_statuses(reply.statuses)]
     return control.encode(reply.status, message.request_id, count=len(reply.statuses), body=body)
 

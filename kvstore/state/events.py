@@ -315,7 +315,10 @@ class CheckSession:
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to the event, sent after everything before it was performed."""
+    """The answer to the event, sent after everything before it was performed.
+
+    With ``Status.INVALID`` nothing was decided; ``detail`` has the ``field`` and the ``reason``.
+    """
 
     status: Status = Status.OK
     statuses: list[int] = field(default_factory=list)

@@ -19,7 +19,7 @@ from kvstore.state.leases import LeaseTable
 from kvstore.state.pending import PendingTable
 from kvstore.state.space import Space
 from kvstore.state.views import PageIndex, RecordView
-from kvstore.state.writing import Writing
+from kvstore.state.writing import Writing, named_twice
 
 # Frames granted ahead of need, over all sessions, may take this share of a class; asking for what a put needs now
 # is not bounded by it.
@@ -140,6 +140,8 @@ class NodeState:
         data = event.rows[:, :32].tobytes()
         keys = [data[i : i + 16] for i in range(0, len(data), 32)]
         count = len(keys)
+        if len(set(keys)) != count or len(set(event.addresses)) != count:
+            return [named_twice()]
         parent = self.space.find(event.parent)
         parent_ok = parent is not None or event.parent == data[16:32]
         first = 0

@@ -21,6 +21,7 @@ from kvstore.state.views import PageIndex, RecordView
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING = FrameState.RETIRING
+_SEALED = int(SEALED)  # a plain number: stored for every page of a put
 CLOCK_SKEW_MS = 60_000
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
 
@@ -90,7 +91,7 @@ class Space:
         extents = self.segment.extents
         for number, frame, _ in addresses:
             extent = extents[number]
-            extent.state[frame] = SEALED
+            extent.state[frame] = _SEALED
             extent.children[frame] = 1
             extent.sealed += 1
         number, frame, _ = addresses[-1]

@@ -30,6 +30,8 @@ class Writing:
         out: list[ev.Instruction] = []
         data = event.rows[:, :32].tobytes()
         keys = [data[i : i + 16] for i in range(0, len(data), 32)]
+        if len(set(keys)) != len(keys):
+            return [named_twice()]
         parents = [event.parent, *keys[:-1]]
         root = data[16:32]
         statuses, addresses = [Status.NO_SPACE] * len(keys), [Address(0, 0, 0)] * len(keys)
@@ -209,3 +211,8 @@ class Writing:
         """Readers look pending pages up by key: show them the next reservation of that key, or none."""
         heir = self.pending.named(page.key)
         out.append(ev.Unpend(page.key, heir.address if heir is not None else None))
+
+
+def named_twice() -> ev.Reply:
+    """The refusal of a request that names one page, or one frame, twice."""
+    return ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "a key or a frame is named twice"})

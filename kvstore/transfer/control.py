@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.replica import (
     ADDRESS,
     ADDRESS_BYTES,
-    ADDRESS_DTYPE,
     IDENTITY_HEAD_BYTES,
     KEY_BYTES,
     Address,
@@ -98,6 +98,7 @@ def pack_class(frame_class: FrameClass) -> int:
     return int.from_bytes(packed, "little")
 
 
+@lru_cache(maxsize=256)
 def unpack_class(number: int) -> FrameClass:
     """Inverse of ``pack_class``. Raises InvalidRequest for an impossible geometry."""
     page_bytes, page_tokens, layers = _CLASS.unpack(number.to_bytes(8, "little"))
@@ -114,9 +115,9 @@ def pack_addresses(addresses: Iterable[Address]) -> bytes:
 
 def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> list[Address]:
     """``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest where the body is too short."""
-    _need(body, offset + count * ADDRESS_BYTES)
-    array = np.frombuffer(body, ADDRESS_DTYPE, count, offset)
-    return list(map(Address._make, array.tolist()))
+    stop = offset + count * ADDRESS_BYTES
+    _need(body, stop)
+    return list(map(Address._make, ADDRESS.iter_unpack(body[offset:stop])))
 
 
 def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> npt.NDArray[np.uint8]:

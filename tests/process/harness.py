@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -327,17 +326,3 @@ def evict_all(store: Store) -> None:
     store.evict(pages=1 << 20)
     states = frames(store)
     assert all(states.get(state, 0) == 0 for state in ("sealed", "retiring")), states
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def readable(fd: int, timeout_s: float) -> bool:
-    """Whether ``fd`` can be read within the deadline."""
-    return bool(select.select([fd], [], [], timeout_s)[0])

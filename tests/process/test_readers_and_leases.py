@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from kvstore import Store
 from tests.process.content import SMALL, chain
 from tests.process.harness import (
@@ -148,6 +150,27 @@ def test_the_lease_of_a_killed_process_ends(machine: Machine) -> None:
     evict_all(store)
     assert frames(store)["sealed"] == 0
     assert daemon.alive
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+@pytest.mark.parametrize("meanwhile", ["nothing", "evicted", "evicted and put again"])
+def test_a_get_stopped_before_its_copy(meanwhile: str, given: bool, machine: Machine) -> None:
+    """Its pages are proven when their frames are given to others: what it copies then does not count."""
+    machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    put(store, 1, 16)
+    reader = machine.worker("stopped_get", "n", seed=1, pages=16, given=given)
+    reader.wait_for("proven")
+    wait_until("it stops itself", lambda: reader.state() == "T")
+    if meanwhile != "nothing":
+        fill(store, 100, 3)
+        assert store.cache(SMALL).lookup(chain(1, 16)).pages == 0
+    if meanwhile == "evicted and put again":
+        put(store, 1, 16)
+    reader.resume()
+    found = reader.wait_for("got")
+    assert found["pages"] == (0 if meanwhile == "evicted" else 16), found
+    reader.wait_well()
 
 
 def test_a_stopped_reader_gets_no_wrong_bytes(machine: Machine) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 import kvstore
 from kvstore import Keys, PrefixCache, Store
+from kvstore.client import prefix_cache
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
 from tests.process.content import LAYOUTS, Pages, chain, contents, first_wrong, layer_of
 
@@ -246,6 +247,27 @@ def read(a: Arguments) -> None:
             time.sleep(a.get("pause_s", 0.0))
 
 
+def stopped_get(a: Arguments) -> None:
+    """A get that stops itself (SIGSTOP) when its pages are proven and nothing is copied; then it goes on."""
+    copy = prefix_cache._copy
+
+    def stop_and_copy(*args: Any) -> Any:
+        prefix_cache._copy = copy
+        log("proven")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return copy(*args)
+
+    with opened(a) as (_, cache):
+        keys = keys_of(a, a["seed"], a["pages"])
+        out = np.zeros((a["pages"], cache.page_bytes), np.uint8)
+        prefix_cache._copy = stop_and_copy
+        match = cache.get(keys, out if a["given"] else None)
+        found = out[: match.pages] if a["given"] else match.data
+        assert found is not None
+        compare(found, bytes_of(a, keys)[: match.pages], "a get that was stopped")
+        log("got", pages=match.pages, reason=match.reason)
+
+
 def read_once(a: Arguments, cache: PrefixCache, rng: random.Random, seed: int, pages: int) -> int:
     """One read of a prompt, in one of the ways there are; returns the pages found."""
     keys = keys_of(a, seed, pages)
@@ -408,7 +430,8 @@ def in_child(store: Store, cache: PrefixCache, keys: Keys, data: Pages) -> None:
 
 
 VERBS: dict[str, Callable[[Arguments], None]] = {
-    verb.__name__: verb for verb in (put, layers, mixed, race, stopped_put, read, follow, lease, stopped_in_index, fork)
+    verb.__name__: verb
+    for verb in (put, layers, mixed, race, stopped_put, stopped_get, read, follow, lease, stopped_in_index, fork)
 }
 
 
