@@ -133,7 +133,7 @@ class IndexKeeper:
         first: dict[bytes, Address] = {}
         for number, table in self._tables.items():
             reserved = (table.words & np.uint64(0xFF)) == RESERVED
-            for frame in np.flatnonzero(reserved & table.rows[:, 8:24].any(axis=1)).tolist():
+            for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():
                 key = table.rows[frame, 8:24].tobytes()
                 address = Address(number, frame, int(table.words[frame]) >> 8)
                 if key not in first or address.generation < first[key].generation:

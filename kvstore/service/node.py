@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace
-from kvstore.model.replica import Address, FrameClass, FrameState
+from kvstore.model.replica import MARKS_ROW_BYTES, Address, FrameClass, FrameState
 from kvstore.service import startup
 from kvstore.service.performer import Performer
 from kvstore.state import events as ev
@@ -27,6 +27,8 @@ from kvstore.tier.folder import purge
 from kvstore.tier.header import DaemonState
 
 INDEX_CHECK_EVERY_TICKS = 10
+
+INDEX_HEADROOM_BYTES = 1 << 20  # left free on the tmpfs whenever an extent is carved
 
 
 class Node:
@@ -107,11 +109,27 @@ class Node:
             raise InvalidRequest("page_bytes", reason)
 
     def _make_room(self, event: ev.Grant | ev.Reserve) -> None:
-        """Allocate one position's memory now where the background has not come so far and frames would run out."""
+        """Before a decision that may carve an extent: memory for its frames, its tables, and the index's growth.
+
+        Where the tmpfs is full, a vacant position gives its memory up for tables: the pool shrinks, the node goes on.
+        """
         segment = self.state.segment
+        pool = segment.pool(event.frame_class)
         count = event.count if isinstance(event, ev.Grant) else len(event.rows)
-        if segment.vacant and not segment.vacant & segment.populated and segment.pool(event.frame_class).free < count:
+        if not segment.vacant or pool.free >= count or not pool.frames_per_extent:
+            return
+        if not segment.vacant & segment.populated:
             self._populate(min(segment.vacant))
+        frames = pool.frames_per_extent
+        tables_bytes = frames * (event.frame_class.record.row_bytes + MARKS_ROW_BYTES) + INDEX_HEADROOM_BYTES
+        while segment.vacant and self._shm_free_bytes() < tables_bytes:
+            position = max(segment.vacant)
+            self.performer.segment.give_back(position)
+            self.performer.perform(self.state.handle(ev.PopulationFailed(event.now_ns, [position])))
+
+    def _shm_free_bytes(self) -> int:
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize
 
     def populate_next(self) -> bool:
         """Allocate the memory of one more position; False when there is none left. Raises nothing: less is less."""

@@ -7,6 +7,7 @@ differs. One path for a clean stop and for kill -9, so that it is exercised ever
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -35,6 +36,7 @@ EXTENTS_AIMED_AT = 16
 LARGE_PAGE = 2 * MIB  # positions of larger segments are multiples of this, for large pages where tmpfs has them
 INDEX_BYTES_PER_FRAME = 256  # map size: four times what an entry takes, so that readers' snapshots fit
 INDEX_BYTES_MIN = 16 * MIB
+TABLES_BYTES_MIN = 1 * MIB
 
 
 def extent_bytes_of(config: NodeConfig) -> int:
@@ -66,7 +68,8 @@ def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]
     if header is not None and header.boot_id == boot_id():
         segment_file = SegmentFile.open(folder, header.incarnation)
     if header is None or segment_file is None:
-        check_space(config.shm_dir, positions * extent_bytes)
+        # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``Node._make_room`` for smaller ones.
+        check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
         header = Header.create(folder, secrets.randbits(63) | 1, extent_bytes, positions)
         segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
@@ -77,7 +80,8 @@ def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]
     header.state = DaemonState.STARTING
     header.pid = os.getpid()
     for name in os.listdir(folder.sessions):
-        session_alive(folder, int(name, 16))
+        with contextlib.suppress(ValueError):  # no session's file: none of our business
+            session_alive(folder, int(name, 16))
     return _recover(config, folder, header, segment_file)
 
 

@@ -22,7 +22,6 @@ from kvstore.state.views import Snapshot
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
-NO_KEY = b"\0" * KEY_BYTES
 UNKNOWN_SESSION = 0  # holds leases whose owner is not recorded: they end at their deadlines
 
 Words = npt.NDArray[np.uint64]
@@ -101,10 +100,15 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
         if not writers:  # every shard had sealed or revoked
             unowned.append(address)
             continue
-        if key == NO_KEY:
+        if int(table.groups[frame]) == 0:  # granted ahead; it may have its key already, from a seal cut short
             state.sessions[min(writers.items())[1]].granted.add(address)
             state.segment.pool(table.frame_class).granted_ahead += 1
             continue
+        doomed = bool(states[frame] == QUARANTINED)
+        if not doomed and not table.sound[frame]:
+            doomed = True
+            state.space.mark(address, QUARANTINED)
+            out.append(ev.WriteState([address], QUARANTINED))
         parent = bytes(table.snapshot.parents[frame]).ljust(KEY_BYTES, b"\0")
         root = bytes(table.snapshot.roots[frame]).ljust(KEY_BYTES, b"\0")
         page = Pending(
@@ -117,7 +121,7 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
             int(table.leases[frame]),
             writers,
             mask,
-            doomed=bool(states[frame] == QUARANTINED) or not bool(table.sound[frame]),
+            doomed=doomed,
         )
         state.pending.add(page)
     state.space.free(unowned, out)

@@ -22,7 +22,6 @@ from kvstore.state.views import PageIndex, RecordView
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING = FrameState.RETIRING
 _SEALED = int(SEALED)  # a plain number: stored for every page of a put
-CLOCK_SKEW_MS = 60_000
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
 
 
@@ -111,14 +110,13 @@ class Space:
             extent.pool.policy.remove(extent.slot_base + address.frame)
         extent.children[address.frame] += 1
 
-    def unhold(self, address: Address, child_use_ms: int | None = None) -> None:
-        """One thing less hangs on it; with none left it may be evicted, next if it was used no later than its child."""
+    def unhold(self, address: Address) -> None:
+        """One thing less hangs on it; with none left it may be evicted, in the order of its own last use."""
         extent = self.segment.extents[address.extent]
         extent.children[address.frame] -= 1
         if extent.children[address.frame] == 0:
             slot = extent.slot_base + address.frame
-            used = self._used_ms(extent.pool, slot)
-            extent.pool.policy.add(slot, used, cold=child_use_ms is not None and used <= child_use_ms)
+            extent.pool.policy.add(slot, self._used_ms(extent.pool, slot))
 
     def leaf(self, address: Address) -> None:
         """A page just sealed: evictable if nothing hangs on it."""
@@ -244,11 +242,7 @@ class Space:
 
     def _coldest_ns(self, pool: ClassPool) -> int | None:
         coldest = pool.policy.coldest_ms()
-        if coldest is None:
-            return None
-        # Stamps are the low 32 bits of milliseconds; a mark may be a little younger than this event.
-        age_ms = (self.now_ns // 1_000_000 + CLOCK_SKEW_MS - coldest & 0xFFFFFFFF) - CLOCK_SKEW_MS
-        return self.now_ns - max(0, age_ms) * 1_000_000
+        return min(coldest * 1_000_000, self.now_ns) if coldest is not None else None
 
     def evict(self, pages: int, size: int, out: list[ev.Instruction]) -> tuple[int, int]:
         """An operator's wish: that many pages, or bytes, coldest class first. Returns (pages, bytes) gone."""
@@ -279,7 +273,6 @@ class Space:
             if slot is None:
                 break
             extent, frame = pool.locate(slot)
-            used = self._used_ms(pool, slot)
             policy.remove(slot)
             if self.leases.holds(extent.number, frame):
                 leased.append(slot)
@@ -290,7 +283,7 @@ class Space:
             retired.append(self._renew(Address(extent.number, frame, extent.generation[frame]), FREE))
             parent = None if at_root else self.find(parent_key)
             if parent is not None:
-                self.unhold(parent, used)
+                self.unhold(parent)
         for slot in leased:
             policy.add(slot, self.now_ns // 1_000_000)
         if retired:

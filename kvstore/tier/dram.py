@@ -43,6 +43,7 @@ SEGMENT_HEAD_BYTES: Final = 2 << 20  # so that every position is 2 MiB aligned
 _VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"KVSEGMT1", "little")
 _HEAD = struct.Struct("<5Q")  # magic, version, incarnation, extent_bytes, positions
+_MADV_REMOVE: Final = 9  # punches a hole into a tmpfs file
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python 3.11 has no name for it
 # madvise keeps the interpreter's lock: steps of about a millisecond let other threads run in between.
 _POPULATE_STEP_BYTES: Final = 16 << 20
@@ -128,6 +129,11 @@ class SegmentFile(_Segment):
         start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
         allocate(self._fd, start, self.extent_bytes, str(self.path))
         self._populate_tables(position)
+
+    def give_back(self, position: int) -> None:
+        """Free a position's memory; nothing may lie there. ``populate`` allocates it again."""
+        start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
+        self._map.madvise(_MADV_REMOVE, start, self.extent_bytes)
 
     def frame_view(self, position: int, frame_bytes: int, frames: int) -> Bytes:
         """Frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, no copy."""

@@ -425,7 +425,7 @@ class MemoryShell:
         for number, table in self.tables.items():
             for frame in range(table.frames):
                 key = self.key(number, frame)
-                if table.state(frame) == RESERVED and any(key):
+                if table.state(frame) == RESERVED and int(table.tails[frame, 0]) != 0:
                     address = Address(number, frame, table.generation(frame))
                     if key not in self.pend or address.generation < self.pend[key].generation:
                         self.pend[key] = address

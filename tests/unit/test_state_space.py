@@ -370,10 +370,10 @@ class CountingLru(Lru):
         super().__init__()
         self.operations: Counter[str] = Counter()
 
-    def add(self, slot: int, used_ms: int, *, cold: bool = False) -> None:
+    def add(self, slot: int, used_ms: int) -> None:
         """See ``Lru``."""
         self.operations["add"] += 1
-        super().add(slot, used_ms, cold=cold)
+        super().add(slot, used_ms)
 
     def remove(self, slot: int) -> None:
         """See ``Lru``."""
