@@ -14,12 +14,12 @@ import numpy.typing as npt
 from kvstore import failpoint
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import Match
-from kvstore.client.proof import ABSENT, GENERATION, Run, prove
+from kvstore.client.proof import ABSENT, GENERATION, Run, address_parts, prove
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Address, Status
-from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, pack_addresses
+from kvstore.model.replica import ADDRESS_BYTES, Status
+from kvstore.transfer.control import NO_REPLY, Op
 
 _OK = int(Status.OK)
 _RELEASE_S = 0.2  # a release that cannot be sent is no loss: the deadline passes by itself
@@ -140,18 +140,14 @@ class Lease:
 
     def _take(self, mapped: Mapped, runs: list[Run]) -> int:
         """Ask for the lease; returns for how many leading pages it was given."""
-        addresses: list[Address] = []
-        for run in runs:
-            addresses += run.addresses()
         held = 0
-        for start in range(0, len(addresses), BATCH_MAX):
-            part = addresses[start : start + BATCH_MAX]
-            body = (pack_addresses(part),)
-            message = mapped.exchange(Op.LEASE, count=len(part), a=self._id, b=self._ttl_ms, body=body)
-            statuses = bytes(message.body[: len(part)])
-            if statuses.count(_OK) != len(part):
+        for part in address_parts(runs):
+            count = len(part) // ADDRESS_BYTES
+            message = mapped.exchange(Op.LEASE, count=count, a=self._id, b=self._ttl_ms, body=(part,))
+            statuses = bytes(message.body[:count])
+            if statuses.count(_OK) != count:
                 return held + next(i for i, status in enumerate(statuses) if status != _OK)
-            held += len(part)
+            held += count
         return held
 
     def __reduce__(self) -> NoReturn:

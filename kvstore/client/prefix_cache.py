@@ -18,15 +18,15 @@ from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.lease import Lease
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import Match
-from kvstore.client.proof import ABSENT, CHECKSUM, GENERATION, Run, prove, stored_pages
+from kvstore.client.proof import ABSENT, CHECKSUM, GENERATION, Run, address_parts, prove, stored_pages
 from kvstore.client.put import PendingPut, checksums_of
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, root_key
-from kvstore.model.replica import STAMPED, FrameClass, Status
-from kvstore.transfer.control import BATCH_MAX, CHECKSUMS, Op, pack_addresses
+from kvstore.model.replica import ADDRESS_BYTES, STAMPED, FrameClass, Status
+from kvstore.transfer.control import CHECKSUMS, Op
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.
@@ -190,12 +190,11 @@ class PrefixCache:
 
     def _scrub(self, mapped: Mapped, runs: list[Run]) -> bool:
         """Have the node verify and stamp these pages. False where it cannot now, or some do not hold."""
-        addresses = [address for run in runs for address in run.addresses()]
         try:
-            for start in range(0, len(addresses), BATCH_MAX):
-                part = addresses[start : start + BATCH_MAX]
-                reply = mapped.exchange(Op.SCRUB, count=len(part), body=(pack_addresses(part),))
-                if any(status != Status.OK for status in reply.body[: len(part)]):
+            for part in address_parts(runs):
+                count = len(part) // ADDRESS_BYTES
+                reply = mapped.exchange(Op.SCRUB, count=count, body=(part,))
+                if any(status != Status.OK for status in reply.body[:count]):
                     return False
         except Unavailable:
             return False

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from kvstore.client.local import Extent, Mapped
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, Address, FrameState
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
 from kvstore.tier.index import IndexDamaged
+from kvstore.transfer.control import BATCH_MAX
 
 ABSENT, GENERATION, IDENTITY, CHECKSUM, EXTENT = "absent", "generation", "identity", "checksum", "extent"
 
@@ -45,11 +46,19 @@ class Run(NamedTuple):
         now = self.extent.words[self.frame : self.frame + self.length].tobytes()
         return self.length if now == self.words else equal_rows(now, self.words, 8)
 
-    def addresses(self) -> list[Address]:
-        """The pages' addresses."""
-        number, frame = self.extent.number, self.frame
-        generations = (np.frombuffer(self.words, np.uint64) >> 8).tolist()
-        return [Address(number, frame + i, generation) for i, generation in enumerate(generations)]
+    def addresses(self) -> bytes:
+        """The pages' addresses, end to end as requests carry them."""
+        packed = np.empty(self.length, ADDRESS_DTYPE)
+        packed["extent"] = self.extent.number
+        packed["frame"] = np.arange(self.frame, self.frame + self.length)
+        packed["generation"] = np.frombuffer(self.words, np.uint64) >> np.uint64(8)
+        return packed.tobytes()
+
+
+def address_parts(runs: list[Run]) -> list[bytes]:
+    """The addresses of all pages of ``runs``, in parts of at most ``BATCH_MAX`` for one request each."""
+    raw, step = b"".join([run.addresses() for run in runs]), BATCH_MAX * ADDRESS_BYTES
+    return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
 def stored_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:

@@ -22,7 +22,7 @@ from kvstore.tier.records import ExtentTable
 
 SLICE_S = 0.05  # the rate is kept over slices of this length
 WORK_S, PAUSE_S = 40e-6, 60e-6
-STAMP_RATE_FACTOR = 16  # newly sealed pages are stamped this much faster than resting ones are verified
+STAMP_RATE_FACTOR = 4  # newly sealed pages are stamped so much faster than resting ones are verified
 
 
 class Breather:
@@ -80,17 +80,17 @@ class Scrubber:
             return self._sweep_wanted
 
     def step(self) -> bool:
-        """Stamp what was sealed lately, then verify a slice's worth of pages. True where there is more to do now."""
+        """Stamp what was sealed lately, then verify: a slice's worth of bytes each. True while a sweep is asked for."""
         if self._bytes_per_s == 0 and self._sweeps >= self._sweep_wanted:
             return False
         hurried = self._sweeps < self._sweep_wanted
         rate = 1 << 40 if hurried else self._bytes_per_s
-        more = self._stamp(int(max(rate, 1) * SLICE_S * STAMP_RATE_FACTOR))
+        self._stamp(int(rate * SLICE_S * STAMP_RATE_FACTOR))
         self._verify(int(rate * SLICE_S), time.monotonic() + SLICE_S)
-        return more or hurried
+        return hurried
 
-    def _stamp(self, budget_bytes: int) -> bool:
-        """Newly sealed pages, in the order they came. True while some are left."""
+    def _stamp(self, budget_bytes: int) -> None:
+        """Newly sealed pages, in the order they came."""
         unstamped, tables = self._node.performer.unstamped, self._node.performer.tables
         deadline = time.monotonic() + SLICE_S
         while unstamped and budget_bytes > 0 and time.monotonic() < deadline:
@@ -98,7 +98,6 @@ class Scrubber:
             self.scrub(address)
             table = tables.get(address.extent)
             budget_bytes -= table.frame_class.page_bytes if table is not None else 0
-        return bool(unstamped)
 
     def _verify(self, budget_bytes: int, deadline: float) -> None:
         tables = self._node.performer.tables
