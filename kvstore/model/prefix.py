@@ -3,7 +3,7 @@
 ``key[i] = xxh3_128(key[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``key[-1]`` being the root:
 a hash of layout fingerprint, tenant salt and adapter. So a key names a whole prefix, and equal prompts under two
 layouts, salts or adapters have nothing in common. xxh3 is fast but can be forged; hence a hit is proven by comparing
-root, token ids and media digests with what is stored (``Keys.identity``). Root and media digests are BLAKE2b, so
+root, token ids and media digests with what is stored (``Keys.identity_bytes``). Root and media digests are BLAKE2b, so
 that salts and media cannot be forged either.
 """
 
@@ -20,7 +20,7 @@ import xxhash
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES
+from kvstore.model.replica import KEY_BYTES
 
 TOKEN_ID_MAX = 2**32 - 1
 NO_EXTRA = b"\0" * 16
@@ -162,19 +162,15 @@ class Keys:
         return b"".join([self.root + extra for extra in self.extras[start:stop]])
 
     @cached_property
-    def identity(self) -> npt.NDArray[np.uint8]:
-        """``[pages, IDENTITY_HEAD_BYTES + 4 * page_tokens]``: key, root, extra and tokens as a record stores them."""
-        rows = np.zeros((len(self.hashes), IDENTITY_HEAD_BYTES + 4 * self.page_tokens), np.uint8)
-        if not self.hashes:
-            return rows
-        rows[:, 0:16] = np.frombuffer(b"".join(self.hashes), np.uint8).reshape(-1, 16)
-        rows[:, 16:32] = np.frombuffer(self.root, np.uint8)
-        if self.extras is not None:
-            rows[:, 32:48] = np.frombuffer(b"".join(self.extras), np.uint8).reshape(-1, 16)
-        rows[:, 48:] = self.tokens.view(np.uint8).reshape(len(self.hashes), -1)
-        return rows
-
-    @cached_property
     def identity_bytes(self) -> bytes:
-        """``identity`` as one bytes value: comparing bytes is the cheapest proof of a run of pages."""
-        return self.identity.tobytes()
+        """Key, root, extra and tokens of each page as its record stores them, end to end."""
+        data, step = self.tokens.tobytes(), 4 * self.page_tokens
+        parts: list[bytes] = []
+        if self.extras is None:
+            middle = self.root + NO_EXTRA
+            for page, key in enumerate(self.hashes):
+                parts += (key, middle, data[page * step : (page + 1) * step])
+        else:
+            for page, (key, extra) in enumerate(zip(self.hashes, self.extras, strict=True)):
+                parts += (key, self.root, extra, data[page * step : (page + 1) * step])
+        return b"".join(parts)
