@@ -77,7 +77,10 @@ def test_daemon_killed_while_it_starts(step: str, machine: Machine) -> None:
     writer = machine.worker("mixed", "n", first=0, pause_s=0.002)
     writer.wait_for("put", 5)
     machine.processes[0].kill()
-    for cause in ("node.word:2", "node.commit:2", "node.commit:7"):
+    causes = ("node.commit:2", "node.commit:7")
+    if step == "node.recover":
+        causes = ("node.word:2", *causes)  # before the word nothing is sealed, so the index has nothing to follow
+    for cause in causes:
         assert machine.spawn("n", failpoint=cause).wait() == KILLED
         for _ in range(2):
             assert machine.spawn("n", failpoint=step).wait() == KILLED
