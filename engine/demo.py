@@ -192,3 +192,4 @@ def _print(result: dict[str, Any]) -> None:
         f"read {bytes_text(result['bytes_read'])} in another process at {result['read_to_memcpy']:.2f} of memcpy; "
         f"DRAM holds {dram['pages']} pages, {bytes_text(dram['used_bytes'])} of {bytes_text(dram['capacity_bytes'])}"
     )
+    click.echo("(a process's first use of a stretch of memory has to map it: `kvstore bench` measures without that)")
