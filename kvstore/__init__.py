@@ -104,7 +104,7 @@ def open(name: str | None = None, dram: str | int = "512MiB", **config: object) 
     settings = node_config(name=name, dram=dram, **config)
     embedded = open_node(settings)
     try:
-        return Store(LocalNode(embedded.folder, embedded=embedded), verify=settings.verify_reads)
+        return Store(LocalNode(embedded.folder, embedded=embedded))
     except BaseException:
         embedded.close()
         raise

@@ -207,11 +207,6 @@ class NodeConfig:
         """Permission bits of the segment, tables, index and socket."""
         return 0o660 if self.group else 0o600
 
-    @property
-    def folder_mode(self) -> int:
-        """Permission bits of the node's folder."""
-        return 0o770 if self.group else 0o700
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

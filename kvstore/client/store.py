@@ -30,9 +30,8 @@ class Store:
     store, a daemon's pages stay. A forked child is refused and connects itself.
     """
 
-    def __init__(self, node: LocalNode, verify: bool = False) -> None:
+    def __init__(self, node: LocalNode) -> None:
         self._node = node
-        self._verify = verify
 
     @property
     def name(self) -> str:
@@ -57,7 +56,8 @@ class Store:
             raise InvalidRequest(
                 "layout", f"a page of {layout.page_bytes} bytes does not fit extents of {extent_bytes}"
             )
-        return PrefixCache(self._node, layout, salt, adapter, self._verify)
+        verify = mapped is not None and bool(mapped.header.verify_reads)
+        return PrefixCache(self._node, layout, salt, adapter, verify)
 
     def stats(self) -> dict[str, Any]:
         """Numbers about node and client. While the daemon is down, what its header says, with ``state`` "down".
@@ -104,7 +104,7 @@ class Store:
             time.sleep(0.02)
         counters = self._admin("stats")["counters"]
         return {
-            "pages_verified": now["pages_scrubbed"] - before["pages_scrubbed"],
+            "pages_verified": now["sweep_pages"],
             "pages_damaged": now["pages_damaged"] - before["pages_damaged"],
             "findings": self._admin("verify")["findings"],
             "damage_since_start": {name: n for name, n in counters.items() if name.startswith("damaged_")},

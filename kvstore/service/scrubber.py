@@ -61,11 +61,14 @@ class Scrubber:
         self._pages_scrubbed = 0
         self._pages_stamped = 0
         self._pages_damaged = 0
+        self._walk_pages = 0  # verified by the sweep that is going on
+        self._sweep_pages = 0  # verified by the last sweep that ended
 
     def stats(self) -> dict[str, Any]:
-        """Sweeps finished, pages verified, stamped and found damaged since start."""
+        """Sweeps ended, pages of the last one; pages verified, stamped and found damaged since start."""
         return {
             "sweeps": self._sweeps,
+            "sweep_pages": self._sweep_pages,
             "sweep_pages_left": sum(len(frames) for _, frames in list(self._walk)),
             "pages_scrubbed": self._pages_scrubbed,
             "pages_stamped": self._pages_stamped,
@@ -104,6 +107,7 @@ class Scrubber:
         with self._mutex:
             if not self._walk:
                 self._pages_damaged += self._node.check_words()
+                self._walk_pages = 0
                 self._walk = [(number, _sealed(table)) for number, table in sorted(tables.items(), reverse=True)]
             walk = self._walk
         while walk and budget_bytes > 0 and time.monotonic() < deadline:
@@ -113,10 +117,11 @@ class Scrubber:
                 continue
             frame = int(frames[-1])
             walk.append((number, frames[:-1]))
-            self.scrub(Address(number, frame, int(table.words[frame]) >> 8))
+            self._walk_pages += self.scrub(Address(number, frame, int(table.words[frame]) >> 8)) != Status.STALE
             budget_bytes -= table.frame_class.page_bytes
         with self._mutex:
             if not walk and walk is self._walk:  # a sweep that was asked for meanwhile starts a walk of its own
+                self._sweep_pages = self._walk_pages
                 self._sweeps += 1
 
     def scrub(self, address: Address) -> Status:

@@ -79,6 +79,7 @@ def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]
         raise InvalidRequest("dram", f"node {config.name} has a segment of {has}; {remedy}")
     header.state = DaemonState.STARTING
     header.pid = os.getpid()
+    header.verify_reads = int(config.verify_reads)
     for name in os.listdir(folder.sessions):
         with contextlib.suppress(ValueError):  # no session's file: none of our business
             session_alive(folder, int(name, 16))

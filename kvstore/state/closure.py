@@ -69,8 +69,3 @@ def doomed(links: Links, seeds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         if not more.any():
             return gone
         gone |= more
-
-
-def orphans(links: Links) -> npt.NDArray[np.bool_]:
-    """Pages that break closure or uniqueness: no sealed parent, a second copy of a key, and their descendants."""
-    return doomed(links, (links.parent == -2) | links.duplicate)

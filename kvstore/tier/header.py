@@ -19,7 +19,7 @@ from kvstore.tier.folder import NodeFolder
 HEADER_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 13  # those in use
+_WORDS: Final = 14  # those in use
 
 
 class DaemonState(IntEnum):
@@ -62,6 +62,7 @@ class Header:
     state = _Word(8)  # DaemonState
     populated_bytes = _Word(11)  # of the segment: memory that has its pages already
     next_extent = _Word(12)  # numbers below were used: none is used twice, whatever a restart forgets
+    verify_reads = _Word(13)  # 1: clients verify checksums on every read
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

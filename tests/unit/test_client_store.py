@@ -388,3 +388,26 @@ def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_public_names() -> None:
     assert all(hasattr(kvstore, name) for name in kvstore.__all__)
     assert kvstore.__version__
+
+
+def test_a_node_can_ask_its_clients_to_verify_every_read(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_SHM_DIR", str(shm))
+    for asked in (True, False):
+        name = f"asked-{asked}"
+        with kvstore.open(name, dram="8MiB", shm_dir=shm, verify_reads=asked) as owner:
+            owner.cache(LAYOUT).put(prompt(3), content(3), checksum=True)
+            with open(shm / f"kvstore-{name}" / "segment", "r+b") as segment:
+                where = segment.read().index(content(3)[1].tobytes())
+                segment.seek(where)
+                segment.write(bytes([content(3)[1].reshape(-1).view(np.uint8)[0] ^ 1]))
+            with kvstore.connect(name) as reader:
+                match = reader.cache(LAYOUT).get(reader.cache(LAYOUT).keys(prompt(3)))
+                assert (match.pages, match.reason) == ((1, "checksum") if asked else (3, ""))
+
+
+def test_verify_counts_the_pages_of_its_own_sweep(shm: Path) -> None:
+    with kvstore.open(dram="8MiB", shm_dir=shm) as store:
+        store.cache(LAYOUT).put(prompt(3), content(3))
+        for _ in range(3):
+            found = store.verify(30.0)
+            assert (found["pages_verified"], found["pages_damaged"], found["findings"]) == (3, 0, [])

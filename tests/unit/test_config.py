@@ -89,9 +89,9 @@ def test_address_refused(given_: object) -> None:
 def test_node_defaults() -> None:
     node = NodeConfig()
     assert (node.name, node.dram, node.http, node.shm_dir) == ("default", 512 * MIB, None, Path("/dev/shm"))
-    assert (node.file_mode, node.folder_mode) == (0o600, 0o700)
+    assert node.file_mode == 0o600
     shared = NodeConfig(group=True)
-    assert (shared.file_mode, shared.folder_mode) == (0o660, 0o770)
+    assert shared.file_mode == 0o660
 
 
 def test_node_is_frozen() -> None:

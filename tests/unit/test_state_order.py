@@ -142,4 +142,3 @@ def test_doomed_are_the_seeds_and_all_their_descendants(snapshots: list[Snapshot
     while more := {i for i in range(pages) if int(links.parent[i]) in gone} - gone:
         gone |= more
     assert set(np.flatnonzero(closure.doomed(links, seeds)).tolist()) == gone
-    assert closure.orphans(links).tolist() == closure.doomed(links, (links.parent == -2) | links.duplicate).tolist()
