@@ -4,7 +4,8 @@
 
     import kvstore
 
-    store = kvstore.open(dram="512MiB")     # a node in this process; or kvstore.connect() to one on this machine
+    store = kvstore.open(dram="512MiB", nvme="/var/tmp/kv:4GiB")  # a node in this process
+    store = kvstore.connect()               # or one on this machine
     layout = kvstore.Layout(model="meta-llama/Llama-3.1-8B", layers=32, kv_heads=8, head_dim=128, page_tokens=64)
     cache = store.cache(layout, salt="tenant-a")
     cache.put(tokens, pages)                # the full pages of a prompt
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING
 from kvstore import errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.client.lease import Lease
     from kvstore.client.match import Match
     from kvstore.client.prefix_cache import PrefixCache
@@ -79,17 +82,21 @@ def __getattr__(name: str) -> object:
     return value
 
 
-def open(name: str | None = None, dram: str | int = "512MiB", **config: object) -> Store:
+def open(
+    name: str | None = None, dram: str | int = "512MiB", nvme: str | Sequence[str] = (), **config: object
+) -> Store:
     """Start a node inside this process and return its store. No daemon; the node ends with the store.
 
     Args:
         name: what other processes of this machine may ``connect`` to, to read while this one lives; None: a unique one.
         dram: capacity, as ``"512MiB"`` or bytes.
+        nvme: a file or block device below DRAM as ``"PATH:SIZE"``, or several of them. Made where absent.
         config: any other setting of a node, see ``kvstore.config.NodeConfig``; ``shm_dir`` for example.
 
     Raises:
-        InvalidRequest: an unknown or impossible setting, or too little memory; names the field and the remedy.
-        NodeBusy: a node of that name runs already.
+        InvalidRequest: an unknown or impossible setting, too little memory, or an NVMe target that holds something
+            else; names the field and the remedy.
+        NodeBusy: a node of that name runs already, or another one has that NVMe target.
     """
     import os
     import secrets
@@ -101,7 +108,7 @@ def open(name: str | None = None, dram: str | int = "512MiB", **config: object) 
 
     if name is None:
         name = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
-    settings = node_config(name=name, dram=dram, **config)
+    settings = node_config(name=name, dram=dram, nvme=nvme, **config)
     embedded = open_node(settings)
     try:
         return Store(LocalNode(embedded.folder, embedded=embedded))

@@ -16,6 +16,16 @@ NAMES = (
     "node.reply",  # everything is performed, the reply is not sent
     "node.recover",  # recovery was decided, nothing written yet
     "node.rebuild",  # a new index is built, not yet named
+    "mover.copy",  # a copy between tiers was decided, nothing read or written yet
+    "mover.saved",  # pages are durable on NVMe, no record says so
+    "mover.loaded",  # pages were read from NVMe into their frames, no record says so
+    "mover.reported",  # a copy was reported and performed
+    "mover.checkpoint",  # an extent's records were taken for its checkpoint, nothing written
+    "scanner.run",  # some frames of an extent were scanned after a reboot
+    "scanner.offered",  # some of what was found was adopted
+    "nvme.format",  # between two writes that make a device anew
+    "nvme.table",  # an extent table is written, not synced
+    "nvme.loaded",  # tables were made again from a device's directories
     "client.granted",  # frames were granted, nothing copied
     "client.copied",  # pages are copied, the seal is not sent
     "client.sealing",  # the seal is sent, its reply not read

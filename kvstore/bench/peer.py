@@ -28,16 +28,18 @@ class Served:
         self._reading: Reading | None = None
 
     def write(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Put every chain; ``pages`` were new."""
+        """Put every chain; ``pages`` were new, ``seconds`` the puts took."""
         job = Work(**work)
         cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
         rows = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
-        pages = 0
+        pages, seconds = 0, 0.0
         for chain in range(job.chains):
             keys = job.keys(cache, chain)
             content.fill(rows, keys.hashes)
+            before = time.perf_counter()
             pages += cache.put(keys, rows)
-        return {"pages": pages}
+            seconds += time.perf_counter() - before
+        return {"pages": pages, "seconds": seconds}
 
     def locate(self, work: dict[str, Any]) -> dict[str, Any]:
         """Get ready to read these chains: map, verify, touch everything."""

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvstore.bench.harness import BenchFailed
@@ -21,12 +22,17 @@ from kvstore.tier.folder import PREFIX, purge
 READY_S = 120.0  # the first start populates memory
 STOP_S = 20.0
 ANSWER_S = 600.0
+NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 
-def environment(shm_dir: Path) -> dict[str, str]:
-    """This process's environment without settings of the user's own node, so that a row measures the defaults."""
+def environment(shm_dir: Path, settings: Mapping[str, object] = NO_SETTINGS) -> dict[str, str]:
+    """This process's environment without settings of the user's own node, so that a row measures the defaults.
+
+    ``settings`` are the row's own, by their names in the configuration.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-    return {**kept, "KVSTORE_SHM_DIR": str(shm_dir)}
+    given = {f"KVSTORE_{name.upper()}": str(value) for name, value in settings.items()}
+    return {**kept, **given, "KVSTORE_SHM_DIR": str(shm_dir)}
 
 
 class Daemon:
@@ -36,10 +42,17 @@ class Daemon:
     Leaving a ``with`` ends it.
     """
 
-    def __init__(self, name: str, dram_bytes: int, shm_dir: Path, extent_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        dram_bytes: int,
+        shm_dir: Path,
+        extent_bytes: int | None = None,
+        settings: Mapping[str, object] = NO_SETTINGS,
+    ) -> None:
         self.name = name
         self.folder = shm_dir / f"{PREFIX}{name}"
-        self._shm_dir = shm_dir
+        self._environment = environment(shm_dir, settings)
         self._arguments = ["serve", "--name", name, "--dram", str(dram_bytes)]
         if extent_bytes is not None:
             self._arguments += ["--extent", str(extent_bytes)]
@@ -65,7 +78,7 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=complaints,
-                env=environment(self._shm_dir),
+                env=self._environment,
                 start_new_session=True,  # Ctrl-C is ours to act on
             )
             if not _line(self._process, READY_S):
@@ -83,6 +96,11 @@ class Daemon:
     def stop(self) -> None:
         """SIGTERM, and wait; kill -9 where it does not go."""
         self._finish(signal.SIGTERM)
+
+    def forget(self) -> None:
+        """As a reboot does: what the killed or stopped daemon had in memory is gone, and only that."""
+        assert self._process is None, "is running"
+        purge(self.folder)
 
     def end(self) -> None:
         """Stop it and remove its pages."""

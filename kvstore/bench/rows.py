@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from kvstore.bench import get, lookup, memory, put, restart
+from kvstore.bench import get, lookup, memory, nvme, nvme_restart, nvme_write, put, restart
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import Settings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -14,12 +15,20 @@ from kvstore.errors import InvalidRequest, KVStoreError
 
 @dataclass(frozen=True)
 class Row:
-    """One row: ``measure(stage, name, bar)`` gives its line, and lines named ``<name>.<what>`` for variants of it."""
+    """One row: ``measure(stage, name, bar)`` gives its line, and lines named ``<name>.<what>`` for variants of it.
+
+    ``bar`` is None where there is nothing to reach.
+    """
 
     name: str
     about: str
-    bar: Bar
-    measure: Callable[[Stage, str, Bar], list[Result]]
+    bar: Bar | None
+    measure: Callable[[Stage, str, Any], list[Result]]
+
+    @property
+    def bar_text(self) -> str:
+        """``>= 0.94``; "" where there is no bar."""
+        return self.bar.text if self.bar is not None else ""
 
 
 def _at_most(value: float) -> Bar:
@@ -51,6 +60,31 @@ _ROWS = (
         Bar(2, at_least=False, of_ratio=False, unit="s"),
         restart.restart,
     ),
+    *(
+        Row(
+            f"get_nvme_{size}",
+            f"cold get from NVMe, 32 pages of {text} / O_DIRECT reads",
+            Bar(0.85),
+            partial(nvme.get, geometry=size),
+        )
+        for size, text in (("2m", "2 MiB"), ("256k", "256 KiB"), ("64k", "64 KiB"))
+    ),
+    *(
+        Row(
+            f"demotion_{size}",
+            f"saving pages of {text} to NVMe / O_DIRECT writes",
+            Bar(0.8),
+            partial(nvme_write.demotion, geometry=size),
+        )
+        for size, text in (("2m", "2 MiB"), ("256k", "256 KiB"))
+    ),
+    Row(
+        "get_while_demoting_2m",
+        "get from DRAM while pages are saved / in quiet",
+        Bar(0.7),
+        partial(nvme_write.get_while_demoting, geometry="2m"),
+    ),
+    Row("restart_nvme", "kill -9, reboot, and scan of NVMe, to serving again", None, nvme_restart.restart),
 )
 ROWS = {row.name: row for row in _ROWS}
 

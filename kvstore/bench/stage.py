@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import TracebackType
 
 from kvstore.bench.content import Work
 from kvstore.bench.harness import BenchFailed, l3_bytes
-from kvstore.bench.processes import Daemon, Peer
+from kvstore.bench.processes import NO_SETTINGS, Daemon, Peer
 from kvstore.client.store import SHM_DIR, Store, connect
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -20,6 +21,7 @@ EXTENT_BYTES = 128 * MIB  # what a node of 2 GiB and more has by default
 EXTENT_BYTES_QUICK = 16 * MIB
 SHARE_OF_FREE = 0.4  # of what this machine has left, for one node
 SETTLE_S = 60.0
+SCRATCH_DIR = Path("/var/tmp")  # on a disk, other than /tmp on many machines
 WORN_BY = (23, 5)  # pages per chain of what was stored and evicted before
 
 _numbers = itertools.count(1)
@@ -32,10 +34,12 @@ class Settings:
     Attributes:
         rounds: of every row; the ratio is the median over them.
         quick: seconds instead of minutes, on little data: shows that every row works, its numbers mean nothing.
+        dir: on a disk; rows that use NVMe have their files there.
     """
 
     rounds: int = 5
     quick: bool = False
+    dir: Path = SCRATCH_DIR
 
     @property
     def shm_dir(self) -> Path:
@@ -133,13 +137,18 @@ class Stage:
             for writer in writers:
                 writer.answer()
 
-    def daemon(self, scene: ExitStack, dram_bytes: int) -> Daemon:
-        """A started daemon with all its memory populated, ended with ``scene``."""
-        settings = self.settings
+    def daemon(
+        self,
+        scene: ExitStack,
+        dram_bytes: int,
+        extent_bytes: int = 0,
+        settings: Mapping[str, object] = NO_SETTINGS,
+    ) -> Daemon:
+        """A started daemon with all its memory populated, ended with ``scene``. ``settings``: not the defaults."""
         name = f"bench-{os.getpid()}-{next(_numbers)}"
-        extent_bytes = settings.extent_bytes
-        positions = -(-dram_bytes // extent_bytes)
-        daemon = scene.enter_context(Daemon(name, positions * extent_bytes, settings.shm_dir, extent_bytes))
+        extent_bytes = extent_bytes or self.settings.extent_bytes
+        size_bytes = -(-dram_bytes // extent_bytes) * extent_bytes
+        daemon = scene.enter_context(Daemon(name, size_bytes, self.settings.shm_dir, extent_bytes, settings))
         daemon.start()
         with connect(name) as store:
             wait_for(lambda: _populated(store), f"{name}: memory is not populated")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from kvstore.bench.harness import BenchFailed, Kind, Result, machine
 from kvstore.bench.rows import Row, chosen, run
-from kvstore.bench.stage import Settings
+from kvstore.bench.stage import SCRATCH_DIR, Settings
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table, speed_text
 from kvstore.errors import KVStoreError
 
@@ -21,9 +22,17 @@ QUICK_ROUNDS, ROUNDS = 1, 5
 @click.argument("names", nargs=-1)
 @click.option("--runs", type=click.IntRange(1, 1000), help=f"Rounds of every row.  [default: {ROUNDS}]")
 @click.option("--quick", is_flag=True, help="Little data, one round: shows that rows work; the numbers mean nothing.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=SCRATCH_DIR,
+    show_default=True,
+    help="On a disk; rows about NVMe have their files there, some GiB, and remove them.",
+)
 @click.option("--list", "listing", is_flag=True, help="List the rows and their bars; measure nothing.")
 @json_option
-def bench(names: tuple[str, ...], runs: int | None, quick: bool, listing: bool, as_json: bool) -> None:
+def bench(names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, listing: bool, as_json: bool) -> None:
     """Measure the rows NAMES, or all: this machine's limit and ours in turn, medians, their ratio.
 
     Starts nodes of its own and removes them. A missed bar is a result, not a failure; wrong bytes are a failure.
@@ -33,7 +42,7 @@ def bench(names: tuple[str, ...], runs: int | None, quick: bool, listing: bool, 
         _list(rows, as_json)
         return
     signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
-    settings = Settings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick)
+    settings = Settings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick, dir=folder)
     facts = machine()  # before: its load is that of the others
     results: list[Result] = []
     failed: dict[str, str] = {}
@@ -57,9 +66,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _list(rows: list[Row], as_json: bool) -> None:
     if as_json:
-        print_json({"rows": [{"name": row.name, "about": row.about, "bar": row.bar.text} for row in rows]})
+        print_json({"rows": [{"name": row.name, "about": row.about, "bar": row.bar_text} for row in rows]})
     else:
-        print_table(("row", "bar", "what"), [(row.name, row.bar.text, row.about) for row in rows])
+        print_table(("row", "bar", "what"), [(row.name, row.bar_text or "-", row.about) for row in rows])
 
 
 def _print(results: list[Result], quick: bool) -> None:

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "purge": "kvstore.cli.purge:purge",
     "serve": "kvstore.cli.serve:serve",
     "status": "kvstore.cli.status:status",
+    "tiers": "kvstore.cli.tiers:tiers",
     "verify": "kvstore.cli.verify:verify",
 }
 
@@ -44,6 +45,7 @@ SHORT_HELP: Mapping[str, str] = {
     "serve": "Run the node daemon of this machine.",
     "simulate": "Make traces; run policies over them.",
     "status": "Show a node's capacity, use and counters.",
+    "tiers": "Show what each tier holds, how often it is hit, and what leaves it.",
     "verify": "Check a node's records, index, pages and conservation laws.",
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 import kvstore
@@ -23,10 +26,13 @@ def status(node: str | None, as_json: bool) -> None:
         return
     dram = stats["tiers"]["dram"]
     populated = f"{100 * dram['populated_bytes'] / dram['capacity_bytes']:.0f} % populated"
+    nvme = stats["tiers"].get("nvme")
+    below = {} if nvme is None else {"nvme": f"{_use(nvme)}, {nvme['state']}"}
     pairs = {
         "node": f"{stats['name']} ({stats['state']}, pid {stats['pid']}, up {duration_text(stats['uptime_s'])})",
-        "dram": f"{bytes_text(dram['used_bytes'])} of {bytes_text(dram['capacity_bytes'])} in pages, {populated}",
-        "pages": dram["pages"],
+        "dram": f"{_use(dram)}, {populated}",
+        **below,
+        "pages": dram["pages"] if nvme is None else f"{dram['pages']} in DRAM, {nvme['pages']} in NVMe",
         "frames": ", ".join(f"{count} {state}" for state, count in dram["frames"].items()) or "none carved yet",
         "sessions": f"{stats['sessions_connected']} connected, {stats['sessions']} known",
         "leases": stats["leases"],
@@ -36,3 +42,7 @@ def status(node: str | None, as_json: bool) -> None:
     }
     pairs |= dict(sorted(stats["counters"].items()))
     print_pairs(pairs)
+
+
+def _use(tier: Mapping[str, Any]) -> str:
+    return f"{bytes_text(tier['used_bytes'])} of {bytes_text(tier['capacity_bytes'])} in pages"

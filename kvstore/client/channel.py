@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import socket
@@ -16,8 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvstore.client.session import SessionFile
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
+from kvstore.tier.counters import SessionCounters
 from kvstore.transfer import control
 from kvstore.transfer.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
@@ -28,6 +29,7 @@ _SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
 AFTER_FORK = "was opened in process {}; open or connect again after fork"
 
 _NEW, _DONE, _LOST = 0, 1, 2
+_REFUSALS = (int(Status.INVALID), int(Status.FAILED))
 
 
 class SocketReply:
@@ -55,7 +57,7 @@ class SocketReply:
         if self._message is None:
             raise NodeUnavailable(f"{self._channel.folder.name}: the daemon went away before it answered")
         message = self._message
-        if message.op >= Status.INVALID:
+        if message.op in _REFUSALS:
             _refuse(message)
         return message
 
@@ -63,11 +65,11 @@ class SocketReply:
 class SocketChannel:
     """One session with one node. Threads may share it.
 
-    Life: made (nothing started) -> first request: session file locked, connected, HELLO -> requests; a lost connection
-    fails what was on its way and the next request connects again in the name of the same session, so a restart of the
-    daemon in between goes unnoticed. Two ends: ``close``, or the death of this process; either frees the session
-    file's lock, by which the daemon knows that this session can write nothing more. A forked child has no part in the
-    session: its copies of the descriptors are closed and every call is refused.
+    Life: made (nothing started) -> ``begin``, or the first request: session file locked -> first request: connected,
+    HELLO -> requests; a lost connection fails what was on its way and the next request connects again in the name of
+    the same session, so a restart of the daemon in between goes unnoticed. Two ends: ``close``, or the death of this
+    process; either frees the session file's lock, by which the daemon knows that this session can write nothing more.
+    A forked child has no part in the session: its copies of the descriptors are closed and every call is refused.
 
     A channel serves one incarnation of a node. Where the folder was made anew, frames granted before are void; the
     channel then ends for good (``ended``), and its owner makes another.
@@ -84,7 +86,7 @@ class SocketChannel:
         self.incarnation = incarnation
         self.ended = False
         self._session = secrets.randbits(63) | 1
-        self._session_fd = -1
+        self._file = SessionFile(folder, self._session)
         self._refusal = ""
         self._sending = threading.Lock()  # held while a request is encoded and sent, or a connection made
         self._changed = threading.Condition()  # guards the five below
@@ -101,6 +103,17 @@ class SocketChannel:
     def session(self) -> int:
         """The session id, drawn at random when the channel was made."""
         return self._session
+
+    @property
+    def counters(self) -> SessionCounters:
+        """What this session counts for its node to see."""
+        return self._file.counters
+
+    def begin(self) -> None:
+        """Take the session's file now, so that what a client only reads is counted there. Where that cannot be, the
+        first request tries again."""
+        with self._sending, contextlib.suppress(OSError):
+            self._file.lock()
 
     def request(
         self,
@@ -144,9 +157,7 @@ class SocketChannel:
         if self._refusal:
             return
         self._refusal = "is closed"
-        if self._session_fd >= 0:  # first the lock, so that the daemon finds it free when it sees the connection end
-            os.close(self._session_fd)
-            self._session_fd = -1
+        self._file.close()  # first the lock, so that the daemon finds it free when it sees the connection end
         self._lose(self._socket)
         if self._sending.acquire(timeout=self.timeout_s):
             try:
@@ -199,7 +210,7 @@ class SocketChannel:
                 raise NodeUnavailable(f"{self.folder.name}: there is no such node on this machine")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
-                self._lock_session()
+                self._file.lock()
                 _connect_path(sock, self.folder)
                 self._hello(sock, deadline)
             except OSError as error:
@@ -230,7 +241,7 @@ class SocketChannel:
         if not data:
             raise ConnectionResetError("closed during HELLO")
         message = control.decode(memoryview(data))
-        if message.op >= Status.INVALID:
+        if message.op in _REFUSALS:
             _refuse(message)
         if message.op != Status.OK:
             raise NodeUnavailable(f"{self.folder.name}: too many sessions")
@@ -240,24 +251,6 @@ class SocketChannel:
         elif incarnation is not None and incarnation != self.incarnation:
             self.ended = True
             raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
-
-    def _lock_session(self) -> None:
-        """Create and lock our session file, or make sure that it still is the one in the folder."""
-        path = self.folder / "sessions" / f"{self._session:016x}"
-        if self._session_fd >= 0:
-            if os.fstat(self._session_fd).st_nlink:
-                return
-            os.close(self._session_fd)
-            self._session_fd = -1
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink == 0:
-                raise BlockingIOError("the session file was removed while it was being locked")
-        except BaseException:
-            os.close(fd)
-            raise
-        self._session_fd = fd
 
     # --- receiving: one thread at a time, for whoever waits ----------------------------------------------------------
 
@@ -347,9 +340,7 @@ class SocketChannel:
     def _after_fork(self) -> None:
         """In the child: let go of the descriptors, leave the locks alone (other threads may have held them)."""
         self._refusal = AFTER_FORK.format(self._pid)
-        if self._session_fd >= 0:
-            os.close(self._session_fd)
-            self._session_fd = -1
+        self._file.close()
         for sock in (self._socket, *self._spent):
             if sock is not None:
                 sock.close()

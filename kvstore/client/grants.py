@@ -7,7 +7,7 @@ import threading
 import time
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.replica import Address, FrameClass, FrameState
+from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.transfer.base import Channel, PendingReply
 from kvstore.transfer.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
@@ -15,6 +15,7 @@ AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20
 IDLE_S = 2.0  # frames that nobody took for so long are given back
 AHEAD_PUTS = 8  # so many puts like the last one are asked for at once
+BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
 _RESERVED = int(FrameState.RESERVED)
 
@@ -117,9 +118,16 @@ class GrantPool:
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
-        """The frames that came, ascending; empty where the node has none to give."""
+        """The frames that came, ascending; empty where the node has none to give, or not yet."""
         message = reply.result()
         return sorted(unpack_addresses(message.body, message.entries))
+
+    def wait_granted(self, asked: PendingReply, count: int, before: bytes, deadline: float) -> list[Address]:
+        """As ``granted``; where the node is busy saving pages to make room, asks it again until ``deadline``."""
+        while asked.result().op == Status.BUSY and time.monotonic() < deadline:
+            time.sleep(BUSY_PAUSE_S)
+            asked = self.ask(count, before)
+        return self.granted(asked)
 
     def forfeit(self, addresses: list[Address]) -> None:
         """Never write into these again. The node hears of it now, or with the next request that reaches it."""

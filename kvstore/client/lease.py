@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.local import LocalNode, Mapped
-from kvstore.client.match import Match
-from kvstore.client.proof import ABSENT, GENERATION, Run, address_parts, prove
+from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Match
+from kvstore.client.prefetch import bring
+from kvstore.client.proof import Run, address_parts, known_on_nvme, prove
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -27,6 +28,8 @@ _RELEASE_S = 0.2  # a release that cannot be sent is no loss: the deadline passe
 
 class Lease:
     """Views of the longest stored prefix: ``with cache.lease(tokens) as lease: use(lease.pages[0])``.
+
+    Views are of DRAM: what is on NVMe only is brought there when the lease is taken, as far as there is room.
 
     Life: made -> entered (looked up, leased, proven) -> left, which releases it. Two more ends: its deadline
     ``ttl_s`` after it was taken or renewed, and the death of this process; then the node may give the frames to other
@@ -64,7 +67,7 @@ class Lease:
         runs: list[Run] = []
         reason = ABSENT
         if mapped is not None:
-            runs, _, reason = prove(mapped, self._keys, self._layout.page_bytes, self._layout.attention == "full")
+            runs, reason = self._proven(mapped)
         if mapped is not None and runs:
             self._mapped = mapped
             held = self._take(mapped, runs)
@@ -82,6 +85,8 @@ class Lease:
         self._runs = runs
         if reason:
             self._node.missed(reason)
+        if mapped is not None:
+            mapped.counters.leased(len(self._keys), len(self.pages), self._layout.page_bytes, reason)
         self.match = Match(len(self.pages) * self._layout.page_tokens, len(self.pages), reason)
         return self
 
@@ -137,6 +142,15 @@ class Lease:
         if mapped is not None:
             with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed first
                 mapped.channel.request(Op.RELEASE, a=self._id, flags=NO_REPLY, timeout_s=_RELEASE_S)
+
+    def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
+        """Runs in DRAM, and why not more; what more is on NVMe is brought to DRAM first."""
+        keys, closed = self._keys, self._layout.attention == "full"
+        runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
+        if reason in ELSEWHERE and known_on_nvme(mapped, keys.hashes, pages, closed):
+            bring(mapped, keys.hashes, closed, time.monotonic() + mapped.timeout_s)
+            runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
+        return runs, reason
 
     def _take(self, mapped: Mapped, runs: list[Run]) -> int:
         """Ask for the lease; returns for how many leading pages it was given."""

@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from kvstore.client.channel import AFTER_FORK, SocketChannel
 from kvstore.client.grants import GrantPool
+from kvstore.client.nvme import NvmeReader
+from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.model.replica import FrameClass
+from kvstore.model.replica import FrameClass, Tier
 from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header, boot_id
@@ -79,7 +81,21 @@ class Mapped:
     Replaced, never changed, when either number changes; the index is let go of when the last reader has.
     """
 
-    __slots__ = ("folder", "header", "words", "incarnation", "epoch", "index", "segment", "extents", "channel", "pools")
+    __slots__ = (
+        "folder",
+        "header",
+        "words",
+        "incarnation",
+        "epoch",
+        "index",
+        "segment",
+        "extents",
+        "channel",
+        "counters",
+        "pools",
+        "nvme",
+        "timeout_s",
+    )
 
     def __init__(
         self,
@@ -91,6 +107,8 @@ class Mapped:
         segment: SegmentMap,
         channel: Channel,
         older: Mapped | None,
+        nvme: NvmeReader,
+        timeout_s: float,
     ) -> None:
         self.folder = folder
         self.header = header
@@ -100,8 +118,11 @@ class Mapped:
         self.index = index
         self.segment = segment
         self.channel = channel
+        self.counters = channel.counters
         self.extents: dict[int, Extent] = older.extents if older is not None else {}
         self.pools: dict[FrameClass, GrantPool] = older.pools if older is not None else {}
+        self.nvme = nvme
+        self.timeout_s = timeout_s
 
     def extent(self, number: int) -> Extent | None:
         """The extent of that number; None where there is none (any more)."""
@@ -110,7 +131,7 @@ class Mapped:
 
     def _open_extent(self, number: int) -> Extent | None:
         table = ExtentTable.open(self.folder, number, self.incarnation, writable=False)
-        if table is None:
+        if table is None or table.tier is not Tier.DRAM:
             return None
         extents = self.extents
         for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
@@ -170,10 +191,11 @@ class Embedded(Protocol):
 class _Ends:
     """What has to be ended with a LocalNode, also when it is merely dropped or the process exits."""
 
-    def __init__(self, embedded: Embedded | None, workers: Workers) -> None:
+    def __init__(self, embedded: Embedded | None, workers: Workers, threads: ReadThreads) -> None:
         self.pid = os.getpid()
         self.embedded = embedded
         self.workers = workers
+        self.threads = threads
         self.channel: Channel | None = None
 
     def end(self) -> None:
@@ -181,6 +203,7 @@ class _Ends:
         if os.getpid() != self.pid:
             return
         self.workers.close()
+        self.threads.close()
         if self.channel is not None:
             self.channel.close()
         if self.embedded is not None:
@@ -213,7 +236,8 @@ class LocalNode:
         self._mapped: Mapped | None = None
         self._header_id = (0, 0)
         self._lock = threading.Lock()
-        self._ends = _Ends(embedded, self.workers)
+        self._threads = ReadThreads(f"kvstore-{self.folder.name}-nvme")
+        self._ends = _Ends(embedded, self.workers, self._threads)
         self._finalizer = weakref.finalize(self, self._ends.end)
         _nodes.add(self)
 
@@ -310,8 +334,11 @@ class LocalNode:
             if segment is None or index is None:
                 return None  # the daemon is about to make it, or there will be another epoch
             channel = self._channel(old, incarnation)
+            nvme = old.nvme if old is not None else NvmeReader(self.folder, self._threads)
             self._header_id = identity
-            self._mapped = Mapped(self.folder, header, incarnation, epoch, index, segment, channel, old)
+            self._mapped = Mapped(
+                *(self.folder, header, incarnation, epoch, index, segment, channel, old, nvme, self.timeout_s)
+            )
             return self._mapped
 
     def _open_header(self) -> Header | None:
@@ -324,7 +351,8 @@ class LocalNode:
             return old.channel
         ends = self._ends
         if ends.embedded is None:
-            ends.channel = SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
+            ends.channel = channel = SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
+            channel.begin()
         elif ends.channel is None:
             ends.channel = ends.embedded.channel()
         return ends.channel

@@ -9,6 +9,10 @@ import numpy.typing as npt
 
 from kvstore.model.replica import Tier
 
+ABSENT, GENERATION, IDENTITY = "absent", "generation", "identity"
+CHECKSUM, EXTENT, IO = "checksum", "extent", "io"
+ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # what a page may say that is in another tier (now)
+
 
 class Match:
     """How much of a prompt was found. A value: it does not change.
@@ -17,22 +21,27 @@ class Match:
         tokens: prompt tokens covered, a multiple of the layout's ``page_tokens``.
         pages: pages covered, from the first one on.
         reason: why no more pages: "" where all asked for were found, else "absent", "generation" (it changed while it
-            was read), "identity" (another page has that key), "checksum", or "extent" (its frames are gone).
+            was read), "identity" (another page has that key), "checksum", "extent" (its frames are gone), or "io" (the
+            NVMe device it is on cannot be read, or did not answer in time).
         data: uint8 ``[pages, page_bytes]`` where ``get`` was given no buffer, else None.
     """
 
-    __slots__ = ("tokens", "pages", "reason", "data")
+    __slots__ = ("tokens", "pages", "reason", "data", "_nvme_pages")
 
-    def __init__(self, tokens: int, pages: int, reason: str, data: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(
+        self, tokens: int, pages: int, reason: str, data: npt.NDArray[np.uint8] | None = None, nvme_pages: int = 0
+    ) -> None:
         self.tokens: Final = tokens
         self.pages: Final = pages
         self.reason: Final = reason
         self.data: Final = data
+        self._nvme_pages = nvme_pages
 
     @property
     def tiers(self) -> dict[Tier, int]:
-        """Pages by the tier they were found in."""
-        return {Tier.DRAM: self.pages} if self.pages else {}
+        """Pages by the tier they were found in; of a page that is in several the fastest counts."""
+        found = {Tier.DRAM: self.pages - self._nvme_pages, Tier.NVME: self._nvme_pages}
+        return {tier: pages for tier, pages in found.items() if pages}
 
     def __bool__(self) -> bool:
         return self.pages > 0

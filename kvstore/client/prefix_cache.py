@@ -17,8 +17,9 @@ from kvstore import failpoint
 from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.lease import Lease
 from kvstore.client.local import LocalNode, Mapped
-from kvstore.client.match import Match
-from kvstore.client.proof import ABSENT, CHECKSUM, GENERATION, Run, address_parts, prove, stored_pages
+from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
+from kvstore.client.prefetch import bring, tell_damaged, tell_read
+from kvstore.client.proof import Run, address_parts, known_on_nvme, prove, stored_beyond, stored_pages
 from kvstore.client.put import PendingPut, checksums_of
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
@@ -106,8 +107,15 @@ class PrefixCache:
         """
         keys = self._asked(tokens, extras)
         mapped = self._node.mapped()
-        pages = stored_pages(mapped, keys.hashes, self._closed)[0] if mapped is not None else 0
-        return Match(pages * self._page_tokens, pages, "" if pages == len(keys.hashes) else ABSENT)
+        pages, nvme_pages, asked = 0, 0, len(keys.hashes)
+        if mapped is not None:
+            pages = stored_pages(mapped, keys.hashes, self._closed)[0]
+            if pages < asked:
+                found, more = stored_beyond(mapped, keys.hashes, pages, self._closed)
+                if more and mapped.nvme.readable():
+                    pages, nvme_pages = found, more
+            mapped.counters.looked_up()
+        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, nvme_pages)
 
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -117,10 +125,13 @@ class PrefixCache:
         Args:
             out: ``[pages, page_bytes]``; any C-contiguous writable buffer large enough for all pages asked for: numpy
                 or torch (CPU) of any dtype and shape, bytearray, memoryview. None allocates ``match.data``.
-            verify: compare the checksums of every layer as well. None: as the store was opened.
+            verify: compare the checksums of every layer as well. None: as the store was opened. Pages that are read
+                from NVMe are always verified.
 
         Pages after the match are not changed, except that a page which was evicted while it was read may have been
-        copied in part. A page that cannot be proven ends the match; nothing raises for a miss.
+        copied in part, and that pages after one on NVMe which could not be read may have been copied. A page that
+        cannot be proven ends the match; nothing raises for a miss. NVMe is read from here, whether the daemon lives or
+        not, and waited for as long as for a request (``timeout_s`` of ``connect``).
 
         Raises:
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
@@ -135,11 +146,12 @@ class PrefixCache:
         mapped = node.mapped()
         if mapped is None or not asked:
             return self._missed(asked)
-        pages, reason = 0, ""
+        pages, nvme_pages, reason = 0, 0, ""
         for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
             if target is None or out is None:  # what is found the second time may be more
-                target = np.empty((proven, self.page_bytes), np.uint8)
+                found = proven if not reason else self._found(mapped, keys, proven, reason)
+                target = np.empty((found, self.page_bytes), np.uint8)
             if failpoint.ACTIVE:
                 failpoint.hit("client.reading")
             pages, changed = _copy(runs, target, now_ns)
@@ -150,9 +162,14 @@ class PrefixCache:
             if reason != GENERATION:
                 break
         if reason:
-            node.missed(reason)
+            if reason in ELSEWHERE and target is not None:
+                checked = self._verify if verify is None else verify
+                pages, nvme_pages, reason = self._beyond(mapped, keys, target, pages, reason, checked)
+            if reason:
+                node.missed(reason)
+        mapped.counters.got(asked, pages - nvme_pages, nvme_pages, self.page_bytes, reason)
         data = target[:pages] if out is None and target is not None else None
-        return Match(pages * self._page_tokens, pages, reason, data)
+        return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
 
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -164,10 +181,72 @@ class PrefixCache:
         """
         return self._node.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
 
+    def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
+        """Have the node bring the stored prefix from NVMe to DRAM; returns what is in DRAM then.
+
+        That may be less than is stored: DRAM is full of pages that may not leave, or ``timeout_s`` is over; what is on
+        its way then still arrives.
+
+        Raises:
+            InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+        """
+        if not 0 < timeout_s < 1e6:
+            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+        keys = self._asked(tokens, extras)
+        mapped, pages = self._node.mapped(), 0
+        if mapped is not None:
+            bring(mapped, keys.hashes, self._closed, time.monotonic() + timeout_s)
+            pages = stored_pages(mapped, keys.hashes, self._closed)[0]
+        return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
+
     def _missed(self, asked: int) -> Match:
         if asked:
             self._node.missed(ABSENT)
         return Match(0, 0, ABSENT if asked else "")
+
+    # --- reading what is not in DRAM --------------------------------------------------------------------------------
+
+    def _found(self, mapped: Mapped, keys: Keys, dram: int, reason: str) -> int:
+        """How many pages a get may bring, where DRAM has the first ``dram`` and then none for that reason."""
+        return stored_beyond(mapped, keys.hashes, dram, self._closed)[0] if reason in ELSEWHERE else dram
+
+    def _beyond(
+        self, mapped: Mapped, keys: Keys, target: npt.NDArray[np.uint8], pages: int, reason: str, verify: bool
+    ) -> tuple[int, int, str]:
+        """Go on after ``pages`` that came from DRAM: with NVMe, and with DRAM again where a page moved there meanwhile,
+        or where pages of a layout that is not prefix-closed lie here and there.
+
+        Returns pages, how many of them came from NVMe, and why not more.
+        """
+        limit, nvme_pages, retried = min(len(keys), len(target)), 0, False
+        while reason in ELSEWHERE and pages < limit:
+            rest, rows = keys[pages:limit], target[pages:limit]
+            count, why = self._from_nvme(mapped, rest, rows)
+            pages, nvme_pages = pages + count, nvme_pages + count
+            reason = why if count or why != ABSENT else reason
+            scattered = bool(count) and not self._closed
+            if why not in ELSEWHERE or not (scattered or (why != ABSENT and not retried)):
+                break
+            retried = retried or not scattered
+            rest, rows = rest[count:], rows[count:]
+            runs, _, reason = prove(mapped, rest, self.page_bytes, self._closed)
+            copied, changed = _copy(runs, rows, time.monotonic_ns())
+            if verify:
+                copied, reason = self._verified(mapped, runs, rows, copied, reason)
+            pages, reason = pages + copied, GENERATION if changed else reason
+        return pages, nvme_pages, reason or ("" if pages == len(keys) else ABSENT)
+
+    def _from_nvme(self, mapped: Mapped, keys: Keys, rows: npt.NDArray[np.uint8]) -> tuple[int, str]:
+        """Read the leading pages of ``keys`` from NVMe into ``rows``; how many that were, and why not more."""
+        read = mapped.nvme.start(mapped.index, keys, self.frame_class, self._closed, rows)
+        if read is None:
+            return 0, ABSENT
+        tell_read(mapped, read.addresses)  # while the devices are at it
+        pages, why = read.result(mapped.timeout_s)
+        if read.damaged:
+            tell_damaged(mapped, read.damaged)
+        return pages, why
 
     def _verified(
         self, mapped: Mapped, runs: list[Run], target: npt.NDArray[np.uint8], pages: int, reason: str
@@ -203,7 +282,9 @@ class PrefixCache:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
-        """Store the full pages of ``tokens``; returns how many are new. Pages already stored are skipped.
+        """Store the full pages of ``tokens``; returns how many are new. Pages already in DRAM are skipped.
+
+        Pages that are only on NVMe are written to DRAM as well, which saves reading them later; they are not new.
 
         Args:
             pages: ``[full pages, page_bytes]``: exactly so many bytes in any C-contiguous buffer of any dtype.
@@ -239,7 +320,8 @@ class PrefixCache:
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
         stored, last = stored_pages(mapped, keys.hashes, self._closed)
-        put = PendingPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0)
+        known = known_on_nvme(mapped, keys.hashes, stored, self._closed) if stored < len(rows) else ()
+        put = PendingPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known)
         if stored < len(rows):
             if last is not None:
                 mapped.mark_used(last)  # what the new pages hang on must not be what leaves for them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,16 +48,30 @@ class PendingPut:
     forfeit (the node takes them back), and a later put of the same prompt continues where this one stopped.
     """
 
-    __slots__ = ("_mapped", "_keys", "_pool", "_flags", "_batches", "_lock", "_sealed", "_failure", "_sent_again")
+    __slots__ = (
+        "_mapped",
+        "_keys",
+        "_pool",
+        "_flags",
+        "_known",
+        "_batches",
+        "_lock",
+        "_new",
+        "_failure",
+        "_sent_again",
+    )
 
-    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, flags: int = 0) -> None:
+    def __init__(
+        self, mapped: Mapped, keys: Keys, frame_class: FrameClass, flags: int = 0, known: Collection[int] = ()
+    ) -> None:
         self._mapped = mapped
         self._keys = keys
         self._pool: GrantPool = mapped.pool(frame_class)
         self._flags = flags
+        self._known = known  # pages that are on NVMe already: sealed in DRAM once more, but not new
         self._batches: list[Batch] = []
         self._lock = threading.Lock()
-        self._sealed = 0
+        self._new = 0
         self._failure: Unavailable | None = None
         self._sent_again = False
 
@@ -78,7 +93,7 @@ class PendingPut:
                 self._failure = error
                 self._abandon()
                 raise
-        return self._sealed
+        return self._new
 
     def send(self, rows: npt.NDArray[np.uint8], stored: int) -> None:
         """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
@@ -116,11 +131,12 @@ class PendingPut:
 
     def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
         """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
-        pool, missing = self._pool, len(self._keys) - page
+        pool, wanted = self._pool, (len(self._keys) - page, self._before(page))
+        deadline = time.monotonic() + self._mapped.timeout_s
         if asked is not None:
             with contextlib.suppress(NodeUnavailable):
-                return pool.granted(asked)
-        return pool.granted(pool.ask(missing, self._before(page)))
+                return pool.wait_granted(asked, *wanted, deadline)
+        return pool.wait_granted(pool.ask(*wanted), *wanted, deadline)
 
     def _before(self, page: int) -> bytes:
         """The key that ``page`` hangs on: it must not leave to make room."""
@@ -173,10 +189,12 @@ class PendingPut:
             # It overtook the batch before it, which was lost and has been sent again by now.
             message = self._again(batch)
             statuses = bytes(message.body[:count])
-        if statuses.count(_OK) == count:
-            self._sealed += count
-        else:
-            self._sort_out(batch, statuses)
+        sealed: Sequence[int] = range(batch.page, batch.page + count)
+        if statuses.count(_OK) != count:
+            sealed = self._sort_out(batch, statuses)
+        new = sum(page not in self._known for page in sealed) if self._known else len(sealed)
+        self._new += new
+        self._mapped.counters.put(new, self._pool.frame_class.page_bytes)
 
     def _again(self, batch: Batch) -> Any:
         batch.sent_again = self._sent_again = True
@@ -184,17 +202,19 @@ class PendingPut:
         assert batch.reply is not None
         return batch.reply.result()
 
-    def _sort_out(self, batch: Batch, statuses: bytes) -> None:
-        """Frames that are still ours go back to the pool: what the record says counts, not what the status implies."""
-        back = []
-        for address, status in zip(batch.addresses, statuses, strict=True):
+    def _sort_out(self, batch: Batch, statuses: bytes) -> list[int]:
+        """Frames that are still ours go back to the pool: what the record says counts, not what the status implies.
+        Returns the pages that are sealed."""
+        back, sealed = [], []
+        for page, (address, status) in enumerate(zip(batch.addresses, statuses, strict=True), batch.page):
             extent = self._mapped.extent(address.extent)
             word = int(extent.words[address.frame]) if extent is not None else 0
             if status == _OK or (batch.sent_again and word == word_of(address.generation, FrameState.SEALED)):
-                self._sealed += 1
+                sealed.append(page)
             elif status != _STALE and still_ours(address, word):
                 back.append(address)
         self._pool.add(back)
+        return sealed
 
     def _abandon(self) -> None:
         self._pool.forfeit([address for batch in self._batches for address in batch.addresses])

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvstore.client.buffers import rows_to_fill
 from kvstore.client.local import Extent, LocalNode, Mapped
+from kvstore.client.prefetch import wish
 from kvstore.client.proof import address_runs, equal_rows
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
@@ -18,6 +19,7 @@ from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState
 from kvstore.tier.index import IndexDamaged
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
+WISH_S = 0.05
 
 _RESERVED, _SEALED = int(FrameState.RESERVED), int(FrameState.SEALED)
 _8, _32, _FF = np.uint64(8), np.uint64(32), np.uint64(0xFF)
@@ -62,6 +64,7 @@ class Reader:
         self._timeout_s = timeout_s
         self._mapped: Mapped | None = None
         self._spans: list[Span] = []
+        self._wish_s = 0.0  # when to tell the node next what we wait for
 
     def read_layer(self, layer: int, out: Any) -> None:
         """Copy one layer of every page into ``out`` as soon as all its writers have written it.
@@ -83,7 +86,11 @@ class Reader:
             if got:
                 pause_s = POLL_MIN_S
                 continue
-            if time.monotonic() + pause_s > deadline:
+            now = time.monotonic()
+            if now >= self._wish_s:
+                self._wish_s = now + WISH_S
+                self._wish(page)
+            if now + pause_s > deadline:
                 raise DeadlineExceeded(f"layer {layer} of page {page} did not arrive within {self._timeout_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_MAX_S)
@@ -154,6 +161,11 @@ class Reader:
         count = min(count, _same(extent, frame, generations[:count]))
         if count:
             self._spans.append(Span(extent, frame, page, generations[:count]))
+
+    def _wish(self, page: int) -> None:
+        """Layers are read in DRAM: a page that is on NVMe only has to come there first."""
+        if self._mapped is not None and self._span(page) is None:
+            wish(self._mapped, self._keys.hashes[page:], self._layout.attention == "full")
 
     def _forget(self, page: int) -> None:
         self._spans = [span for span in self._spans if span.stop <= page]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
+from kvstore.client.grants import BUSY_PAUSE_S
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.proof import address_runs, stored_pages
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, Unavailable
@@ -200,7 +201,7 @@ class Writer:
             mapped.mark_used(last)
         limit = batch_pages(self._class.page_tokens, self._class.layers)
         head = self._group.to_bytes(8, "little") + self._rank.to_bytes(4, "little") + self._ranks.to_bytes(4, "little")
-        full = False
+        full, deadline = False, time.monotonic() + self._node.timeout_s
         while page < len(keys) and not full:
             stop = min(page + limit, len(keys))
             body = (
@@ -213,6 +214,11 @@ class Writer:
                 Op.RESERVE, count=stop - page, a=pack_class(self._class), b=self._ttl_ms, body=body
             )
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
+            busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
+            if busy >= 0:  # pages are being saved to make room
+                statuses, stop = statuses[:busy], page + busy
+                full = time.monotonic() >= deadline
+                time.sleep(BUSY_PAUSE_S)
             for i, status in enumerate(statuses):
                 if status in _OURS:
                     self.pages_new.append(page + i)
@@ -265,6 +271,7 @@ class Writer:
         for part, request in requests:
             statuses = self._statuses(part, request)
             self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)
+            self._mapped.counters.put(statuses.count(int(Status.OK)), self._layout.page_bytes)
             lost = [i for i, status in enumerate(statuses) if status not in _DONE]
             self._revoke(b"".join([part[i * ADDRESS_BYTES : (i + 1) * ADDRESS_BYTES] for i in lost]))
 

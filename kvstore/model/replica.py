@@ -26,6 +26,8 @@ ADDRESS_BYTES = 16
 FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
 SHARDS_MAX = 8  # writers of one page (TP x PP ranks); one progress word each in the marks
 IDENTITY_HEAD_BYTES = 48  # key 16, root 16, extra 16; tokens follow
+NVME_HEAD_BYTES = 136  # of a frame's header on NVMe: all but its token ids and checksums (tier/frame_header.py)
+NVME_DIRECTORY_HEAD_BYTES = 64  # of an extent's directory on NVMe; a lean row per frame follows
 
 
 class Tier(StrEnum):
@@ -59,6 +61,7 @@ class Status(IntEnum):
     DAMAGED = 7  # its checksum, or its record, does not hold; the page was dropped
     INVALID = 8  # the request makes no sense; body utf-8 "field\0reason"
     FAILED = 9  # the node could not do it; body utf-8 reason
+    BUSY = 10  # not now, pages are on their way between tiers: ask again in a moment
 
 
 class Address(NamedTuple):
@@ -97,12 +100,27 @@ class FrameClass:
     @cached_property
     def frame_bytes(self) -> int:
         """``page_bytes`` rounded up to ``FRAME_ALIGN``."""
-        return -(-self.page_bytes // FRAME_ALIGN) * FRAME_ALIGN
+        return _aligned(self.page_bytes)
 
     @cached_property
     def record(self) -> RecordFormat:
         """Where each field of this class's records lies."""
         return RecordFormat(self.page_tokens, self.layers)
+
+    @cached_property
+    def lean(self) -> RecordFormat:
+        """The same for NVMe: token ids and checksums lie in the frame's header on disk, and nobody writes there."""
+        return RecordFormat(page_tokens=0, layers=0, tail=False)
+
+    @cached_property
+    def nvme_header_bytes(self) -> int:
+        """What stands before each frame on NVMe, a multiple of ``FRAME_ALIGN``."""
+        return _aligned(NVME_HEAD_BYTES + 4 * self.page_tokens + 4 * self.layers)
+
+    @cached_property
+    def nvme_stride(self) -> int:
+        """From one frame of an NVMe extent to the next: header and frame."""
+        return self.nvme_header_bytes + self.frame_bytes
 
 
 @dataclass(frozen=True)
@@ -118,10 +136,13 @@ class RecordFormat:
     ``group`` and the sessions that may still write it, one u64 per shard (0: none); that of a SEALED frame holds the
     ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
     4-byte checksums keep a page of a 32-layer model under 400 bytes of metadata (index, marks and policy included).
+    In a SEALED record ``info`` is payload_bytes (u32), position in the chain (u16, saturating), flags (u8), turns (u8,
+    saturating). Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns``: 96 bytes.
     """
 
     page_tokens: int
     layers: int
+    tail: bool = True
 
     @cached_property
     def identity(self) -> slice:
@@ -167,15 +188,73 @@ class RecordFormat:
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row, a multiple of 8."""
-        return self.info + 24 + -(-max(4 * self.layers, 8 + 8 * SHARDS_MAX) // 8) * 8
+        tail_bytes = -(-max(4 * self.layers, 8 + 8 * SHARDS_MAX) // 8) * 8 if self.tail else 0
+        return self.info + 24 + tail_bytes
 
 
 STAMPED = 1  # flag in info: the checksums are there
+POSITION_MAX = 0xFFFF
+TURNS_MAX = 0xFF
 
 
-def info_word(payload_bytes: int, shards: int = 1, sealed_mask: int = 0, flags: int = 0) -> int:
-    """The ``info`` word of a record."""
-    return payload_bytes | shards << 32 | sealed_mask << 40 | flags << 48
+def info_word(
+    payload_bytes: int,
+    shards: int = 1,
+    sealed_mask: int = 0,
+    flags: int = 0,
+    *,
+    position: int | None = None,
+    turns: int = 0,
+) -> int:
+    """The ``info`` word of a record; with ``position`` (and ``turns``) that of a SEALED one, which has no shards."""
+    if position is None:
+        return payload_bytes | shards << 32 | sealed_mask << 40 | flags << 48
+    return payload_bytes | min(position, POSITION_MAX) << 32 | flags << 48 | min(turns, TURNS_MAX) << 56
+
+
+_STANDING = POSITION_MAX << 32 | TURNS_MAX << 56
+
+
+def standing(position: int, turns: int) -> int:
+    """The part of a SEALED record's ``info`` that says where in its chain the page is, and after how many turns."""
+    return min(position, POSITION_MAX) << 32 | min(turns, TURNS_MAX) << 56
+
+
+def standing_of(info: int) -> int:
+    """The ``standing`` in an ``info`` word."""
+    return info & _STANDING
+
+
+def position_of(info: int) -> int:
+    """Position in its chain of the page whose SEALED record has this ``info``; ``POSITION_MAX``: that or later."""
+    return info >> 32 & POSITION_MAX
+
+
+def turns_of(info: int) -> int:
+    """How often the chain had been extended when this page was sealed; ``TURNS_MAX``: that or more."""
+    return info >> 56
+
+
+def nvme_directory_bytes(frames: int) -> int:
+    """What stands before the frames of an NVMe extent: a head and a lean record row per frame."""
+    return _aligned(NVME_DIRECTORY_HEAD_BYTES + frames * RecordFormat(0, 0, tail=False).row_bytes)
+
+
+def nvme_frames(extent_bytes: int, frame_class: FrameClass) -> int:
+    """Frames of that class in one NVMe extent: directory, headers and frames together. 0 where not one fits.
+
+    Worked example: 64 MiB and pages of 256 KiB: a directory of 24 KiB, 251 frames of 4 + 256 KiB, 252 KiB unused.
+    """
+    row_bytes = frame_class.lean.row_bytes
+    frames = max(0, (extent_bytes - NVME_DIRECTORY_HEAD_BYTES) // (frame_class.nvme_stride + row_bytes))
+    # At most one too many: the directory was not rounded up yet.
+    while frames and nvme_directory_bytes(frames) + frames * frame_class.nvme_stride > extent_bytes:
+        frames -= 1
+    return frames
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // FRAME_ALIGN) * FRAME_ALIGN
 
 
 # A marks row, written by clients: [last_use_ns][progress of shard 0] ... ; progress = low 32 bits of the generation

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
+from kvstore.service.mover import Mover
 from kvstore.service.node import Node
+from kvstore.service.scanner import Scanner
 from kvstore.service.scrubber import Scrubber
 
 TICK_S = 0.1
@@ -14,15 +16,19 @@ BACKGROUND_NICENESS = 10  # scrubbing yields to whoever serves
 
 
 class Background:
-    """Runs from ``start`` to ``stop``; both threads end within a slice of work."""
+    """Runs from ``start`` to ``stop``; its threads end within a slice of work."""
 
     def __init__(self, node: Node, scrubber: Scrubber) -> None:
         self._node = node
         self._scrubber = scrubber
+        self.mover = Mover(node)
+        self.scanner = node.scan = Scanner(node)
         self._stopped = threading.Event()
+        work = {"tick": self._tick, "background": self._work}
+        if node.config.nvme:
+            work |= {"mover": self._move, "scanner": self._scan}
         self._threads = [
-            threading.Thread(target=self._tick, name="kvstore-tick", daemon=True),
-            threading.Thread(target=self._work, name="kvstore-background", daemon=True),
+            threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()
         ]
 
     def start(self) -> None:
@@ -30,11 +36,18 @@ class Background:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """End the threads. Memory that was not populated yet is by the next start."""
+    def stop(self, drain: bool = False) -> None:
+        """End the threads, and write a last checkpoint. Memory that was not populated yet is by the next start.
+
+        ``drain``: what is in DRAM is saved to NVMe first, as far as that may be.
+        """
         self._stopped.set()
+        self.mover.wake()
         for thread in self._threads:
             thread.join(JOIN_S)
+        if drain:
+            self.mover.drain()
+        self.mover.checkpoint()
 
     def _tick(self) -> None:
         while not self._stopped.wait(TICK_S):
@@ -47,3 +60,11 @@ class Background:
         more = False
         while not self._stopped.wait(0.0 if more else TICK_S / 2):
             more = self._scrubber.step()
+
+    def _move(self) -> None:
+        while not self._stopped.is_set():
+            if not self.mover.step():
+                self.mover.wait()
+
+    def _scan(self) -> None:
+        self.scanner.run(self._stopped)

@@ -69,16 +69,18 @@ def _run(
 ) -> None:
     scrubber = Scrubber(node, config.scrub_bytes_per_s)
     background = Background(node, scrubber)
-    control = ControlServer(node, Dispatcher(node, scrubber))
+    control = ControlServer(node, Dispatcher(node, scrubber, background.mover.wake))
     node.populate_next()
     control.start()
     background.start()
     node.performer.header.state = DaemonState.READY
     ready.set()
-    pages = node.stats()["tiers"]["dram"]["pages"]
+    tiers = node.stats()["tiers"]
+    sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
+    pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
     where = f", http on {http.address}" if http is not None else ""
     took = f"{time.monotonic() - started:.2f} s"
-    announce(f"kvstore node {config.name} ready: {format_size(config.dram)} DRAM, {pages} pages kept, {took}{where}")
+    announce(f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took}{where}")
     stopped.wait()
     control.stop()
     background.stop()

@@ -23,9 +23,10 @@ EVICT_PAGES_MAX = 4096  # of one event; a larger wish is met in several, so that
 class Dispatcher:
     """Decodes requests of known sessions and encodes what the node answers. Bad requests change nothing."""
 
-    def __init__(self, node: Node, scrubber: Scrubber) -> None:
+    def __init__(self, node: Node, scrubber: Scrubber, wake: Callable[[], None]) -> None:
         self.node = node
         self.scrubber = scrubber
+        self.wake = wake  # there are pages to copy between tiers
         self._verbs: dict[int, Callable[[int, Message, int], bytes]] = {
             Op.GRANT: self._grant,
             Op.SEAL_GRANTED: self._seal_granted,
@@ -36,6 +37,7 @@ class Dispatcher:
             Op.RENEW: self._renew,
             Op.RELEASE: self._release,
             Op.SCRUB: self._scrub,
+            Op.PREFETCH: self._prefetch,
             Op.ADMIN: self._admin,
         }
         self._calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -91,6 +93,8 @@ class Dispatcher:
         reply = self.node.handle(
             ev.Grant(now_ns, session, frame_class, message.entries, bool(message.flags & control.AHEAD), anchor)
         )
+        if reply.status == Status.BUSY:
+            self.wake()
         body = [control.pack_addresses(reply.addresses)]
         return control.encode(reply.status, message.request_id, count=len(reply.addresses), body=body)
 
@@ -130,6 +134,8 @@ class Dispatcher:
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
         event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
         reply = _accepted(self.node.handle(event))
+        if Status.BUSY in reply.statuses:
+            self.wake()
         reply_body = [control.pack_statuses(reply.statuses), control.pack_addresses(reply.addresses)]
         return control.encode(reply.status, message.request_id, count=count, body=reply_body)
 
@@ -156,6 +162,15 @@ class Dispatcher:
         addresses = control.unpack_addresses(message.body, message.entries)
         statuses = [int(self.scrubber.scrub(address)) for address in addresses]
         return _statuses(message, ev.Reply(statuses=statuses))
+
+    def _prefetch(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        if self.node.nvme is None:
+            return _statuses(message, ev.Reply(statuses=[int(Status.STALE)] * len(addresses)))
+        hint = bool(message.flags & control.HINT)
+        reply = self.node.handle(ev.Prefetch(now_ns, session, addresses, hint))
+        self.wake()
+        return _statuses(message, reply)
 
     def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
         request = control.unpack_json(message.body)

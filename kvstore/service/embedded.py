@@ -16,6 +16,7 @@ from kvstore.service.dispatch import Dispatcher
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
+from kvstore.tier.counters import SessionCounters
 from kvstore.tier.folder import EMBEDDED_PREFIX
 from kvstore.tier.header import DaemonState
 from kvstore.transfer import control
@@ -41,7 +42,8 @@ class InProcessChannel:
         self._dispatcher = dispatcher
         self._session = secrets.randbits(63) | 1
         self._closed = False
-        node.embedded_sessions.add(self._session)
+        self.counters = SessionCounters()
+        node.sessions.join(self._session, self.counters)
         node.handle(ev.SessionOpened(time.monotonic_ns(), self._session))
 
     @property
@@ -77,7 +79,7 @@ class InProcessChannel:
         """See ``Channel.close``."""
         if not self._closed:
             self._closed = True
-            self._node.embedded_sessions.discard(self._session)
+            self._node.sessions.leave(self._session)
             self._node.handle(ev.SessionDead(time.monotonic_ns(), self._session))
 
 
@@ -91,7 +93,7 @@ class EmbeddedNode:
         self.node = Node(config)
         self.scrubber = Scrubber(self.node, config.scrub_bytes_per_s)
         self._background = Background(self.node, self.scrubber)
-        self._dispatcher = Dispatcher(self.node, self.scrubber)
+        self._dispatcher = Dispatcher(self.node, self.scrubber, self._background.mover.wake)
 
     def start(self) -> None:
         """See ``Node.start``."""
@@ -109,9 +111,10 @@ class EmbeddedNode:
         return InProcessChannel(self.node, self._dispatcher)
 
     def close(self) -> None:
-        """Stop serving; a pool without a name of its own gives its memory back."""
-        self._background.stop()
-        self.node.stop(remove=self.folder.name.startswith(EMBEDDED_PREFIX))
+        """Stop serving; a pool without a name of its own gives its memory back, once what NVMe takes is saved there."""
+        anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
+        self._background.stop(drain=anonymous)
+        self.node.stop(remove=anonymous)
 
 
 def open_node(config: NodeConfig) -> EmbeddedNode:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState
+from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState, Tier
 from kvstore.state import closure
 from kvstore.state.views import Snapshot
 from kvstore.tier.folder import NodeFolder
@@ -21,9 +21,11 @@ from kvstore.tier.records import ExtentTable
 log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
-PUT, DELETE, PEND, UNPEND = "put_sealed", "delete_sealed", "put_pending", "delete_pending"
+PUT = {Tier.DRAM: "put_sealed", Tier.NVME: "put_nvme"}
+DELETE = {Tier.DRAM: "delete_sealed", Tier.NVME: "delete_nvme"}
+PEND, UNPEND = "put_pending", "delete_pending"
 IndexOp = tuple[str, list[bytes], list[Address]]
-"""One of the four verbs of a ``WriteTxn``, its keys, and their addresses (none to delete)."""
+"""One of the verbs of a ``WriteTxn``, its keys, and their addresses (none to delete)."""
 
 
 class IndexKeeper:
@@ -45,19 +47,31 @@ class IndexKeeper:
         self._tables = tables
 
     def find(self, key: bytes) -> Address | None:
-        """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
+        """See ``PageIndex``, of DRAM. A damaged index is rebuilt from the records on the spot."""
         if self.wanted:
-            return self._find_in_records(key)
+            return self._find_in_records(key, Tier.DRAM)
         try:
             return self._index.find(key)
         except IndexDamaged:
             self.rebuild("damaged")
             return self.find(key)
 
-    def _find_in_records(self, key: bytes) -> Address | None:
+    def find_nvme(self, key: bytes) -> Address | None:
+        """The same of NVMe."""
+        if self.wanted:
+            return self._find_in_records(key, Tier.NVME)
+        try:
+            return self._index.find_nvme(key)
+        except IndexDamaged:
+            self.rebuild("damaged")
+            return self.find_nvme(key)
+
+    def _find_in_records(self, key: bytes, tier: Tier) -> Address | None:
         """Slow and always right: while there is no memory for an index."""
         wanted = np.frombuffer(key, np.uint8)
         for number, table in self._tables.items():
+            if table.tier != tier:
+                continue
             sealed = (table.words & np.uint64(0xFF)) == SEALED
             frames = np.flatnonzero(sealed & (table.rows[:, 8:24] == wanted).all(axis=1))
             if len(frames):
@@ -104,34 +118,40 @@ class IndexKeeper:
     def agrees(self) -> bool:
         """Every entry names a sealed record of that key, and every sealed record has its entry."""
         try:
-            entries = list(self._index.scan())
+            stored = {Tier.DRAM: list(self._index.scan()), Tier.NVME: list(self._index.scan_nvme())}
             pending = self._index.count_pending()
         except IndexDamaged:
             return False
-        keys, addresses = self._sealed_entries()
-        return (
-            b"".join(key for key, _ in entries) == keys
-            and b"".join(raw for _, raw in entries) == addresses
-            and pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
-        )
+        for tier, entries in stored.items():
+            keys, addresses = self._sealed_entries(tier)
+            if b"".join(key for key, _ in entries) != keys or b"".join(raw for _, raw in entries) != addresses:
+                return False
+        return pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
 
-    def addresses(self) -> Iterator[tuple[bytes, Address]]:
-        """All entries of the index, by key."""
-        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan())
+    def addresses(self, tier: Tier = Tier.DRAM) -> Iterator[tuple[bytes, Address]]:
+        """All entries of the index about one tier, by key."""
+        entries = self._index.scan() if tier == Tier.DRAM else self._index.scan_nvme()
+        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in entries)
 
-    def _sealed_entries(self) -> tuple[bytes, bytes]:
+    def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
         """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
-        links = closure.link([snapshot(table) for table in self._tables.values()])
+        links = closure.link([snapshot(table) for table in self._tables.values() if table.tier == tier])
         keep = ~links.duplicate
         addresses = np.zeros(int(keep.sum()), ADDRESS_DTYPE)
         addresses["extent"], addresses["frame"] = links.extents[keep], links.frames[keep]
         addresses["generation"] = links.generations[keep]
         return links.keys[keep].tobytes(), addresses.tobytes()
 
+    def _items(self, tier: Tier) -> Iterator[tuple[bytes, bytes]]:
+        keys, addresses = self._sealed_entries(tier)
+        return ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
+
     def _pending_entries(self) -> list[tuple[bytes, bytes]]:
         """The same of reserved pages; of several reservations of one key the earliest."""
         first: dict[bytes, Address] = {}
         for number, table in self._tables.items():
+            if table.tier != Tier.DRAM:
+                continue
             reserved = (table.words & np.uint64(0xFF)) == RESERVED
             for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():
                 key = table.rows[frame, 8:24].tobytes()
@@ -146,11 +166,10 @@ class IndexKeeper:
         Where there is no memory for it the old one stays, wrong as it may be (a stale entry is a miss), and
         ``wanted`` asks for another try.
         """
-        keys, addresses = self._sealed_entries()
-        items = ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
         old = self._header.epoch
         try:
-            Index.rebuild(self._folder, old, old + 1, items, self.map_bytes, self._pending_entries())
+            items, nvme = self._items(Tier.DRAM), self._items(Tier.NVME)
+            Index.rebuild(self._folder, old, old + 1, items, self.map_bytes, self._pending_entries(), nvme)
             if failpoint.ACTIVE:
                 failpoint.hit("node.rebuild")
             index = Index.open_writer(self._folder, old + 1, self.map_bytes, fresh=False)

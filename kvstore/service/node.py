@@ -6,10 +6,10 @@ start finds every sealed page) or to a kill at any point, which the next start r
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,27 @@ import numpy as np
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace
-from kvstore.model.replica import MARKS_ROW_BYTES, Address, FrameClass, FrameState
+from kvstore.model.replica import MARKS_ROW_BYTES, Address, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.service import startup
+from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.performer import Performer
+from kvstore.service.stats import Scan, node_stats
 from kvstore.state import events as ev
 from kvstore.state import integrity
 from kvstore.state.node_state import NodeState
+from kvstore.state.views import Rows
 from kvstore.tier.folder import purge
 from kvstore.tier.header import DaemonState
+from kvstore.tier.records import ExtentTable
+from kvstore.tier.sessions import Sessions
 
 INDEX_CHECK_EVERY_TICKS = 10
+SESSIONS_SWEEP_EVERY_TICKS = 50
 
 INDEX_HEADROOM_BYTES = 1 << 20  # left free on the tmpfs whenever an extent is carved
+NVME_TABLE_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark
+
+log = logging.getLogger("kvstore.node")
 
 
 class Node:
@@ -36,11 +45,13 @@ class Node:
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
-        self.embedded_sessions: set[int] = set()  # clients in this process: they live as long as we do
         self._mutex = threading.Lock()
         self._ticks = 0
         self._performer: Performer | None = None
         self._state: NodeState | None = None
+        self._sessions: Sessions | None = None
+        self.scan: Scan | None = None  # of NVMe, where there is one
+        self.nvme_failures: dict[str, str] = {}  # path -> why that target is not used, or not written to any more
         self.started_ns = 0
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -52,7 +63,9 @@ class Node:
             NodeBusy: another daemon holds the name.
             InvalidRequest: the segment does not fit, or the folder holds one of another size.
         """
-        self._performer, self._state = startup.start(self.config)
+        self._performer, self._state = startup.start(self.config, self.nvme_failures)
+        self._sessions = Sessions(self._performer.folder)
+        self._sessions.sweep()
         self.started_ns = time.monotonic_ns()
 
     def stop(self, *, remove: bool = False) -> None:
@@ -79,6 +92,12 @@ class Node:
         return self._state
 
     @property
+    def sessions(self) -> Sessions:
+        """Which clients live and what they counted, of a started node."""
+        assert self._sessions is not None, "the node is not started"
+        return self._sessions
+
+    @property
     def folder(self) -> Path:
         """Where the node's files are."""
         return self.performer.folder.path
@@ -91,12 +110,16 @@ class Node:
             if self._performer is None:
                 return ev.Reply()  # a thread that was late for the stop
             if type(event) is ev.Grant or type(event) is ev.Reserve:
-                self._make_room(event)
+                count = event.count if isinstance(event, ev.Grant) else len(event.rows)
+                self._make_room(event.frame_class, count, event.now_ns)
+            elif type(event) is ev.Prefetch and event.addresses:
+                extent = self.state.space_of(event.addresses[0].extent).segment.extents.get(event.addresses[0].extent)
+                if extent is not None:
+                    self._make_room(extent.pool.frame_class, len(event.addresses), event.now_ns)
             reply = self._performer.perform(self.state.handle(event))
             while self._performer.sessions_to_check:
                 session = self._performer.sessions_to_check.pop()
-                alive = session in self.embedded_sessions or startup.session_alive(self._performer.folder, session)
-                if not alive:
+                if not self.sessions.alive(session):
                     self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
         return reply if reply is not None else ev.Reply()
 
@@ -108,24 +131,23 @@ class Node:
             reason = f"{frame_class.page_bytes} does not fit an extent of {format_size(extent_bytes)}; {remedy}"
             raise InvalidRequest("page_bytes", reason)
 
-    def _make_room(self, event: ev.Grant | ev.Reserve) -> None:
+    def _make_room(self, frame_class: FrameClass, count: int, now_ns: int) -> None:
         """Before a decision that may carve an extent: memory for its frames, its tables, and the index's growth.
 
         Where the tmpfs is full, a vacant position gives its memory up for tables: the pool shrinks, the node goes on.
         """
         segment = self.state.segment
-        pool = segment.pool(event.frame_class)
-        count = event.count if isinstance(event, ev.Grant) else len(event.rows)
+        pool = segment.pool(frame_class)
         if not segment.vacant or pool.free >= count or not pool.frames_per_extent:
             return
         if not segment.vacant & segment.populated:
             self._populate(min(segment.vacant))
         frames = pool.frames_per_extent
-        tables_bytes = frames * (event.frame_class.record.row_bytes + MARKS_ROW_BYTES) + INDEX_HEADROOM_BYTES
+        tables_bytes = frames * (frame_class.record.row_bytes + MARKS_ROW_BYTES) + INDEX_HEADROOM_BYTES
         while segment.vacant and self._shm_free_bytes() < tables_bytes:
             position = max(segment.vacant)
             self.performer.segment.give_back(position)
-            self.performer.perform(self.state.handle(ev.PopulationFailed(event.now_ns, [position])))
+            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
 
     def _shm_free_bytes(self) -> int:
         found = os.statvfs(self.folder)
@@ -160,6 +182,8 @@ class Node:
         """Time went on: deadlines, lost sessions, readers that died inside the index, growth of the index."""
         now_ns = time.monotonic_ns()
         self.handle(ev.Tick(now_ns))
+        if self._ticks % SESSIONS_SWEEP_EVERY_TICKS == 0:
+            self.sessions.sweep()
         with self._mutex:
             if self._performer is None:
                 return
@@ -172,9 +196,12 @@ class Node:
     def drop_damaged(self, address: Address, reason: str) -> None:
         """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``."""
         with self._mutex:
-            if self._performer is not None and self.state.space.sealed(address):
+            if self._performer is not None and self.state.space_of(address.extent).sealed(address):
                 event = ev.Damaged(time.monotonic_ns(), address, reason, self._performer.key_of(address))
+                table = self._performer.tables[address.extent]
                 self._performer.perform(self.state.handle(event))
+                if self._performer.nvme is not None and table.tier == Tier.NVME:
+                    self._performer.nvme.distrust(table.position)
 
     def check_words(self) -> int:
         """Every record's word must say what was decided. One that does not is set right, and if a page is sealed there,
@@ -183,7 +210,8 @@ class Node:
             if self._performer is None:
                 return 0
             sealed: list[Address] = []
-            for number, extent in self.state.segment.extents.items():
+            extents = [item for space in self.state.spaces.values() for item in space.segment.extents.items()]
+            for number, extent in extents:
                 words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
                 words |= np.frombuffer(extent.state, np.uint8)
                 theirs = self._performer.tables[number].words
@@ -193,7 +221,9 @@ class Node:
                         sealed.append(Address(number, frame, extent.generation[frame]))
             dropped = 0
             for address in sealed:
-                if self.state.space.sealed(address):  # and not the descendant of one that went just now
+                if self.state.space_of(address.extent).sealed(
+                    address
+                ):  # and not the descendant of one that went just now
                     event = ev.Damaged(time.monotonic_ns(), address, "record", self._performer.key_of(address))
                     self._performer.perform(self.state.handle(event))
                     dropped += 1
@@ -203,10 +233,61 @@ class Node:
         """A sealed page must be in the index under its key; where it is not, the index is rebuilt from the records."""
         with self._mutex:
             performer = self._performer
-            if performer is None or not self.state.space.sealed(address):
+            if performer is None or not self.state.space_of(address.extent).sealed(address):
                 return
-            if performer.find(key) != address and performer.key(address.extent, address.frame) == key:
+            tier = performer.tables[address.extent].tier
+            found = performer.find(key) if tier == Tier.DRAM else performer.index.find_nvme(key)
+            if found != address and performer.key(address.extent, address.frame) == key:
                 performer.index.rebuild("damaged")
+
+    # --- NVMe: for the mover and the scanner ------------------------------------------------------------------------
+
+    @property
+    def nvme(self) -> NvmePages | None:
+        """The pages on NVMe; None where the node has no such tier, or is not started."""
+        return self._performer.nvme if self._performer is not None else None
+
+    def demote(self, bytes_max: int, day_bytes_left: int, everything: bool = False) -> None:
+        """Decide what to save now; it waits in ``Performer.copies``. Not where the tables have no room to grow."""
+        with self._mutex:
+            if self._performer is None:
+                return
+            frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]
+            tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
+            if self._shm_free_bytes() > tables_bytes + INDEX_HEADROOM_BYTES:
+                event = ev.Demote(time.monotonic_ns(), bytes_max, day_bytes_left, everything)
+                self._performer.perform(self.state.handle(event))
+
+    def device_failed(self, broken: dict[int, OSError]) -> None:
+        """Writing at these positions failed: their devices are read on, and not written to until the next start."""
+        nvme = self.nvme
+        if nvme is None:
+            return
+        for position, error in broken.items():
+            path = nvme.path(position)
+            if path not in self.nvme_failures:
+                self.nvme_failures[path] = str(error)
+                log.error("%s takes no more writes, the node goes on without: %s", path, error)
+                self.handle(ev.TierFailed(time.monotonic_ns(), nvme.devices.neighbours(position)))
+
+    def nvme_tables(self) -> list[ExtentTable]:
+        """The tables of all extents on NVMe."""
+        with self._mutex:
+            tables = self._performer.tables.values() if self._performer is not None else ()
+            return [table for table in tables if table.tier == Tier.NVME]
+
+    def directory_rows(self, table: ExtentTable) -> Rows | None:
+        """A copy of an extent's rows, of one moment; None where the extent is gone."""
+        with self._mutex:
+            if self._performer is None or self._performer.tables.get(table.extent) is not table:
+                return None
+            return table.rows.copy()
+
+    def count(self, what: str) -> None:
+        """Count something for ``stats``."""
+        with self._mutex:
+            if self._state is not None:
+                self._state.counters[what] += 1
 
     # --- looking in -------------------------------------------------------------------------------------------------
 
@@ -214,57 +295,15 @@ class Node:
         """The conservation laws over state, records and index, now. One line per finding."""
         with self._mutex:
             performer = self.performer
-            entries = performer.index.addresses()
-            return integrity.check(self.state, performer.snapshots(), entries)
+            return [
+                finding
+                for tier, space in self.state.spaces.items()
+                for finding in integrity.check(
+                    self.state, tier, space.records.snapshots(), performer.index.addresses(tier)
+                )
+            ]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers for ``status``: bytes, frames by state, pages, sessions, leases, counters."""
+        """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""
         with self._mutex:
-            state, performer = self.state, self.performer
-            segment = state.segment
-            frames: Counter[str] = Counter()
-            classes: list[dict[str, Any]] = []
-            for pool in segment.pools.values():
-                counts = {s.name.lower(): sum(e.count(s) for e in pool.extents.values()) for s in FrameState}
-                frames.update(counts)
-                classes.append(
-                    {
-                        "page_bytes": pool.frame_class.page_bytes,
-                        "page_tokens": pool.frame_class.page_tokens,
-                        "layers": pool.frame_class.layers,
-                        "extents": len(pool.extents),
-                        "frames": counts,
-                    }
-                )
-            used = sum(c["frames"]["sealed"] * c["page_bytes"] for c in classes)
-            return {
-                "name": self.config.name,
-                "pid": os.getpid(),
-                "incarnation": f"{performer.header.incarnation:016x}",
-                "state": DaemonState(performer.header.state).name.lower(),
-                "uptime_s": (time.monotonic_ns() - self.started_ns) / 1e9,
-                "tiers": {
-                    "dram": {
-                        "capacity_bytes": segment.positions * segment.extent_bytes,
-                        "used_bytes": used,
-                        "populated_bytes": len(segment.populated) * segment.extent_bytes,
-                        "failed_bytes": len(segment.failed) * segment.extent_bytes,
-                        "extent_bytes": segment.extent_bytes,
-                        "extents": len(segment.extents),
-                        "extents_vacant": len(segment.vacant),
-                        "pages": frames["sealed"],
-                        "frames": dict(frames),
-                        "classes": classes,
-                    }
-                },
-                "sessions": len(state.sessions),
-                "sessions_connected": sum(s.connected for s in state.sessions.values()),
-                "leases": len(state.leases),
-                "reservations": len(state.pending),
-                "index": {
-                    "epoch": performer.header.epoch,
-                    "used_bytes": performer.index.used_bytes(),
-                    "rebuilds": dict(performer.index.rebuilds),
-                },
-                "counters": dict(state.counters),
-            }
+            return node_stats(self)

@@ -18,10 +18,13 @@ from kvstore.model.replica import (
     STAMPED,
     Address,
     FrameState,
+    Tier,
     info_word,
+    standing_of,
     word_of,
 )
 from kvstore.service.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
+from kvstore.service.nvme_pages import NvmePages
 from kvstore.state import events as ev
 from kvstore.state.views import Rows, Snapshot
 from kvstore.tier.dram import SegmentFile
@@ -46,10 +49,13 @@ class Performer:
         index: Index,
         index_bytes: int,
         now_ns: Callable[[], int],
+        nvme: NvmePages | None = None,
     ) -> None:
         self.folder = folder
         self.header = header
         self.segment = segment
+        self.nvme = nvme
+        self.copies: deque[ev.Save | ev.Load] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
         self.tables: dict[int, ExtentTable] = {}
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
         self.sessions_to_check: list[int] = []
@@ -70,6 +76,9 @@ class Performer:
             ev.WriteLease: self._write_lease,
             ev.WriteStamp: self._write_stamp,
             ev.Move: self._move,
+            ev.WriteUse: self._write_use,
+            ev.Save: self.copies.append,
+            ev.Load: self.copies.append,
         }
 
     # --- reading back -----------------------------------------------------------------------------------------------
@@ -91,19 +100,26 @@ class Performer:
         table = self.tables[extent]
         return table.rows[frame, table.fmt.parent].tobytes()
 
+    def standing(self, extent: int, frame: int) -> int:
+        """See ``RecordView``."""
+        table = self.tables[extent]
+        start = table.fmt.info
+        return standing_of(int.from_bytes(table.rows[frame, start : start + 8].tobytes(), "little"))
+
     def last_use_ns(self, extent: int, frame: int) -> int:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
         return min(int(self.tables[extent].last_use[frame]), self._now_ns())
 
     def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""
-        return [snapshot(table) for table in self.tables.values()]
+        return [snapshot(table) for table in self.tables.values() if table.tier == Tier.DRAM]
 
     def key_of(self, address: Address) -> bytes:
         """What the index calls a sealed page; its record's word for it where the index does not know the page."""
         key = self.key(address.extent, address.frame)
-        if self.find(key) != address:
-            key = next((key for key, named in self.index.addresses() if named == address), key)
+        tier = self.tables[address.extent].tier
+        if (self.find(key) if tier == Tier.DRAM else self.index.find_nvme(key)) != address:
+            key = next((key for key, named in self.index.addresses(tier) if named == address), key)
         return key
 
     def close(self) -> None:
@@ -112,6 +128,8 @@ class Performer:
         for table in self.tables.values():
             table.close()
         self.segment.close()
+        if self.nvme is not None:
+            self.nvme.close()
         self.header.close()
         self.folder.close()
 
@@ -144,26 +162,39 @@ class Performer:
             number,
             instruction.position,
             instruction.frame_class,
-            self.header.incarnation,
+            self.header.incarnation if instruction.tier == Tier.DRAM else self._nvme.incarnation,
             instruction.frames,
+            tier=instruction.tier,
         )
+        if instruction.tier == Tier.NVME:
+            self._nvme.carve(instruction.position, number, instruction.frame_class)
+
+    @property
+    def _nvme(self) -> NvmePages:
+        assert self.nvme is not None, "NVMe is decided about where there is none"
+        return self.nvme
 
     def _drop(self, instruction: ev.Drop) -> None:
-        self.tables.pop(instruction.extent).unlink()
+        table = self.tables.pop(instruction.extent)
+        table.unlink()
+        if table.tier == Tier.NVME:
+            self._nvme.drop(table.position)
 
     def _write_granted(self, instruction: ev.WriteGranted) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
             fmt = table.fmt
-            words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
             table.rows[frames, 8:24] = 0
-            table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = _tail(words)
+            if table.tier == Tier.DRAM:
+                words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
+                table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = _tail(words)
             self._write_words(table, frames, instruction.addresses, places, RESERVED)
 
     def _write_reserved(self, instruction: ev.WriteReserved) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
             info = info_word(table.frame_class.page_bytes, instruction.shards)
             parents, until_ns = _of(instruction.parents, places), instruction.until_ns
-            self._write_bodies(table, frames, instruction.rows[places], parents, info, until_ns)
+            infos = [info] * len(parents)
+            self._write_bodies(table, frames, instruction.rows[places], parents, infos, until_ns)
             writers = np.zeros(1 + SHARDS_MAX, np.uint64)
             writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
             start = table.fmt.group
@@ -176,19 +207,19 @@ class Performer:
 
     @staticmethod
     def _write_bodies(
-        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], info: int, until_ns: int
+        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
     ) -> None:
         """Everything of these records between the word and the tail, in one store."""
         fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
         data, width = rows.tobytes(), rows.shape[1]
         pad = bytes(fmt.parent.start - fmt.identity.stop)
-        info_bytes, lease = info.to_bytes(8, "little"), until_ns.to_bytes(8, "little")
+        lease = until_ns.to_bytes(8, "little")
         bodies: list[bytes] = []
         for i, parent in enumerate(parents):
             identity = data[i * width : (i + 1) * width] + pad + parent
-            bodies += (identity, info_bytes, digest(identity).to_bytes(8, "little"), lease)
+            bodies += (identity, _info_bytes(infos[i], digest(identity)), lease)
         block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
-        table.rows[frames, 8 : fmt.group] = block
+        table.rows[frames, 8 : fmt.lease_until_ns + 8] = block
 
     def _write_writer(self, instruction: ev.WriteWriter) -> None:
         for table, frames, _ in self._by_extent(instruction.addresses):
@@ -196,22 +227,24 @@ class Performer:
 
     def _write_sealed(self, instruction: ev.WriteSealed) -> None:
         addresses, sums = instruction.addresses, instruction.checksums
+        tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
         for table, frames, places in self._by_extent(addresses):
             fmt = table.fmt
-            info = info_word(table.frame_class.page_bytes, flags=STAMPED if sums is not None else 0)
+            plain = info_word(table.frame_class.page_bytes, flags=STAMPED if sums is not None else 0, position=0)
+            infos = [plain | info for info in _of(instruction.standings, places)]
             if sums is not None:
                 table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
             if instruction.rows is not None and instruction.parents is not None:
                 parents = _of(instruction.parents, places)
-                self._write_bodies(table, frames, instruction.rows[places], parents, info, 0)
+                self._write_bodies(table, frames, instruction.rows[places], parents, infos, 0)
             else:
-                table.column(fmt.info)[frames] = info
+                table.column(fmt.info)[frames] = np.array(infos, np.uint64)
                 table.column(fmt.lease_until_ns)[frames] = 0
             if failpoint.ACTIVE:
                 failpoint.hit("node.word")
             self._write_words(table, frames, addresses, places, SEALED)
-        self._index_ops.append((PUT, instruction.keys, addresses))
-        if sums is None:
+        self._index_ops.append((PUT[tier], instruction.keys, addresses))
+        if sums is None and tier == Tier.DRAM:
             self.unstamped.extend(addresses)
 
     def _write_shards(self, instruction: ev.WriteShards) -> None:
@@ -229,7 +262,7 @@ class Performer:
         table.words[frames] = [generation << 8 | low for _, _, generation in _of(addresses, places)]  # ``word_of``
 
     def _unindex(self, instruction: ev.Unindex) -> None:
-        self._index_ops.append((DELETE, instruction.keys, []))
+        self._index_ops.append((DELETE[instruction.tier], instruction.keys, []))
 
     def _unpend(self, instruction: ev.Unpend) -> None:
         if instruction.heir is None:
@@ -246,18 +279,25 @@ class Performer:
         table = self.tables[instruction.address.extent]
         frame, fmt = instruction.address.frame, table.fmt
         table.rows[frame, fmt.checksums] = instruction.checksums.view(np.uint8)
-        table.column(fmt.info)[frame] = info_word(table.frame_class.page_bytes, flags=STAMPED)
+        table.column(fmt.info)[frame] |= np.uint64(STAMPED << 48)
+
+    def _write_use(self, instruction: ev.WriteUse) -> None:
+        used = np.array(instruction.used_ns, np.uint64)
+        for table, frames, places in self._by_extent(instruction.addresses):
+            table.last_use[frames] = used[places]
 
     def _move(self, instruction: ev.Move) -> None:
         """Data and body first, then the new word, then the index; the old word goes last."""
         source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
         old, new = instruction.source.frame, instruction.target.frame
-        frames = self.frames_of(target)
-        frames[new] = self.frames_of(source)[old]
+        if instruction.tier == Tier.NVME:
+            self._nvme.move(source, old, target, instruction.target)
+        else:
+            self.frames_of(target)[new] = self.frames_of(source)[old]
         target.rows[new, 8:] = source.rows[old, 8:]
         target.marks[new] = source.marks[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
-        self._index_ops.append((PUT, [instruction.key], [instruction.target]))
+        self._index_ops.append((PUT[instruction.tier], [instruction.key], [instruction.target]))
         source.words[old] = word_of(instruction.freed.generation, FrameState.FREE)
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -278,6 +318,24 @@ class Performer:
             places[address.extent].append(i)
         for number, where in places.items():
             yield self.tables[number], [addresses[i].frame for i in where], where
+
+
+class NvmeView:
+    """What the state reads back of NVMe: the same records, another table of the index."""
+
+    def __init__(self, performer: Performer) -> None:
+        self._performer = performer
+        self.find = performer.index.find_nvme
+        self.key, self.parent, self.root = performer.key, performer.parent, performer.root
+        self.standing, self.last_use_ns = performer.standing, performer.last_use_ns
+
+    def snapshots(self) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return [snapshot(table) for table in self._performer.tables.values() if table.tier == Tier.NVME]
+
+
+def _info_bytes(info: int, identity_sum: int) -> bytes:
+    return (info | identity_sum << 64).to_bytes(16, "little")
 
 
 def _tail(words: tuple[int, ...]) -> Rows:

@@ -7,8 +7,6 @@ differs. One path for a clean stop and for kill -9, so that it is exercised ever
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import secrets
 import time
@@ -19,12 +17,16 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig, format_size
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX
+from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Tier, nvme_frames
 from kvstore.service.index_keeper import snapshot
-from kvstore.service.performer import Performer
+from kvstore.service.nvme_pages import NvmePages
+from kvstore.service.nvme_start import open_nvme, open_tables
+from kvstore.service.performer import NvmeView, Performer
 from kvstore.state import recovery
+from kvstore.state.eviction import POLICIES
 from kvstore.state.frames import Segment
-from kvstore.state.node_state import NodeState
+from kvstore.state.node_state import NodeState, NvmeParts
+from kvstore.state.tiering import TieringRules
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.folder import NodeFolder, reap_embedded
 from kvstore.tier.header import DaemonState, Header, boot_id
@@ -48,19 +50,19 @@ def extent_bytes_of(config: NodeConfig) -> int:
     return max(FRAME_ALIGN, min(share // unit * unit, EXTENT_BYTES_MAX))
 
 
-def start(config: NodeConfig) -> tuple[Performer, NodeState]:
-    """Lock the name, then recover or make the pool. See ``Node.start``."""
+def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, NodeState]:
+    """Lock the name, then recover or make the pool. See ``Node.start``. NVMe targets that fail go to ``failures``."""
     reap_embedded(config.shm_dir)
     folder = NodeFolder(config.shm_dir, config.name, group_shared=config.group)
     folder.lock()
     try:
-        return _open(config, folder)
+        return _open(config, folder, failures)
     except BaseException:
         folder.close()
         raise
 
 
-def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]:
+def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> tuple[Performer, NodeState]:
     extent_bytes = extent_bytes_of(config)
     positions = config.dram // extent_bytes
     header = Header.open(folder, writable=True)
@@ -80,10 +82,7 @@ def _open(config: NodeConfig, folder: NodeFolder) -> tuple[Performer, NodeState]
     header.state = DaemonState.STARTING
     header.pid = os.getpid()
     header.verify_reads = int(config.verify_reads)
-    for name in os.listdir(folder.sessions):
-        with contextlib.suppress(ValueError):  # no session's file: none of our business
-            session_alive(folder, int(name, 16))
-    return _recover(config, folder, header, segment_file)
+    return _recover(config, folder, header, segment_file, failures)
 
 
 def _clear(folder: NodeFolder) -> None:
@@ -105,43 +104,43 @@ def _void(folder: NodeFolder, number: int) -> None:
     folder.marks(number).unlink(missing_ok=True)
 
 
-def session_alive(folder: NodeFolder, session: int) -> bool:
-    """Whether the process that holds the session's lock lives. A dead one's file is removed."""
-    path = folder.session(session)
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
-
-
 def _recover(
-    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile
+    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, failures: dict[str, str]
 ) -> tuple[Performer, NodeState]:
-    segment = Segment(header.extent_bytes, header.positions)
-    map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * (header.positions * header.extent_bytes // FRAME_ALIGN)
+    nvme = open_nvme(config, folder, failures)
+    try:
+        return _recover_tiers(config, folder, header, segment_file, nvme)
+    except BaseException:
+        if nvme is not None:
+            nvme.close()
+        raise
+
+
+def _recover_tiers(
+    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, nvme: NvmePages | None
+) -> tuple[Performer, NodeState]:
+    # The smallest frame there is takes a block, on NVMe two.
+    frames_max = header.positions * header.extent_bytes // FRAME_ALIGN
+    if nvme is not None:
+        frames_max += nvme.devices.positions * nvme.devices.extent_bytes // (2 * FRAME_ALIGN)
+    map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
-    performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns)
+    performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns, nvme)
     for number in folder.extents():
         table = ExtentTable.open(folder, number, header.incarnation, writable=True)
-        if table is not None and table.position not in {t.position for t in performer.tables.values()}:
+        if table is None and nvme is not None:
+            table = ExtentTable.open(folder, number, nvme.incarnation, writable=True)
+        taken = {(t.tier, t.position) for t in performer.tables.values()}
+        if table is not None and (table.tier, table.position) not in taken:
             performer.tables[number] = table
         else:
             _void(folder, number)
-    state = NodeState(
-        segment,
-        performer,
-        performer,
-        lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
-        sessions_max=config.sessions_max,
-    )
+    if nvme is not None:
+        open_tables(folder, nvme, performer.tables)
+        nvme.devices.write_map(folder)
+    else:
+        folder.nvme.unlink(missing_ok=True)
+    state = _state(config, header, performer)
     found = [_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns())
     if failpoint.ACTIVE:
@@ -151,6 +150,35 @@ def _recover(
         performer.index.rebuild("start")
     recovery.settle(state)
     return performer, state
+
+
+def _state(config: NodeConfig, header: Header, performer: Performer) -> NodeState:
+    if config.eviction not in POLICIES:
+        raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
+    segment = Segment(header.extent_bytes, header.positions, policy=config.eviction)
+    parts = None
+    if performer.nvme is not None:
+        devices, view = performer.nvme.devices, NvmeView(performer)
+        below = Segment(
+            devices.extent_bytes,
+            devices.positions,
+            frames_in=nvme_frames,
+            numbers=segment.numbers,
+            policy=config.eviction,
+        )
+        below.populated.update(range(devices.positions))
+        rules = TieringRules(
+            config.demote_at, config.promote_after, config.nvme_admission, config.nvme_write_bytes_per_day
+        )
+        parts = NvmeParts(below, view, view, performer.nvme.generation, rules)
+    return NodeState(
+        segment,
+        performer,
+        performer,
+        lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
+        sessions_max=config.sessions_max,
+        nvme=parts,
+    )
 
 
 def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
@@ -175,7 +203,11 @@ def _found(table: ExtentTable) -> recovery.ExtentFound:
     def words(offset: int) -> Any:
         return table.column(offset).copy()
 
-    writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
+    none = np.zeros((table.frames, SHARDS_MAX), np.uint64)
+    groups, writers = none[:, 0], none
+    if table.tier == Tier.DRAM:
+        groups = words(fmt.group)
+        writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
     sound = np.array(table.identity_sums(slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
     return recovery.ExtentFound(
         table.extent,
@@ -184,7 +216,8 @@ def _found(table: ExtentTable) -> recovery.ExtentFound:
         snapshot(table),
         words(fmt.info),
         words(fmt.lease_until_ns),
-        words(fmt.group),
+        groups,
         writers,
         sound,
+        table.tier,
     )

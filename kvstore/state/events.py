@@ -1,22 +1,84 @@
-"""What a node is told (events) and what it decides to do (instructions).
-
-Instructions are performed by one shell, in order, each on a whole batch. The order inside one decision is what makes
-kill -9 harmless at every point between two of them: a record's body before its word, the word before the index, the
-index before the reply; on the way out the word first, then the index, then the frame's reuse.
-"""
+"""What a node is told. What it then decides to do stands in ``instructions``; ``events`` names both."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status
+from kvstore.model.replica import Address, FrameClass
+from kvstore.state.instructions import (
+    Carve,
+    CheckSession,
+    Copying,
+    Drop,
+    Instruction,
+    Load,
+    Move,
+    Reply,
+    Save,
+    Unindex,
+    Unpend,
+    WriteGranted,
+    WriteLease,
+    WriteReserved,
+    WriteSealed,
+    WriteShards,
+    WriteStamp,
+    WriteState,
+    WriteUse,
+    WriteWriter,
+)
 from kvstore.state.views import Rows
 
-# --- events ---------------------------------------------------------------------------------------------------------
+__all__ = [
+    "Adopt",
+    "Adopted",
+    "Carve",
+    "CheckSession",
+    "Copying",
+    "Damaged",
+    "Demote",
+    "Drop",
+    "Event",
+    "Evict",
+    "Grant",
+    "Instruction",
+    "Load",
+    "Loaded",
+    "Move",
+    "Populated",
+    "PopulationFailed",
+    "Prefetch",
+    "ReleaseLease",
+    "RenewLease",
+    "Reply",
+    "Reserve",
+    "Revoke",
+    "Save",
+    "Saved",
+    "Seal",
+    "SealGranted",
+    "SessionDead",
+    "SessionLost",
+    "SessionOpened",
+    "Stamped",
+    "TakeLease",
+    "Tick",
+    "TierFailed",
+    "Unindex",
+    "Unpend",
+    "WriteGranted",
+    "WriteLease",
+    "WriteReserved",
+    "WriteSealed",
+    "WriteShards",
+    "WriteStamp",
+    "WriteState",
+    "WriteUse",
+    "WriteWriter",
+]
 
 
 @dataclass(slots=True)
@@ -66,6 +128,7 @@ class SealGranted:
     addresses: list[Address]
     rows: Rows
     checksums: npt.NDArray[np.uint32] | None = None
+    continues: bool = False  # more of a put whose first pages came before, not a later request
 
 
 @dataclass(slots=True)
@@ -164,6 +227,83 @@ class Evict:
 
 
 @dataclass(slots=True)
+class Demote:
+    """Decide what to save to the tier below now: at most ``bytes_max``; today ``day_bytes_left`` may be written.
+
+    ``everything``: DRAM is about to go, so all that is in it is cold.
+    """
+
+    now_ns: int
+    bytes_max: int
+    day_bytes_left: int = 0
+    everything: bool = False
+
+
+@dataclass(slots=True)
+class Saved:
+    """A ``Save`` was carried out and what it wrote is durable. ``failed``: why a page was not written, by its place.
+
+    ``heads`` ``[pages, 48]`` are the identity heads (key, root, extra) of what was written.
+    """
+
+    now_ns: int
+    number: int
+    heads: Rows
+    failed: dict[int, str]
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """Pages of one chain, in order, are wanted in DRAM; ``hint``: they were just read from NVMe."""
+
+    now_ns: int
+    session: int
+    addresses: list[Address]
+    hint: bool = False
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A ``Load`` was carried out: ``rows`` and ``checksums`` of the pages read, ``[pages, ...]``; see ``Saved``."""
+
+    now_ns: int
+    number: int
+    rows: Rows
+    checksums: npt.NDArray[np.uint32]
+    failed: dict[int, str]
+
+
+@dataclass(slots=True)
+class Adopt:
+    """Pages that a start found on the disk, in frames that wait QUARANTINED; parents before their children.
+
+    ``heads`` ``[pages, 48]``; the addresses have the generations that the pages were written under.
+    """
+
+    now_ns: int
+    addresses: list[Address]
+    heads: Rows
+    parents: list[bytes]
+    standings: list[int]
+
+
+@dataclass(slots=True)
+class Adopted:
+    """Everything that was found in this extent has been offered: what is left holds nothing."""
+
+    now_ns: int
+    extent: int
+
+
+@dataclass(slots=True)
+class TierFailed:
+    """The device behind these NVMe positions takes no more writes."""
+
+    now_ns: int
+    positions: list[int]
+
+
+@dataclass(slots=True)
 class Tick:
     """Time went on."""
 
@@ -186,146 +326,6 @@ class PopulationFailed:
     positions: list[int]
 
 
-# --- instructions ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Carve:
-    """Make the record and mark tables of a new extent, all frames FREE."""
-
-    extent: int
-    position: int
-    frame_class: FrameClass
-    frames: int
-
-
-@dataclass(slots=True)
-class Drop:
-    """Zero and remove an extent's tables: its position will be carved anew."""
-
-    extent: int
-
-
-@dataclass(slots=True)
-class WriteGranted:
-    """Records say RESERVED for this session, with no key."""
-
-    addresses: list[Address]
-    session: int
-
-
-@dataclass(slots=True)
-class WriteReserved:
-    """Records say RESERVED with identity; the pending table names them."""
-
-    addresses: list[Address]
-    rows: Rows
-    parents: list[bytes]
-    session: int
-    group: int
-    shard: int
-    shards: int
-    until_ns: int
-
-
-@dataclass(slots=True)
-class WriteWriter:
-    """A shard of these reserved pages is written by this session (0: by nobody any more)."""
-
-    addresses: list[Address]
-    shard: int
-    session: int
-
-
-@dataclass(slots=True)
-class WriteSealed:
-    """Records say SEALED, the index names them. ``rows`` None: the identity is there since the reservation."""
-
-    addresses: list[Address]
-    keys: list[bytes]
-    rows: Rows | None = None
-    parents: list[bytes] | None = None
-    checksums: npt.NDArray[np.uint32] | None = None
-
-
-@dataclass(slots=True)
-class WriteShards:
-    """A reserved page's mask of sealed shards."""
-
-    address: Address
-    shards: int
-    mask: int
-
-
-@dataclass(slots=True)
-class WriteState:
-    """Records get this state under a (new) generation, so that nobody reads the old address any more."""
-
-    addresses: list[Address]
-    state: FrameState
-
-
-@dataclass(slots=True)
-class Unindex:
-    """The index forgets these keys."""
-
-    keys: list[bytes]
-
-
-@dataclass(slots=True)
-class Unpend:
-    """The pending table forgets a key, or names the next reservation of it (``heir``)."""
-
-    key: bytes
-    heir: Address | None
-
-
-@dataclass(slots=True)
-class WriteLease:
-    """Records get this lease deadline (never an earlier one than they promise someone else)."""
-
-    addresses: list[Address]
-    until_ns: list[int]
-
-
-@dataclass(slots=True)
-class WriteStamp:
-    """A record gets its checksums."""
-
-    address: Address
-    checksums: npt.NDArray[np.uint32]
-
-
-@dataclass(slots=True)
-class Move:
-    """Copy a sealed page into another frame; index and record follow; the source is then FREE (``freed``)."""
-
-    key: bytes
-    source: Address
-    target: Address
-    freed: Address
-
-
-@dataclass(slots=True)
-class CheckSession:
-    """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
-
-    session: int
-
-
-@dataclass(slots=True)
-class Reply:
-    """The answer to the event, sent after everything before it was performed.
-
-    With ``Status.INVALID`` nothing was decided; ``detail`` has the ``field`` and the ``reason``.
-    """
-
-    status: Status = Status.OK
-    statuses: list[int] = field(default_factory=list)
-    addresses: list[Address] = field(default_factory=list)
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
 Event = (
     SessionOpened
     | SessionLost
@@ -341,24 +341,14 @@ Event = (
     | Damaged
     | Stamped
     | Evict
+    | Demote
+    | Saved
+    | Prefetch
+    | Loaded
+    | Adopt
+    | Adopted
+    | TierFailed
     | Tick
     | Populated
     | PopulationFailed
-)
-Instruction = (
-    Carve
-    | Drop
-    | WriteGranted
-    | WriteReserved
-    | WriteWriter
-    | WriteSealed
-    | WriteShards
-    | WriteState
-    | Unindex
-    | Unpend
-    | WriteLease
-    | WriteStamp
-    | Move
-    | CheckSession
-    | Reply
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.model.replica import FrameClass, FrameState
-from kvstore.state.eviction import EvictionPolicy, Lru
+from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page, make_policy
 
 _FREE = FrameState.FREE
 
@@ -32,10 +32,29 @@ class Extent:
         self.children = array("I", bytes(4 * self.frames))
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
+        self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
 
     def count(self, state: FrameState) -> int:
         """Frames in ``state``."""
         return self.state.count(state)
+
+    def release(self, frame: int) -> None:
+        """This frame is free again."""
+        self.free.append(frame)
+        if not self.closed:
+            self.pool.roomy[self.number] = self
+
+    def restore(self, free: list[int]) -> None:
+        """Exactly these frames are free: for start."""
+        self.free = deque(free)
+        self.pool.roomy.pop(self.number, None)
+        if free and not self.closed:
+            self.pool.roomy[self.number] = self
+
+    def close(self) -> None:
+        """From here on no frame of it is granted."""
+        self.closed = True
+        self.pool.roomy.pop(self.number, None)
 
 
 @dataclass
@@ -44,15 +63,41 @@ class ClassPool:
 
     frame_class: FrameClass
     frames_per_extent: int
-    policy: EvictionPolicy = field(default_factory=Lru)
+    policy: EvictionPolicy
+    # Cold pages taken out of the policy because they are about to leave, slot -> last use when they were (ms):
+    # those whose chain has to be saved to the tier below first, and those that may go at once.
+    unsaved: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
     extents: dict[int, Extent] = field(default_factory=dict)
     by_base: dict[int, Extent] = field(default_factory=dict)  # slot_base // frames_per_extent -> extent
+    spare_bases: list[int] = field(default_factory=list)  # of extents that were given up
+    roomy: dict[int, Extent] = field(default_factory=dict)  # those that frames can be taken from, by number
     granted_ahead: int = 0  # RESERVED frames without a key, over all sessions
     used_ns: int = 0  # when frames of this class were last asked for
 
     def locate(self, slot: int) -> tuple[Extent, int]:
         """The frame behind a slot of the policy."""
         return self.by_base[slot // self.frames_per_extent], slot % self.frames_per_extent
+
+    def offer(self, slot: int, page: Page) -> None:
+        """Nothing hangs on this page any more: it may be evicted."""
+        self.policy.add(slot, page)
+
+    def withdraw(self, slot: int) -> None:
+        """Something hangs on this page: it may not be evicted. No-op where it was not offered."""
+        self.policy.remove(slot)
+        self.unsaved.pop(slot, None)
+        self.ready.pop(slot, None)
+
+    def forget(self, slot: int, key: int | None) -> None:
+        """The page is gone. ``key``: see ``EvictionPolicy.forget``."""
+        self.unsaved.pop(slot, None)
+        self.ready.pop(slot, None)
+        self.policy.forget(slot, key)
+
+    def offered(self, slot: int) -> bool:
+        """Nothing hangs on this page: it may be evicted, now or when its chain is saved."""
+        return slot in self.policy or slot in self.ready or slot in self.unsaved
 
     @property
     def frames(self) -> int:
@@ -61,47 +106,80 @@ class ClassPool:
 
     @property
     def free(self) -> int:
-        """Free frames in all extents of this class."""
-        return sum(len(extent.free) for extent in self.extents.values())
+        """Frames that can be taken."""
+        return sum(len(extent.free) for extent in self.roomy.values())
 
     def take(self, count: int, avoid: Extent | None = None) -> list[tuple[Extent, list[int]]]:
         """Up to ``count`` free frames, ascending inside an extent so that one copy serves a run of them."""
         taken: list[tuple[Extent, list[int]]] = []
-        extents = sorted(self.extents.values(), key=lambda e: len(e.free), reverse=True)
-        for extent in extents:
-            free = extent.free
-            if extent is avoid or not free:
+        for extent in sorted(self.roomy.values(), key=lambda e: len(e.free), reverse=True):
+            if extent is avoid or count == 0:
                 continue
+            free = extent.free
             frames = sorted([free.popleft() for _ in range(min(count, len(free)))])
             taken.append((extent, frames))
             count -= len(frames)
-            if count == 0:
-                break
+            if not free:
+                del self.roomy[extent.number]
         return taken
 
 
-class Segment:
-    """Positions of one DRAM segment and the classes they are carved for. Pure bookkeeping; see ``NodeState``."""
+class ExtentNumbers:
+    """Hands out extent numbers, none of them twice."""
 
-    def __init__(self, extent_bytes: int, positions: int) -> None:
+    def __init__(self) -> None:
+        self._next = 1
+
+    def draw(self) -> int:
+        """The next number."""
+        self._next += 1
+        return self._next - 1
+
+    def skip(self, number: int) -> None:
+        """Numbers below this one were used before."""
+        self._next = max(self._next, number)
+
+
+class Segment:
+    """Positions of one tier and the classes they are carved for. Pure bookkeeping; see ``NodeState``.
+
+    Args:
+        frames_in: frames of a class in an extent; by default frames lie side by side and nothing else does.
+        numbers: where extent numbers come from; the tiers of a node share one.
+        policy: name of the eviction policy of every class.
+    """
+
+    def __init__(
+        self,
+        extent_bytes: int,
+        positions: int,
+        *,
+        frames_in: Callable[[int, FrameClass], int] | None = None,
+        numbers: ExtentNumbers | None = None,
+        policy: str = POLICY_DEFAULT,
+    ) -> None:
         self.extent_bytes = extent_bytes
         self.positions = positions
+        self.policy = policy
+        self.numbers = numbers if numbers is not None else ExtentNumbers()
+        self._frames_in = frames_in or frames_side_by_side
         self.populated: set[int] = set()
         self.failed: set[int] = set()
         self.vacant: set[int] = set(range(positions))
         self.extents: dict[int, Extent] = {}
         self.pools: dict[FrameClass, ClassPool] = {}
-        self.next_extent = 1
 
     def frames_per_extent(self, frame_class: FrameClass) -> int:
         """0 where a page does not fit an extent."""
-        return self.extent_bytes // frame_class.frame_bytes
+        return self._frames_in(self.extent_bytes, frame_class)
 
     def pool(self, frame_class: FrameClass) -> ClassPool:
         """The pool of a class, made on first use (without extents)."""
         pool = self.pools.get(frame_class)
         if pool is None:
-            pool = self.pools[frame_class] = ClassPool(frame_class, self.frames_per_extent(frame_class))
+            frames = self.frames_per_extent(frame_class)
+            policy = make_policy(self.policy, frames * self.positions)
+            pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
         return pool
 
     def next_vacant(self) -> int | None:
@@ -111,21 +189,25 @@ class Segment:
     def carve(self, pool: ClassPool, position: int, number: int | None = None) -> Extent:
         """Give a vacant position to a class. ``number`` only at recovery."""
         if number is None:
-            number, self.next_extent = self.next_extent, self.next_extent + 1
+            number = self.numbers.draw()
         self.vacant.discard(position)
-        base = next(i for i in range(len(pool.by_base) + 1) if i not in pool.by_base)
+        base = pool.spare_bases.pop() if pool.spare_bases else len(pool.by_base)
         extent = Extent(number, position, pool, base * pool.frames_per_extent)
         pool.by_base[base] = extent
-        pool.extents[number] = self.extents[number] = extent
+        pool.extents[number] = self.extents[number] = pool.roomy[number] = extent
+        pool.policy.resize(pool.frames)
         return extent
 
     def uncarve(self, extent: Extent) -> None:
         """Take an extent whose frames are all free out of its class; the position is vacant again."""
         assert extent.count(_FREE) == extent.frames
         pool = extent.pool
-        del pool.by_base[extent.slot_base // pool.frames_per_extent]
-        del pool.extents[extent.number], self.extents[extent.number]
+        base = extent.slot_base // pool.frames_per_extent
+        del pool.by_base[base], pool.extents[extent.number], self.extents[extent.number]
+        pool.spare_bases.append(base)
+        pool.roomy.pop(extent.number, None)
         self.vacant.add(extent.position)
+        pool.policy.resize(pool.frames)
 
     def donor(
         self, taker: ClassPool, coldest_ns: Callable[[ClassPool], int | None], leased: set[int], now_ns: int
@@ -151,7 +233,9 @@ class Segment:
             candidates = [
                 extent
                 for extent in pool.extents.values()
-                if extent.number not in leased and extent.count(_FREE) + extent.sealed == extent.frames
+                if not extent.closed
+                and extent.number not in leased
+                and extent.count(_FREE) + extent.sealed == extent.frames
             ]
             if candidates:
                 return min(candidates, key=lambda extent: extent.sealed)
@@ -160,3 +244,8 @@ class Segment:
 
 IDLE_NS = 600 * 10**9  # a class nobody asked for in ten minutes may lose its last extent
 STEAL_MARGIN_NS = 100_000_000  # below a tenth of a second, ages are noise
+
+
+def frames_side_by_side(extent_bytes: int, frame_class: FrameClass) -> int:
+    """Frames of a class in an extent that holds nothing else."""
+    return extent_bytes // frame_class.frame_bytes

@@ -5,30 +5,35 @@ Run when idle, after every simulated step, and by ``kvstore verify``. Every find
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState
+from kvstore.model.replica import Address, FrameState, Tier
 from kvstore.state import closure
 from kvstore.state.node_state import NodeState
+from kvstore.state.space import Space
 from kvstore.state.views import Snapshot
 
 SEALED = FrameState.SEALED
 
 
-def check(state: NodeState, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
-    """All laws of DESIGN section 3 that concern one node's DRAM. ``snapshots`` and ``index`` as of this moment."""
-    return [*_frames(state, snapshots), *_tables(state), *_closure(state, snapshots), *_index(snapshots, index)]
+def check(state: NodeState, tier: Tier, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
+    """All laws of DESIGN section 3 that concern one tier of a node. ``snapshots`` and ``index`` as of this moment."""
+    space = state.spaces[tier]
+    tables = _tables(state) if tier == Tier.DRAM else _copies(state, space)
+    found = [*_frames(space, snapshots), *tables, *_closure(state, space, snapshots), *_index(snapshots, index)]
+    return [f"{tier}: {finding}" for finding in found]
 
 
-def _frames(state: NodeState, snapshots: list[Snapshot]) -> list[str]:
+def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
     """Per extent: every frame in exactly one state, the free list holds the free ones, records say the same."""
     wrong: list[str] = []
     by_extent = {snapshot.extent: snapshot for snapshot in snapshots}
-    if by_extent.keys() != state.segment.extents.keys():
-        wrong.append(f"extents: records of {sorted(by_extent)}, state of {sorted(state.segment.extents)}")
-    for number, extent in state.segment.extents.items():
+    if by_extent.keys() != space.segment.extents.keys():
+        wrong.append(f"extents: records of {sorted(by_extent)}, state of {sorted(space.segment.extents)}")
+    for number, extent in space.segment.extents.items():
         counts = {frame_state: extent.count(frame_state) for frame_state in FrameState}
         if sum(counts.values()) != extent.frames:
             wrong.append(f"extent {number}: frames by state {counts} do not add up to {extent.frames}")
@@ -38,16 +43,18 @@ def _frames(state: NodeState, snapshots: list[Snapshot]) -> list[str]:
         wrong += [f"extent {number} frame {f}: listed free, is not" for f in free if extent.state[f] != FrameState.FREE]
         if extent.sealed != counts[SEALED]:
             wrong.append(f"extent {number}: counts {extent.sealed} sealed, has {counts[SEALED]}")
+        if (number in extent.pool.roomy) != (bool(free) and not extent.closed):
+            wrong.append(f"extent {number}: {len(free)} frames are free, and its class takes it for another")
         if number in by_extent:
             words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
             words = words | np.frombuffer(extent.state, np.uint8)
             for frame in np.flatnonzero(words != by_extent[number].words).tolist():
                 theirs = int(by_extent[number].words[frame])
                 wrong.append(f"extent {number} frame {frame}: state {int(words[frame]):#x}, record {theirs:#x}")
-    carved = {extent.position for extent in state.segment.extents.values()}
-    if carved & state.segment.vacant or len(carved) != len(state.segment.extents):
+    carved = {extent.position for extent in space.segment.extents.values()}
+    if carved & space.segment.vacant or len(carved) != len(space.segment.extents):
         wrong.append("positions: one is carved twice, or both carved and vacant")
-    if len(carved) + len(state.segment.vacant) + len(state.segment.failed) != state.segment.positions:
+    if len(carved) + len(space.segment.vacant) + len(space.segment.failed) != space.segment.positions:
         wrong.append("positions: carved + vacant + failed are not all")
     return wrong
 
@@ -56,7 +63,9 @@ def _tables(state: NodeState) -> list[str]:
     """Reserved and quarantined frames are exactly the granted and the pending ones; nothing leased is free."""
     wrong: list[str] = []
     granted = [a for session in state.sessions.values() for a in session.granted]
-    named = granted + list(state.pending.by_address)
+    flying = state.tiering.copies.frames() if state.tiering is not None else []
+    loading = [address for address in flying if address.extent in state.segment.extents]
+    named = granted + list(state.pending.by_address) + loading
     if len(set(named)) != len(named):
         wrong.append("a frame is both granted ahead and pending, or twice so")
     for address in named:
@@ -68,7 +77,7 @@ def _tables(state: NodeState) -> list[str]:
         for extent in state.segment.extents.values()
     )
     if held != len(named):
-        wrong.append(f"{held} frames are reserved or quarantined, {len(named)} are granted or pending")
+        wrong.append(f"{held} frames are reserved or quarantined, {len(named)} are granted, pending or being loaded")
     ahead = sum(pool.granted_ahead for pool in state.segment.pools.values())
     if ahead != len(granted):
         wrong.append(f"{len(granted)} frames are granted ahead, pools count {ahead}")
@@ -78,7 +87,20 @@ def _tables(state: NodeState) -> list[str]:
     return wrong
 
 
-def _closure(state: NodeState, snapshots: list[Snapshot]) -> list[str]:
+def _copies(state: NodeState, space: Space) -> list[str]:
+    """Reserved frames of NVMe are exactly those that pages are being saved into."""
+    flying = state.tiering.copies.frames() if state.tiering is not None else []
+    saving = [address for address in flying if address.extent in space.segment.extents]
+    reserved = sum(extent.count(FrameState.RESERVED) for extent in space.segment.extents.values())
+    wrong = [f"{reserved} frames are reserved, {len(saving)} are being saved into"] if reserved != len(saving) else []
+    for address in saving:
+        extent = space.segment.extents[address.extent]
+        if extent.generation[address.frame] != address.generation:
+            wrong.append(f"{address}: saved into under a generation the frame does not have")
+    return wrong
+
+
+def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
     """Every sealed page's parent is sealed; children counts are true; exactly childless pages can be evicted."""
     wrong: list[str] = []
     links = closure.link(snapshots) if snapshots else None
@@ -89,20 +111,19 @@ def _closure(state: NodeState, snapshots: list[Snapshot]) -> list[str]:
     for i in np.flatnonzero(links.duplicate).tolist():
         wrong.append(f"{links.address(i)}: a second sealed page has its key")
     counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent))
-    holds: dict[Address, int] = {}
-    for page in state.pending.by_address.values():
-        parent = state.space.find(page.parent) if page.holds_parent else None
-        if parent is not None:
-            holds[parent] = holds.get(parent, 0) + 1
+    holds = Counter(state.writing.held() if space is state.space else ())
+    if state.tiering is not None:
+        holds.update(state.tiering.copies.held(space))
     for i, count in enumerate(counts.tolist()):
         address = links.address(i)
-        extent = state.segment.extents[address.extent]
-        have, want = extent.children[address.frame], count + holds.get(address, 0)
+        extent = space.segment.extents[address.extent]
+        have, want = extent.children[address.frame], count + holds[address]
         if have != want:
             wrong.append(f"{address}: counts {have} children and holds, has {want}")
-        listed = extent.slot_base + address.frame in extent.pool.policy
+        slot, pool = extent.slot_base + address.frame, extent.pool
+        listed = (slot in pool.policy) + (slot in pool.ready) + (slot in pool.unsaved)
         if listed != (want == 0):
-            wrong.append(f"{address}: {want} children, {'offered' if listed else 'not offered'} to eviction")
+            wrong.append(f"{address}: {want} children, offered {listed} times to eviction")
     return wrong
 
 

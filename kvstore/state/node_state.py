@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import Address, Status
+from kvstore.model.replica import Address, Status, Tier, standing
 from kvstore.state import events as ev
+from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Segment
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pending import PendingTable
 from kvstore.state.space import Space
+from kvstore.state.tiering import Tiering, TieringRules
 from kvstore.state.views import PageIndex, RecordView
 from kvstore.state.writing import Writing, named_twice
 
@@ -35,6 +37,17 @@ class Session:
     connected: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class NvmeParts:
+    """A node's NVMe tier as its state needs it; ``generation``: none below this one was used."""
+
+    segment: Segment
+    index: PageIndex
+    records: RecordView
+    generation: int
+    rules: TieringRules
+
+
 class NodeState:
     """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event."""
 
@@ -47,6 +60,7 @@ class NodeState:
         generation: int = 1,
         lease_ttl_ns_max: int = 3600 * 10**9,
         sessions_max: int = 256,
+        nvme: NvmeParts | None = None,
     ) -> None:
         self.segment = segment
         self.records = records
@@ -58,6 +72,14 @@ class NodeState:
         self._checked = 0
         self.space = Space(segment, index, records, self.leases, self.counters, generation)
         self.writing = Writing(self.space, self.counters, lease_ttl_ns_max)
+        self.nvme: Space | None = None
+        self.tiering: Tiering | None = None
+        self.spaces = {Tier.DRAM: self.space}
+        if nvme is not None:
+            parts = nvme.segment, nvme.index, nvme.records
+            self.nvme = Space(*parts, self.leases, Counter(), nvme.generation, Tier.NVME)
+            self.tiering = Tiering(self.space, self.nvme, self.writing, self.counters, nvme.rules)
+            self.spaces[Tier.NVME] = self.nvme
         self._handlers: dict[type, Callable[[Any], list[ev.Instruction]]] = {
             ev.SealGranted: self._seal_granted,
             ev.Grant: self._grant,
@@ -77,11 +99,27 @@ class NodeState:
             ev.Populated: self._populated,
             ev.PopulationFailed: self._population_failed,
         }
+        if self.tiering is not None:
+            self._handlers |= {
+                ev.Demote: self.tiering.demotion.demote,
+                ev.Saved: self.tiering.saved,
+                ev.Prefetch: self.tiering.promotion.prefetch,
+                ev.Loaded: self.tiering.promotion.loaded,
+                ev.Adopt: self.tiering.adopt,
+                ev.Adopted: self.tiering.adopted,
+                ev.TierFailed: self.tiering.failed,
+            }
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
-        self.space.begin(event.now_ns)
+        for space in self.spaces.values():
+            space.begin(event.now_ns)
         return self._handlers[type(event)](event)
+
+    def space_of(self, extent: int) -> Space:
+        """The space that an extent belongs to; DRAM's where there is none of that number."""
+        nvme = self.nvme
+        return nvme if nvme is not None and extent in nvme.segment.extents else self.space
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +160,8 @@ class NodeState:
         if event.ahead:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
         addresses = self._grant_frames(event, pool, count, out) if count else []
-        out.append(ev.Reply(Status.OK if addresses else Status.NO_SPACE, addresses=addresses))
+        status = Status.OK if addresses else self.writing.no_space() if count else Status.NO_SPACE
+        out.append(ev.Reply(status, addresses=addresses))
         return out
 
     def _grant_frames(self, event: ev.Grant, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
@@ -158,13 +197,17 @@ class NodeState:
         if last > first:
             addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
             granted.difference_update(addresses)
-            self.space.seal_chain(addresses, parent)
+            # What this very request put before (a found page included) is no earlier request's.
+            position, turns = self.space.standing_after(parent, event.continues)
+            infos = [standing(position + i, turns) for i in range(last - first)]
+            leaf = Page(event.now_ns // 1_000_000, int.from_bytes(keys[last - 1][:8], "little"), position, turns)
+            self.space.seal_chain(addresses, parent, leaf._replace(position=position + last - first - 1))
             sums = event.checksums[first:last] if event.checksums is not None else None
-            out.append(ev.WriteSealed(addresses, keys[first:last], event.rows[first:last], parents, sums))
+            out.append(ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums))
             self.segment.pool(event.frame_class).granted_ahead -= len(addresses)
             self.counters["pages_sealed"] += len(addresses)
             if self.pending:
-                self.space.show(keys[first:last], addresses)
+                self.space.show(keys[first:last], addresses, infos)
                 self.writing.follow(keys[first:last], out)
         out.append(ev.Reply(statuses=statuses))
         return out
@@ -239,11 +282,16 @@ class NodeState:
 
     def _damaged(self, event: ev.Damaged) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
-        if self.space.sealed(event.address):
+        space = self.space_of(event.address.extent)
+        if space.sealed(event.address):
             self.counters[f"damaged_{event.reason}"] += 1
-            family = self.space.family(event.address, event.key)
-            held = self.writing.drop_children(list(family.values()), out)
-            self.space.drop(family, held, out)
+            family = space.family(event.address, event.key)
+            held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
+            if self.tiering is not None:
+                held += self.tiering.copies.held(space)
+            space.drop(family, held, out)
+            if space is self.nvme:
+                self.space.reconsider(set(family.values()))
             self.counters["pages_dropped"] += len(family)
         out.append(ev.Reply())
         return out

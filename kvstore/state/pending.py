@@ -27,6 +27,7 @@ class Pending:
     sealed_mask: int = 0
     doomed: bool = False
     holds_parent: bool = False
+    continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
 
     @property
     def complete(self) -> bool:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, Tier
 from kvstore.state import closure
 from kvstore.state import events as ev
+from kvstore.state.copying import NODE_SESSION
 from kvstore.state.node_state import NodeState, Session
 from kvstore.state.pending import Pending
+from kvstore.state.space import Space
 from kvstore.state.views import Snapshot
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
@@ -29,7 +31,10 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(slots=True)
 class ExtentFound:
-    """One extent's tables as found on start; all arrays ``[frames]``, ``writers`` ``[frames, SHARDS_MAX]``."""
+    """One extent's tables as found on start; all arrays ``[frames]``, ``writers`` ``[frames, SHARDS_MAX]``.
+
+    On NVMe ``groups`` and ``writers`` are empty: only the daemon writes there.
+    """
 
     number: int
     position: int
@@ -40,6 +45,7 @@ class ExtentFound:
     groups: Words
     writers: Words
     sound: npt.NDArray[np.bool_]  # the identity sum holds
+    tier: Tier = Tier.DRAM
 
 
 def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns: int) -> list[ev.Instruction]:
@@ -49,40 +55,50 @@ def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns
     and calls ``settle``. Only then is the state ready for events.
     """
     out: list[ev.Instruction] = []
-    segment, space = state.segment, state.space
-    segment.next_extent = max([next_extent, *(extent.number + 1 for extent in found)])
-    space.begin(now_ns)
+    state.segment.numbers.skip(max([next_extent, *(extent.number + 1 for extent in found)]))
+    for space in state.spaces.values():
+        space.begin(now_ns)
     for table in found:
-        extent = segment.carve(segment.pool(table.frame_class), table.position, table.number)
-        segment.populated.add(table.position)
-        words = table.snapshot.words
-        states = (words & np.uint64(0xFF)).astype(np.uint8)
-        unreadable = np.flatnonzero(states > QUARANTINED).tolist()
-        states[unreadable] = QUARANTINED  # somebody may be writing there: the tail says who
-        if unreadable:
-            addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in unreadable]
-            out.append(ev.WriteState(addresses, QUARANTINED))
-        extent.generation = array("Q", (words >> np.uint64(8)).astype(np.uint64).tobytes())
-        extent.state[:] = states.tobytes()
-        extent.sealed = int((states == SEALED).sum())
-        extent.free.clear()
-        extent.free.extend(np.flatnonzero(states == FREE).tolist())
-        space.generation = max(space.generation, int((words >> np.uint64(8)).max(initial=0)))
-    for table in found:
-        _writers(state, table, out)
-        _retiring_and_leased(state, table, now_ns, out)
-    _drop_unsound(state, found, out)
+        _carve(state.spaces[table.tier], table, out)
+        if table.tier == Tier.DRAM:
+            _writers(state, table, out)
+            _retiring_and_leased(state, table, now_ns, out)
+    for space in state.spaces.values():
+        _drop_unsound(state, space, [table for table in found if table.tier == space.tier], out)
     return out
+
+
+def _carve(space: Space, table: ExtentFound, out: list[ev.Instruction]) -> None:
+    """An extent as its words say. On NVMe nobody but the dead daemon wrote, so a frame that is neither sealed nor
+    waiting for the scan (QUARANTINED) holds nothing; in DRAM one whose word says nothing may be somebody's."""
+    segment = space.segment
+    extent = segment.carve(segment.pool(table.frame_class), table.position, table.number)
+    segment.populated.add(table.position)
+    words = table.snapshot.words
+    states = (words & np.uint64(0xFF)).astype(np.uint8)
+    unclear = np.flatnonzero(states > QUARANTINED)
+    states[unclear] = QUARANTINED
+    ended = np.zeros(0, int)
+    if space.tier == Tier.NVME:
+        ended = np.flatnonzero((words & np.uint64(0xFF) > QUARANTINED) | (states == RESERVED) | (states == RETIRING))
+    elif len(unclear):
+        addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in unclear.tolist()]
+        out.append(ev.WriteState(addresses, QUARANTINED))
+    extent.generation = array("Q", (words >> np.uint64(8)).astype(np.uint64).tobytes())
+    extent.state[:] = states.tobytes()
+    extent.sealed = int((states == SEALED).sum())
+    extent.restore(np.flatnonzero(states == FREE).tolist())
+    space.generation = max(space.generation, int((words >> np.uint64(8)).max(initial=0)))
+    space.free([Address(table.number, frame, 0) for frame in ended.tolist()], out)
 
 
 def settle(state: NodeState) -> None:
     """Second half of ``recover``, with a true index: what hangs on what, and what may be evicted."""
-    held = []
     for page in state.pending.by_address.values():
-        if not page.doomed and not page.at_root and state.space.find(page.parent) is not None:
-            page.holds_parent = True
-            held.append(page.parent)
-    state.space.recount(held)
+        page.holds_parent = not page.doomed and not page.at_root and state.space.find(page.parent) is not None
+    state.space.recount(state.writing.held())
+    if state.nvme is not None:
+        state.nvme.recount([])
 
 
 def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) -> None:
@@ -95,6 +111,8 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
         info = int(table.infos[frame])
         mask = info >> 40 & 0xFF  # shards that had sealed
         writers = {shard: session for shard, session in writers.items() if session and not mask >> shard & 1}
+        if NODE_SESSION in writers.values():  # a page was being loaded, by a thread of the dead daemon
+            writers = {}
         for session in writers.values():
             state.sessions.setdefault(session, Session(connected=False))
         if not writers:  # every shard had sealed or revoked
@@ -138,19 +156,28 @@ def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out:
     state.space.free([Address(table.number, frame, 0) for frame in done], out)
 
 
-def _drop_unsound(state: NodeState, found: list[ExtentFound], out: list[ev.Instruction]) -> None:
+def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out: list[ev.Instruction]) -> None:
     snapshots = [table.snapshot for table in found]
     if not snapshots:
         return
     links = closure.link(snapshots)
-    sound = {table.number: table.sound for table in found}
     unsound = np.zeros(len(links.parent), bool)
-    for number, mask in sound.items():
-        mine = links.extents == number
-        unsound[mine] = ~mask[links.frames[mine]]
-    gone = closure.doomed(links, (links.parent == -2) | links.duplicate | unsound)
+    for table in found:
+        mine = links.extents == table.number
+        unsound[mine] = ~table.sound[links.frames[mine]]
+    gone = closure.doomed(links, links.duplicate | unsound)
+    orphaned = closure.doomed(links, (links.parent == -2) & ~gone) & ~gone
+    scanning = any((table.snapshot.words & np.uint64(0xFF) == QUARANTINED).any() for table in found)
+    if space.tier == Tier.NVME and scanning:  # the scan may find what they hang on
+        waiting = [links.address(i) for i in np.flatnonzero(orphaned).tolist()]
+        for address in waiting:
+            space.quarantine(address)
+        if waiting:
+            out.append(ev.WriteState(waiting, QUARANTINED))
+    else:
+        gone |= orphaned
     addresses = [links.address(i) for i in np.flatnonzero(gone).tolist()]
     for address in addresses:
-        assert state.space.sealed(address)
-    state.space.retire(addresses, out)
+        assert space.sealed(address)
+    space.retire(addresses, out)
     state.counters["pages_dropped_at_start"] += len(addresses)

@@ -1,32 +1,60 @@
-"""Space: takes, seals, evicts and frees frames; the part of a node's decisions that knows prefix closure.
+"""Space: pages that come and go. Takes frames for new pages, and makes room by evicting and by moving.
 
-A SEALED frame counts its sealed children and the reservations that hang on it; only frames with a count of zero are
-offered to the eviction policy. Under closure the pages that leave are always the tails of chains.
+A page that nothing hangs on leaves in this order, with no tier below (the upper path) and with one::
+
+    policy ──coldest──────────────────────────────────────────────> gone
+    policy ──coldest──> ready (saved, or not worth it) ────────────> gone from here
+                   └──> unsaved ──``Below`` saves its chain──> ready
+
+``ready`` and ``unsaved`` are in ``ClassPool``. A page that was used while it waited there goes back to the policy.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
+from collections.abc import Callable
 from itertools import repeat
+from typing import Protocol
 
-import numpy as np
-
-from kvstore.model.replica import Address, FrameState
-from kvstore.state import closure
+from kvstore.model.replica import Address, FrameState, Tier, standing
 from kvstore.state import events as ev
+from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
+from kvstore.state.pages import FREE, SEALED, Pages
 from kvstore.state.views import PageIndex, RecordView
 
-FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
-RETIRING = FrameState.RETIRING
-_SEALED = int(SEALED)  # a plain number: stored for every page of a put
+RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
+CLOSED_MAX = 1024  # pages of failed devices that may leave beside those that make room
+UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a time
 
 
-class Space:
-    """Frames of a segment under closure. Part of ``NodeState``; every change leaves as instructions in ``out``."""
+class Below(Protocol):
+    """The tier below, as a tier needs it."""
+
+    def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
+        """The page is saved there, or not worth it, or cannot be; otherwise it has to be saved first."""
+        ...
+
+    def find(self, key: bytes) -> Address | None:
+        """Its copy of the page."""
+        ...
+
+    def coming(self, pool: ClassPool) -> bool:
+        """Pages of this class wait for being saved, or are on their way: frames may be free soon."""
+        ...
+
+
+class Space(Pages):
+    """Frames of one tier under closure. Part of ``NodeState``; every change leaves as instructions in ``out``.
+
+    Attributes:
+        below: the tier that pages are saved to before they leave; None: those that leave are gone.
+        in_flight: extents whose pages must keep their addresses now.
+        ages: pages that left for space, by the bit length of the seconds since their last use.
+        waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
+    """
 
     def __init__(
         self,
@@ -36,125 +64,19 @@ class Space:
         leases: LeaseTable,
         counters: Counter[str],
         generation: int,
+        tier: Tier = Tier.DRAM,
     ) -> None:
-        self.segment = segment
-        self.index = index
-        self.records = records
-        self.leases = leases
-        self.counters = counters
-        self.generation = generation
-        self.now_ns = 0
-        self._fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
+        super().__init__(segment, index, records, leases, counters, generation, tier)
+        self.below: Below | None = None
+        self.in_flight: Callable[[], set[int]] = set
+        self.ages: Counter[int] = Counter()
+        self.waiting = False
+        self._stolen = False  # once per event: what was moved is in no record yet and must not be evicted by it
 
     def begin(self, now_ns: int) -> None:
-        """A new event: all earlier instructions were performed."""
-        self.now_ns = now_ns
-        self._fresh.clear()
-
-    # --- reading ----------------------------------------------------------------------------------------------------
-
-    def find(self, key: bytes) -> Address | None:
-        """The sealed page of that key, as decided so far (this event included)."""
-        address = self._fresh.get(key)
-        if address is None:
-            address = self.index.find(key)
-        return address if address is not None and self.sealed(address) else None
-
-    def sealed(self, address: Address) -> bool:
-        """The address names a sealed page."""
-        extent = self.segment.extents.get(address.extent)
-        return (
-            extent is not None
-            and address.frame < extent.frames
-            and extent.generation[address.frame] == address.generation
-            and extent.state[address.frame] == SEALED
-        )
-
-    def _used_ms(self, pool: ClassPool, slot: int) -> int:
-        extent, frame = pool.locate(slot)
-        return self.records.last_use_ns(extent.number, frame) // 1_000_000
-
-    # --- sealing and holding ----------------------------------------------------------------------------------------
-
-    def seal(self, address: Address, key: bytes, parent: Address | None) -> None:
-        """The frame holds a sealed page now. The caller writes the instruction, and calls ``leaf`` for chain ends."""
-        extent = self.segment.extents[address.extent]
-        extent.state[address.frame] = SEALED
-        extent.sealed += 1
-        self._fresh[key] = address
-        if parent is not None:
-            self.hold(parent)
-
-    def seal_chain(self, addresses: list[Address], parent: Address | None) -> None:
-        """Consecutive pages of one chain, sealed at once; the last one is evictable. Not found by this event."""
-        extents = self.segment.extents
-        for number, frame, _ in addresses:
-            extent = extents[number]
-            extent.state[frame] = _SEALED
-            extent.children[frame] = 1
-            extent.sealed += 1
-        number, frame, _ = addresses[-1]
-        extents[number].children[frame] = 0
-        if parent is not None:
-            self.hold(parent)
-        self.leaf(addresses[-1])
-
-    def show(self, keys: list[bytes], addresses: list[Address]) -> None:
-        """Pages of ``seal_chain`` are found by the rest of this event."""
-        self._fresh.update(zip(keys, addresses, strict=True))
-
-    def hold(self, address: Address) -> None:
-        """Something hangs on this page: it cannot be evicted."""
-        extent = self.segment.extents[address.extent]
-        if extent.children[address.frame] == 0:
-            extent.pool.policy.remove(extent.slot_base + address.frame)
-        extent.children[address.frame] += 1
-
-    def unhold(self, address: Address) -> None:
-        """One thing less hangs on it; with none left it may be evicted, in the order of its own last use."""
-        extent = self.segment.extents[address.extent]
-        extent.children[address.frame] -= 1
-        if extent.children[address.frame] == 0:
-            slot = extent.slot_base + address.frame
-            extent.pool.policy.add(slot, self._used_ms(extent.pool, slot))
-
-    def leaf(self, address: Address) -> None:
-        """A page just sealed: evictable if nothing hangs on it."""
-        extent = self.segment.extents[address.extent]
-        if extent.children[address.frame] == 0:
-            extent.pool.policy.add(extent.slot_base + address.frame, self.now_ns // 1_000_000)
-
-    # --- freeing ----------------------------------------------------------------------------------------------------
-
-    def free(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
-        """These frames hold nothing: new generations, grantable again."""
-        if addresses:
-            out.append(ev.WriteState([self._renew(address, FREE) for address in addresses], FREE))
-
-    def mark(self, address: Address, state: FrameState) -> None:
-        """Another state under the same generation."""
-        self.segment.extents[address.extent].state[address.frame] = state
-
-    def free_retired(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
-        """Leases on these frames ended: those that were only waiting for that are free."""
-        waiting = []
-        for address in addresses:
-            extent = self.segment.extents.get(address.extent)
-            if extent is not None and extent.state[address.frame] == RETIRING:
-                waiting.append(address)
-        self.free(waiting, out)
-
-    def _renew(self, address: Address, state: FrameState) -> Address:
-        extent, frame = self.segment.extents[address.extent], address.frame
-        if extent.state[frame] == SEALED:
-            extent.sealed -= 1
-        extent.children[frame] = 0
-        extent.state[frame] = state
-        self.generation += 1
-        extent.generation[frame] = self.generation
-        if state == FREE:
-            extent.free.append(frame)
-        return Address(extent.number, frame, self.generation)
+        """See ``Pages.begin``."""
+        super().begin(now_ns)
+        self.waiting = self._stolen = False
 
     # --- taking -----------------------------------------------------------------------------------------------------
 
@@ -163,14 +85,11 @@ class Space:
         pool.used_ns = self.now_ns
         if pool.frames_per_extent == 0:
             return []
-        stolen = False
         while (short := count - pool.free) > 0:
             position = self.segment.next_vacant()
             if position is not None:
                 self._carve(pool, position, out)
-            elif not stolen and self._steal(pool, out):
-                stolen = True  # once per event: what was moved is in no record yet and must not be evicted by it
-            else:
+            elif self._stolen or not self._steal(pool, out):
                 self._evict_from(pool, short, "space", out)
                 break
         addresses: list[Address] = []
@@ -196,14 +115,24 @@ class Space:
         self.unhold(page)
         return addresses
 
+    def could_take(self, pool: ClassPool) -> bool:
+        """``take`` would find a frame, as far as can be told without evicting and moving."""
+        if pool.free or self.segment.next_vacant() is not None or pool.policy.coldest_ms() is not None:
+            return True
+        kept = self.leases.extents() | self.in_flight()
+        return self.segment.donor(pool, self._coldest_ns, kept, self.now_ns) is not None
+
     def _carve(self, pool: ClassPool, position: int, out: list[ev.Instruction]) -> None:
         extent = self.segment.carve(pool, position)
-        out.append(ev.Carve(extent.number, position, pool.frame_class, extent.frames))
+        out.append(ev.Carve(extent.number, position, pool.frame_class, extent.frames, self.tier))
 
     def _steal(self, pool: ClassPool, out: list[ev.Instruction]) -> bool:
         """Empty one extent of a colder class: evict as many of that class's coldest pages, move what is left."""
-        extent = self.segment.donor(pool, self._coldest_ns, self.leases.extents(), self.now_ns)
+        leased, flying = self.leases.extents(), self.in_flight()
+        extent = self.segment.donor(pool, self._coldest_ns, leased | flying, self.now_ns)
         if extent is None:
+            if flying and self.segment.donor(pool, self._coldest_ns, leased, self.now_ns) is not None:
+                self.waiting = True
             return False
         giver = extent.pool
         room = giver.free - len(extent.free)
@@ -212,6 +141,7 @@ class Space:
         room = giver.free - len(extent.free)
         if extent.sealed > room:
             return False
+        self._stolen = True
         for frame in [f for f in range(extent.frames) if extent.state[f] == SEALED]:
             self._move(extent, frame, out)
         self.segment.uncarve(extent)
@@ -220,13 +150,14 @@ class Space:
         return True
 
     def _move(self, source: Extent, frame: int, out: list[ev.Instruction]) -> None:
-        (target, (place,)), policy = source.pool.take(1, avoid=source)[0], source.pool.policy
-        used = self._used_ms(source.pool, source.slot_base + frame)
+        target, (place,) = source.pool.take(1, avoid=source)[0]
+        slot = source.slot_base + frame
+        page = self.page(source.pool, slot)
         key = self.records.key(source.number, frame)
         children = source.children[frame]
+        source.pool.forget(slot, None)
         if children == 0:
-            policy.remove(source.slot_base + frame)
-            policy.add(target.slot_base + place, used)
+            source.pool.offer(target.slot_base + place, page)
         old = Address(source.number, frame, source.generation[frame])
         freed = self._renew(old, FREE)
         self.generation += 1
@@ -235,14 +166,17 @@ class Space:
         target.sealed += 1
         new = Address(target.number, place, self.generation)
         self._fresh[key] = new
-        out.append(ev.Move(key, old, new, freed))
+        self._standings[new] = standing(page.position, page.turns)
+        self._moved[target.number, place] = page
+        out.append(ev.Move(key, old, new, freed, self.tier))
         self.counters["pages_moved"] += 1
 
     # --- evicting ---------------------------------------------------------------------------------------------------
 
     def _coldest_ns(self, pool: ClassPool) -> int | None:
-        coldest = pool.policy.coldest_ms()
-        return min(coldest * 1_000_000, self.now_ns) if coldest is not None else None
+        aside = (next(iter(slots.values()), None) for slots in (pool.ready, pool.unsaved))
+        known = [used_ms for used_ms in (pool.policy.coldest_ms(), *aside) if used_ms is not None]
+        return min(min(known) * 1_000_000, self.now_ns) if known else None
 
     def evict(self, pages: int, size: int, out: list[ev.Instruction]) -> tuple[int, int]:
         """An operator's wish: that many pages, or bytes, coldest class first. Returns (pages, bytes) gone."""
@@ -257,107 +191,99 @@ class Space:
             want = max(pages - gone_pages, -(-(size - gone_bytes) // page_bytes))
             gone = self._evict_from(pool, min(want, EVICT_STEP if len(pools) > 1 else want), "request", out)
             if not gone:
-                pools.remove(pool)  # what is left of it is leased
+                pools.remove(pool)  # what is left of it is leased, or has to be saved first
             gone_pages += gone
             gone_bytes += gone * page_bytes
         return gone_pages, gone_bytes
 
     def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[ev.Instruction]) -> int:
-        """Up to ``count`` pages without children, by the policy; leased ones are passed over once each."""
+        """Up to ``count`` pages without children, by the policy; leased ones are passed over once each.
+
+        Pages of a device that takes no more writes leave in their turn, but make no room: a bounded number at a time.
+        """
         retired: list[Address] = []
         keys: list[bytes] = []
         leased: list[int] = []
-        policy = pool.policy
-        while len(retired) < count:
-            slot = policy.victim(lambda s: self._used_ms(pool, s))
+        copies: list[tuple[Address, int]] = []  # in the tier below, with the last use that they inherit
+        room = 0
+        while room < count and len(retired) < count + CLOSED_MAX:
+            slot = self._next_to_leave(pool, min(UNSAVED_MAX, count + EVICT_STEP))
             if slot is None:
                 break
             extent, frame = pool.locate(slot)
-            policy.remove(slot)
             if self.leases.holds(extent.number, frame):
                 leased.append(slot)
                 continue
-            keys.append(self.records.key(extent.number, frame))
+            key = self.records.key(extent.number, frame)
+            used_ns = self.records.last_use_ns(extent.number, frame)
+            self.ages[max(0, (self.now_ns - used_ns) // 10**9).bit_length()] += 1
+            copy = self.below.find(key) if self.below is not None else None
+            if copy is not None:
+                copies.append((copy, used_ns))
+            keys.append(key)
             parent_key = self.records.parent(extent.number, frame)
             at_root = parent_key == self.records.root(extent.number, frame)
+            pool.forget(slot, int.from_bytes(key[:8], "little"))
             retired.append(self._renew(Address(extent.number, frame, extent.generation[frame]), FREE))
+            room += not extent.closed
             parent = None if at_root else self.find(parent_key)
             if parent is not None:
                 self.unhold(parent)
         for slot in leased:
-            policy.add(slot, self.now_ns // 1_000_000)
+            pool.offer(slot, self.page(pool, slot)._replace(used_ms=self.now_ns // 1_000_000))
+        if copies:
+            out.append(ev.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
+            self.counters["demoted"] += len(copies)
         if retired:
-            out += [ev.WriteState(retired, FREE), ev.Unindex(keys)]
-            self.counters[f"evicted_{reason}"] += len(retired)
-        return len(retired)
+            out += [ev.WriteState(retired, FREE), ev.Unindex(keys, self.tier)]
+            self.counters[f"evicted_{reason}"] += len(retired) - len(copies)
+        if room < count and self.below is not None and self.below.coming(pool):
+            self.waiting = True
+        return room
 
-    # --- damage -----------------------------------------------------------------------------------------------------
+    def _next_to_leave(self, pool: ClassPool, unsaved_max: int) -> int | None:
+        """The next page that may leave at once, offered no more; None where there is none.
 
-    def family(self, address: Address, key: bytes) -> dict[Address, bytes]:
-        """The page and all its descendants, with their keys. ``key`` is the page's true key (its record may lie)."""
-        snapshots = self.records.snapshots()
-        for snapshot in snapshots:
-            if snapshot.extent == address.extent:
-                snapshot.keys[address.frame] = key
-        links = closure.link(snapshots)
-        seeds = (links.extents == address.extent) & (links.frames == address.frame)
-        gone = np.flatnonzero(closure.doomed(links, seeds))
-        return {links.address(i): links.key(i) for i in gone.tolist()}
-
-    def drop(self, family: dict[Address, bytes], held: list[bytes], out: list[ev.Instruction]) -> None:
-        """Retire these pages whatever hangs on them (leased frames wait for their leases), and recount the rest.
-
-        ``held`` are the keys that reservations hang on, one entry per reservation.
+        Colder ones that have to be saved first are set aside on the way, until ``unsaved_max`` are.
         """
-        self.retire(list(family), out)
-        out.append(ev.Unindex(list(family.values())))
-        self.recount(held)
+        while pool.ready:
+            slot, aside_ms = next(iter(pool.ready.items()))
+            del pool.ready[slot]
+            if self.used_ms(pool, slot) <= aside_ms:
+                return slot
+            pool.offer(slot, self.page(pool, slot))  # used since: it stays
+        if self.below is None:
+            coldest = self._coldest(pool)
+            if coldest is not None:
+                pool.policy.remove(coldest)
+            return coldest
+        while len(pool.unsaved) < unsaved_max:
+            cold = self.next_cold(pool)
+            if cold is None or pool.ready.pop(cold, None) is not None:
+                return cold
+        return None
 
-    def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
-        """These pages go; leased frames wait for their leases. The caller sees to what hung on them."""
-        free: list[Address] = []
-        retiring: list[Address] = []
-        for address in pages:
-            extent = self.segment.extents[address.extent]
-            extent.pool.policy.remove(extent.slot_base + address.frame)
-            if self.leases.holds(address.extent, address.frame):
-                retiring.append(self._renew(address, RETIRING))
-            else:
-                free.append(self._renew(address, FREE))
-        for state, addresses in ((FREE, free), (RETIRING, retiring)):
-            if addresses:
-                out.append(ev.WriteState(addresses, state))
+    def next_cold(self, pool: ClassPool) -> int | None:
+        """Take the coldest page out of the policy, into ``pool.ready`` or ``pool.unsaved``. None: there is none."""
+        assert self.below is not None
+        slot = self._coldest(pool)
+        if slot is None:
+            return None
+        pool.policy.remove(slot)
+        extent, frame = pool.locate(slot)
+        page = self.page(pool, slot)
+        free_to_go = self.below.may_leave(pool, self.records.key(extent.number, frame), page)
+        (pool.ready if free_to_go else pool.unsaved)[slot] = page.used_ms
+        return slot
 
-    def recount(self, held: list[bytes]) -> None:
-        """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""
-        snapshots = self.records.snapshots()
-        for snapshot in snapshots:  # what this event decided is not in the records yet
-            extent = self.segment.extents[snapshot.extent]
-            generations = np.frombuffer(extent.generation, np.uint64)
-            states = np.frombuffer(extent.state, np.uint8)
-            snapshot.words = generations << np.uint64(8) | states
-        links = closure.link(snapshots)
-        counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent)).tolist()
-        for extent in self.segment.extents.values():
-            extent.children = array("I", bytes(4 * extent.frames))
-        addresses = [links.address(i) for i in range(len(counts))]
-        for address, count in zip(addresses, counts, strict=True):
-            self.segment.extents[address.extent].children[address.frame] = count
-        for key in held:
-            parent = self.find(key)
-            if parent is not None:
-                self.segment.extents[parent.extent].children[parent.frame] += 1
-        self._relist(addresses)
+    def reconsider(self, keys: set[bytes]) -> None:
+        """The tier below lost these pages: those that are ready to leave have to be saved again."""
+        for pool in self.segment.pools.values():
+            for slot in list(pool.ready):
+                extent, frame = pool.locate(slot)
+                if self.records.key(extent.number, frame) in keys:
+                    del pool.ready[slot]
+                    pool.offer(slot, self.page(pool, slot))
 
-    def _relist(self, addresses: list[Address]) -> None:
-        """Offer exactly the childless pages to eviction, those not listed yet by their last use."""
-        missing = []
-        for address in addresses:
-            extent = self.segment.extents[address.extent]
-            slot = extent.slot_base + address.frame
-            if extent.children[address.frame]:
-                extent.pool.policy.remove(slot)
-            elif slot not in extent.pool.policy:
-                missing.append((self._used_ms(extent.pool, slot), slot, extent.pool.policy))
-        for used, slot, policy in sorted(missing, key=lambda entry: entry[:2]):
-            policy.add(slot, used)
+    def _coldest(self, pool: ClassPool) -> int | None:
+        return pool.policy.victim(lambda slot: self.used_ms(pool, slot), self.now_ns // 1_000_000)

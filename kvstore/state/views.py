@@ -48,6 +48,10 @@ class RecordView(Protocol):
         """Root of the page's chain."""
         ...
 
+    def standing(self, extent: int, frame: int) -> int:
+        """The page's place in its chain and turns; see ``replica.standing``."""
+        ...
+
     def last_use_ns(self, extent: int, frame: int) -> int:
         """When a client last read or wrote the page (a hint)."""
         ...

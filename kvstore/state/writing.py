@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from kvstore.model.replica import Address, FrameState, Status
+from kvstore.model.replica import Address, FrameState, Status, standing
 from kvstore.state import events as ev
 from kvstore.state.pending import Pending, PendingTable
 from kvstore.state.space import Space
@@ -34,7 +34,8 @@ class Writing:
             return [named_twice()]
         parents = [event.parent, *keys[:-1]]
         root = data[16:32]
-        statuses, addresses = [Status.NO_SPACE] * len(keys), [Address(0, 0, 0)] * len(keys)
+        pool = self.space.segment.pool(event.frame_class)
+        statuses, addresses = [Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys)
         new: list[int] = []
         parent_ok = event.parent == root or self._holdable(event.parent, event.group)
         absent = False
@@ -55,14 +56,16 @@ class Writing:
             else:
                 new.append(i)
         until_ns = event.now_ns + min(event.ttl_ns, self.ttl_ns_max)
-        pool = self.space.segment.pool(event.frame_class)
         taken = self.space.take_after(anchor, pool, len(new), out) if new else []
         done = new[: len(taken)]
+        for i in new[len(taken) :]:
+            statuses[i] = self.no_space()
         for i, address in zip(done, taken, strict=True):
             statuses[i], addresses[i] = Status.OK, address
             page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
             page.writing[event.shard] = event.session
             self._hold_parent(page)
+            page.continues = not page.holds_parent
             self.pending.add(page)
         if done:
             rows = event.rows[done]
@@ -70,6 +73,10 @@ class Writing:
             out.append(ev.WriteReserved(taken, rows, [parents[i] for i in done], *args))
         out.append(ev.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
         return out
+
+    def no_space(self) -> Status:
+        """Why this event got no frame: pages are on their way and frames come soon, or none may leave."""
+        return Status.BUSY if self.space.waiting else Status.NO_SPACE
 
     def _holdable(self, key: bytes, group: int) -> bool:
         return self.space.find(key) is not None or self.pending.find(key, group) is not None
@@ -139,11 +146,12 @@ class Writing:
                 return Status.PARTIAL
             self.doom([page], out)
             return Status.NO_PARENT
+        info = standing(*self.space.standing_after(parent, page.continues))
         self._unhold_parent(page)
         self._forget(page, out)
-        self.space.seal(page.address, page.key, parent)
-        self.space.leaf(page.address)
-        out.append(ev.WriteSealed([page.address], [page.key]))
+        self.space.seal(page.address, page.key, parent, info)
+        self.space.leaf(page.address, page.key, self.space.now_ns // 1_000_000)
+        out.append(ev.WriteSealed([page.address], [page.key], [info]))
         self.counters["pages_sealed"] += 1
         return Status.OK
 
@@ -169,12 +177,17 @@ class Writing:
         """Reservations past their deadline: readers and other writers see them no more."""
         self.doom([p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed], out)
 
-    def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[bytes]:
-        """Sealed pages of these keys go whatever hangs on them. Returns the keys that reservations still hang on."""
+    def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[Address]:
+        """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on."""
         for page in [page for key in keys for page in self.pending.children(key)]:
             page.holds_parent = False
             self.doom([page], out)
-        return [page.parent for page in self.pending.by_address.values() if page.holds_parent]
+        return self.held()
+
+    def held(self) -> list[Address]:
+        """Sealed pages that reservations hang on, one entry per reservation."""
+        parents = [self.space.find(page.parent) for page in self.pending.by_address.values() if page.holds_parent]
+        return [parent for parent in parents if parent is not None]
 
     def _silence(self, page: Pending, shards: list[int], out: list[ev.Instruction]) -> None:
         """These shards will write no more and have not sealed: the page cannot become whole."""

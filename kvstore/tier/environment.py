@@ -33,6 +33,7 @@ PAGES_AHEAD: Final = 512
 
 SEALED: Final = b"sealed"
 PENDING: Final = b"pending"
+NVME: Final = b"nvme"
 
 _META = struct.Struct("<16xII8xQ")  # LMDB 0.9: page header; magic, data version, address; map size
 _META_MAGIC: Final = 0xBEEFC0DE
@@ -41,7 +42,7 @@ _META_MAGIC: Final = 0xBEEFC0DE
 # would free it under the parent. Costs 0.1 us.
 _COMMON: Final[dict[str, Any]] = {
     "subdir": True,
-    "max_dbs": 2,
+    "max_dbs": 3,
     "max_readers": READERS_MAX,
     "max_spare_txns": 0,
     "lock": True,
@@ -112,8 +113,15 @@ def open_shared(path: Path, map_bytes: int | None, file_mode: int) -> lmdb.Envir
         return found
 
 
-def make(path: Path, folder: NodeFolder, map_bytes: int, sealed: Iterable[Entry], pending: Iterable[Entry]) -> None:
-    """A new environment at ``path`` holding ``sealed`` (sorted by key) and ``pending`` (the first of a key counts).
+def make(
+    path: Path,
+    folder: NodeFolder,
+    map_bytes: int,
+    sealed: Iterable[Entry],
+    pending: Iterable[Entry],
+    nvme: Iterable[Entry],
+) -> None:
+    """A new environment at ``path`` of ``sealed`` and ``nvme`` (by key), and ``pending`` (the first of a key counts).
 
     It appears whole, under its name, at the end; what was there before is replaced.
 
@@ -125,7 +133,7 @@ def make(path: Path, folder: NodeFolder, map_bytes: int, sealed: Iterable[Entry]
     os.mkdir(temporary, folder.dir_mode)
     try:
         os.chmod(temporary, folder.dir_mode)  # whatever the umask
-        _fill(temporary, folder, map_bytes, sealed, pending)
+        _fill(temporary, folder, map_bytes, ((SEALED, sealed, True), (PENDING, pending, False), (NVME, nvme, True)))
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temporary, path)
     except lmdb.Error as error:
@@ -134,7 +142,9 @@ def make(path: Path, folder: NodeFolder, map_bytes: int, sealed: Iterable[Entry]
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fill(path: Path, folder: NodeFolder, map_bytes: int, sealed: Iterable[Entry], pending: Iterable[Entry]) -> None:
+def _fill(
+    path: Path, folder: NodeFolder, map_bytes: int, tables: Iterable[tuple[bytes, Iterable[Entry], bool]]
+) -> None:
     map_size = max(MAP_BYTES_MIN, -(-map_bytes // PAGE_BYTES) * PAGE_BYTES)
     # Outside the registry: nobody else can know it under this name.
     environment = lmdb.open(str(path), mode=folder.file_mode, **(_WRITER | {"map_size": map_size}))
@@ -142,8 +152,8 @@ def _fill(path: Path, folder: NodeFolder, map_bytes: int, sealed: Iterable[Entry
         for name in ("data.mdb", "lock.mdb"):
             os.chmod(path / name, folder.file_mode)
         allocate_map(path, min(map_size, PAGES_AHEAD * PAGE_BYTES))
-        for table_name, entries, in_order in ((SEALED, iter(sealed), True), (PENDING, iter(pending), False)):
-            table = environment.open_db(table_name)
+        for table_name, unread, in_order in tables:
+            table, entries = environment.open_db(table_name), iter(unread)
             while batch := list(islice(entries, FILL_BATCH)):
                 # In key order pages fill up: 42 bytes per entry, branches and a margin. Out of order: half full.
                 pages = environment.info()["last_pgno"] + len(batch) // (64 if in_order else 24) + PAGES_AHEAD

@@ -9,7 +9,8 @@
         segment                        the data (dram.SegmentFile)
         records-<extent>  marks-<extent>   two tables per carved extent (records.ExtentTable)
         index-<epoch>/                 LMDB: key -> address (index.Index)
-        sessions/<16 hex digits>       one file per client, locked while the client lives
+        nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
+        sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
         .tmp-*                         a file being made; removed when the next owner starts
 
 Whoever can open these files is one trust domain: clients write the pages themselves.
@@ -111,6 +112,11 @@ class NodeFolder:
     def marks(self, extent: int) -> Path:
         """The marks table of ``extent``."""
         return self.path / f"marks-{extent}"
+
+    @property
+    def nvme(self) -> Path:
+        """What clients need to read the node's NVMe (nvme_map.NvmeMap); absent where it has none."""
+        return self.path / "nvme"
 
     def index(self, epoch: int) -> Path:
         """The LMDB environment of ``epoch``."""

@@ -3,8 +3,9 @@
 It is a hint that can always be rebuilt from the records: it is never made durable, and a damaged one is not repaired
 but replaced, under a new epoch that clients compare. Its size is fixed when an epoch is made; growing is a rebuild.
 
-Two tables: ``sealed`` (key -> addresses, 16 bytes each, for now exactly one) and ``pending`` (key -> address of the
-reserved frame that is being written).
+Three tables of key -> address (16 bytes): ``sealed`` (pages in DRAM), ``pending`` (reserved frames that are being
+written) and ``nvme`` (pages on NVMe). A page that is in both tiers has an entry in both. Each tier is prefix-closed by
+itself: of a chain of 10 pages, DRAM may hold the first 4 and NVMe the first 7; then 7 are stored.
 """
 
 from __future__ import annotations
@@ -16,23 +17,19 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NoReturn
 
 import lmdb
 
 from kvstore.model.replica import ADDRESS_DTYPE, Address
 from kvstore.tier import environment as env
-from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, IndexCrowded, IndexDamaged, IndexFull, translate
+from kvstore.tier.environment import PAGE_BYTES, IndexCrowded, IndexDamaged, IndexFull, translate
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.transaction import Room, Tables, WriteTxn
 
 __all__ = ["Index", "IndexCrowded", "IndexDamaged", "IndexFull", "WriteTxn"]
 
 SCAN_BATCH: Final = 4096  # entries read per transaction, so that a slow consumer holds no old version alive
-# Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. And what every
-# transaction dirties besides: roots of the tables, the list of free pages.
-PAGES_PER_KEY: Final = 6
-PAGES_PER_TXN: Final = 32
 
 _ADDRESS = struct.Struct("<IIQ")  # ADDRESS_DTYPE
 assert _ADDRESS.size == ADDRESS_DTYPE.itemsize
@@ -53,11 +50,9 @@ class Index:
         self._environment: lmdb.Environment | None = environment
         self._sealed = environment.open_db(env.SEALED, create=False)
         self._pending = environment.open_db(env.PENDING, create=False)
+        self._nvme = environment.open_db(env.NVME, create=False)
         self._begin: Any = environment.begin  # bound once: it is on the path of every get
-        # Of the map file, as far as this writer made sure: pages with memory, and those that no transaction since may
-        # have dirtied.
-        self._allocated_pages = 0
-        self._spare_pages = 0
+        self._room = Room(path)
         _indexes.add(self)
 
     @classmethod
@@ -75,7 +70,7 @@ class Index:
         """
         path = folder.index(epoch)
         if fresh:
-            env.make(path, folder, map_bytes, (), ())
+            env.make(path, folder, map_bytes, (), (), ())
         stored = env.stored_map_bytes(path)
         if stored is None:
             raise IndexDamaged(f"{path} is absent, cut short or of another format")
@@ -103,17 +98,19 @@ class Index:
         items: Iterable[tuple[bytes, bytes]],
         map_bytes: int,
         pending: Iterable[tuple[bytes, bytes]] = (),
+        nvme: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Make the index of ``new_epoch`` out of ``(key, raw address)`` items, ``items`` sorted and without equal keys.
+        """Make the index of ``new_epoch`` out of ``(key, raw address)`` pairs; ``items`` are the pages in DRAM.
 
-        Of equal keys in ``pending`` the first counts. It appears whole at the end: a crash leaves what was there. The
-        old epoch stays until ``remove``; readers go on with it until they see the new one. Then ``open_writer`` it.
+        ``items`` and ``nvme`` are sorted and without equal keys; of equal keys in ``pending`` the first counts. It
+        appears whole at the end: a crash leaves what was there. The old epoch stays until ``remove``; readers go on
+        with it until they see the new one. Then ``open_writer`` it.
 
         Raises:
             IndexFull: it does not fit ``map_bytes`` or the memory there is; nothing has changed.
         """
         assert old_epoch is None or old_epoch < new_epoch, (old_epoch, new_epoch)
-        env.make(folder.index(new_epoch), folder, map_bytes, items, pending)
+        env.make(folder.index(new_epoch), folder, map_bytes, items, pending, nvme)
 
     @staticmethod
     def remove(folder: NodeFolder, epoch: int) -> None:
@@ -123,65 +120,78 @@ class Index:
     # --- reading: nothing is changed, results are copies ------------------------------------------------------------
 
     def find(self, key: bytes) -> Address | None:
-        """Where the sealed page of ``key`` was last known to be."""
-        try:
-            raw = self._begin(self._sealed).get(key)
-            return None if raw is None else _address(_unpack(raw))
-        except (lmdb.Error, struct.error) as error:
-            translate(error)
+        """Where in DRAM the sealed page of ``key`` was last known to be."""
+        return self._find(self._sealed, key)
 
     def find_pending(self, key: bytes) -> Address | None:
         """The frame in which the page of ``key`` is being written."""
+        return self._find(self._pending, key)
+
+    def find_nvme(self, key: bytes) -> Address | None:
+        """Where on NVMe the page of ``key`` was last known to be."""
+        return self._find(self._nvme, key)
+
+    def _find(self, table: Any, key: bytes) -> Address | None:
         try:
-            raw = self._begin(self._pending).get(key)
+            raw = self._begin(table).get(key)
             return None if raw is None else _address(_unpack(raw))
         except (lmdb.Error, struct.error) as error:
             translate(error)
 
     def find_many(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """Raw addresses (``ADDRESS_DTYPE``) of sealed pages, None where not stored; all of one moment."""
+        """Raw addresses (``ADDRESS_DTYPE``) of pages in DRAM, None where not stored; all of one moment."""
         try:
             return list(map(self._begin(self._sealed).get, keys))
         except lmdb.Error as error:
             translate(error)
 
+    def find_many_nvme(self, keys: Iterable[bytes]) -> list[bytes | None]:
+        """The same of pages on NVMe."""
+        try:
+            return list(map(self._begin(self._nvme).get, keys))
+        except lmdb.Error as error:
+            translate(error)
+
     def longest(self, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-        """How many leading ``keys`` of a chain are stored, and the raw address of the last of them. A hint.
+        """How many leading ``keys`` of a chain are in DRAM, and the raw address of the last of them. A hint.
 
         Looks at the last key first (a full hit costs one look), then halves: right because no page is stored without
         the pages before it.
         """
-        high = len(keys)
-        if high == 0:
+        if not keys:
             return 0, None
         try:
             get = self._begin(self._sealed).get
             raw: bytes | None = get(keys[-1])
-            if raw is not None:
-                return high, raw
-            low, last = 0, None
-            high -= 1
-            while low < high:  # keys[:low] are stored, keys[high] is not
-                middle = (low + high) // 2
-                raw = get(keys[middle])
-                if raw is None:
-                    high = middle
-                else:
-                    low, last = middle + 1, raw
-            return low, last
+            return (len(keys), raw) if raw is not None else _leading(get, keys)
+        except lmdb.Error as error:
+            translate(error)
+
+    def longest_nvme(self, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
+        """The same of pages on NVMe. ``keys`` may start anywhere in a chain."""
+        if not keys:
+            return 0, None
+        try:
+            get = self._begin(self._nvme).get
+            raw: bytes | None = get(keys[-1])
+            return (len(keys), raw) if raw is not None else _leading(get, keys)
         except lmdb.Error as error:
             translate(error)
 
     def count(self) -> int:
-        """How many pages are sealed."""
+        """How many pages are in DRAM."""
         return self._entries(self._sealed)
 
     def count_pending(self) -> int:
         """How many pages are being written."""
         return self._entries(self._pending)
 
+    def count_nvme(self) -> int:
+        """How many pages are on NVMe."""
+        return self._entries(self._nvme)
+
     def scan(self) -> Iterator[tuple[bytes, bytes]]:
-        """``(key, raw address)`` of every sealed page, by key.
+        """``(key, raw address)`` of every page in DRAM, by key.
 
         Reads ``SCAN_BATCH`` entries at a time: what is written meanwhile may or may not be seen.
         """
@@ -190,6 +200,10 @@ class Index:
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
         """The same of pages being written."""
         return self._scan(self._pending)
+
+    def scan_nvme(self) -> Iterator[tuple[bytes, bytes]]:
+        """The same of pages on NVMe."""
+        return self._scan(self._nvme)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
         start = b""
@@ -214,7 +228,7 @@ class Index:
 
     def begin(self) -> WriteTxn:
         """A write transaction: ``with index.begin() as txn``. Committed on exit, dropped whole on an exception."""
-        return WriteTxn(self)
+        return WriteTxn(self._begin, Tables(self._sealed, self._pending, self._nvme), self._room, self._info)
 
     def clear_dead_readers(self) -> int:
         """Free the places of readers that died inside a read, which keep old pages from reuse; returns how many."""
@@ -255,109 +269,18 @@ class Index:
         except lmdb.Error as error:
             translate(error)
 
-    def _make_room(self, pages: int) -> None:
-        """Have memory for the ``pages`` that the transaction in progress may have dirtied, and some to spare.
 
-        Raises:
-            IndexFull: there is none. (The end of the map is LMDB's to notice.)
-        """
-        info = self._info()
-        used, map_pages = int(info["last_pgno"]) + 1, int(info["map_size"]) // PAGE_BYTES
-        if min(used + pages, map_pages) > self._allocated_pages:
-            wanted = min(used + pages + PAGES_AHEAD, map_pages)
-            env.allocate_map(self.path, wanted * PAGE_BYTES)
-            self._allocated_pages = wanted
-        self._spare_pages = max(0, self._allocated_pages - used - pages)
-
-
-class WriteTxn:
-    """A write transaction of the daemon's index. Made by ``Index.begin``; used once, in one thread, as a context.
-
-    Leaving commits: readers see all of it or nothing. Leaving by an exception drops all of it. Verbs and the commit
-    raise IndexFull or IndexDamaged; then nothing of it is stored.
-    """
-
-    __slots__ = ("_index", "_transaction", "_dirty_pages")
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._transaction: Any = None
-        self._dirty_pages = 0  # at most
-
-    def __enter__(self) -> WriteTxn:
-        index = self._index
-        try:
-            self._transaction = index._begin(index._sealed, None, True)
-        except lmdb.Error as error:
-            translate(error)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        transaction, self._transaction = self._transaction, None
-        try:
-            if kind is None:
-                transaction.commit()
-            else:
-                transaction.abort()
-        except lmdb.Error as damage:
-            translate(damage)
-
-    def put_sealed(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        """Store or replace the address of each key (raw: 16 bytes, ``ADDRESS_DTYPE``)."""
-        self._put(self._index._sealed, keys, raw_addresses)
-
-    def put_pending(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        """Store or replace the address of the frame in which each key's page is being written."""
-        self._put(self._index._pending, keys, raw_addresses)
-
-    def delete_sealed(self, keys: Sequence[bytes]) -> int:
-        """Remove keys; those that are not there are skipped. Returns how many were."""
-        return self._delete(self._index._sealed, keys)
-
-    def delete_pending(self, keys: Sequence[bytes]) -> int:
-        """Remove keys from the pending table; those that are not there are skipped. Returns how many were."""
-        return self._delete(self._index._pending, keys)
-
-    def find(self, key: bytes) -> Address | None:
-        """As ``Index.find``, with what this transaction wrote."""
-        return self._find(key, self._index._sealed)
-
-    def find_pending(self, key: bytes) -> Address | None:
-        """As ``Index.find_pending``, with what this transaction wrote."""
-        return self._find(key, self._index._pending)
-
-    def _put(self, table: Any, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        self._need(len(keys))
-        try:
-            with self._transaction.cursor(table) as cursor:
-                cursor.putmulti(zip(keys, raw_addresses, strict=True))
-        except lmdb.Error as error:
-            translate(error)
-
-    def _delete(self, table: Any, keys: Sequence[bytes]) -> int:
-        self._need(len(keys))
-        delete = self._transaction.delete
-        try:
-            return [delete(key, b"", table) for key in keys].count(True)
-        except lmdb.Error as error:
-            translate(error)
-
-    def _find(self, key: bytes, table: Any) -> Address | None:
-        try:
-            raw = self._transaction.get(key, None, table)
-            return None if raw is None else _address(_unpack(raw))
-        except (lmdb.Error, struct.error) as error:
-            translate(error)
-
-    def _need(self, keys: int) -> None:
-        index = self._index
-        pages = keys * PAGES_PER_KEY if self._dirty_pages else PAGES_PER_TXN + keys * PAGES_PER_KEY
-        self._dirty_pages += pages
-        index._spare_pages -= pages
-        if index._spare_pages < 0:
-            index._make_room(self._dirty_pages)
+def _leading(get: Any, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
+    """How many leading keys ``get`` finds, and the last one's value, where it does not find the last of ``keys``."""
+    low, high, last = 0, len(keys) - 1, None
+    while low < high:  # keys[:low] are there, keys[high] is not
+        middle = (low + high) // 2
+        raw = get(keys[middle])
+        if raw is None:
+            high = middle
+        else:
+            low, last = middle + 1, raw
+    return low, last
 
 
 def _closed(*_: object) -> NoReturn:

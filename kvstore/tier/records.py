@@ -3,6 +3,9 @@
 ``records-<extent>`` is one page of header and then a row per frame (``model.replica.RecordFormat``), written by the
 daemon alone. ``marks-<extent>`` is a row of words per frame, written by clients. On x86-64 stores become visible in
 their order, so the protocol of a record is: body first, its word last; and to end it, the word first.
+
+An extent belongs to one tier. What lies on NVMe has its token ids and checksums in front of it on the device, so the
+tables of such an extent are lean: 96 bytes of record and one mark (last use) per frame, whatever the class.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, RecordFormat
+from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
 
 RECORDS_HEAD_BYTES: Final = 4096
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MAGIC: Final = int.from_bytes(b"KVRECRD1", "little")
-# magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, sum of what is before it
-_HEAD = struct.Struct("<10Q")
+# magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, tier, sum of what is before it
+_HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
+_TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
+_MARKS_BYTES: Final = {Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}  # per frame
 
 Words = npt.NDArray[np.uint64]
 
@@ -36,17 +41,20 @@ class ExtentTable:
     """The mapped tables of one extent. Made by ``create`` (the daemon) or ``open``; ends with ``close`` or ``unlink``.
 
     Attributes:
-        extent, position, frame_class, frames: what this extent is and where in the segment it lies.
-        fmt: byte offsets inside a row.
+        extent, position, frame_class, frames: what this extent is and where in its tier's segment it lies.
+        tier: where its frames are.
+        fmt: byte offsets inside a row; of an NVMe extent ``frame_class.lean``.
         rows: ``[frames, row_bytes]`` uint8, read-only except for the daemon.
         words: ``[frames]``, strided: generation << 8 | state of each frame (``model.replica.word_of``).
-        marks: ``[frames, 1 + SHARDS_MAX]``, writable for everyone; ``last_use`` is its first column.
+        marks: ``[frames, 1 + SHARDS_MAX]``, writable for everyone; ``last_use`` is its first column. Of an NVMe extent
+            that column is all there is.
     """
 
     extent: int
     position: int
     frame_class: FrameClass
     frames: int
+    tier: Tier
     fmt: RecordFormat
     rows: npt.NDArray[np.uint8]
     words: Words
@@ -54,9 +62,10 @@ class ExtentTable:
     last_use: Words
 
     def __init__(self, folder: NodeFolder, head: tuple[int, ...], maps: tuple[mmap.mmap, mmap.mmap]) -> None:
-        _, _, _, self.extent, self.position, page_bytes, page_tokens, layers, self.frames, _ = head
+        _, _, _, self.extent, self.position, page_bytes, page_tokens, layers, self.frames, tier, _ = head
         self.frame_class = FrameClass(page_bytes, page_tokens, layers)
-        self.fmt = self.frame_class.record
+        self.tier = _TIERS[tier]
+        self.fmt = _format(self.frame_class, self.tier)
         self._files = folder.records(self.extent), folder.marks(self.extent)
         self._maps = maps
         flat = np.frombuffer(maps[0], np.uint8, self.frames * self.fmt.row_bytes, RECORDS_HEAD_BYTES)
@@ -68,25 +77,33 @@ class ExtentTable:
 
     @classmethod
     def create(
-        cls, folder: NodeFolder, extent: int, position: int, frame_class: FrameClass, incarnation: int, frames: int
+        cls,
+        folder: NodeFolder,
+        extent: int,
+        position: int,
+        frame_class: FrameClass,
+        incarnation: int,
+        frames: int,
+        tier: Tier = Tier.DRAM,
     ) -> ExtentTable:
         """Make both files, all frames FREE with generation 0, and map them writable.
 
         Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the marks are
-        there before the records, whose header is summed.
+        there before the records, whose header is summed. ``incarnation`` is that of the tier's segment (of NVMe: of
+        the devices), so that tables of another one are never believed.
 
         Raises:
             OutOfSpace: no memory for the tables; nothing is left behind.
         """
         assert frames >= 1, "an extent holds at least one frame"
-        folder.new_file(folder.marks(extent), frames * MARKS_ROW_BYTES, b"")
+        folder.new_file(folder.marks(extent), frames * _MARKS_BYTES[tier], b"")
         head = (
             *(_MAGIC, _VERSION, incarnation, extent, position),
-            *(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers, frames),
+            *(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers, frames, _TIERS.index(tier)),
         )
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
-        records_bytes = RECORDS_HEAD_BYTES + frames * frame_class.record.row_bytes
+        records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
         try:
             folder.new_file(folder.records(extent), records_bytes, packed)
         except (OSError, OutOfSpace):
@@ -154,14 +171,20 @@ def _sound_head(records: mmap.mmap, marks_bytes: int, extent: int, incarnation: 
     head: tuple[int, ...] = _HEAD.unpack_from(records)
     if head[:4] != (_MAGIC, _VERSION, incarnation, extent):
         return None
-    if xxhash.xxh3_64_intdigest(records[:_SUMMED_BYTES]) != head[9]:
+    if xxhash.xxh3_64_intdigest(records[:_SUMMED_BYTES]) != head[10]:
         return None
-    _, page_tokens, layers, frames = head[5:9]
-    row_bytes = RecordFormat(page_tokens, layers).row_bytes
+    page_bytes, page_tokens, layers, frames, number = head[5:10]
+    tier = _TIERS[number] if number < len(_TIERS) else None
+    if tier not in _MARKS_BYTES:
+        return None
+    row_bytes = _format(FrameClass(page_bytes, page_tokens, layers), tier).row_bytes
     # The sizes too: a row beyond the end of a file would be a SIGBUS, not a miss.
-    if frames < 1 or len(records) != RECORDS_HEAD_BYTES + frames * row_bytes or marks_bytes != frames * MARKS_ROW_BYTES:
-        return None
-    return head
+    sizes = (RECORDS_HEAD_BYTES + frames * row_bytes, frames * _MARKS_BYTES[tier])
+    return head if frames >= 1 and (len(records), marks_bytes) == sizes else None
+
+
+def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:
+    return frame_class.lean if tier is Tier.NVME else frame_class.record
 
 
 def _map(path: Path, writable: bool) -> mmap.mmap:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvstore.tier.counters import SessionCounters
 from kvstore.transfer.control import Message, Op
 
 
@@ -32,6 +33,11 @@ class Channel(Protocol):
     @property
     def session(self) -> int:
         """The session id, drawn at random when the channel was made."""
+        ...
+
+    @property
+    def counters(self) -> SessionCounters:
+        """What this session counts for its node to see."""
         ...
 
     def request(

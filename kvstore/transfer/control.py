@@ -27,14 +27,15 @@ from kvstore.model.replica import (
     FrameClass,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 HEAD = struct.Struct("<BBHIQQ")
 # One datagram; below the 208 KiB default send buffer of Linux, and the bound of what a client can make us hold.
 MESSAGE_BYTES_MAX = 128 * 1024
 BATCH_MAX = 512  # pages or addresses in one request
 NO_REPLY = 1  # flag
-AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
+AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
+HINT = 8  # flag: PREFETCH tells what was read from NVMe just now; whether it is worth DRAM is the node's to decide
 
 _CLASS = struct.Struct("<IHH")
 
@@ -42,12 +43,12 @@ _CLASS = struct.Struct("<IHH")
 class Op(IntEnum):
     """What a client asks. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
 
-    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 1}. Reply: JSON about the node
+    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 2}. Reply: JSON about the node
     GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing
-    #            Reply: addresses [<= count], RESERVED for this session, unkeyed
+    #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
     SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
-    #              Reply: statuses [n] padded to 8, addresses [n] (zero where none)
+    #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from some page on
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
     REVOKE = 6  # body addresses [n], reserved or granted ones given back. Reply: statuses [n]
     LEASE = 7  # a=lease id (chosen by the client), b=ttl_ms; body addresses [n]. Reply: statuses [n]
@@ -55,6 +56,9 @@ class Op(IntEnum):
     RELEASE = 9  # a=lease id; usually NO_REPLY
     SCRUB = 10  # body addresses [n] to verify now. Reply: statuses [n]
     ADMIN = 11  # body JSON {"call": ..., ...}: stats, evict, verify. Reply: JSON
+    PREFETCH = 12  # body addresses [n] of NVMe pages of one chain, in its order, to bring to DRAM. a=0: a wish, usually
+    #                NO_REPLY, with HINT or without. a=1: an order; asked again while pages are on their way.
+    #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
 
 
 class Message(NamedTuple):

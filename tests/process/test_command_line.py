@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,12 @@ SERVE_MISTAKES = [
     (["--name", "a/b"], ["name", "a/b"]),
     (["--http", "nowhere"], ["http", "nowhere"]),
     (["--http", "203.0.113.1:1"], ["http", "203.0.113.1:1"]),
+    (["--nvme", "/nowhere/at/all"], ["nvme", "/nowhere/at/all"]),
+    (["--nvme", "/nowhere/kv:lots"], ["nvme", "lots"]),
+    (["--nvme", "/nowhere/kv:4096"], ["nvme", "1MiB"]),
+    (["--nvme", "/nowhere/kv:1GiB", "--nvme", "/nowhere/kv:2GiB"], ["nvme", "twice", "/nowhere/kv"]),
+    (["--format"], ["nvme_format", "nvme"]),
+    (["--eviction", "No Such"], ["eviction", "No Such"]),
     (["--config", "/nowhere/at/all.toml"], ["config", "/nowhere/at/all.toml"]),
 ]
 
@@ -90,7 +98,7 @@ def test_serve_refuses_another_size_and_keeps_the_pages(machine: Machine) -> Non
     check_pages(store, {1: 8})
 
 
-@pytest.mark.parametrize("command", [["status"], ["verify"], ["status", "--json"]])
+@pytest.mark.parametrize("command", [["status"], ["verify"], ["status", "--json"], ["tiers"], ["tiers", "--json"]])
 def test_no_daemon(command: list[str], machine: Machine) -> None:
     """Nobody there, a node of another name, or a node whose daemon is down."""
     one_line(machine.run(*command), "no node", "kvstore serve")
@@ -244,8 +252,67 @@ def test_status_and_verify(machine: Machine) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "pages verified, 0 damaged" in verified.stdout, verified.stdout
     assert machine.run("--help").returncode == 0
-    for command in ("serve", "status", "verify", "purge", "bench"):
+    for command in ("serve", "status", "tiers", "verify", "purge", "bench"):
         assert machine.run(command, "--help").returncode == 0
+
+
+def test_tiers_tells_what_clients_did(machine: Machine) -> None:
+    """Of clients that only read as well, which never speak to the daemon; across its death, and theirs."""
+
+    def counted() -> dict[str, int]:
+        result = machine.run("tiers", "--node", "n", "--json")
+        assert result.returncode == 0, result.stderr
+        return dict(json.loads(result.stdout)["clients"])
+
+    daemon = machine.serve("n", dram="4MiB")
+    writer, reader = machine.connect("n"), machine.connect("n")
+    put(writer, 1, 8)
+    check_pages(reader, {1: 8})
+    assert reader.cache(SMALL).get(chain(2, 4)).pages == 0
+    wanted = {"gets": 2, "pages_asked": 12, "hit_dram": 8, "missed_absent": 4, "pages_put": 8}
+    counts = counted()
+    assert {name: counts[name] for name in wanted} == wanted
+    assert counts["read_dram_bytes"] == counts["put_bytes"] == 8 * SMALL.page_bytes
+    text = machine.run("tiers", "--node", "n")
+    assert text.returncode == 0 and " 0.667 " in text.stdout and "4 absent" in text.stdout, text.stdout
+    daemon.kill()
+    check_pages(reader, {1: 8})
+    reader.close()
+    machine.serve("n", dram="4MiB")
+    check_pages(writer, {1: 8})
+    counts = counted()
+    assert (counts["hit_dram"], counts["pages_asked"], counts["pages_put"]) == (24, 28, 8), counts
+    files = machine.folder("n") / "sessions"
+    assert len(list(files.iterdir())) == 1, "files of those that ended are removed"
+
+
+def test_tiers_of_a_node_with_nvme(machine: Machine, tmp_path: Path) -> None:
+    """More pages than DRAM holds: they are found in NVMe, and everything says so."""
+    machine.serve("n", dram="4MiB", nvme=f"{tmp_path / 'kv'}:64MiB")
+    store = machine.connect("n")
+    pages = 32
+    seeds = range(2 * store.stats()["tiers"]["dram"]["capacity_bytes"] // (pages * SMALL.page_bytes))
+    for seed in seeds:
+        put(store, seed, pages)
+    check_pages(store, dict.fromkeys(seeds, pages))
+
+    def told() -> dict[str, Any]:
+        result = machine.run("tiers", "--node", "n", "--json")
+        assert result.returncode == 0, result.stderr
+        return dict(json.loads(result.stdout))
+
+    document = told()
+    nvme, dram, clients = document["tiers"]["nvme"], document["tiers"]["dram"], document["clients"]
+    assert clients["hit_nvme"] > 0 and clients["hit_dram"] + clients["hit_nvme"] == clients["pages_asked"]
+    assert nvme["hit_ratio"] + dram["hit_ratio"] == pytest.approx(1.0)
+    assert nvme["demoted_bytes"] == nvme["demoted_pages"] * SMALL.page_bytes == nvme["bytes_in"] > 0
+    assert nvme["written_today_bytes"] >= nvme["demoted_bytes"]
+    assert nvme["state"] == "ready" and nvme["eviction"] == "lru" and dram["demoted"] > 0
+    (device,) = nvme["devices"]
+    assert device["path"] == str(tmp_path / "kv") and device["pages"] == nvme["pages"] > 0
+    text = machine.run("tiers", "--node", "n").stdout
+    assert str(tmp_path / "kv") in text and "saved to NVMe" in text, text
+    assert "in NVMe" in machine.run("status", "--node", "n").stdout
 
 
 def test_nonsense_on_the_socket_harms_nobody(machine: Machine) -> None:

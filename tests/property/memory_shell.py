@@ -9,23 +9,25 @@ frame it touches; what the clients of the store know better (who may still write
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, word_of
+from kvstore.model.replica import Address, FrameState, Tier, nvme_frames, standing_of, word_of
 from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
 from kvstore.state.frames import Segment
-from kvstore.state.node_state import NodeState
+from kvstore.state.node_state import NodeState, NvmeParts
+from kvstore.state.tiering import NODE_SESSION, TieringRules
 from kvstore.state.views import Snapshot
+from tests.property.simulated_disk import SimulatedDisk
+from tests.property.tables import Table
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
-STATE = np.uint64(0xFF)
 
 
 class Watch(Protocol):
@@ -52,59 +54,49 @@ class Nobody:
         return False
 
 
-class Table:
-    """Records and marks of one extent, as columns ``[frames]``."""
+@dataclass
+class Nvme:
+    """A node's NVMe tier: its disk (which outlives even a reboot) and its rules."""
 
-    def __init__(self, number: int, position: int, frame_class: FrameClass, frames: int) -> None:
-        self.number = number
-        self.position = position
-        self.frame_class = frame_class
-        self.frames = frames
-        self.words = np.zeros(frames, np.uint64)
-        self.rows = np.zeros((frames, IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8)
-        self.parents = np.zeros((frames, 16), np.uint8)
-        self.infos = np.zeros(frames, np.uint64)
-        self.sums = np.zeros(frames, np.uint64)
-        self.leases = np.zeros(frames, np.uint64)
-        # [write group, session of each shard]; the checksums of a sealed page lie over them
-        self.tails = np.zeros((frames, max(1 + SHARDS_MAX, frame_class.layers // 2 + 1)), np.uint64)
-        self.last_use = np.zeros(frames, np.uint64)
+    disk: SimulatedDisk
+    rules: TieringRules = field(default_factory=TieringRules)
+    policy: str = "lru"
 
-    def state(self, frame: int) -> FrameState:
-        """What the record's word says."""
-        return FrameState(int(self.words[frame]) & 0xFF)
 
-    def generation(self, frame: int) -> int:
-        """What the record's word says."""
-        return int(self.words[frame]) >> 8
+class NvmeView:
+    """What the state reads back of NVMe: the same tables, another index."""
 
-    def sum_of(self, frame: int) -> int:
-        """The identity sum the record should have."""
-        return xxhash.xxh3_64_intdigest(self.rows[frame].tobytes() + self.parents[frame].tobytes())
+    def __init__(self, shell: MemoryShell) -> None:
+        self._shell = shell
+        self.key, self.parent, self.root = shell.key, shell.parent, shell.root
+        self.standing, self.last_use_ns = shell.standing, shell.last_use_ns
 
-    def snapshot(self) -> Snapshot:
-        """As the state reads it."""
+    def find(self, key: bytes) -> Address | None:
+        """See ``PageIndex``."""
+        return self._shell.nvme_index.get(key)
 
-        def column(values: Any) -> Any:
-            return np.ascontiguousarray(values).view("S16").reshape(-1)
-
-        keys, roots = column(self.rows[:, :16]), column(self.rows[:, 16:32])
-        return Snapshot(self.number, self.words.copy(), keys, column(self.parents.copy()), roots)
+    def snapshots(self) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return self._shell.snapshots(Tier.NVME)
 
 
 class MemoryShell:
     """Performs. What survives a kill of the daemon is all in here, except ``ops`` (the transaction not committed)."""
 
-    def __init__(self, extent_bytes: int, positions: int, watch: Watch | None = None) -> None:
+    def __init__(self, extent_bytes: int, positions: int, watch: Watch | None = None, nvme: Nvme | None = None) -> None:
         self.extent_bytes = extent_bytes
         self.positions = positions
+        self.nvme = nvme
         self.watch: Watch = watch if watch is not None else Nobody()
         self.now_ns = 0
         self.tables: dict[int, Table] = {}
         self.index: dict[bytes, Address] = {}
+        self.nvme_index: dict[bytes, Address] = {}
+        self.content: dict[tuple[int, int], object] = {}  # what lies in a DRAM frame: of a page its key
+        self.copies: deque[ev.Save | ev.Load] = deque()  # decided, not carried out
         self.pend: dict[bytes, Address] = {}
         self.next_extent = 1
-        self.ops: list[tuple[str, bytes, Address | None]] = []
+        self.ops: list[tuple[str, bytes, Address | None, Tier]] = []
         self.to_check: list[int] = []
         self.reply: ev.Reply | None = None
         self.verbs: dict[type, Callable[[Any], Iterator[None]]] = {
@@ -121,6 +113,9 @@ class MemoryShell:
             ev.WriteLease: self._write_lease,
             ev.WriteStamp: self._write_stamp,
             ev.Move: self._move,
+            ev.WriteUse: self._write_use,
+            ev.Save: self._copy,
+            ev.Load: self._copy,
             ev.CheckSession: self._check_session,
             ev.Reply: self._reply,
         }
@@ -147,9 +142,17 @@ class MemoryShell:
         """See ``RecordView``."""
         return min(int(self.tables[extent].last_use[frame]), self.now_ns)
 
-    def snapshots(self) -> list[Snapshot]:
+    def standing(self, extent: int, frame: int) -> int:
         """See ``RecordView``."""
-        return [table.snapshot() for table in self.tables.values()]
+        return standing_of(int(self.tables[extent].infos[frame]))
+
+    def snapshots(self, tier: Tier = Tier.DRAM) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return [table.snapshot() for table in self.tables.values() if table.tier == tier]
+
+    def index_of(self, tier: Tier) -> dict[bytes, Address]:
+        """The index of a tier's sealed pages."""
+        return self.index if tier == Tier.DRAM else self.nvme_index
 
     def is_sealed(self, address: Address) -> bool:
         """The record says so."""
@@ -172,12 +175,12 @@ class MemoryShell:
         for instruction in instructions:
             yield from self.verbs[type(instruction)](instruction)
         yield
-        for verb, key, address in self.ops:
+        for verb, key, address, tier in self.ops:
             if verb == "put":
                 assert address is not None
-                self.index[key] = address
+                self.index_of(tier)[key] = address
             elif verb == "delete":
-                self.index.pop(key, None)
+                self.index_of(tier).pop(key, None)
             elif verb == "pend":
                 assert address is not None
                 self.pend[key] = address
@@ -213,19 +216,34 @@ class MemoryShell:
 
     def _carve(self, instruction: ev.Carve) -> Iterator[None]:
         number, position = instruction.extent, instruction.position
+        tier, frame_class = instruction.tier, instruction.frame_class
         assert number >= self.next_extent, "an extent number is used twice"
-        assert 0 <= position < self.positions
-        assert position not in {table.position for table in self.tables.values()}, "two extents in one position"
-        assert instruction.frames * instruction.frame_class.frame_bytes <= self.extent_bytes
+        carved = {table.position for table in self.tables.values() if table.tier == tier}
+        assert position not in carved, "two extents in one position"
+        if tier == Tier.DRAM:
+            assert 0 <= position < self.positions
+            assert instruction.frames * frame_class.frame_bytes <= self.extent_bytes
         yield
         self.next_extent = number + 1
         yield
-        self.tables[number] = Table(number, position, instruction.frame_class, instruction.frames)
+        self.tables[number] = Table(number, position, frame_class, instruction.frames, tier)
+        if tier == Tier.NVME:
+            yield
+            self.disk.carve(position, number, frame_class, instruction.frames)
+
+    @property
+    def disk(self) -> SimulatedDisk:
+        """Of a node that has NVMe."""
+        assert self.nvme is not None
+        return self.nvme.disk
 
     def _drop(self, instruction: ev.Drop) -> Iterator[None]:
         yield
         table = self.tables.pop(instruction.extent)
         assert all(table.state(frame) == FREE for frame in range(table.frames)), "an extent in use is dropped"
+        if table.tier == Tier.NVME:
+            yield
+            self.disk.drop(table.position)
 
     def _granting(self, addresses: list[Address], session: int) -> None:
         """These frames are about to be given to ``session``: nobody else may be able to store into them."""
@@ -244,7 +262,10 @@ class MemoryShell:
             yield
             table.rows[frames, :16] = 0
             table.infos[frames], table.leases[frames], table.tails[frames] = 0, 0, 0
-            table.tails[frames, 1] = instruction.session
+            if table.tier == Tier.DRAM:
+                table.tails[frames, 1] = instruction.session
+            else:
+                assert instruction.session == NODE_SESSION, "only the node writes to NVMe"
             for i in places:
                 yield
                 self._put_word(instruction.addresses[i], RESERVED)
@@ -269,7 +290,7 @@ class MemoryShell:
                 self._put_word(instruction.addresses[i], RESERVED)
         for row, address in zip(instruction.rows, instruction.addresses, strict=True):
             if row[:16].tobytes() not in self.pend:
-                self.ops.append(("pend", row[:16].tobytes(), address))
+                self.ops.append(("pend", row[:16].tobytes(), address, Tier.DRAM))
 
     def _write_writer(self, instruction: ev.WriteWriter) -> Iterator[None]:
         for address in instruction.addresses:
@@ -280,8 +301,11 @@ class MemoryShell:
     def _write_sealed(self, instruction: ev.WriteSealed) -> Iterator[None]:
         addresses = instruction.addresses
         assert len(instruction.keys) == len(addresses) == len(set(addresses)) == len(set(instruction.keys))
+        assert len(instruction.standings) == len(addresses)
+        (tier,) = {self.tables[address.extent].tier for address in addresses}
         for address in addresses:
-            self._must_be(address, RESERVED)
+            if tier == Tier.DRAM or self.tables[address.extent].state(address.frame) != QUARANTINED:
+                self._must_be(address, RESERVED)  # the others were found by the scan, and keep the generation they had
             writers = self.watch.may_write(address.extent, address.frame)
             assert not writers, f"{address} is sealed while {writers} may write into it"
         for table, places in self._by_extent(addresses):
@@ -295,14 +319,14 @@ class MemoryShell:
                 parents = [instruction.parents[i] for i in places]
                 self._write_identity(table, frames, instruction.rows[places], parents)
                 yield
-            table.infos[frames] = 0
+            table.infos[frames] = [instruction.standings[i] for i in places]
             yield
             table.leases[frames] = 0
             for i in places:
                 assert table.rows[addresses[i].frame, :16].tobytes() == instruction.keys[i]
                 yield
                 self._put_word(addresses[i], SEALED)
-        self.ops += [("put", key, address) for key, address in zip(instruction.keys, addresses, strict=True)]
+        self.ops += [("put", key, address, tier) for key, address in zip(instruction.keys, addresses, strict=True)]
 
     def _write_shards(self, instruction: ev.WriteShards) -> Iterator[None]:
         self._must_be(instruction.address, RESERVED)
@@ -325,7 +349,7 @@ class MemoryShell:
         extent, frame, _ = address
         if state == QUARANTINED:
             if int(table.words[frame]) & 0xFF <= QUARANTINED:
-                self._must_be(address, RESERVED)
+                self._must_be(address, RESERVED if table.tier == Tier.DRAM else SEALED)
             return
         before = table.state(frame)
         self._must_be_newer(address)
@@ -339,11 +363,12 @@ class MemoryShell:
 
     def _unindex(self, instruction: ev.Unindex) -> Iterator[None]:
         yield
-        self.ops += [("delete", key, None) for key in instruction.keys]
+        self.ops += [("delete", key, None, instruction.tier) for key in instruction.keys]
 
     def _unpend(self, instruction: ev.Unpend) -> Iterator[None]:
         yield
-        self.ops.append(("unpend" if instruction.heir is None else "pend", instruction.key, instruction.heir))
+        verb = "unpend" if instruction.heir is None else "pend"
+        self.ops.append((verb, instruction.key, instruction.heir, Tier.DRAM))
 
     def _write_lease(self, instruction: ev.WriteLease) -> Iterator[None]:
         for address, until_ns in zip(instruction.addresses, instruction.until_ns, strict=True):
@@ -368,14 +393,36 @@ class MemoryShell:
         for address in (instruction.source, instruction.target):
             assert not self.watch.may_write(*address[:2]), f"{address} takes part in a move while it may be written"
             assert not self.watch.is_leased(*address[:2]), f"{address} moves under somebody's lease"
+        assert source.tier == target.tier == instruction.tier
         yield
+        if source.tier == Tier.DRAM:
+            self.content[instruction.target[:2]] = self.content.get(instruction.source[:2])
+        else:
+            self.disk.move(source.position, old, target.position, instruction.target)
         for column in ("rows", "parents", "infos", "sums", "leases", "tails", "last_use"):
             getattr(target, column)[new] = getattr(source, column)[old]
         yield
         self._put_word(instruction.target, SEALED)
-        self.ops.append(("put", instruction.key, instruction.target))
+        self.ops.append(("put", instruction.key, instruction.target, instruction.tier))
         yield
         self._put_word(instruction.freed, FREE)
+
+    def _write_use(self, instruction: ev.WriteUse) -> Iterator[None]:
+        for address, used_ns in zip(instruction.addresses, instruction.used_ns, strict=True):
+            assert self.tables[address.extent].state(address.frame) in (RESERVED, SEALED, QUARANTINED)
+            yield
+            self.tables[address.extent].last_use[address.frame] = used_ns
+
+    def _copy(self, instruction: ev.Save | ev.Load) -> Iterator[None]:
+        down = isinstance(instruction, ev.Save)
+        for page in instruction.pages:
+            self._must_be(page.source, SEALED)
+            self._must_be(page.target, RESERVED)
+            assert self.tables[page.source.extent].tier == (Tier.DRAM if down else Tier.NVME)
+            assert self.tables[page.target.extent].tier == (Tier.NVME if down else Tier.DRAM)
+            assert self.key(*page.source[:2]) == page.key
+        yield
+        self.copies.append(instruction)
 
     def _check_session(self, instruction: ev.CheckSession) -> Iterator[None]:
         yield
@@ -390,53 +437,80 @@ class MemoryShell:
     # --- starting again ---------------------------------------------------------------------------------------------
 
     def state(self, **options: Any) -> NodeState:
-        """A fresh state over an empty segment."""
-        return NodeState(Segment(self.extent_bytes, self.positions), self, self, **options)
+        """A fresh state over empty segments."""
+        segment = Segment(self.extent_bytes, self.positions)
+        parts = None
+        if self.nvme is not None:
+            disk = self.nvme.disk
+            below = Segment(
+                disk.extent_bytes,
+                disk.positions,
+                frames_in=nvme_frames,
+                numbers=segment.numbers,
+                policy=self.nvme.policy,
+            )
+            below.populated.update(range(disk.positions))
+            parts = NvmeParts(below, NvmeView(self), NvmeView(self), disk.starts << 32, self.nvme.rules)
+        return NodeState(segment, self, self, nvme=parts, **options)
 
     def found(self) -> list[recovery.ExtentFound]:
         """What the daemon sees of the tables when it starts."""
-        return [
-            recovery.ExtentFound(
-                table.number,
-                table.position,
-                table.frame_class,
-                table.snapshot(),
-                table.infos.copy(),
-                table.leases.copy(),
-                table.tails[:, 0].copy(),
-                table.tails[:, 1 : 1 + SHARDS_MAX].copy(),
-                np.array([table.sum_of(frame) == int(table.sums[frame]) for frame in range(table.frames)]),
-            )
-            for table in self.tables.values()
-        ]
+        return [table.found() for table in self.tables.values()]
+
+    def rebooted(self) -> None:
+        """Everything but the disk is gone; NVMe's tables are made again from it."""
+        assert self.nvme is not None
+        self.tables, self.index, self.nvme_index, self.pend, self.content = {}, {}, {}, {}, {}
+        self.copies.clear()
+        self.next_extent = 1
+        for table in self.disk.power_loss():
+            self.tables[table.number] = table
+
+    def reconcile(self) -> None:
+        """Extents that were being carved or dropped when the daemon died: the disk decides which there are."""
+        known = {extent.number: position for position, extent in self.disk.extents.items()}
+        for number, table in list(self.tables.items()):
+            if table.tier == Tier.NVME and number not in known:
+                del self.tables[number]
+        for number, position in known.items():
+            if number not in self.tables:
+                self.tables[number] = self.disk.found(position)
 
     def recovered(self, state: NodeState, now_ns: int, steps: int | None = None) -> NodeState | None:
         """Fill a fresh ``state`` as the daemon does when it starts; None where it was killed again (``steps``)."""
         self.now_ns = now_ns
         self.to_check = []
+        self.copies.clear()
+        if self.nvme is not None:
+            self.reconcile()
         instructions = recovery.recover(state, self.found(), self.next_extent, now_ns)
         self.perform(instructions, steps)
         if steps is not None and steps < self.count_stores(instructions):
             return None
-        links = closure.link(self.snapshots())
-        keep = np.flatnonzero(~links.duplicate).tolist()
-        self.index = {links.key(i): links.address(i) for i in keep}
+        self.index, self.nvme_index = (self._indexed(tier) for tier in (Tier.DRAM, Tier.NVME))
         self.pend = {}
         for number, table in self.tables.items():
             for frame in range(table.frames):
                 key = self.key(number, frame)
-                if table.state(frame) == RESERVED and int(table.tails[frame, 0]) != 0:
+                if table.tier == Tier.DRAM and table.state(frame) == RESERVED and int(table.tails[frame, 0]) != 0:
                     address = Address(number, frame, table.generation(frame))
                     if key not in self.pend or address.generation < self.pend[key].generation:
                         self.pend[key] = address
         recovery.settle(state)
         return state
 
+    def _indexed(self, tier: Tier) -> dict[bytes, Address]:
+        links = closure.link(self.snapshots(tier))
+        assert not links.duplicate.any()
+        return {links.key(i): links.address(i) for i in range(len(links.parent))}
+
     # --- laws -------------------------------------------------------------------------------------------------------
 
     def check(self, state: NodeState) -> list[str]:
         """``integrity.check``, and what it does not know: what readers are shown of pending pages."""
-        wrong = integrity.check(state, self.snapshots(), self.index.items())
+        wrong = []
+        for tier in state.spaces:
+            wrong += integrity.check(state, tier, self.snapshots(tier), self.index_of(tier).items())
         live = [page for page in state.pending.by_address.values() if not page.doomed]
         for key, address in self.pend.items():
             page = state.pending.by_address.get(address)
@@ -453,7 +527,8 @@ class MemoryShell:
             if page.doomed != (frame_state == QUARANTINED):
                 wrong.append(f"{address}: {frame_state.name}, and {'doomed' if page.doomed else 'live'}")
         capacity = self.positions * self.extent_bytes
-        used = sum(table.frames * table.frame_class.frame_bytes for table in self.tables.values())
+        in_dram = [table for table in self.tables.values() if table.tier == Tier.DRAM]
+        used = sum(table.frames * table.frame_class.frame_bytes for table in in_dram)
         if used > capacity:
             wrong.append(f"{used} bytes are carved out of {capacity}")
         return wrong

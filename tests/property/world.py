@@ -14,10 +14,10 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from kvstore.model.replica import Address, FrameClass, Status
+from kvstore.model.replica import Address, FrameClass, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.views import Rows
-from tests.property.memory_shell import FREE, RETIRING, MemoryShell
+from tests.property.memory_shell import FREE, RETIRING, MemoryShell, Nvme
 
 MS = 1_000_000
 LEASE_TTL_NS_MAX = 60_000 * MS
@@ -88,11 +88,21 @@ class Client:
 class World:
     """See the module. ``check`` after every verb; a false promise is an AssertionError."""
 
-    def __init__(self, extent_bytes: int, positions: int, *, now_ns: int = 10**12, sessions_max: int = 256) -> None:
+    may_lose: tuple[type, ...] = MAY_LOSE
+
+    def __init__(
+        self,
+        extent_bytes: int,
+        positions: int,
+        *,
+        now_ns: int = 10**12,
+        sessions_max: int = 256,
+        nvme: Nvme | None = None,
+    ) -> None:
         self.now_ns = now_ns
         self.clients: dict[int, Client] = {}
         self.claims: dict[tuple[int, int], set[int]] = {}  # frame -> sessions that may store into it
-        self.shell = MemoryShell(extent_bytes, positions, self)
+        self.shell = MemoryShell(extent_bytes, positions, self, nvme)
         self.options = {"lease_ttl_ns_max": LEASE_TTL_NS_MAX, "sessions_max": sessions_max}
         self.state = self.shell.state(**self.options)
         self.stored: set[bytes] = set()  # acknowledged, and not known to be evicted or damaged
@@ -102,6 +112,7 @@ class World:
         self.crash_at: list[float] = []  # of the next decision, then of the recoveries that follow
         self.crashes = 0
         self.dropped_at_start = 0
+        self.status = Status.OK  # of the last grant
 
     # --- what the shell asks ----------------------------------------------------------------------------------------
 
@@ -121,6 +132,7 @@ class World:
     def _claim(self, session: int, addresses: list[Address]) -> None:
         for address in addresses:
             self.claims.setdefault(address[:2], set()).add(session)
+            self.shell.content[address[:2]] = f"half written by {session}"
 
     def _unclaim(self, session: int, addresses: list[Address]) -> None:
         for address in addresses:
@@ -147,25 +159,35 @@ class World:
                 self.send(ev.SessionDead(self.now_ns, session))
         return reply if reply is not None else ev.Reply()
 
-    def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
-        """Which pages this decision takes away; only some events may."""
+    def gone(self, instructions: list[ev.Instruction], tier: Tier = Tier.DRAM) -> set[bytes]:
+        """Keys of the pages that a decision takes out of a tier."""
         gone: set[bytes] = set()
         for instruction in instructions:
             if type(instruction) is ev.WriteState and instruction.state in (FREE, RETIRING):
                 for extent, frame, _ in instruction.addresses:
-                    key = self.shell.key(extent, frame)
                     table = self.shell.tables[extent]
-                    if self.shell.is_sealed(Address(extent, frame, table.generation(frame))):
-                        gone.add(key)
-            elif type(instruction) is ev.WriteSealed:
+                    generation = table.generation(frame)
+                    if table.tier == tier and self.shell.is_sealed(Address(extent, frame, generation)):
+                        gone.add(self.shell.key(extent, frame))
+        return gone
+
+    def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
+        """Which pages this decision takes away; only some events may."""
+        gone = self.gone(instructions)
+        for instruction in instructions:
+            if type(instruction) is ev.WriteSealed:
                 assert self.tried.issuperset(instruction.keys)
         if type(event) is ev.Damaged and gone:
             gone.add(event.key)
-        assert not gone or isinstance(event, MAY_LOSE), f"{type(event).__name__} takes pages away"
-        self.stored -= gone
+        assert not gone or isinstance(event, self.may_lose), f"{type(event).__name__} takes pages away"
+        self.stored -= self.lost(gone, instructions)
         for name, page in list(self.groups.items()):
             if page.key in gone or (type(event) is ev.Damaged and page.parent in gone):
                 del self.groups[name]
+
+    def lost(self, gone: set[bytes], instructions: list[ev.Instruction]) -> set[bytes]:
+        """Pages that nobody has any more when ``gone`` have left DRAM."""
+        return gone
 
     def _crash(self, instructions: list[ev.Instruction]) -> None:
         total = self.shell.count_stores(instructions)
@@ -192,11 +214,15 @@ class World:
             if page.sealed:  # what some shards have sealed is not promised to anybody yet
                 del self.groups[name]
 
+    def readable(self) -> set[bytes]:
+        """Keys of all pages that are stored."""
+        return set(self.shell.index)
+
     def check(self) -> None:
         """All laws, and the model's promises."""
         wrong = self.shell.check(self.state)
         assert not wrong, "\n".join(wrong[:10])
-        assert self.stored <= self.shell.index.keys(), "an acknowledged page is gone"
+        assert self.stored <= self.readable(), "an acknowledged page is gone"
         assert self.shell.index.keys() <= self.tried
         for name, page in list(self.groups.items()):
             if len(page.sealed) == page.shards:
@@ -255,6 +281,7 @@ class World:
         reply = self.send(ev.Grant(self.now_ns, session, frame_class, count, ahead, anchor))
         if reply is None:
             return 0
+        self.status = reply.status
         assert (anchor in self.shell.index) == kept, "the page that new ones will hang on was evicted for them"
         assert len(reply.addresses) <= count
         assert (reply.status == Status.OK) == bool(reply.addresses)
@@ -274,6 +301,7 @@ class World:
         keys, rows = chain.keys[start:stop], chain.rows[start:stop]
         self.tried.update(keys)
         self._unclaim(session, addresses)  # it has written, and will not again unless it hears so
+        self.shell.content.update({address[:2]: key for address, key in zip(addresses, keys, strict=False)})
         parent = chain.parents[start]
         sums = None
         if chain.path[0] % 2:
@@ -358,9 +386,11 @@ class World:
         """A shard's writer has written these pages (of one shard), and will not touch them again."""
         client = self.clients[session]
         names = [client.writing.pop((address, shard)) for address in addresses]
-        for address in addresses:
+        for address, (_, key) in zip(addresses, names, strict=True):
             if not any(other == address for other, _ in client.writing):
                 self._unclaim(session, [address])
+            if address[:2] not in self.claims:
+                self.shell.content[address[:2]] = key
         reply = self.send(ev.Seal(self.now_ns, session, shard, addresses))
         if reply is None:
             for name, address in zip(names, addresses, strict=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from click.testing import CliRunner
 import kvstore
 from kvstore.bench.content import LAYOUTS, Content, Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, alternate, medians, quickest, result, speeds
+from kvstore.bench.nvme import plan
+from kvstore.bench.nvme_disk import LIMITS, RawFile, Scratch, Where, file_system, target_bytes
 from kvstore.bench.reading import Reading
 from kvstore.bench.rows import ROWS, chosen
 from kvstore.bench.stage import Settings, wait_for
@@ -148,6 +152,92 @@ def test_a_row_that_reads_wrong_bytes_fails(tmp_path: Path, damage: str) -> None
                 Reading(store, work).verify()
 
 
+# --- The disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk_dir(tmp_path: Path) -> Path:
+    """Where O_DIRECT works."""
+    probe = tmp_path / "probe"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT there: {error}")
+    probe.unlink()
+    return tmp_path
+
+
+RANGES = [(8192, 3 << 20), (5 << 20, 4096), (6 << 20, 1_130_496)]
+
+
+@pytest.mark.parametrize("how", [*LIMITS, "whole"])
+def test_every_way_reads_the_same_bytes(disk_dir: Path, how: str) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 8 << 20, dtype=np.uint8)
+    (disk_dir / "file").write_bytes(data.tobytes())
+    wanted = np.concatenate([data[at : at + nbytes] for at, nbytes in RANGES])
+    with RawFile(disk_dir / "file", len(wanted)) as raw:
+        assert raw.run(raw.reads(RANGES, how)) == len(wanted)
+        assert np.array_equal(raw.buffer, wanted)
+
+
+@pytest.mark.parametrize("how", LIMITS)
+def test_limit_writes_its_ranges(disk_dir: Path, how: str) -> None:
+    with RawFile(disk_dir / "new", 4 << 20, create_bytes=8 << 20) as raw:
+        assert not (disk_dir / "new").exists(), "it goes with the process"
+        raw.buffer[:] = 7
+        assert raw.run(raw.writes([(1 << 20, 4 << 20)], how)) == 4 << 20
+        raw.sync()
+        raw.run(raw.reads([((1 << 20) - 4096, 8192), (5 << 20, 4096)], how))
+        assert raw.buffer[:12288:4096].tolist() == [0, 7, 0]
+
+
+def test_short_file_fails_the_row(disk_dir: Path) -> None:
+    (disk_dir / "file").write_bytes(bytes(4096))
+    with RawFile(disk_dir / "file", 8192) as raw, pytest.raises(BenchFailed, match="moved 4096 of 8192"):
+        raw.run(raw.reads([(0, 8192)], "whole"))
+
+
+def test_scratch_folder_says_what_it_needs_and_goes(tmp_path: Path) -> None:
+    with Scratch(tmp_path, 4096, quick=True) as scratch:
+        (scratch.path / "pages").write_bytes(b"x")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(BenchFailed, match=r"MiB free, this row's files take 10737\d+ MiB; --dir"):
+        Scratch(tmp_path, 1 << 50, quick=True)
+    with pytest.raises(BenchFailed, match="No such file.*--dir"):
+        Scratch(tmp_path / "absent", 4096, quick=True)
+    if file_system(Path("/dev/shm")) == "tmpfs":
+        with pytest.raises(BenchFailed, match="is in memory"):
+            Scratch(Path("/dev/shm"), 4096)
+
+
+def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
+    work = Work("4k", seed=1, chains=3, pages=8)
+    content, rows = Content(4096), np.zeros((8, 4096), np.uint8)
+    nvme = f"{disk_dir / 'pages'}:{target_bytes(24, work.layout, 1 << 20)}"
+    settings = {"nvme": nvme, "nvme_extent": "1MiB", "demote_at": 0}
+    with kvstore.open(name="bench-where", dram="4MiB", shm_dir=disk_dir, **settings) as store:
+        cache = store.cache(work.layout)
+        keys = [work.keys(cache, chain) for chain in range(3)]
+        for each in keys:
+            content.fill(rows, each.hashes)
+            cache.put(each, rows)
+        with contextlib.closing(Where.of(disk_dir, "bench-where", work.layout)) as where:
+            wait_for(lambda: where.saved([each.hashes[-1] for each in keys]), "not saved", 10)
+            stride = where.frame_class.nvme_stride
+            with RawFile(disk_dir / "pages", 8 * stride) as raw:
+                for each, ranges in zip(keys, where.ranges([each.hashes for each in keys]), strict=True):
+                    assert raw.run(raw.reads(ranges, "pieces_1m")) == 8 * stride
+                    content.check(raw.buffer.reshape(8, stride)[:, -4096:], each.hashes, "the disk")
+            with pytest.raises(BenchFailed, match="not on NVMe"):
+                where.ranges([[bytes(16)]])
+
+
+@pytest.mark.parametrize("geometry", ["2m", "256k", "64k"])
+def test_plans_are_larger_than_dram(geometry: str) -> None:
+    assert plan(geometry, False, 1).total_bytes >= 512 << 20
+    assert plan(geometry, True, 1).total_bytes == 96 << 20
+
+
 # --- The command ---------------------------------------------------------------------------------------------------
 
 
@@ -170,19 +260,37 @@ def test_geometries_and_settings() -> None:
 
 def test_list() -> None:
     listed = json.loads(CliRunner().invoke(bench, ["--list", "--json"]).output)["rows"]
-    assert {row["name"]: row["bar"] for row in listed}["restart_8g"] == "<= 2 s"
+    bars = {row["name"]: row["bar"] for row in listed}
+    assert (bars["restart_8g"], bars["get_nvme_2m"], bars["restart_nvme"]) == ("<= 2 s", ">= 0.85", "")
+    assert CliRunner().invoke(bench, ["--list"]).exit_code == 0
 
 
-def test_quick_rows_from_end_to_end() -> None:
-    rows = ["keys_128k", "get_one_256k", "put_one_256k"]
-    command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", *rows]
+def run_quick(rows: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """The lines by name; nothing is left behind."""
+    command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", "--dir", str(folder), *rows]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     output, complaints = process.communicate(timeout=100)
     assert process.returncode == 0, complaints
     document = json.loads(output)
-    lines = {line["name"]: line for line in document["rows"]}
-    assert set(rows) <= set(lines)
-    assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())
     assert document["machine"]["cores"] >= 1 and not document["failed"]
     shm_dir = os.environ.get("KVSTORE_SHM_DIR") or "/dev/shm"
     assert not [name for name in os.listdir(shm_dir) if name.startswith(f"kvstore-bench-{process.pid}-")]
+    assert not list(folder.iterdir())
+    return {line["name"]: line for line in document["rows"]}
+
+
+def test_quick_rows_from_end_to_end(tmp_path: Path) -> None:
+    rows = ["keys_128k", "get_one_256k", "put_one_256k"]
+    lines = run_quick(rows, tmp_path)
+    assert set(rows) <= set(lines)
+    assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())
+
+
+def test_quick_nvme_rows_from_end_to_end(disk_dir: Path) -> None:
+    rows = ["get_nvme_64k", "demotion_256k", "get_while_demoting_2m", "restart_nvme"]
+    lines = run_quick(rows, disk_dir)
+    more = {"get_nvme_64k.unaligned", "get_nvme_64k.one", "demotion_256k.full", "restart_nvme.reboot"}
+    assert set(lines) == {*rows, *more, "restart_nvme.scan"}
+    with_limit = [line for line in lines.values() if line["limit"] is not None]
+    assert len(with_limit) == 7 and all(0.001 < line["ratio"] < 100 for line in with_limit)
+    assert all(0 < lines[name]["ours"] < 60 for name in ("restart_nvme", "restart_nvme.reboot"))

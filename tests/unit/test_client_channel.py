@@ -16,6 +16,7 @@ import pytest
 from kvstore.client.channel import OUTSTANDING_MAX, SocketChannel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
+from kvstore.tier.counters import read_counters
 from kvstore.transfer import control
 from kvstore.transfer.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
@@ -147,6 +148,30 @@ def test_session_file_is_locked_until_close(server: Server, channel: SocketChann
         channel.request(Op.ADMIN)
 
 
+def test_begin_takes_the_session_file_alone(server: Server, channel: SocketChannel) -> None:
+    """So that what is only read is counted: no connection is made."""
+    channel.counters.put(1, 10)
+    channel.begin()
+    channel.begin()
+    path = server.folder / "sessions" / f"{channel.session:016x}"
+    with open(path, "rb") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        channel.request(Op.ADMIN).result()
+        channel.counters.put(2, 10)
+        counts = read_counters(file.fileno())
+        assert counts is not None and counts["pages_put"] == 3
+    assert server.sessions == [channel.session]
+
+
+def test_begin_without_a_node_is_no_failure(tmp_path: Path) -> None:
+    channel = SocketChannel(tmp_path / "kvstore-none")
+    channel.begin()
+    channel.counters.put(1, 10)
+    assert list(tmp_path.iterdir()) == []
+    channel.close()
+
+
 def test_constructor_starts_nothing(tmp_path: Path) -> None:
     SocketChannel(tmp_path / "kvstore-none").close()
     assert list(tmp_path.iterdir()) == []
@@ -187,6 +212,11 @@ def test_requests_in_flight_fail_when_the_daemon_dies(server: Server, channel: S
     server.answer = echo
     server.start()
     assert channel.request(Op.ADMIN, a=7).result().a == 7
+
+
+def test_busy_is_an_answer_not_a_refusal(server: Server, channel: SocketChannel) -> None:
+    server.answer = lambda message: control.encode(Status.BUSY, message.request_id)
+    assert channel.request(Op.GRANT).result().op == Status.BUSY
 
 
 def test_deadline_of_a_reply_and_the_late_reply_is_dropped(server: Server, channel: SocketChannel) -> None:

@@ -10,8 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config import GIB, KIB, MIB, NodeConfig, format_size, load, node_config, parse_address, parse_size
+from kvstore.config import (
+    GIB,
+    KIB,
+    MIB,
+    NodeConfig,
+    NvmeTarget,
+    format_size,
+    load,
+    node_config,
+    parse_address,
+    parse_nvme,
+    parse_size,
+)
 from kvstore.errors import InvalidRequest
+from kvstore.state.eviction import POLICY_DEFAULT
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -83,11 +96,85 @@ def test_address_refused(given_: object) -> None:
         parse_address(given_, "http")
 
 
+# --- NVMe targets --------------------------------------------------------------------------------------------------
+
+A, B = NvmeTarget(Path("/a/kv"), 4 * GIB), NvmeTarget(Path("/dev/nvme:0"), 512 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("given_", "targets"),
+    [
+        ("/a/kv:4GiB", (A,)),
+        ("/a/kv:4GiB,/dev/nvme:0:512MiB", (A, B)),
+        (" /a/kv:4GiB , /dev/nvme:0:512 MiB ", (A, B)),
+        (["/a/kv:4GiB", "/dev/nvme:0:512MiB"], (A, B)),
+        (("/a/kv:4294967296", B), (A, B)),
+        (["/a,b:1GiB"], (NvmeTarget(Path("/a,b"), GIB),)),
+        (A, (A,)),
+        ("", ()),
+        (None, ()),
+        ([], ()),
+    ],
+)
+def test_nvme_targets(given_: object, targets: tuple[NvmeTarget, ...]) -> None:
+    assert parse_nvme(given_) == targets
+    assert parse_nvme([str(target) for target in targets]) == targets, "their text is what is read"
+
+
+def test_nvme_relative_path_is_completed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    node = node_config(nvme="kv:1GiB")
+    assert node.nvme == (NvmeTarget(tmp_path / "kv", GIB),)
+    for given_ in (f"kv:1GiB,./kv:1GiB,{tmp_path}/x:1GiB", [f"{tmp_path}/kv:1GiB", "kv:2GiB"]):
+        with pytest.raises(InvalidRequest, match="^nvme: must not name a path twice"):
+            node_config(nvme=given_)
+
+
+NO_TARGETS = ["kv", "/a/kv", ":4GiB", "/a:", "/a:lots", "/a:0", "/a:-1", "/a:4096", "/a:1GiB,", ",", "\0:1GiB", 7, True]
+
+
+@pytest.mark.parametrize("given_", [*NO_TARGETS, {"path": "/a"}, [["/a:1GiB"]], [None], ["/a:1GiB", 3], [b"/a:1GiB"]])
+def test_nvme_refused(given_: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        node_config(nvme=given_)
+    assert refused.value.field == "nvme"
+    assert "\n" not in str(refused.value)
+
+
+def test_nvme_from_everywhere(tmp_path: Path) -> None:
+    path = write(tmp_path, '[node]\nnvme = ["/a/kv:4GiB", "/b:1GiB"]\nnvme_admission = "reused"\ndemote_at = 1\n')
+    assert load(path, env={}).node.nvme == (A, NvmeTarget(Path("/b"), GIB))
+    env = {"KVSTORE_NVME": "/a/kv:4GiB,/dev/nvme:0:512MiB", "KVSTORE_NVME_WRITE_BYTES_PER_DAY": "1TB"}
+    config = load(path, env=env)
+    assert config.node.nvme == (A, B)
+    assert (config.node.nvme_admission, config.node.demote_at) == ("reused", 1.0)
+    assert config.node.nvme_write_bytes_per_day == 10**12
+    assert config.sources["node.nvme"] == "env KVSTORE_NVME"
+    flags = {"nvme": ("/a/kv:4GiB",), "nvme_format": True, "eviction": "s3-fifo_2"}
+    node = load(path, env=env, flags=flags).node
+    assert (node.nvme, node.nvme_format, node.eviction) == ((A,), True, "s3-fifo_2")
+    assert load(path, env={"KVSTORE_NVME": ""}).node.nvme == ()
+    with pytest.raises(InvalidRequest, match=r"^nvme: 'x' is not PATH:SIZE.*\(from env KVSTORE_NVME\)$"):
+        load(env={"KVSTORE_NVME": "x"})
+
+
+def test_nvme_extent_fits_each_target() -> None:
+    assert node_config(nvme="/a:4MiB,/b:8MiB", nvme_extent="4MiB").nvme_extent == 4 * MIB
+    with pytest.raises(InvalidRequest, match="^nvme_extent: must fit in /a:4MiB"):
+        node_config(nvme="/b:8MiB,/a:4MiB", nvme_extent="8MiB")
+
+
+def test_default_policy_is_the_node_s() -> None:
+    """Config may not look at the state's policies, so that the two defaults are kept equal here."""
+    assert NodeConfig().eviction == POLICY_DEFAULT
+
+
 # --- A node's settings ---------------------------------------------------------------------------------------------
 
 
 def test_node_defaults() -> None:
     node = NodeConfig()
+    assert (node.nvme, node.nvme_format, node.demote_at, node.promote_after) == ((), False, 0.5, 2)
     assert (node.name, node.dram, node.http, node.shm_dir) == ("default", 512 * MIB, None, Path("/dev/shm"))
     assert node.file_mode == 0o600
     shared = NodeConfig(group=True)
@@ -135,6 +222,23 @@ def test_node_from_keywords() -> None:
         ("sessions_max", 65536),
         ("sessions_max", 2.5),
         ("log_level", "loud"),
+        ("eviction", "LRU"),
+        ("eviction", ""),
+        ("eviction", 1),
+        ("nvme_format", True),  # of nothing
+        ("nvme_format", "perhaps"),
+        ("nvme_extent", 4097),
+        ("nvme_extent", -4096),
+        ("nvme_admission", "some"),
+        ("nvme_write_bytes_per_day", -1),
+        ("demote_at", 1.01),
+        ("demote_at", -0.1),
+        ("demote_at", "half"),
+        ("demote_at", float("nan")),
+        ("promote_after", 0),
+        ("promote_after", 1.5),
+        ("checkpoint_s", 0),
+        ("checkpoint_s", True),
         ("dramm", 1),
     ],
 )
@@ -146,9 +250,14 @@ def test_node_refused_naming_the_field(name: str, value: object) -> None:
 
 
 def test_node_is_checked_however_it_is_made() -> None:
-    arguments: dict[str, Any] = {"dram": 0}
-    with pytest.raises(InvalidRequest, match="^dram: "):
-        NodeConfig(**arguments)
+    wrong: list[dict[str, Any]] = [
+        {"dram": 0},
+        {"nvme_write_bytes_per_day": -1},
+        {"nvme": (NvmeTarget(Path("relative"), GIB),)},
+    ]
+    for arguments in wrong:
+        with pytest.raises(InvalidRequest, match=f"^{next(iter(arguments))}: "):
+            NodeConfig(**arguments)
 
 
 # --- Where values come from ----------------------------------------------------------------------------------------
@@ -221,5 +330,5 @@ def test_environment_refused() -> None:
 def test_flag_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"\(from flag --lease-ttl-s-max\)$"):
         load(env={}, flags={"lease_ttl_s_max": "x"})
-    with pytest.raises(InvalidRequest, match="^nvme: is not a known setting"):
-        load(env={}, flags={"nvme": None})
+    with pytest.raises(InvalidRequest, match="^nvmee: is not a known setting; did you mean nvme?"):
+        load(env={}, flags={"nvmee": None})

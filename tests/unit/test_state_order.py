@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.model.replica import Address, FrameState
 from kvstore.state import closure
-from kvstore.state.eviction import STALE_MAX, Lru
+from kvstore.state.eviction import STALE_MAX, Lru, Page
 from kvstore.state.views import Snapshot
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=200)
@@ -37,7 +37,7 @@ steps = st.lists(
 def test_the_eviction_order_is_least_recently_used(start_ms: int, steps: list[tuple[str, int]]) -> None:
     lru, naive = Lru(), NaiveLru()
     marks = dict.fromkeys([slot * 977 for slot in range(13)], start_ms)
-    lru.add(13 * 977, start_ms)  # the first page's use is the base of all
+    lru.add(13 * 977, Page(start_ms))  # the first page's use is the base of all
     lru.remove(13 * 977)
     now_ms = start_ms
     for what, slot in steps:
@@ -46,7 +46,7 @@ def test_the_eviction_order_is_least_recently_used(start_ms: int, steps: list[tu
             now_ms += DAY_MS
         elif what in ("add", "old") and slot not in lru:
             used_ms = now_ms if what == "add" else marks[slot]
-            lru.add(slot, used_ms)
+            lru.add(slot, Page(used_ms))
             naive.uses[slot] = used_ms
         elif what == "remove":
             lru.remove(slot)
@@ -54,7 +54,7 @@ def test_the_eviction_order_is_least_recently_used(start_ms: int, steps: list[tu
         elif what == "use":
             marks[slot] = now_ms
         elif what in ("victim", "evict"):
-            victim = lru.victim(marks.__getitem__)
+            victim = lru.victim(marks.__getitem__, now_ms)
             assert victim == naive.victim(marks)
             if what == "evict" and victim is not None:
                 lru.remove(victim)
@@ -66,9 +66,9 @@ def test_the_eviction_order_is_least_recently_used(start_ms: int, steps: list[tu
 def test_order_survives_more_uptime_than_its_words_hold() -> None:
     lru = Lru()
     for slot, day in enumerate((0, 40, 49, 50, 120)):
-        lru.add(slot, day * DAY_MS)
+        lru.add(slot, Page(day * DAY_MS))
     left = []
-    while (victim := lru.victim(lambda _: 0)) is not None:
+    while (victim := lru.victim(lambda _: 0, 200 * DAY_MS)) is not None:
         lru.remove(victim)
         left.append(victim)
     assert left == [0, 1, 2, 3, 4]
@@ -77,7 +77,7 @@ def test_order_survives_more_uptime_than_its_words_hold() -> None:
 def test_stale_entries_are_bounded() -> None:
     lru = Lru()
     for i in range(50_000):
-        lru.add(i % 100, i)
+        lru.add(i % 100, Page(i))
         lru.remove(i % 100)
     assert len(lru._heap) <= STALE_MAX + 200
 

@@ -12,6 +12,7 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
 from kvstore.state.frames import IDLE_NS, ClassPool
+from kvstore.state.policy_base import Page, UsedMs
 from tests.property.memory_shell import MemoryShell
 from tests.property.world import MS, Chain, World, root_of
 
@@ -370,20 +371,20 @@ class CountingLru(Lru):
         super().__init__()
         self.operations: Counter[str] = Counter()
 
-    def add(self, slot: int, used_ms: int) -> None:
+    def add(self, slot: int, page: Page) -> None:
         """See ``Lru``."""
         self.operations["add"] += 1
-        super().add(slot, used_ms)
+        super().add(slot, page)
 
     def remove(self, slot: int) -> None:
         """See ``Lru``."""
         self.operations["remove"] += 1
         super().remove(slot)
 
-    def victim(self, used_ms: object) -> int | None:
+    def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """See ``Lru``."""
         self.operations["victim"] += 1
-        return super().victim(used_ms)  # type: ignore[arg-type]
+        return super().victim(used_ms, now_ms)
 
 
 def crowded(pages: int) -> World:
@@ -391,7 +392,7 @@ def crowded(pages: int) -> World:
     frames = 4096
     world = World(frames * 4096, -(-pages // frames))
     world.populate(list(range(world.shell.positions)))
-    world.state.segment.pools[SMALL] = ClassPool(SMALL, frames, policy=CountingLru())
+    world.state.segment.pools[SMALL] = ClassPool(SMALL, frames, CountingLru())
     reply = world.decide(ev.Grant(world.now_ns, A, SMALL, pages))[-1]
     assert isinstance(reply, ev.Reply) and len(reply.addresses) == pages
     rows = np.zeros((2, 56), np.uint8)
@@ -415,7 +416,7 @@ def counting(shell: MemoryShell) -> Counter[str]:
 
         return call
 
-    for name in ("key", "parent", "root", "last_use_ns", "snapshots", "find"):
+    for name in ("key", "parent", "root", "standing", "last_use_ns", "snapshots", "find"):
         setattr(shell, name, counted(name, getattr(shell, name)))
     return reads
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, standing
 from kvstore.state import events as ev
 from tests.property.world import MS, Chain, World
 
@@ -74,7 +74,7 @@ def test_reserve_then_seal_is_two_records_and_an_index_entry() -> None:
     sealed = world.decide(ev.Seal(world.now_ns, A, 0, reply.addresses[:1]))
     assert sealed == [
         ev.Unpend(KEYS[0], None),
-        ev.WriteSealed(reply.addresses[:1], KEYS[:1]),
+        ev.WriteSealed(reply.addresses[:1], KEYS[:1], [standing(0, 0)]),
         ev.Reply(statuses=[Status.OK]),
     ]
     assert world.shell.index == {KEYS[0]: reply.addresses[0]}

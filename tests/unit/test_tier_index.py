@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -117,6 +118,39 @@ def test_pending_is_a_table_of_its_own(writer: Index) -> None:
     with writer.begin() as txn:
         assert txn.delete_pending([key(1), key(9)]) == 1
     assert writer.find_pending(key(1)) is None
+
+
+def test_nvme_is_a_table_of_its_own(writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "SCAN_BATCH", 3)
+    put(writer, range(2))
+    with writer.begin() as txn:
+        txn.put_nvme([key(i) for i in range(9)], [raw(10 * i) for i in range(9)])
+        assert txn.find_nvme(key(1)) == Address(10, 11, 12)
+        assert txn.find(key(1)) == Address(1, 2, 3)
+        assert txn.find(key(5)) is None
+    assert (writer.count(), writer.count_pending(), writer.count_nvme()) == (2, 0, 9)
+    assert (writer.find_nvme(key(8)), writer.find_nvme(key(9))) == (Address(80, 81, 82), None)
+    assert writer.find_many_nvme([key(3), key(20)]) == [raw(30), None]
+    assert writer.find_many([key(3), key(1)]) == [None, raw(1)]
+    assert list(writer.scan_nvme()) == sorted((key(i), raw(10 * i)) for i in range(9))
+    assert len(list(writer.scan())) == 2
+    with writer.begin() as txn:
+        txn.put_nvme([key(1)], [raw(7)])
+        assert txn.delete_nvme([key(7), key(8), key(8), key(77)]) == 2
+    assert (writer.count(), writer.count_nvme()) == (2, 7)
+    assert (writer.find_nvme(key(1)), writer.find(key(1))) == (Address(7, 8, 9), Address(1, 2, 3))
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 5, 33])
+@pytest.mark.parametrize("asked", [0, 1, 2, 33, 40])
+@pytest.mark.parametrize("skipped", [0, 1, 20])
+def test_longest_nvme_starts_anywhere_in_a_chain(writer: Index, stored: int, asked: int, skipped: int) -> None:
+    with writer.begin() as txn:
+        txn.put_nvme([key(i) for i in range(stored)], [raw(i) for i in range(stored)])
+    length = max(0, min(stored - skipped, asked))
+    keys = [key(i) for i in range(skipped, skipped + asked)]
+    assert writer.longest_nvme(keys) == (length, raw(skipped + length - 1) if length else None)
+    assert writer.longest(keys) == (0, None)
 
 
 def test_an_exception_drops_the_whole_transaction(writer: Index) -> None:
@@ -249,6 +283,9 @@ def test_closed_is_closed(folder: NodeFolder, writer: Index) -> None:
         lambda: reader.find_pending(key(1)),
         lambda: reader.find_many([key(1)]),
         lambda: reader.longest([key(1)]),
+        lambda: reader.find_nvme(key(1)),
+        lambda: reader.find_many_nvme([key(1)]),
+        lambda: reader.longest_nvme([key(1)]),
         lambda: reader.count(),
         lambda: list(reader.scan()),
         lambda: reader.used_bytes(),
@@ -258,6 +295,19 @@ def test_closed_is_closed(folder: NodeFolder, writer: Index) -> None:
         with pytest.raises(IndexDamaged):
             verb()
     assert writer.find(key(1)) is None, "the others of this process go on"
+
+
+def test_an_index_of_an_older_version_is_no_index(folder: NodeFolder) -> None:
+    """Without the NVMe table: the daemon makes another one, readers miss until then."""
+    old = folder.index(1)
+    os.mkdir(old)
+    made = lmdb.open(str(old), map_size=MIB, max_dbs=2)
+    for name in (environment.SEALED, environment.PENDING):
+        made.open_db(name)
+    made.close()
+    assert Index.open_reader(folder, 1) is None
+    with pytest.raises(IndexDamaged):
+        Index.open_writer(folder, 1, MIB, fresh=False)
 
 
 # --- one process ----------------------------------------------------------------------------------------------------
@@ -479,13 +529,15 @@ def test_rebuild_makes_a_whole_new_epoch(folder: NodeFolder, writer: Index, monk
     monkeypatch.setattr(environment, "FILL_BATCH", 100)
     items = sorted((key(i), raw(i)) for i in range(2500))
     pending = [(key(9), raw(9)), (key(3), raw(3)), (key(9), raw(10))]
+    nvme = sorted((key(i), raw(i + 5)) for i in range(1000, 3000))
     reader = Index.open_reader(folder, 1)
     assert reader is not None
-    Index.rebuild(folder, 1, 2, iter(items), MIB, pending)
+    Index.rebuild(folder, 1, 2, iter(items), MIB, pending, iter(nvme))
     assert folder.epochs() == [1, 2]
     rebuilt = Index.open_writer(folder, 2, MIB, fresh=False)
     assert list(rebuilt.scan()) == items
     assert list(rebuilt.scan_pending()) == sorted({key(9): raw(9), key(3): raw(3)}.items())
+    assert list(rebuilt.scan_nvme()) == nvme
     put(rebuilt, range(2500, 2600))
     Index.remove(folder, 1)
     Index.remove(folder, 1)

@@ -2,7 +2,8 @@
 
 A value comes from, strongest first: a flag, the environment (``KVSTORE_DRAM``), a TOML file (``dram = "4GiB"`` under
 ``[node]``), the default. `Config.sources` remembers which. Names nobody knows are refused, so that a typing error is
-never a silent default. Only `load` touches files and the environment; everything else here is pure.
+never a silent default. Only `load` touches files and the environment; everything else here is pure. How text becomes a
+value stands in `kvstore.config.values`.
 
 To add a setting: one field with `_setting(default, parser)`, its bounds or relations in `__post_init__`.
 """
@@ -10,138 +11,71 @@ To add a setting: one field with `_setting(default, parser)`, its bounds or rela
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvstore.config.values import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    NvmeTarget,
+    Parser,
+    format_size,
+    parse_address,
+    parse_address_or_none,
+    parse_count,
+    parse_number,
+    parse_nvme,
+    parse_path,
+    parse_size,
+    parse_size_or_zero,
+    parse_switch,
+    parse_text,
+)
 from kvstore.errors import InvalidRequest
 
-KIB, MIB, GIB, TIB = (1 << shift for shift in (10, 20, 30, 40))
+__all__ = [
+    "ADMISSIONS",
+    "FRAME_ALIGN_BYTES",
+    "GIB",
+    "KIB",
+    "LOG_LEVELS",
+    "MIB",
+    "NVME_BYTES_MIN",
+    "TIB",
+    "Config",
+    "NodeConfig",
+    "NvmeTarget",
+    "format_size",
+    "load",
+    "node_config",
+    "parse_address",
+    "parse_nvme",
+    "parse_size",
+]
+
 FRAME_ALIGN_BYTES = 4 * KIB
 """Frames are multiples of this, for O_DIRECT and for whole memory pages."""
 
-_SHM_DIR = Path("/dev/shm")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+NVME_BYTES_MIN = MIB
+"""Superblocks and tables take some 20 KiB; of less they would be much, and a forgotten unit is more likely meant."""
 
-_BINARY_UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB}
-_UNITS = {**_BINARY_UNITS, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
-_SIZE_BYTES_MAX = (1 << 63) - 1  # sizes and offsets are stored as signed 8-byte words
+_SHM_DIR = Path("/dev/shm")
+ADMISSIONS = ("all", "reused")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_POLICY = re.compile(r"[a-z0-9_-]+")
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")  # becomes a folder's and a socket's name: 108 bytes is all a socket has
 
 _ENV_PREFIX = "KVSTORE_"
 _ENV_NOT_CONFIG = ("KVSTORE_NODE", "KVSTORE_FAILPOINT")  # where clients find a node; a test's fault to inject
 _ENV_NOT_CONFIG_PREFIX = "KVSTORE_TEST_"
-
-Parser = Callable[[object, str], Any]
-"""Turns a raw value (text, or what TOML makes of it) into a setting's; raises `InvalidRequest` naming the field."""
-
-
-# --- Values --------------------------------------------------------------------------------------------------------
-
-
-def parse_size(value: object, name: str = "size", *, zero_ok: bool = False) -> int:
-    """Bytes of ``"512MiB"``, ``"1.5 GB"``, ``"1048576"`` or an int.
-
-    Units are KiB MiB GiB TiB (powers of 1024) and KB MB GB TB (powers of 1000). Raises `InvalidRequest` naming `name`
-    for anything else: zero (unless `zero_ok`), negative, a part of a byte.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = Fraction(value)
-    elif isinstance(value, str):
-        found = _SIZE.fullmatch(value.strip())
-        if found is None or found[2] not in _UNITS:
-            raise InvalidRequest(name, f"{value!r} is not a size such as 512MiB, 4GiB or 1048576")
-        size = Fraction(found[1]) * _UNITS[found[2]]
-    else:
-        raise InvalidRequest(name, f"{value!r} is not a size: give bytes or text such as 512MiB")
-    if size.denominator != 1:
-        raise InvalidRequest(name, f"{value!r} is not a whole number of bytes")
-    if size < 0 or (size == 0 and not zero_ok):
-        raise InvalidRequest(name, f"must be {'zero or more' if zero_ok else 'more than zero'} bytes, got {value!r}")
-    if size > _SIZE_BYTES_MAX:
-        raise InvalidRequest(name, f"{value!r} is more than 8 EiB")
-    return int(size)
-
-
-def format_size(size_bytes: int) -> str:
-    """The shortest text that `parse_size` turns back into exactly `size_bytes`: ``512MiB``, ``4097``."""
-    for unit, unit_bytes in _BINARY_UNITS.items():
-        if size_bytes and size_bytes % unit_bytes == 0:
-            return f"{size_bytes // unit_bytes}{unit}"
-    return str(size_bytes)
-
-
-def parse_address(value: object, name: str = "address") -> tuple[str, int]:
-    """Host and port of ``"HOST:PORT"`` or ``"[::1]:PORT"``; port 0 means any free one. Raises `InvalidRequest`."""
-    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    plain = host != "" and not any(c.isspace() or c in "[]/" for c in host) and (bracketed or ":" not in host)
-    if not (colon and plain and re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535):
-        raise InvalidRequest(name, f"{value!r} is not HOST:PORT")
-    return host, int(port)
-
-
-def _size(value: object, name: str) -> int:
-    return parse_size(value, name)
-
-
-def _size_or_zero(value: object, name: str) -> int:
-    return parse_size(value, name, zero_ok=True)
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(name, f"{value!r} is not text")
-    return value
-
-
-def _path(value: object, name: str) -> Path:
-    if isinstance(value, Path):
-        return value
-    return Path(_text(value, name))
-
-
-def _address_or_none(value: object, name: str) -> str | None:
-    if value is None or value in ("", "none"):
-        return None
-    parse_address(value, name)
-    return _text(value, name)
-
-
-def _switch(value: object, name: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in known:
-        return known[value.lower()]
-    raise InvalidRequest(name, f"{value!r} is not true or false")
-
-
-def _count(value: object, name: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
-        return int(value)
-    raise InvalidRequest(name, f"{value!r} is not a whole number")
-
-
-def _seconds(value: object, name: str) -> float:
-    try:
-        seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise InvalidRequest(name, f"{value!r} is not a number of seconds")
-    return seconds
 
 
 def _setting(default: Any, parser: Parser) -> Any:
@@ -156,29 +90,47 @@ def _setting(default: Any, parser: Parser) -> Any:
 class NodeConfig:
     """One node. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
-    name: str = _setting("default", _text)
+    name: str = _setting("default", parse_text)
     """What clients on this machine connect to; also names the node's folder."""
-    dram: int = _setting(512 * MIB, _size)
+    dram: int = _setting(512 * MIB, parse_size)
     """Capacity of the DRAM segment: bytes of frames; records, marks and index come on top."""
-    http: str | None = _setting(None, _address_or_none)
+    http: str | None = _setting(None, parse_address_or_none)
     """HOST:PORT of /healthz and /readyz, or None for no HTTP at all."""
-    shm_dir: Path = _setting(_SHM_DIR, _path)
+    shm_dir: Path = _setting(_SHM_DIR, parse_path)
     """The tmpfs that holds the node's folder; absolute, because daemon and clients have different working folders."""
-    group: bool = _setting(False, _switch)
+    group: bool = _setting(False, parse_switch)
     """Whether the daemon's unix group may map the pool as well (it then belongs to the trust domain)."""
-    extent: int = _setting(0, _size_or_zero)
+    extent: int = _setting(0, parse_size_or_zero)
     """Bytes of one extent, or 0 to derive it from `dram`."""
-    scrub_bytes_per_s: int = _setting(64 * MIB, _size_or_zero)
+    scrub_bytes_per_s: int = _setting(64 * MIB, parse_size_or_zero)
     """How fast checksums of resting pages are verified in the background; 0 turns the scrubber off."""
-    reserve_ttl_s: float = _setting(30.0, _seconds)
+    reserve_ttl_s: float = _setting(30.0, parse_number)
     """How long a writer may hold reserved frames without a sign of progress."""
-    lease_ttl_s_max: float = _setting(3600.0, _seconds)
+    lease_ttl_s_max: float = _setting(3600.0, parse_number)
     """The longest lease granted: the bound on how long one client can keep frames from being evicted."""
-    sessions_max: int = _setting(256, _count)
+    sessions_max: int = _setting(256, parse_count)
     """How many clients may be connected at once."""
-    verify_reads: bool = _setting(False, _switch)
+    verify_reads: bool = _setting(False, parse_switch)
     """Whether every DRAM read verifies checksums, and not only those from other tiers and machines."""
-    log_level: str = _setting("info", _text)
+    eviction: str = _setting("lru", parse_text)
+    """Name of the policy by which pages leave DRAM and NVMe when frames are needed."""
+    nvme: tuple[NvmeTarget, ...] = _setting((), parse_nvme)
+    """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""
+    nvme_format: bool = _setting(False, parse_switch)
+    """Whether to make the NVMe targets anew at this start, whatever they hold."""
+    nvme_extent: int = _setting(0, parse_size_or_zero)
+    """Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."""
+    nvme_admission: str = _setting("all", parse_text)
+    """Which chains are saved to NVMe: all, or those reused since they were stored."""
+    nvme_write_bytes_per_day: int = _setting(0, parse_size_or_zero)
+    """How much may be written to all targets together in one day (UTC); 0 is no cap."""
+    demote_at: float = _setting(0.5, parse_number)
+    """The share of DRAM in use from which on pages are saved to NVMe: 0 at once, 1 when it is full."""
+    promote_after: int = _setting(2, parse_count)
+    """How many reads from NVMe bring a page back to DRAM."""
+    checkpoint_s: float = _setting(30.0, parse_number)
+    """How often the index of what NVMe holds is saved there, so that a start need not scan what rested since."""
+    log_level: str = _setting("info", parse_text)
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
@@ -194,6 +146,8 @@ class NodeConfig:
         # An extent is carved out of the segment and into aligned frames.
         _require("extent", self.extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", self.extent)
         _require("extent", 0 <= self.extent <= self.dram, f"must fit in dram ({format_size(self.dram)})", self.extent)
+        _require("eviction", _POLICY.fullmatch(self.eviction) is not None, "must match [a-z0-9_-]+", self.eviction)
+        self._check_nvme()
         # A reservation keeps frames as a lease does, so the bound on leases is a bound on it too.
         _require(
             "lease_ttl_s_max",
@@ -201,6 +155,28 @@ class NodeConfig:
             f"must be at least reserve_ttl_s ({self.reserve_ttl_s:g})",
             self.lease_ttl_s_max,
         )
+
+    def _check_nvme(self) -> None:
+        paths = [target.path for target in self.nvme]
+        _require("nvme", len({*paths}) == len(paths), "must not name a path twice", ",".join(map(str, self.nvme)))
+        extent = self.nvme_extent
+        for target in self.nvme:
+            _require("nvme", target.path.is_absolute(), "must be an absolute path", str(target.path))
+            _require("nvme", target.size >= NVME_BYTES_MIN, "a target has at least 1MiB", str(target))
+            # An extent is carved out of one target and into aligned frames.
+            _require("nvme_extent", extent <= target.size, f"must fit in {target}", extent)
+        _require("nvme_extent", extent >= 0 and extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", extent)
+        _require("nvme_format", bool(self.nvme) or not self.nvme_format, "needs targets: give nvme", self.nvme_format)
+        _require("nvme_admission", self.nvme_admission in ADMISSIONS, "must be all or reused", self.nvme_admission)
+        _require(
+            "nvme_write_bytes_per_day",
+            self.nvme_write_bytes_per_day >= 0,
+            "must be zero or more",
+            self.nvme_write_bytes_per_day,
+        )
+        _require("demote_at", 0 <= self.demote_at <= 1, "must be from 0 to 1", self.demote_at)
+        _require("promote_after", self.promote_after >= 1, "must be at least 1", self.promote_after)
+        _require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
 
     @property
     def file_mode(self) -> int:

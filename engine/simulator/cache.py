@@ -1,0 +1,140 @@
+"""A node's cache over a trace: the policy objects of the product under the product's rules, without a node.
+
+One page per block of the trace. A request looks up its longest stored prefix: those pages are hits and are marked as
+used now. The rest is put, as `kvstore.state.space` does it: the page the new ones hang on is held, every page that
+finds no free frame evicts one leaf, and then the last page of the chain is the new leaf. Where not enough can be
+evicted, the front of the rest is stored. A worked example, three frames, least recently used::
+
+    request [1, 2]     misses 2; stored 1-2, leaf 2
+    request [1, 3]     hits 1, misses 1; stored 1-2 and 1-3, leaves 2 and 3
+    request [1, 3, 4]  hits 1, 3; leaf 2 makes room for 4; leaf 4
+
+A trace stamps arrivals in coarse ticks; here every request comes at a millisecond of its own, as it would in a node.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.simulator.trace import Request
+from kvstore.state.eviction import EvictionPolicy, Page
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One request as a cache sees it."""
+
+    now_ms: int
+    blocks: tuple[int, ...]
+
+
+def accesses(requests: Iterable[Request]) -> list[Access]:
+    """The requests at distinct times, in order."""
+    clocked: list[Access] = []
+    last_ms = -1
+    for request in requests:
+        last_ms = max(request.timestamp_ms, last_ms + 1)
+        clocked.append(Access(last_ms, request.block_ids))
+    return clocked
+
+
+class CacheSimulation:
+    """A prefix-closed cache of ``capacity`` pages under one policy. Deterministic."""
+
+    def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.slots: dict[int, int] = {}  # block -> slot of the stored page
+        self.free = list(range(capacity - 1, -1, -1))
+        self.used_ms = array("q", bytes(8 * capacity))
+        self.parent = array("q", bytes(8 * capacity))
+        self.children = array("q", bytes(8 * capacity))
+        self.pages: list[tuple[int, int, int]] = [(0, 0, 0)] * capacity  # block, position, turns
+        self.evicted = 0
+
+    def run(self, trace: Sequence[Access], count_from: int = 0) -> tuple[int, int]:
+        """(hits, blocks) of the requests from that one on; the ones before only fill the cache."""
+        hits = blocks = 0
+        for number, access in enumerate(trace):
+            found = self.request(access.now_ms, access.blocks)
+            if number >= count_from:
+                hits += found
+                blocks += len(access.blocks)
+        return hits, blocks
+
+    def request(self, now_ms: int, blocks: Sequence[int]) -> int:
+        """One request: how many pages it hits. Its other pages are stored afterwards."""
+        slots, used_ms = self.slots, self.used_ms
+        hits, anchor = 0, _NONE
+        for block in blocks:
+            slot = slots.get(block, _NONE)
+            if slot == _NONE:
+                break
+            used_ms[slot] = now_ms
+            hits, anchor = hits + 1, slot
+        if hits < len(blocks):
+            self._put(now_ms, blocks, hits, anchor)
+        return hits
+
+    def _put(self, now_ms: int, blocks: Sequence[int], stored: int, anchor: int) -> None:
+        turns = min(self.pages[anchor][2] + 1, 255) if anchor != _NONE else 0
+        self._hold(anchor)
+        self._make_room(len(blocks) - stored, now_ms)
+        self._unhold(anchor)
+        parent = anchor
+        for position in range(stored, len(blocks)):
+            if not self.free:
+                break
+            slot = self.free.pop()
+            self.slots[blocks[position]] = slot
+            self.used_ms[slot] = now_ms
+            self.parent[slot] = parent
+            self.children[slot] = 0
+            self.pages[slot] = blocks[position], position, turns
+            if position == stored:
+                self._hold(parent)
+            else:
+                self.children[parent] = 1
+            parent = slot
+        if parent != anchor:
+            self._offer(parent)
+
+    def _make_room(self, pages: int, now_ms: int) -> None:
+        while len(self.free) < pages:
+            slot = self.policy.victim(self.used_ms.__getitem__, now_ms)
+            if slot is None:
+                return
+            block = self.pages[slot][0]
+            assert not self.children[slot], "only leaves leave"
+            self.policy.forget(slot, key_of(block))
+            del self.slots[block]
+            self.free.append(slot)
+            self.evicted += 1
+            self._unhold(self.parent[slot])
+
+    def _hold(self, slot: int) -> None:
+        if slot != _NONE:
+            if not self.children[slot]:
+                self.policy.remove(slot)
+            self.children[slot] += 1
+
+    def _unhold(self, slot: int) -> None:
+        if slot != _NONE:
+            self.children[slot] -= 1
+            if not self.children[slot]:
+                self._offer(slot)
+
+    def _offer(self, slot: int) -> None:
+        block, position, turns = self.pages[slot]
+        self.policy.add(slot, Page(self.used_ms[slot], key_of(block), position, turns))
+
+
+def key_of(block: int) -> int:
+    """64 bits that stand for a page key: a bijection that spreads the small numbers of a trace (SplitMix64)."""
+    word = (block + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return word ^ word >> 31

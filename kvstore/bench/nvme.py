@@ -1,0 +1,258 @@
+"""Rows that read from NVMe: batches and single pages that DRAM has no more, against O_DIRECT reads of the same ranges.
+
+Another process puts several times as much as the node's DRAM holds, the node saves it, and then evicts what DRAM still
+has. Nothing is promoted (``promote_after``), so that every read of every round is a cold one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.bench.content import LAYOUTS, Content, Rows, Work
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
+from kvstore.bench.nvme_disk import LIMITS, MIB, Range, RawFile, Scratch, Task, Where, large_buffer, target_bytes
+from kvstore.bench.processes import Daemon, Peer
+from kvstore.bench.stage import Stage, wait_for
+from kvstore.client.store import Store, connect
+from kvstore.model.prefix import Keys
+
+SAVED_BYTES = {"2m": 2048 * MIB, "256k": 1024 * MIB, "64k": 512 * MIB}
+DRAM_BYTES = 256 * MIB
+DRAM_EXTENT_BYTES = 32 * MIB
+NVME_EXTENT_BYTES = 256 * MIB
+SAVED_BYTES_QUICK, DRAM_BYTES_QUICK, EXTENT_BYTES_QUICK = 96 * MIB, 48 * MIB, 16 * MIB
+BATCH_PAGES, BATCH_PAGES_QUICK = 32, 8
+STEPS_ONE_PAGE, STEPS_ONE_PAGE_QUICK = 400, 40
+NEVER = 1 << 20  # reads after which a page is promoted: more than are counted
+UNALIGNED_BY = 64  # of a caller's buffer: good for vector instructions, not for a disk
+VACATE_S = 60.0
+GETS = ("get", "get_unaligned")
+
+
+def plan(geometry: str, quick: bool, seed: int) -> Work:
+    """The pages that a row about NVMe has there."""
+    pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
+    wanted = SAVED_BYTES_QUICK if quick else SAVED_BYTES[geometry]
+    return Work(geometry, seed, chains=wanted // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
+
+
+def target(
+    stage: Stage, scene: ExitStack, work: Work, settings: Mapping[str, object], more_bytes: int = 0
+) -> tuple[Scratch, dict[str, object]]:
+    """A folder of the row's own, and the settings of a node with an NVMe file in it that has room for ``work``.
+
+    ``more_bytes`` of the folder's file system are needed beside it.
+    """
+    quick = stage.settings.quick
+    extent_bytes = EXTENT_BYTES_QUICK if quick else NVME_EXTENT_BYTES
+    size_bytes = target_bytes(work.chains * work.pages, work.layout, extent_bytes)
+    scratch = scene.enter_context(Scratch(stage.settings.dir, size_bytes + more_bytes, quick=quick))
+    return scratch, {"nvme": f"{scratch.path / 'pages'}:{size_bytes}", "nvme_extent": extent_bytes, **settings}
+
+
+@dataclass
+class Saved:
+    """A daemon and its pages, put by another process, every one of them on NVMe."""
+
+    daemon: Daemon
+    store: Store
+    work: Work
+    scratch: Scratch
+    fill_s: float  # that putting and saving them took
+
+
+def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]) -> Saved:
+    """Such a node, ended with ``scene``. DRAM still has what it had room for."""
+    stage.clear()
+    work = plan(geometry, stage.settings.quick, seed)
+    dram_bytes = DRAM_BYTES_QUICK if stage.settings.quick else DRAM_BYTES
+    extent_bytes = EXTENT_BYTES_QUICK if stage.settings.quick else DRAM_EXTENT_BYTES
+    scratch, given = target(stage, scene, work, settings)
+    daemon = stage.daemon(scene, stage.settings.bounded(dram_bytes), extent_bytes, given)
+    store = scene.enter_context(connect(daemon.name))
+    with Peer(daemon.name, stage.settings.shm_dir) as writer:
+        answer = writer.ask("write", work=work.to_json())
+    if answer["pages"] != work.chains * work.pages:
+        raise BenchFailed(f"the writer stored {answer['pages']} of {work.chains * work.pages} pages")
+    return Saved(daemon, store, work, scratch, float(answer["seconds"]))
+
+
+def vacate(store: Store, pages: int = 0) -> None:
+    """Evict until DRAM has no more than so many pages; what is not on NVMe yet is saved there first."""
+
+    def gone() -> bool:
+        left = int(store.stats()["tiers"]["dram"]["pages"]) - pages
+        if left > 0:
+            store.evict(pages=left)
+        return left <= 0
+
+    wait_for(gone, f"{store.name}: pages do not leave DRAM", VACATE_S)
+
+
+class Chain(NamedTuple):
+    """One batch: its tokens, and what each limit does to read it."""
+
+    tokens: Any
+    tasks: dict[str, list[Task]]
+    ranges: list[Range]
+
+
+Given = tuple[Chain, Keys]
+
+
+class ColdReading:
+    """All chains of a ``Saved``, none of them in DRAM, as this process reads them."""
+
+    def __init__(self, cold: Saved, where: Where, raw: RawFile) -> None:
+        work = cold.work
+        self.work = work
+        self.raw = raw
+        self.stride = where.frame_class.nvme_stride
+        self.header_bytes = where.frame_class.nvme_header_bytes
+        self.cache = cold.store.cache(work.layout)
+        self.content = Content(work.layout.page_bytes)
+        shape = work.pages, work.layout.page_bytes
+        self.out: Rows = large_buffer(work.chain_bytes).reshape(shape)
+        self.unaligned: Rows = large_buffer(work.chain_bytes + UNALIGNED_BY)[UNALIGNED_BY:].reshape(shape)
+        tokens = [work.tokens(chain) for chain in range(work.chains)]
+        ranges = where.ranges([self.cache.keys(each).hashes for each in tokens])
+        self.chains = [
+            Chain(each, {how: raw.reads(lies, how) for how in LIMITS}, lies)
+            for each, lies in zip(tokens, ranges, strict=True)
+        ]
+
+    def prepare(self, chain: int) -> Given:
+        """What the variants are given: keys are new, no verb has prepared anything in them."""
+        found = self.chains[chain]
+        return found, self.cache.keys(found.tokens)
+
+    def variants(self) -> dict[str, Callable[[Given], int]]:
+        """The verbs: ours into either buffer, the limit in either way."""
+        get, out, unaligned, run = self.cache.get, self.out, self.unaligned, self.raw.run
+        return {
+            "get": lambda given: get(given[1], out).pages,
+            "get_unaligned": lambda given: get(given[1], unaligned).pages,
+            "pieces_1m": lambda given: run(given[0].tasks["pieces_1m"]),
+            "piece_per_thread": lambda given: run(given[0].tasks["piece_per_thread"]),
+        }
+
+    def check(self, variant: str, value: object) -> None:
+        """Raises BenchFailed where less than the whole chain was read."""
+        wanted = self.work.pages if variant in GETS else self.work.pages * self.stride
+        if value != wanted:
+            raise BenchFailed(f"{variant} brought {value} of {wanted}")
+
+    def verify(self) -> None:
+        """Every chain, each by the next variant and by ours, byte for byte. Raises BenchFailed."""
+        variants = self.variants()
+        names = list(variants)
+        frames = self.raw.buffer[: self.work.pages * self.stride].reshape(self.work.pages, self.stride)
+        payloads = frames[:, self.header_bytes : self.header_bytes + self.work.layout.page_bytes]
+        rows = {"get": self.out, "get_unaligned": self.unaligned, **dict.fromkeys(LIMITS, payloads)}
+        for chain in range(self.work.chains):
+            for name in dict.fromkeys(("get", names[chain % len(names)])):
+                rows[name][:, ::4096] = 0
+                given = self.prepare(chain)
+                self.check(name, variants[name](given))
+                self.content.check(rows[name], given[1].hashes, f"{name} of chain {chain}")
+
+
+def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """Batches of 32 pages that are on NVMe only, keys given, all checks on, into a page-aligned warm buffer.
+
+    More lines: a caller's buffer that is not aligned, and one page at a time.
+    """
+    with ExitStack() as scene:
+        cold = saved(stage, scene, geometry, 21, {"promote_after": NEVER})
+        vacate(cold.store)
+        if (found := cold.store.stats()["tiers"]["nvme"]["pages"]) != cold.work.chains * cold.work.pages:
+            raise BenchFailed(f"NVMe has {found} of {cold.work.chains * cold.work.pages} pages")
+        where = Where.of(stage.settings.shm_dir, cold.daemon.name, cold.work.layout)
+        scene.callback(where.close)
+        raw = RawFile(cold.scratch.path / "pages", cold.work.pages * where.frame_class.nvme_stride)
+        scene.enter_context(raw)
+        reading = ColdReading(cold, where, raw)
+        reading.verify()
+        lines = _batches(stage, name, bar, reading)
+        lines.append(_one(stage, f"{name}.one", reading))
+        tiers = cold.store.stats()["tiers"]
+        if tiers["dram"]["pages"] or tiers["nvme"]["promoted_pages"]:
+            raise BenchFailed(f"{tiers['nvme']['promoted_pages']} pages came back to DRAM: not every read was cold")
+        for line in lines:
+            line.details["fill_bytes_per_s"] = cold.work.total_bytes / cold.fill_s
+    return lines
+
+
+def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> list[Result]:
+    work, random = reading.work, np.random.default_rng(22)
+    variants = reading.variants()
+    passes = -(-len(variants) // work.chains)  # normally every chain once per round
+    steps = [int(chain) for _ in range(passes) for chain in random.permutation(work.chains)]
+    seconds = alternate(variants, steps, stage.settings.rounds, reading.prepare, reading.check)
+    best = quickest(seconds, LIMITS)
+    details = {
+        "batch_pages": work.pages,
+        "page_bytes": work.layout.page_bytes,
+        "saved_bytes": work.total_bytes,
+        "runs_per_batch": sum(len(chain.ranges) for chain in reading.chains) / work.chains,
+        "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
+    }
+    lines = []
+    for variant, suffix, of in (("get", "", bar), ("get_unaligned", ".unaligned", None)):
+        ours, limit = speeds(seconds[variant], work.chain_bytes), speeds(seconds[best], work.chain_bytes)
+        text = f"O_DIRECT reads of the same ranges, 4 threads, {best}"
+        lines.append(result(f"{name}{suffix}", Kind.SPEED, ours, limit, bar=of, limit_is=text, details=dict(details)))
+    return lines
+
+
+def _one(stage: Stage, name: str, reading: ColdReading) -> Result:
+    """The service time of one page, p50."""
+    work, raw, stride = reading.work, reading.raw, reading.stride
+    keys = [reading.cache.keys(chain.tokens) for chain in reading.chains]
+    count = STEPS_ONE_PAGE_QUICK if stage.settings.quick else STEPS_ONE_PAGE
+    random = np.random.default_rng(23)
+    pages = work.chains * work.pages
+    steps = [int(page) for page in random.choice(pages, size=count, replace=count > pages)]
+    out, cache = reading.out, reading.cache
+
+    def prepare(step: int) -> tuple[list[Task], Keys]:
+        chain, page = divmod(step, work.pages)
+        # In one request, as the store asks for it.
+        return raw.reads([_frame(reading.chains[chain].ranges, page, stride)], "whole"), keys[chain][page : page + 1]
+
+    def ours(given: tuple[list[Task], Keys]) -> int:
+        return cache.get(given[1], out).pages
+
+    def read(given: tuple[list[Task], Keys]) -> int:
+        return given[0][0]()
+
+    def check(variant: str, value: object) -> None:
+        if value != (1 if variant == "get" else stride):
+            raise BenchFailed(f"{variant} of one page brought {value}")
+
+    seconds = alternate({"get": ours, "read": read}, steps, stage.settings.rounds, prepare, check)
+    for step in steps[:16]:
+        given = prepare(step)
+        out[0] = 0
+        check("get", ours(given))
+        reading.content.check(out[:1], given[1].hashes, name)
+    details = {"page_bytes": work.layout.page_bytes, "steps_per_round": len(steps)}
+    limit_is = "O_DIRECT read of the same frame, in the calling thread"
+    return result(
+        name, Kind.TIME, medians(seconds["get"]), medians(seconds["read"]), limit_is=limit_is, details=details
+    )
+
+
+def _frame(ranges: Sequence[Range], page: int, stride: int) -> Range:
+    """Where one page of a chain lies."""
+    at = page * stride
+    for offset, nbytes in ranges:
+        if at < nbytes:
+            return offset + at, stride
+        at -= nbytes
+    raise AssertionError("every page lies in a range")

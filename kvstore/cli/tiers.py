@@ -1,0 +1,112 @@
+"""``kvstore tiers``: what each tier of a node holds, how often it is hit, and what leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+import kvstore
+from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs, print_table
+
+Tiers = Mapping[str, Mapping[str, Any]]
+
+
+@click.command()
+@click.option("--node", help="Name of the node.  [default: $KVSTORE_NODE, else the only one on this machine]")
+@json_option
+def tiers(node: str | None, as_json: bool) -> None:
+    """Show what each tier of a node holds, how often it is hit, and what leaves it.
+
+    Hit ratios are of the pages that clients asked for, counted by every client since it connected; what left, since
+    the daemon started. Ages are seconds since the last use of a page that left.
+    """
+    with kvstore.connect(node) as store:
+        stats = store.stats()
+    if as_json:
+        print_json({name: stats[name] for name in ("name", "state", "tiers", "clients") if name in stats})
+        return
+    if stats["state"] == "down":
+        print_pairs(_of_files(stats))
+        return
+    found: Tiers = stats["tiers"]
+    _print_contents(found)
+    click.echo()
+    _print_flow(found)
+    click.echo()
+    print_pairs(_more(found, stats["clients"]))
+
+
+def _of_files(stats: Mapping[str, Any]) -> dict[str, object]:
+    """What a node's files tell while its daemon is down."""
+    tiers = stats.get("tiers", {}).items()
+    sizes = {
+        tier: f"{bytes_text(about['capacity_bytes'])}, {bytes_text(about['populated_bytes'])} populated"
+        for tier, about in tiers
+    }
+    return {"node": f"{stats['name']} (down)", **sizes, "pages": stats.get("pages", 0)}
+
+
+def _print_contents(found: Tiers) -> None:
+    """Capacity and frames; an NVMe tier's devices below it."""
+    states = list(dict.fromkeys(state for about in found.values() for state in about["frames"]))
+    rows: list[tuple[object, ...]] = []
+    for tier, about in found.items():
+        sizes = bytes_text(about["capacity_bytes"]), bytes_text(about["used_bytes"])
+        rows.append((tier, *sizes, about["pages"], *(about["frames"].get(state, 0) for state in states), _state(about)))
+        for device in about.get("devices", ()):
+            sizes = bytes_text(device["capacity_bytes"]), bytes_text(device["used_bytes"])
+            rows.append((f"  {device['path']}", *sizes, device["pages"], *("-" for _ in states), device["state"]))
+    print_table(("tier", "capacity", "used", "pages", *states, "state"), rows)
+
+
+def _state(about: Mapping[str, Any]) -> str:
+    """An NVMe tier says so itself; DRAM is ready with whatever memory it has."""
+    populated = about.get("populated_bytes", about["capacity_bytes"])
+    ready = "ready" if populated >= about["capacity_bytes"] else f"{bytes_text(populated)} populated"
+    failed = f", {bytes_text(about['failed_bytes'])} failed" if about["failed_bytes"] else ""
+    return f"{about.get('state', ready)}{failed}"
+
+
+def _print_flow(found: Tiers) -> None:
+    """Hits, bytes over the border, and pages that left by reason and age."""
+    reasons = sorted({reason for about in found.values() for reason in about["evicted"]})
+    rows: list[tuple[object, ...]] = []
+    for tier, about in found.items():
+        ages = about["age_at_eviction_s"]
+        rows.append(
+            (
+                tier,
+                "-" if about["hit_ratio"] is None else f"{about['hit_ratio']:.3f}",
+                bytes_text(about["bytes_in"]),
+                bytes_text(about["bytes_out"]),
+                about["eviction"],
+                *(about["evicted"].get(reason, 0) for reason in reasons),
+                *("-" if ages[share] is None else duration_text(ages[share]) for share in ("p50", "p90")),
+            )
+        )
+    left = (f"evicted: {reason}" for reason in reasons)
+    print_table(("tier", "hit ratio", "in", "out", "policy", *left, "age p50", "age p90"), rows)
+
+
+def _more(found: Tiers, clients: Mapping[str, int]) -> dict[str, object]:
+    missed = [f"{n} {name.removeprefix('missed_')}" for name, n in clients.items() if name.startswith("missed_") and n]
+    pairs: dict[str, object] = {
+        "pages asked": clients["pages_asked"],
+        "pages missed": ", ".join(missed) or 0,
+        "pages put": f"{clients['pages_put']} ({bytes_text(clients['put_bytes'])})",
+    }
+    if "nvme" in found:
+        nvme, cap = found["nvme"], found["nvme"]["write_bytes_per_day"]
+        pairs |= {
+            "demoted": f"{nvme['demoted_pages']} pages ({bytes_text(nvme['demoted_bytes'])}) saved to NVMe, "
+            f"{found['dram']['demoted']} left DRAM for it",
+            "promoted": f"{nvme['promoted_pages']} pages ({bytes_text(nvme['promoted_bytes'])})",
+            "written today": f"{bytes_text(nvme['written_today_bytes'])}, {_cap(cap)}",
+        }
+    return pairs
+
+
+def _cap(write_bytes_per_day: int) -> str:
+    return f"of {bytes_text(write_bytes_per_day)} allowed" if write_bytes_per_day else "no limit"

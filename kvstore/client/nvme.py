@@ -1,0 +1,361 @@
+"""NvmeReader: pages on NVMe as a client reads them: from the device itself, without asking anybody.
+
+The index names a frame. What stands in front of that frame on the device proves the page: incarnation, address, key,
+root, extra and token ids as the caller's keys have them, and every layer's checksum. Header and payload come in one
+read; only pages that hold are copied to the caller. In the end the records (lean ones) say whether the pages were
+there all the time.
+
+Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in 8 parts of 4 frames,
+which lie end to end on the device as header, page, header, page, ...: 1040 KiB each. Four threads take the parts one by
+one; while one of them computes checksums, the others read. If page 17 does not hold, the match ends there, whatever
+page 18 may be; the caller's rows from 17 on hold what they held before, or what their page is.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY, IO
+from kvstore.client.read_threads import THREADS, Bounce, ReadBatch, ReadTask, ReadThreads
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS_BYTES, FrameClass, FrameState, Tier
+from kvstore.tier.disk import Bytes, Disk
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.frame_header import checksums_in, faults, unpack
+from kvstore.tier.index import Index, IndexDamaged
+from kvstore.tier.nvme_map import NvmeMap
+from kvstore.tier.records import ExtentTable
+
+PART_BYTES: Final = 1 << 20  # of one read, where a page is not larger
+RECHECK_NS: Final = 100_000_000  # how often a read looks whether the node's devices are others
+
+_SEALED = int(FrameState.SEALED)
+_LOW: Final = 0xFFFFFFFF
+_digest = xxhash.xxh3_64_intdigest
+
+
+class NvmeExtent:
+    """One extent on NVMe as a client sees it. A dropped one's words are zero, so that nothing matches."""
+
+    __slots__ = ("number", "position", "frame_class", "words", "last_use", "_table")
+
+    def __init__(self, table: ExtentTable) -> None:
+        self.number = table.extent
+        self.position = table.position
+        self.frame_class = table.frame_class
+        self.words = table.words
+        self.last_use = table.last_use
+        self._table = table  # keeps the mappings
+
+
+class NvmeRun(NamedTuple):
+    """Pages ``page .. page + length`` in consecutive frames of one extent; ``words`` are those frames' words."""
+
+    extent: NvmeExtent
+    frame: int
+    page: int
+    length: int
+    words: bytes
+
+
+class Part(NamedTuple):
+    """What one read brings: ``length`` pages from ``page`` on, in consecutive frames."""
+
+    disk: Disk
+    offset: int
+    incarnation: int  # of that disk
+    extent: NvmeExtent
+    frame: int
+    page: int
+    length: int
+    generations: npt.NDArray[np.uint64]
+
+
+class NvmeReader:
+    """One node's NVMe as one process reads it. Threads may share it.
+
+    Life: made (nothing opened) -> devices opened by the first read, again when the node says that they are others ->
+    dropped. Holds no page and no lease: a page that leaves while it is read is a miss.
+    """
+
+    def __init__(self, folder: NodeFolder, threads: ReadThreads) -> None:
+        self.threads = threads
+        self._folder = folder
+        self._map: NvmeMap | None = None
+        self._map_id: tuple[int, ...] = ()
+        self._mutex = threading.Lock()
+        self._check_ns = 0  # when to look again whether the node's devices are others
+        self._extents: dict[int, NvmeExtent] = {}
+
+    def readable(self) -> bool:
+        """Whether there are devices, and this process may read at least what the node says of them."""
+        return self._opened() is not None
+
+    def start(self, index: Index, keys: Keys, frame_class: FrameClass, closed: bool, rows: Bytes) -> NvmeRead | None:
+        """Begin to read the leading pages of ``keys`` into ``rows`` ``[pages, page_bytes]``; None: there are none."""
+        located = locate(index, keys.hashes[: len(rows)], closed)
+        if not located:
+            return None
+        map_ = self._opened()
+        if map_ is None:
+            return NvmeRead(self, [], [], [], keys, rows, IO)
+        reason = "" if len(located) == len(keys) else ABSENT
+        runs, why = self._runs(located, frame_class, map_)
+        parts, unread = _parts(map_, runs)
+        return NvmeRead(self, located, runs, parts, keys, rows, unread or why or reason)
+
+    def _runs(self, located: list[bytes], frame_class: FrameClass, map_: NvmeMap) -> tuple[list[NvmeRun], str]:
+        """Runs of consecutive frames that should hold these pages, and why not all of them ("" where all).
+
+        Whether they still do is looked at when they have been read: a page that left before is rare.
+        """
+        count = len(located)
+        flat = struct.unpack("<" + "IIQ" * count, b"".join(located))
+        numbers, frames, generations = flat[0::3], flat[1::3], flat[2::3]
+        runs: list[NvmeRun] = []
+        page = 0
+        while page < count:
+            number, offset, stop = numbers[page], frames[page] - page, page + 1
+            while stop < count and frames[stop] - stop == offset and numbers[stop] == number:
+                stop += 1
+            extent = self._extents.get(number) or self._open_extent(number, map_)
+            if extent is None or extent.frame_class != frame_class or frames[stop - 1] >= len(extent.words):
+                return runs, EXTENT
+            words = struct.pack(
+                f"<{stop - page}Q", *[generation << 8 | _SEALED for generation in generations[page:stop]]
+            )
+            runs.append(NvmeRun(extent, frames[page], page, stop - page, words))
+            page = stop
+        return runs, ""
+
+    # --- what is mapped ---------------------------------------------------------------------------------------------
+
+    def _opened(self) -> NvmeMap | None:
+        """The devices; None where the node has none, or this process may not read them."""
+        if time.monotonic_ns() >= self._check_ns:
+            with self._mutex:
+                self._check()
+        return self._map
+
+    def _check(self) -> None:
+        now_ns = time.monotonic_ns()
+        if now_ns < self._check_ns:
+            return  # another thread was faster
+        try:
+            status = os.stat(self._folder.nvme)
+        except OSError:
+            identity: tuple[int, ...] = ()
+        else:
+            identity = status.st_dev, status.st_ino, status.st_mtime_ns
+        if identity != self._map_id:
+            # What other threads are reading by keeps its descriptors until they are done.
+            self._map = NvmeMap.open(self._folder) if identity else None
+            self._map_id, self._extents = identity, {}
+        self._check_ns = now_ns + RECHECK_NS  # last: who sees it sees the map
+
+    def forget(self, extent: NvmeExtent) -> None:
+        """It does not hold what the index said: it may have been made anew, on the same devices or on others."""
+        self._extents.pop(extent.number, None)
+        self._check_ns = 0
+
+    def _open_extent(self, number: int, map_: NvmeMap) -> NvmeExtent | None:
+        table = ExtentTable.open(self._folder, number, map_.incarnation)
+        if table is None or table.tier is not Tier.NVME:
+            self._check_ns = 0
+            return None
+        extents = self._extents
+        for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
+            if not self._folder.records(old).exists():
+                extents.pop(old, None)
+        extent = NvmeExtent(table)
+        extents[number] = extent
+        return extent
+
+
+class NvmeRead:
+    """Pages on their way from the devices. Made by ``NvmeReader.start``; ends with ``result``.
+
+    Attributes:
+        addresses: of the pages that are read, end to end.
+        damaged: after ``result``, the raw address of the page whose bytes do not hold, b"" where there is none.
+    """
+
+    def __init__(
+        self,
+        reader: NvmeReader,
+        located: list[bytes],
+        runs: list[NvmeRun],
+        parts: list[Part],
+        keys: Keys,
+        rows: Bytes,
+        reason: str,
+    ) -> None:
+        self.damaged = b""
+        self._reader = reader
+        self._located = located
+        self._runs = runs
+        self._parts = parts
+        self._reason = reason
+        identities, tasks = _identities(keys), []
+        for part in parts:
+            pages = slice(part.page, part.page + part.length)
+            tasks.append(ReadTask(part.disk, partial(_read, part, identities[pages], rows[pages])))
+        self._batch = reader.threads.start(tasks)
+
+    @property
+    def addresses(self) -> bytes:
+        """See the class."""
+        return b"".join(self._located[: self._parts[-1].page + self._parts[-1].length]) if self._parts else b""
+
+    def result(self, timeout_s: float) -> tuple[int, str]:
+        """How many leading pages are in the caller's rows and proven, and why not more ("" where all).
+
+        Marks them as used. Waits for the devices, at most ``timeout_s``; what they do not bring by then is "io".
+        """
+        pages, reason = 0, self._reason
+        for part, outcome in zip(self._parts, self._reader.threads.finish(self._batch, timeout_s), strict=True):
+            assert not isinstance(outcome, AssertionError), outcome
+            good, why = outcome if isinstance(outcome, tuple) else (0, IO)
+            pages = part.page + good
+            if why:
+                reason = why
+                break
+        now_ns = time.monotonic_ns()
+        for run in self._runs:
+            if run.page > pages:
+                break
+            now = run.extent.words[run.frame : run.frame + run.length].tobytes()
+            same = run.length if now == run.words else _equal_rows(now, run.words, 8)
+            if same < run.length and run.page + same <= pages:
+                pages, reason = run.page + same, GENERATION  # what was read is not it, whatever it looked like
+                self._reader.forget(run.extent)
+            run.extent.last_use[run.frame : run.frame + max(0, min(same, pages - run.page))] = now_ns
+        if reason == CHECKSUM:
+            self.damaged = self._located[pages]
+        return pages, reason
+
+
+def _read(part: Part, identities: Bytes, rows: Bytes, batch: ReadBatch, bounce: Bounce) -> tuple[int, str]:
+    """In one of the threads: read a part, copy its leading pages that hold to ``rows``; how many, and why not all."""
+    frame_class = part.extent.frame_class
+    header_bytes, stride = frame_class.nvme_header_bytes, frame_class.nvme_stride
+    page_bytes, step = frame_class.page_bytes, frame_class.page_bytes // frame_class.layers
+    data = bounce.take(part.length * stride)
+    try:
+        part.disk.read(part.offset, [data])
+    except OSError:
+        if part.length == 1:
+            raise
+        return _read_each(part, identities, rows, batch, bounce)
+    headers = data.reshape(part.length, stride)[:, :header_bytes]
+    where = part.incarnation, part.extent.number, part.frame
+    reasons = faults(headers, frame_class, *where, part.generations, identities)
+    sums = checksums_in(headers, frame_class).tolist()
+    view, good, why = data.data, 0, ""
+    for i, reason in enumerate(reasons):
+        start = i * stride + header_bytes
+        if reason:
+            why = _why(part, i, headers[i])
+        elif [_digest(view[at : at + step]) & _LOW for at in range(start, start + page_bytes, step)] != sums[i]:
+            why = CHECKSUM
+        if why:
+            break
+        good += 1
+    # One copy, while it is in the cache: each lets other threads have the interpreter, and has to get it back.
+    if not batch.may_write():
+        return 0, IO
+    try:
+        rows[:good] = data.reshape(part.length, stride)[:good, header_bytes : header_bytes + page_bytes]
+    finally:
+        batch.written()
+    return good, why
+
+
+def _read_each(part: Part, identities: Bytes, rows: Bytes, batch: ReadBatch, bounce: Bounce) -> tuple[int, str]:
+    """The same, frame by frame: one that cannot be read must not cost the pages before it."""
+    for i in range(part.length):
+        one = part._replace(
+            offset=part.offset + i * part.extent.frame_class.nvme_stride,
+            frame=part.frame + i,
+            page=part.page + i,
+            length=1,
+            generations=part.generations[i : i + 1],
+        )
+        try:
+            good, why = _read(one, identities[i : i + 1], rows[i : i + 1], batch, bounce)
+        except OSError:
+            good, why = 0, IO
+        if why:
+            return i + good, why
+    return part.length, ""
+
+
+def _why(part: Part, i: int, header: Bytes) -> str:
+    """A header that is not what it should be: is it another page's that has the same key, or is it damaged?"""
+    frame, generation = part.frame + i, int(part.generations[i])
+    sound = unpack(header, part.extent.frame_class, part.incarnation, part.extent.number, frame, generation)
+    return CHECKSUM if isinstance(sound, str) else IDENTITY
+
+
+def count_stored(index: Index, hashes: list[bytes], start: int = 0) -> int:
+    """How many keys from ``start`` on the index has on NVMe, where chains are prefix-closed. A hint, nothing more."""
+    try:
+        # The first key alone tells most often that there are none.
+        if start == len(hashes) or index.find_nvme(hashes[start]) is None:
+            return 0
+        return index.longest_nvme(hashes[start:] if start else hashes)[0]
+    except IndexDamaged:
+        return 0  # the daemon will rebuild it under a new epoch
+
+
+def locate(index: Index, hashes: list[bytes], closed: bool) -> list[bytes]:
+    """Raw addresses of the leading keys that the index has on NVMe. Hints too."""
+    try:
+        found = index.find_many_nvme(hashes[: count_stored(index, hashes)] if closed else hashes)
+    except IndexDamaged:
+        return []
+    located: list[bytes] = []
+    for raw in found:
+        if raw is None:
+            break
+        located.append(raw[:ADDRESS_BYTES])
+    return located
+
+
+def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[Part], str]:
+    """Runs cut into reads: large enough to be worth it, and as many as there are threads. They end, with the reason,
+    where a device could not be opened here."""
+    total = sum(run.length for run in runs)
+    parts: list[Part] = []
+    for run in runs:
+        frame_class = run.extent.frame_class
+        step = max(1, min(PART_BYTES // frame_class.nvme_stride, -(-total // THREADS)))
+        generations = np.frombuffer(run.words, np.uint64) >> np.uint64(8)
+        for i in range(0, run.length, step):
+            length, frame = min(step, run.length - i), run.frame + i
+            place = map_.place(run.extent.position, frame_class, frame)
+            if place is None:
+                return parts, IO
+            parts.append(Part(*place, run.extent, frame, run.page + i, length, generations[i : i + length]))
+    return parts, ""
+
+
+def _identities(keys: Keys) -> Bytes:
+    return np.frombuffer(keys.identity_bytes, np.uint8).reshape(len(keys), -1)
+
+
+def _equal_rows(left: bytes, right: bytes, width: int) -> int:
+    """How many leading rows of ``width`` bytes are equal."""
+    rows = min(len(left), len(right)) // width
+    return next(
+        (i for i in range(rows) if left[i * width : (i + 1) * width] != right[i * width : (i + 1) * width]), rows
+    )

@@ -1,0 +1,87 @@
+"""What a client tells its node about pages on NVMe: bring these to DRAM, these were read, this one is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from kvstore.client.local import Mapped
+from kvstore.client.nvme import locate
+from kvstore.client.proof import stored_pages
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.replica import ADDRESS_BYTES, Status
+from kvstore.transfer.control import BATCH_MAX, HINT, NO_REPLY, Op
+
+PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two looks whether pages have arrived
+# A node that has given no sign for so long is not told anything: a read must never wait for a daemon that is down.
+SILENT_NS: Final = 2_000_000_000
+_TELL_S: Final = 0.05
+_SCRUB_S: Final = 1.0
+_ASK_S_MIN: Final = 0.2  # for an answer, however close the deadline is
+
+
+def bring(mapped: Mapped, hashes: list[bytes], closed: bool, deadline: float) -> None:
+    """Have the node bring to DRAM what of these leading pages is on NVMe only; until ``deadline`` (``time.monotonic``).
+
+    Returns when it is done, refused or late: the index tells what is in DRAM then.
+
+    Raises:
+        NodeUnavailable, DeadlineExceeded: the node did not answer in time.
+    """
+    stored = stored_pages(mapped, hashes, closed)[0]
+    for part in _parts(b"".join(locate(mapped.index, hashes[stored:], closed))):
+        pause_s = PAUSE_MIN_S
+        while (status := _ordered(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        if status != Status.OK:
+            return
+
+
+def wish(mapped: Mapped, hashes: list[bytes], closed: bool) -> None:
+    """The same without waiting for anything. Nothing is raised."""
+    for part in _parts(b"".join(locate(mapped.index, hashes, closed))):
+        _tell(mapped, Op.PREFETCH, part, 0)
+
+
+def tell_read(mapped: Mapped, addresses: bytes) -> None:
+    """These pages were read from NVMe just now: the node decides whether they are worth DRAM. Nothing is raised."""
+    for part in _parts(addresses):
+        _tell(mapped, Op.PREFETCH, part, HINT)
+
+
+def tell_damaged(mapped: Mapped, address: bytes) -> None:
+    """Have the node look at a page whose bytes do not hold; it drops what is damaged. Nothing is raised."""
+    if _heard_from(mapped):
+        with contextlib.suppress(Unavailable, InvalidRequest):
+            mapped.channel.request(Op.SCRUB, count=1, body=(address,), timeout_s=_SCRUB_S).result()
+
+
+def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
+    """What became of these pages: BUSY while one is on its way; then OK, or why the first that is not there is not."""
+    count = len(part) // ADDRESS_BYTES
+    timeout_s = max(_ASK_S_MIN, deadline - time.monotonic())
+    message = mapped.exchange(Op.PREFETCH, count=count, a=1, body=(part,), timeout_s=timeout_s)
+    statuses = bytes(message.body[:count])
+    if message.op == Status.BUSY or Status.BUSY in statuses:
+        return Status.BUSY
+    return next((status for status in statuses if status != Status.OK), Status.OK)
+
+
+def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
+    if _heard_from(mapped):
+        count = len(part) // ADDRESS_BYTES
+        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            mapped.channel.request(op, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=_TELL_S)
+
+
+def _heard_from(mapped: Mapped) -> bool:
+    heartbeat_ns = mapped.header.heartbeat_ns  # 0: it is just starting
+    return not heartbeat_ns or time.monotonic_ns() - heartbeat_ns < SILENT_NS
+
+
+def _parts(raw: bytes) -> Iterator[bytes]:
+    step = BATCH_MAX * ADDRESS_BYTES
+    return (raw[start : start + step] for start in range(0, len(raw), step))

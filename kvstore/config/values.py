@@ -1,0 +1,157 @@
+"""Values of settings: text, or what TOML makes of it, into sizes, addresses, paths and numbers.
+
+A parser takes a raw value and the setting's name, and raises `InvalidRequest` naming it. Pure, but that the relative
+path of an NVMe target is completed with the working folder.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+
+KIB, MIB, GIB, TIB = (1 << shift for shift in (10, 20, 30, 40))
+_BINARY_UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB}
+_UNITS = {**_BINARY_UNITS, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+_SIZE_BYTES_MAX = (1 << 63) - 1  # sizes and offsets are stored as signed 8-byte words
+
+Parser = Callable[[object, str], Any]
+"""Turns a raw value (text, or what TOML makes of it) into a setting's; raises `InvalidRequest` naming the field."""
+
+
+def parse_size(value: object, name: str = "size", *, zero_ok: bool = False) -> int:
+    """Bytes of ``"512MiB"``, ``"1.5 GB"``, ``"1048576"`` or an int.
+
+    Units are KiB MiB GiB TiB (powers of 1024) and KB MB GB TB (powers of 1000). Raises `InvalidRequest` naming `name`
+    for anything else: zero (unless `zero_ok`), negative, a part of a byte.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = Fraction(value)
+    elif isinstance(value, str):
+        found = _SIZE.fullmatch(value.strip())
+        if found is None or found[2] not in _UNITS:
+            raise InvalidRequest(name, f"{value!r} is not a size such as 512MiB, 4GiB or 1048576")
+        size = Fraction(found[1]) * _UNITS[found[2]]
+    else:
+        raise InvalidRequest(name, f"{value!r} is not a size: give bytes or text such as 512MiB")
+    if size.denominator != 1:
+        raise InvalidRequest(name, f"{value!r} is not a whole number of bytes")
+    if size < 0 or (size == 0 and not zero_ok):
+        raise InvalidRequest(name, f"must be {'zero or more' if zero_ok else 'more than zero'} bytes, got {value!r}")
+    if size > _SIZE_BYTES_MAX:
+        raise InvalidRequest(name, f"{value!r} is more than 8 EiB")
+    return int(size)
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest text that `parse_size` turns back into exactly `size_bytes`: ``512MiB``, ``4097``."""
+    for unit, unit_bytes in _BINARY_UNITS.items():
+        if size_bytes and size_bytes % unit_bytes == 0:
+            return f"{size_bytes // unit_bytes}{unit}"
+    return str(size_bytes)
+
+
+@dataclass(frozen=True)
+class NvmeTarget:
+    """A file or block device for pages, and how many bytes of it."""
+
+    path: Path
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{format_size(self.size)}"
+
+
+def parse_nvme(value: object, name: str = "nvme") -> tuple[NvmeTarget, ...]:
+    """Targets of ``"PATH:SIZE"``, of several separated by commas, or of a list of them (for paths with a comma).
+
+    Relative paths are completed with the working folder. Raises `InvalidRequest`.
+    """
+    if value is None or value == "":
+        return ()
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(_target(part, name) for part in parts)
+
+
+def _target(value: object, name: str) -> NvmeTarget:
+    if isinstance(value, NvmeTarget):
+        return NvmeTarget(value.path.absolute(), value.size)
+    path, colon, size = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not (path.strip() and colon) or "\0" in path:
+        raise InvalidRequest(name, f"{value!r} is not PATH:SIZE, such as /var/tmp/kv:4GiB")
+    return NvmeTarget(Path(path.strip()).absolute(), parse_size(size, name))
+
+
+def parse_address(value: object, name: str = "address") -> tuple[str, int]:
+    """Host and port of ``"HOST:PORT"`` or ``"[::1]:PORT"``; port 0 means any free one. Raises `InvalidRequest`."""
+    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    plain = host != "" and not any(c.isspace() or c in "[]/" for c in host) and (bracketed or ":" not in host)
+    if not (colon and plain and re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535):
+        raise InvalidRequest(name, f"{value!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def parse_size_or_zero(value: object, name: str) -> int:
+    """Bytes as `parse_size` reads them, 0 among them."""
+    return parse_size(value, name, zero_ok=True)
+
+
+def parse_text(value: object, name: str) -> str:
+    """Text as it is."""
+    if not isinstance(value, str):
+        raise InvalidRequest(name, f"{value!r} is not text")
+    return value
+
+
+def parse_path(value: object, name: str) -> Path:
+    """A path, as text or as it is."""
+    if isinstance(value, Path):
+        return value
+    return Path(parse_text(value, name))
+
+
+def parse_address_or_none(value: object, name: str) -> str | None:
+    """``"HOST:PORT"``, or None for "none", "" and None."""
+    if value is None or value in ("", "none"):
+        return None
+    parse_address(value, name)
+    return parse_text(value, name)
+
+
+def parse_switch(value: object, name: str) -> bool:
+    """True for 1, true, yes and on; False for 0, false, no and off."""
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]
+    raise InvalidRequest(name, f"{value!r} is not true or false")
+
+
+def parse_count(value: object, name: str) -> int:
+    """A whole number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
+        return int(value)
+    raise InvalidRequest(name, f"{value!r} is not a whole number")
+
+
+def parse_number(value: object, name: str) -> float:
+    """A finite number."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(name, f"{value!r} is not a number")
+    return number

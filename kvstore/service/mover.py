@@ -1,0 +1,131 @@
+"""Mover: the thread that carries pages between DRAM and NVMe, and writes the checkpoints of what is there.
+
+The state decides what to copy (``state.tiering``); the copies are made here, outside the node's mutex, and reported
+back. A page is held by the state while it is on its way; what changed all the same is noticed by its record's word.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.model.replica import FrameState
+from kvstore.service.node import Node
+from kvstore.service.nvme_pages import Copied, NvmePages
+from kvstore.service.stats import today
+from kvstore.state import events as ev
+
+log = logging.getLogger("kvstore.nvme")
+
+BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads need not wait long
+IDLE_S = 0.02
+DRAIN_S = 60.0
+DRAIN_PAGES = 4096  # leave DRAM between two batches, so that the pages they hung on come next
+
+
+class Mover:
+    """Lives with its node; ``step`` is called by one thread, again and again; ``wake`` by anyone."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._woken = threading.Event()
+        self._checkpoint_due_s = time.monotonic() + node.config.checkpoint_s
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._woken.set()
+
+    def wait(self) -> None:
+        """Until there may be something to do."""
+        self._woken.wait(IDLE_S)
+        self._woken.clear()
+
+    def step(self) -> bool:
+        """Carry out what was decided, and ask for more; False where there was nothing to do."""
+        nvme = self._node.nvme
+        if nvme is None:
+            return False
+        busy = self._copy(nvme)
+        self._node.demote(BATCH_BYTES, self._day_bytes_left(nvme))
+        busy |= self._copy(nvme)
+        if time.monotonic() >= self._checkpoint_due_s:
+            self.checkpoint()
+        return busy
+
+    def drain(self) -> None:
+        """DRAM is about to go: save what NVMe takes of it, for at most ``DRAIN_S``. The mover's thread has ended."""
+        nvme, deadline = self._node.nvme, time.monotonic() + DRAIN_S
+        while nvme is not None and time.monotonic() < deadline:
+            self._node.demote(BATCH_BYTES, self._day_bytes_left(nvme), everything=True)
+            busy = self._copy(nvme)
+            gone = self._node.handle(ev.Evict(time.monotonic_ns(), pages=DRAIN_PAGES)).detail
+            if not busy and not gone.get("pages"):
+                return
+
+    def _copy(self, nvme: NvmePages) -> bool:
+        copies = self._node.performer.copies
+        busy = bool(copies)
+        while copies:
+            copy = copies.popleft()
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.copy")
+            if isinstance(copy, ev.Save):
+                self._save(nvme, copy)
+            else:
+                self._load(nvme, copy)
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.reported")
+        return busy
+
+    def _save(self, nvme: NvmePages, save: ev.Save) -> None:
+        performer = self._node.performer
+        written = nvme.bytes_written
+        done = nvme.save(save.pages, performer.tables, performer.frames_of)
+        nvme.devices.add_written(today(), nvme.bytes_written - written)
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.saved")
+        heads = done.rows[:, :48].copy()
+        self._node.handle(ev.Saved(time.monotonic_ns(), save.number, heads, done.failed))
+        nvme.saved(done)
+        self._report(done)
+
+    def _load(self, nvme: NvmePages, load: ev.Load) -> None:
+        performer = self._node.performer
+        done = nvme.load(load.pages, performer.tables, performer.frames_of)
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.loaded")
+        self._node.handle(ev.Loaded(time.monotonic_ns(), load.number, done.rows, done.checksums, done.failed))
+        self._report(done)
+
+    def _report(self, done: Copied) -> None:
+        for address, reason in done.damaged:
+            self._node.drop_damaged(address, reason)
+        if done.broken:
+            self._node.device_failed(done.broken)
+
+    def _day_bytes_left(self, nvme: NvmePages) -> int:
+        cap = self._node.config.nvme_write_bytes_per_day
+        return max(0, cap - nvme.devices.written_today(today())) if cap else 0
+
+    def checkpoint(self) -> None:
+        """Write the directory of every extent that was written to since its last one."""
+        self._checkpoint_due_s = time.monotonic() + self._node.config.checkpoint_s
+        nvme = self._node.nvme
+        if nvme is None:
+            return
+        for table in self._node.nvme_tables():
+            if nvme.is_clean(table.position):
+                continue
+            version = nvme.devices.version(table.position)
+            rows = self._node.directory_rows(table)
+            if rows is None or (np.ascontiguousarray(rows[:, 0]) == FrameState.QUARANTINED).any():
+                continue  # gone, or not scanned yet
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.checkpoint")
+            error = nvme.checkpoint(table.position, rows, version)
+            if error is not None:
+                self._node.device_failed({table.position: error})

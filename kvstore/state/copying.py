@@ -1,0 +1,145 @@
+"""Copies: pages on their way between DRAM and NVMe, and what is held for them meanwhile.
+
+A batch lives from the decision (``Save``, ``Load``) to its report (``Saved``, ``Loaded``), and its pages end in one of
+two ways: *arrived*, sealed in the other tier under the frame that was RESERVED for them; or not, that frame free again.
+A batch whose report never comes (the daemon died) is undone by the next start: its frames are in no index.
+
+While pages are copied nothing may move them or take away what they hang on. So every source is held, like the parent
+of a reservation, and so is the page in the other tier that the first new ones will hang on. Damage breaks a hold: what
+arrives is judged by whether its source is still the page that was chosen, and its parent still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvstore.model.replica import Address, FrameClass
+from kvstore.state import events as ev
+from kvstore.state.space import Space
+from kvstore.state.views import Rows
+
+NODE_SESSION = (1 << 64) - 1  # writer of frames that pages are copied into: no client has it, and it dies with the node
+
+
+@dataclass(slots=True)
+class Batch:
+    """Pages of one class on their way, parents before their children. See the module.
+
+    Attributes:
+        held_dram, held_nvme: what is held in either tier, one entry per hold.
+        leaves: sources that were about to leave DRAM, with their last use (ms) when they were set aside.
+        waits_for: keys that loaded pages will hang on, which are on their way themselves, in an earlier batch.
+    """
+
+    pages: list[ev.Copying]
+    frame_class: FrameClass
+    held_dram: list[Address] = field(default_factory=list)
+    held_nvme: list[Address] = field(default_factory=list)
+    leaves: dict[Address, int] = field(default_factory=dict)
+    waits_for: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Of a batch: places of the pages that are sealed now, with their parents' keys and standings; frames unused."""
+
+    places: list[int] = field(default_factory=list)
+    parents: list[bytes] = field(default_factory=list)
+    standings: list[int] = field(default_factory=list)
+    unused: list[Address] = field(default_factory=list)
+
+
+class Copies:
+    """All batches under way. Part of ``Tiering``."""
+
+    def __init__(self, dram: Space, nvme: Space) -> None:
+        self.dram = dram
+        self.nvme = nvme
+        self.saving: dict[int, Batch] = {}
+        self.loading: dict[int, Batch] = {}
+        self.down: set[bytes] = set()  # keys of what is being saved
+        self.up: set[bytes] = set()  # and loaded
+        self._next = 1
+
+    def start_saving(self, batch: Batch, out: list[ev.Instruction]) -> None:
+        """Hold the sources of these pages and have them saved; their NVMe frames were just taken."""
+        for page in batch.pages:  # a branch may leave a chain anywhere, so each source is held by itself
+            self.dram.hold(page.source)
+            batch.held_dram.append(page.source)
+        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(ev.Save(self._enter(self.saving, batch), batch.pages))
+
+    def start_loading(self, batch: Batch, out: list[ev.Instruction]) -> None:
+        """Hold the sources of these pages and have them loaded; their DRAM frames were just taken."""
+        for page in batch.pages:
+            self.nvme.hold(page.source)
+            batch.held_nvme.append(page.source)
+            self.up.add(page.key)
+        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(ev.Load(self._enter(self.loading, batch), batch.pages))
+
+    def _enter(self, table: dict[int, Batch], batch: Batch) -> int:
+        number, self._next = self._next, self._next + 1
+        table[number] = batch
+        return number
+
+    def arrive(self, batch: Batch, source: Space, target: Space, heads: Rows, failed: Iterable[int]) -> Arrival:
+        """Seal what was copied whole, still is the page that was chosen, and has its parent in ``target``.
+
+        The caller writes the instructions, offers chain ends (``Space.leaf``), and calls ``end``.
+        """
+        arrival = Arrival()
+        lost = set(failed)
+        data = heads[:, :32].tobytes()
+        for i, page in enumerate(batch.pages):
+            key, root = data[32 * i : 32 * i + 16], data[32 * i + 16 : 32 * i + 32]
+            parent_key, parent = b"", None
+            wanted = i not in lost and key == page.key and source.sealed(page.source) and target.find(key) is None
+            if wanted:
+                parent_key = source.records.parent(*page.source[:2])
+                parent = target.find(parent_key) if parent_key != root else None
+            if not wanted or (parent is None and parent_key != root):
+                arrival.unused.append(page.target)
+                continue
+            info = source.records.standing(*page.source[:2])
+            target.seal(page.target, key, parent, info)
+            arrival.places.append(i)
+            arrival.parents.append(parent_key)
+            arrival.standings.append(info)
+        return arrival
+
+    def end(self, batch: Batch, unused: list[Address], target: Space, out: list[ev.Instruction]) -> None:
+        """Frames that came to nothing are free again, and nothing is held any more."""
+        target.free(unused, out)
+        for address in batch.held_dram:
+            if self.dram.sealed(address):
+                saved = address in batch.leaves and self._is_saved(address)
+                self.dram.unhold(address, batch.leaves[address] if saved else None)
+        for address in batch.held_nvme:
+            if self.nvme.sealed(address):
+                self.nvme.unhold(address)
+
+    def _is_saved(self, address: Address) -> bool:
+        return self.nvme.find(self.dram.records.key(address.extent, address.frame)) is not None
+
+    # --- what is on its way -----------------------------------------------------------------------------------------
+
+    def moving(self, frame_class: FrameClass) -> bool:
+        """Pages of this class are on their way, either way."""
+        return any(batch.frame_class == frame_class for batch in (*self.saving.values(), *self.loading.values()))
+
+    def frames(self) -> list[Address]:
+        """RESERVED frames of either tier that pages are being copied into."""
+        return [page.target for batch in (*self.saving.values(), *self.loading.values()) for page in batch.pages]
+
+    def extents(self) -> set[int]:
+        """Extents with pages that are held: their pages keep their addresses."""
+        batches = (*self.saving.values(), *self.loading.values())
+        return {address.extent for batch in batches for address in (*batch.held_dram, *batch.held_nvme)}
+
+    def held(self, space: Space) -> list[Address]:
+        """Sealed pages that are held in ``space``, one entry per hold."""
+        batches = (*self.saving.values(), *self.loading.values())
+        held = (batch.held_dram if space is self.dram else batch.held_nvme for batch in batches)
+        return [address for addresses in held for address in addresses if space.sealed(address)]

@@ -1,0 +1,255 @@
+"""Demotion: which pages of DRAM are saved to NVMe, and when.
+
+A leaf that is about to leave waits in ``ClassPool.unsaved``. Its chain is saved from the front, so that what reaches
+the disk is usable after a reboot: the pages from the leaf up to the first that NVMe has are looked up once, then taken
+from that end, as many as a batch may hold::
+
+    NVMe has  A B        climb, leaf first:  F E D C       batches:  C D | E F
+    DRAM has  A B C D E F
+
+The classes take turns, one batch each, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvstore.model.replica import Address, FrameClass
+from kvstore.state import events as ev
+from kvstore.state.copying import Batch, Copies
+from kvstore.state.eviction import Page
+from kvstore.state.frames import ClassPool
+from kvstore.state.space import UNSAVED_MAX
+
+ADMISSIONS = ("all", "reused")
+LEAVES_PER_STEP = 256  # cold leaves looked at per class and step
+CLIMB_MAX = 4096  # pages of one chain looked at per step; what is longer takes several
+
+
+@dataclass(frozen=True, slots=True)
+class TieringRules:
+    """How a node uses its NVMe tier.
+
+    Args:
+        demote_at: share of a DRAM class's frames in use above which cold pages are saved ahead.
+        promote_after: reads from NVMe after which a page is loaded into DRAM.
+        admission: "all" saves every page that leaves DRAM, "reused" only those of chains used by a later request.
+        write_bytes_per_day: bytes that may be written per day; 0: no limit.
+    """
+
+    demote_at: float = 0.5
+    promote_after: int = 2
+    admission: str = "all"
+    write_bytes_per_day: int = 0
+
+
+class Climb:
+    """The way from a leaf up to the first page of its chain that NVMe has, or will have after this batch.
+
+    ``pages`` (key, address) leaf first; the last of them hangs on ``anchor`` (b"": it starts the chain).
+    """
+
+    def __init__(self, leaf: Address, copies: Copies) -> None:
+        self.leaf = leaf
+        self.pages: list[tuple[bytes, Address]] = []
+        self.anchor = b""
+        self._copies = copies
+        self._next: Address | None = leaf
+
+    def go_on(self) -> bool:
+        """Look at the next pages; whether the top is reached."""
+        dram, records = self._copies.dram, self._copies.dram.records
+        for _ in range(CLIMB_MAX):
+            if self._next is None:
+                break
+            extent, frame, _ = self._next
+            key = records.key(extent, frame)
+            if self._is_there(key):
+                self.anchor, self._next = key, None
+                break
+            self.pages.append((key, self._next))
+            parent = records.parent(extent, frame)
+            self._next = None if parent == records.root(extent, frame) else dram.find(parent)
+        return self._next is None
+
+    def still_holds(self) -> bool:
+        """What was found by earlier decisions is still so; pages that were saved since, with another chain, go."""
+        while self.pages and self._is_there(self.pages[-1][0]):
+            self.anchor = self.pages.pop()[0]
+        top = self.pages[-1][1] if self.pages else self.leaf
+        upwards = self._next is None or self._copies.dram.sealed(self._next)
+        return upwards and self._copies.dram.sealed(top) and (not self.anchor or self._is_there(self.anchor))
+
+    def count(self, most: int) -> int:
+        """How many of the topmost pages, up to ``most``, are still where they were found: at least one, if any."""
+        top = self.pages[: -most - 1 : -1]
+        return next((i for i, (_, address) in enumerate(top) if not self._copies.dram.sealed(address)), len(top))
+
+    def take(self, count: int) -> list[tuple[bytes, Address]]:
+        """The topmost ``count`` pages, parents first."""
+        taken = [self.pages.pop() for _ in range(count)]
+        self.anchor = taken[-1][0]
+        return taken
+
+    def _is_there(self, key: bytes) -> bool:
+        return key in self._copies.down or self._copies.nvme.find(key) is not None
+
+
+class Demotion:
+    """Decides about saves. Part of ``Tiering``; what DRAM asks of the tier below it (``space.Below``)."""
+
+    def __init__(self, copies: Copies, counters: Counter[str], rules: TieringRules) -> None:
+        self.copies = copies
+        self.dram = copies.dram
+        self.nvme = copies.nvme
+        self.counters = counters
+        self.rules = rules
+        self.find = self.nvme.find  # see ``space.Below``
+        self._climb: Climb | None = None  # of a chain that was too long for one batch
+        self._refused: set[FrameClass] = set()  # NVMe had no frame for these, and none that could be made free
+        self._turn = 0  # place of the class that is looked at first
+        self._day_bytes_left = rules.write_bytes_per_day
+
+    # --- what DRAM asks: see ``space.Below`` ------------------------------------------------------------------------
+
+    def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
+        """See ``Below.may_leave``."""
+        admitted = self.rules.admission == "all" or page.turns > 0
+        return not admitted or self.nvme.find(key) is not None or not self.takes(pool.frame_class)
+
+    def coming(self, pool: ClassPool) -> bool:
+        """See ``Below.coming``."""
+        return bool(pool.unsaved) or self.copies.moving(pool.frame_class)
+
+    @property
+    def writable(self) -> bool:
+        """A device is up, and today's writes are not used up."""
+        if self.rules.write_bytes_per_day and self._day_bytes_left <= 0:
+            return False
+        segment = self.nvme.segment
+        return bool(segment.vacant) or any(not extent.closed for extent in segment.extents.values())
+
+    def takes(self, frame_class: FrameClass) -> bool:
+        """NVMe takes pages of this class: one fits an extent and into what may be written today, and there is room."""
+        capped = self.rules.write_bytes_per_day and self._day_bytes_left < frame_class.nvme_stride
+        fits = self.nvme.segment.frames_per_extent(frame_class) > 0 and frame_class not in self._refused
+        return fits and self.writable and not capped
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    def demote(self, event: ev.Demote) -> list[ev.Instruction]:
+        """See ``events.Demote``; at most one batch is on its way down."""
+        out: list[ev.Instruction] = []
+        self._day_bytes_left = event.day_bytes_left
+        capped = bool(self.rules.write_bytes_per_day)
+        size = min(event.bytes_max, event.day_bytes_left) if capped else event.bytes_max
+        pools = list(enumerate(self.dram.segment.pools.values()))
+        for place, pool in pools[self._turn :] + pools[: self._turn]:
+            if pool.frame_class in self._refused and self._has_room(pool.frame_class):
+                self._refused.discard(pool.frame_class)
+            if not self.takes(pool.frame_class):
+                self.give_up(pool)
+            elif not self.copies.saving:
+                if event.everything or self._is_crowded(pool):
+                    self._look_ahead(pool)
+                batch = self._choose(pool, max(1, size // pool.frame_class.nvme_stride), out)
+                if batch.pages:
+                    self.copies.start_saving(batch, out)
+                    self._turn = place + 1
+        return out
+
+    def _has_room(self, frame_class: FrameClass) -> bool:
+        return self.nvme.could_take(self.nvme.segment.pool(frame_class))
+
+    def device_failed(self) -> None:
+        """There are fewer devices now: what cannot be saved any more may leave as it is."""
+        for pool in self.dram.segment.pools.values():
+            if not self._has_room(pool.frame_class):
+                self._refused.add(pool.frame_class)
+            if not self.takes(pool.frame_class):
+                self.give_up(pool)
+
+    def give_up(self, pool: ClassPool) -> None:
+        """Nobody will save what waits for it: it may leave as it is."""
+        pool.ready.update(pool.unsaved)
+        pool.unsaved.clear()
+
+    def _is_crowded(self, pool: ClassPool) -> bool:
+        room = len(self.dram.segment.vacant) * pool.frames_per_extent
+        return pool.free + room < (1 - self.rules.demote_at) * (pool.frames + room)
+
+    def _look_ahead(self, pool: ClassPool) -> None:
+        """Set cold pages aside before their frames are needed."""
+        for _ in range(LEAVES_PER_STEP):
+            if len(pool.ready) + len(pool.unsaved) >= UNSAVED_MAX or self.dram.next_cold(pool) is None:
+                break
+
+    def _choose(self, pool: ClassPool, pages_max: int, out: list[ev.Instruction]) -> Batch:
+        """Whole chains, coldest first, each from its front; frames for them are taken in NVMe."""
+        batch = Batch([], pool.frame_class)
+        nvme_pool = self.nvme.segment.pool(pool.frame_class)
+        for slot, aside_ms in list(pool.unsaved.items()):
+            room = pages_max - len(batch.pages)
+            climb = self._climbed(pool, slot) if room else None
+            if climb is None:
+                break
+            if not climb.pages:
+                pool.ready[slot] = pool.unsaved.pop(slot)
+                continue
+            targets = self.nvme.take_after(climb.anchor, nvme_pool, climb.count(room), out)
+            if not targets:
+                if not batch.pages:  # NVMe is full of what may not leave: nothing can be saved now
+                    self._refused.add(pool.frame_class)
+                    self.counters["save_refused_space"] += len(pool.unsaved)
+                    self.give_up(pool)
+                break
+            self._add(batch, climb.anchor, climb.take(len(targets)), targets)
+            if climb.pages:
+                self._climb = climb
+                break
+            batch.leaves[climb.leaf] = aside_ms
+        return batch
+
+    def _climbed(self, pool: ClassPool, slot: int) -> Climb | None:
+        """The way up from this leaf; None where it is too long for now and goes on at the next step."""
+        extent, frame = pool.locate(slot)
+        leaf = Address(extent.number, frame, extent.generation[frame])
+        climb, self._climb = self._climb, None
+        if climb is None or climb.leaf != leaf or not climb.still_holds():
+            climb = Climb(leaf, self.copies)
+        if not climb.go_on():
+            self._climb = climb
+            return None
+        return climb
+
+    def _add(self, batch: Batch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
+        held = self.nvme.find(anchor) if anchor else None
+        if held is not None:  # else it starts the chain, or hangs on a page of this very batch
+            self.nvme.hold(held)
+            batch.held_nvme.append(held)
+        for (key, source), target in zip(chain, targets, strict=True):
+            batch.pages.append(ev.Copying(key, source, target))
+            self.copies.down.add(key)
+
+    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+        """See ``events.Saved``: what was written and still is wanted becomes a page of NVMe."""
+        out: list[ev.Instruction] = []
+        batch = self.copies.saving.pop(event.number)
+        self.copies.down.clear()
+        arrival = self.copies.arrive(batch, self.dram, self.nvme, event.heads, event.failed)
+        arrived = [batch.pages[i] for i in arrival.places]
+        if arrived:
+            targets, keys = [page.target for page in arrived], [page.key for page in arrived]
+            used_ns = [self.dram.records.last_use_ns(*page.source[:2]) for page in arrived]
+            for page, used in zip(arrived, used_ns, strict=True):
+                self.nvme.leaf(page.target, page.key, used // 1_000_000)
+            out.append(ev.WriteUse(targets, used_ns))
+            heads = event.heads[arrival.places]
+            out.append(ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents))
+            self.counters["pages_saved"] += len(arrived)
+            self.counters["bytes_saved"] += len(arrived) * batch.frame_class.page_bytes
+        for reason in event.failed.values():
+            self.counters[f"save_failed_{reason}"] += 1
+        self.copies.end(batch, arrival.unused, self.nvme, out)
+        return out

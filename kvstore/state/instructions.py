@@ -1,0 +1,216 @@
+"""What a node decides to do.
+
+Instructions are performed by one shell, in order, each on a whole batch. The order inside one decision is what makes
+kill -9 harmless at every point between two of them: a record's body before its word, the word before the index, the
+index before the reply; on the way out the word first, then the index, then the frame's reuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
+from kvstore.state.views import Rows
+
+
+@dataclass(slots=True)
+class Carve:
+    """Make the record and mark tables of a new extent, all frames FREE."""
+
+    extent: int
+    position: int
+    frame_class: FrameClass
+    frames: int
+    tier: Tier = Tier.DRAM
+
+
+@dataclass(slots=True)
+class Drop:
+    """Zero and remove an extent's tables: its position will be carved anew."""
+
+    extent: int
+
+
+@dataclass(slots=True)
+class WriteGranted:
+    """Records say RESERVED for this session, with no key."""
+
+    addresses: list[Address]
+    session: int
+
+
+@dataclass(slots=True)
+class WriteReserved:
+    """Records say RESERVED with identity; the pending table names them."""
+
+    addresses: list[Address]
+    rows: Rows
+    parents: list[bytes]
+    session: int
+    group: int
+    shard: int
+    shards: int
+    until_ns: int
+
+
+@dataclass(slots=True)
+class WriteWriter:
+    """A shard of these reserved pages is written by this session (0: by nobody any more)."""
+
+    addresses: list[Address]
+    shard: int
+    session: int
+
+
+@dataclass(slots=True)
+class WriteSealed:
+    """Records say SEALED, the index names them. ``rows`` None: the identity is there since the reservation.
+
+    ``standings``: place in the chain and turns of each page, see ``replica.standing``.
+    """
+
+    addresses: list[Address]
+    keys: list[bytes]
+    standings: list[int]
+    rows: Rows | None = None
+    parents: list[bytes] | None = None
+    checksums: npt.NDArray[np.uint32] | None = None
+
+
+@dataclass(slots=True)
+class WriteShards:
+    """A reserved page's mask of sealed shards."""
+
+    address: Address
+    shards: int
+    mask: int
+
+
+@dataclass(slots=True)
+class WriteState:
+    """Records get this state under a (new) generation, so that nobody reads the old address any more."""
+
+    addresses: list[Address]
+    state: FrameState
+
+
+@dataclass(slots=True)
+class Unindex:
+    """The index forgets that these keys are in this tier."""
+
+    keys: list[bytes]
+    tier: Tier = Tier.DRAM
+
+
+@dataclass(slots=True)
+class Unpend:
+    """The pending table forgets a key, or names the next reservation of it (``heir``)."""
+
+    key: bytes
+    heir: Address | None
+
+
+@dataclass(slots=True)
+class WriteLease:
+    """Records get this lease deadline (never an earlier one than they promise someone else)."""
+
+    addresses: list[Address]
+    until_ns: list[int]
+
+
+@dataclass(slots=True)
+class WriteStamp:
+    """A record gets its checksums."""
+
+    address: Address
+    checksums: npt.NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class Move:
+    """Copy a sealed page into another frame; index and record follow; the source is then FREE (``freed``)."""
+
+    key: bytes
+    source: Address
+    target: Address
+    freed: Address
+    tier: Tier = Tier.DRAM
+
+
+@dataclass(slots=True)
+class Copying:
+    """One page on its way between tiers."""
+
+    key: bytes
+    source: Address
+    target: Address
+
+
+@dataclass(slots=True)
+class Save:
+    """Write these pages to NVMe, parents before children, make them durable, and report ``Saved``."""
+
+    number: int
+    pages: list[Copying]
+
+
+@dataclass(slots=True)
+class Load:
+    """Read these pages from NVMe into their DRAM frames and report ``Loaded``."""
+
+    number: int
+    pages: list[Copying]
+
+
+@dataclass(slots=True)
+class WriteUse:
+    """The marks of these pages say when they were last used."""
+
+    addresses: list[Address]
+    used_ns: list[int]
+
+
+@dataclass(slots=True)
+class CheckSession:
+    """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
+
+    session: int
+
+
+@dataclass(slots=True)
+class Reply:
+    """The answer to the event, sent after everything before it was performed.
+
+    With ``Status.INVALID`` nothing was decided; ``detail`` has the ``field`` and the ``reason``.
+    """
+
+    status: Status = Status.OK
+    statuses: list[int] = field(default_factory=list)
+    addresses: list[Address] = field(default_factory=list)
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+Instruction = (
+    Carve
+    | Drop
+    | WriteGranted
+    | WriteReserved
+    | WriteWriter
+    | WriteSealed
+    | WriteShards
+    | WriteState
+    | Unindex
+    | Unpend
+    | WriteLease
+    | WriteStamp
+    | Move
+    | Save
+    | Load
+    | WriteUse
+    | CheckSession
+    | Reply
+)

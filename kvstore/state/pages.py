@@ -1,0 +1,288 @@
+"""Pages: which frames of a tier hold what, and what hangs on it; the part of a node's decisions that knows closure.
+
+A SEALED frame counts its sealed children and whatever else hangs on it (a reservation, a copy on its way between
+tiers); only frames with a count of zero are offered to the eviction policy. Under closure the pages that leave are
+always the tails of chains. A worked example, one chain of two pages with a reservation behind them::
+
+    key   state      children
+    A     SEALED     1          B is stored
+    B     SEALED     1          C is reserved; once it is given up B counts 0, and is offered
+    C     RESERVED   -
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import numpy as np
+
+from kvstore.model.replica import Address, FrameState, Tier, position_of, turns_of
+from kvstore.state import closure
+from kvstore.state import events as ev
+from kvstore.state.eviction import Page
+from kvstore.state.frames import ClassPool, Segment
+from kvstore.state.leases import LeaseTable
+from kvstore.state.views import PageIndex, RecordView
+
+FREE, SEALED = FrameState.FREE, FrameState.SEALED
+RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
+_SEALED = int(SEALED)  # a plain number: stored for every page of a put
+
+
+class Pages:
+    """Pages of one tier. The base of ``Space``; every change leaves as instructions in ``out``."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        index: PageIndex,
+        records: RecordView,
+        leases: LeaseTable,
+        counters: Counter[str],
+        generation: int,
+        tier: Tier,
+    ) -> None:
+        self.segment = segment
+        self.index = index
+        self.records = records
+        self.leases = leases
+        self.counters = counters
+        self.generation = generation
+        self.tier = tier
+        self.now_ns = 0
+        self._fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
+        self._standings: dict[Address, int] = {}  # of those
+        self._moved: dict[tuple[int, int], Page] = {}  # by this very event: nothing can be read at the new place yet
+
+    def begin(self, now_ns: int) -> None:
+        """A new event: all earlier instructions were performed."""
+        self.now_ns = now_ns
+        self._fresh.clear()
+        self._standings.clear()
+        self._moved.clear()
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> Address | None:
+        """The sealed page of that key, as decided so far (this event included)."""
+        address = self._fresh.get(key)
+        if address is None:
+            address = self.index.find(key)
+        return address if address is not None and self.sealed(address) else None
+
+    def sealed(self, address: Address) -> bool:
+        """The address names a sealed page."""
+        extent = self.segment.extents.get(address.extent)
+        return (
+            extent is not None
+            and address.frame < extent.frames
+            and extent.generation[address.frame] == address.generation
+            and extent.state[address.frame] == SEALED
+        )
+
+    def used_ms(self, pool: ClassPool, slot: int) -> int:
+        """When the page in a slot was last used, as its mark says."""
+        extent, frame = pool.locate(slot)
+        return self.records.last_use_ns(extent.number, frame) // 1_000_000
+
+    def page(self, pool: ClassPool, slot: int) -> Page:
+        """What the eviction policy may know of the page in a slot."""
+        extent, frame = pool.locate(slot)
+        moved = self._moved.get((extent.number, frame)) if self._moved else None
+        if moved is not None:
+            return moved
+        records = self.records
+        key = int.from_bytes(records.key(extent.number, frame)[:8], "little")
+        info = records.standing(extent.number, frame)
+        return Page(records.last_use_ns(extent.number, frame) // 1_000_000, key, position_of(info), turns_of(info))
+
+    def standing_after(self, parent: Address | None, continues: bool) -> tuple[int, int]:
+        """(position, turns) of a page that follows ``parent`` (None: starts a chain).
+
+        ``continues``: both come from one request; otherwise a later one extends what an earlier one left.
+        """
+        if parent is None:
+            return 0, 0
+        info = self._standings.get(parent)
+        if info is None:
+            info = self.records.standing(parent.extent, parent.frame)
+        return position_of(info) + 1, turns_of(info) + (not continues)
+
+    # --- sealing and holding ----------------------------------------------------------------------------------------
+
+    def seal(self, address: Address, key: bytes, parent: Address | None, info: int) -> None:
+        """The frame holds a sealed page now. The caller writes the instruction, and calls ``leaf`` for chain ends.
+
+        ``info`` is the page's ``standing``.
+        """
+        extent = self.segment.extents[address.extent]
+        extent.state[address.frame] = SEALED
+        extent.sealed += 1
+        self._fresh[key] = address
+        self._standings[address] = info
+        if parent is not None:
+            self.hold(parent)
+
+    def seal_chain(self, addresses: list[Address], parent: Address | None, page: Page) -> None:
+        """Consecutive pages of one chain, sealed at once; the last, ``page``, is evictable. Not found by this event."""
+        extents = self.segment.extents
+        for number, frame, _ in addresses:
+            extent = extents[number]
+            extent.state[frame] = _SEALED
+            extent.children[frame] = 1
+            extent.sealed += 1
+        number, frame, _ = addresses[-1]
+        extents[number].children[frame] = 0
+        if parent is not None:
+            self.hold(parent)
+        extent = extents[number]
+        extent.pool.offer(extent.slot_base + frame, page)
+
+    def show(self, keys: list[bytes], addresses: list[Address], standings: list[int]) -> None:
+        """Pages of ``seal_chain`` are found by the rest of this event."""
+        self._fresh.update(zip(keys, addresses, strict=True))
+        self._standings.update(zip(addresses, standings, strict=True))
+
+    def hold(self, address: Address) -> None:
+        """Something hangs on this page: it cannot be evicted."""
+        extent = self.segment.extents[address.extent]
+        if extent.children[address.frame] == 0:
+            extent.pool.withdraw(extent.slot_base + address.frame)
+        extent.children[address.frame] += 1
+
+    def unhold(self, address: Address, saved_ms: int | None = None) -> None:
+        """One thing less hangs on it; with none left it may be evicted, in the order of its own last use.
+
+        ``saved_ms``: it was about to leave when it was held, and is saved now; its last use when it was set aside.
+        """
+        extent = self.segment.extents[address.extent]
+        extent.children[address.frame] -= 1
+        if extent.children[address.frame] == 0:
+            slot = extent.slot_base + address.frame
+            if saved_ms is not None:
+                extent.pool.ready[slot] = saved_ms
+            else:
+                extent.pool.offer(slot, self.page(extent.pool, slot))
+
+    def leaf(self, address: Address, key: bytes, used_ms: int) -> None:
+        """A page sealed by this event with ``seal``: evictable if nothing hangs on it."""
+        extent = self.segment.extents[address.extent]
+        if extent.children[address.frame] == 0:
+            info = self._standings[address]
+            page = Page(used_ms, int.from_bytes(key[:8], "little"), position_of(info), turns_of(info))
+            extent.pool.offer(extent.slot_base + address.frame, page)
+
+    # --- freeing ----------------------------------------------------------------------------------------------------
+
+    def free(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
+        """These frames hold nothing: new generations, grantable again."""
+        if addresses:
+            out.append(ev.WriteState([self._renew(address, FREE) for address in addresses], FREE))
+
+    def mark(self, address: Address, state: FrameState) -> None:
+        """Another state under the same generation."""
+        self.segment.extents[address.extent].state[address.frame] = state
+
+    def quarantine(self, address: Address) -> None:
+        """A sealed page found at start whose parent may yet be found: it counts as nothing until it is adopted."""
+        extent = self.segment.extents[address.extent]
+        extent.sealed -= 1
+        extent.state[address.frame] = QUARANTINED
+
+    def free_quarantined(self, number: int, out: list[ev.Instruction]) -> None:
+        """Frames of this extent that nobody adopted a page in are free."""
+        extent = self.segment.extents.get(number)
+        if extent is not None:
+            frames = [frame for frame in range(extent.frames) if extent.state[frame] == QUARANTINED]
+            self.free([Address(number, frame, 0) for frame in frames], out)
+
+    def free_retired(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
+        """Leases on these frames ended: those that were only waiting for that are free."""
+        waiting = []
+        for address in addresses:
+            extent = self.segment.extents.get(address.extent)
+            if extent is not None and extent.state[address.frame] == RETIRING:
+                waiting.append(address)
+        self.free(waiting, out)
+
+    def _renew(self, address: Address, state: FrameState) -> Address:
+        extent, frame = self.segment.extents[address.extent], address.frame
+        if extent.state[frame] == SEALED:
+            extent.sealed -= 1
+        extent.children[frame] = 0
+        extent.state[frame] = state
+        self.generation += 1
+        extent.generation[frame] = self.generation
+        if state == FREE:
+            extent.release(frame)
+        return Address(extent.number, frame, self.generation)
+
+    # --- damage -----------------------------------------------------------------------------------------------------
+
+    def family(self, address: Address, key: bytes) -> dict[Address, bytes]:
+        """The page and all its descendants, with their keys. ``key`` is the page's true key (its record may lie)."""
+        snapshots = self.records.snapshots()
+        for snapshot in snapshots:
+            if snapshot.extent == address.extent:
+                snapshot.keys[address.frame] = key
+        links = closure.link(snapshots)
+        seeds = (links.extents == address.extent) & (links.frames == address.frame)
+        gone = np.flatnonzero(closure.doomed(links, seeds))
+        return {links.address(i): links.key(i) for i in gone.tolist()}
+
+    def drop(self, family: dict[Address, bytes], held: list[Address], out: list[ev.Instruction]) -> None:
+        """Retire these pages whatever hangs on them (leased frames wait for their leases), and recount the rest.
+
+        ``held`` are pages that something hangs on beside their children, one entry per hold.
+        """
+        self.retire(list(family), out)
+        out.append(ev.Unindex(list(family.values()), self.tier))
+        self.recount([address for address in held if self.sealed(address)])
+
+    def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
+        """These pages go; leased frames wait for their leases. The caller sees to what hung on them."""
+        free: list[Address] = []
+        retiring: list[Address] = []
+        for address in pages:
+            extent = self.segment.extents[address.extent]
+            extent.pool.forget(extent.slot_base + address.frame, None)
+            if self.leases.holds(address.extent, address.frame):
+                retiring.append(self._renew(address, RETIRING))
+            else:
+                free.append(self._renew(address, FREE))
+        for state, addresses in ((FREE, free), (RETIRING, retiring)):
+            if addresses:
+                out.append(ev.WriteState(addresses, state))
+
+    def recount(self, held: list[Address]) -> None:
+        """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""
+        snapshots = self.records.snapshots()
+        for snapshot in snapshots:  # what this event decided is not in the records yet
+            extent = self.segment.extents[snapshot.extent]
+            generations = np.frombuffer(extent.generation, np.uint64)
+            states = np.frombuffer(extent.state, np.uint8)
+            snapshot.words = generations << np.uint64(8) | states
+        links = closure.link(snapshots)
+        counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent)).tolist()
+        for extent in self.segment.extents.values():
+            extent.children = array("I", bytes(4 * extent.frames))
+        addresses = [links.address(i) for i in range(len(counts))]
+        for address, count in zip(addresses, counts, strict=True):
+            self.segment.extents[address.extent].children[address.frame] = count
+        for address in held:
+            self.segment.extents[address.extent].children[address.frame] += 1
+        self._relist(addresses)
+
+    def _relist(self, addresses: list[Address]) -> None:
+        """Offer exactly the childless pages to eviction, those not listed yet by their last use."""
+        missing = []
+        for address in addresses:
+            extent = self.segment.extents[address.extent]
+            slot = extent.slot_base + address.frame
+            if extent.children[address.frame]:
+                extent.pool.withdraw(slot)
+            elif not extent.pool.offered(slot):
+                missing.append((self.page(extent.pool, slot), slot, extent.pool))
+        for page, slot, pool in sorted(missing, key=lambda entry: entry[:2]):
+            pool.offer(slot, page)

@@ -1,0 +1,154 @@
+"""Promotion: pages of NVMe that are loaded into DRAM, on request, or after enough reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvstore.model.replica import Address, FrameClass, Status
+from kvstore.state import events as ev
+from kvstore.state.copying import Batch, Copies
+from kvstore.state.writing import Writing
+
+LOADING_BYTES_MAX = 64 << 20  # on their way up at a time
+
+
+class Promotion:
+    """Decides about loads. Part of ``Tiering``."""
+
+    def __init__(self, copies: Copies, writing: Writing, counters: Counter[str], promote_after: int) -> None:
+        self.copies = copies
+        self.dram = copies.dram
+        self.nvme = copies.nvme
+        self.writing = writing
+        self.counters = counters
+        self.promote_after = promote_after
+        self._loading_bytes = 0
+        self._reads: dict[int, bytearray] = {}  # NVMe extent -> reads of each page since it was last copied
+
+    def prefetch(self, event: ev.Prefetch) -> list[ev.Instruction]:
+        """See ``events.Prefetch``. Per page: OK in DRAM, BUSY on its way, PARTIAL not read often enough yet, else why
+        not: STALE, NO_PARENT, NO_SPACE."""
+        out: list[ev.Instruction] = []
+        statuses: list[Status] = []
+        wanted: dict[bytes, tuple[int, Address]] = {}  # key -> place, address
+        before = b""  # key of the page before, where it is or will be in DRAM
+        for place, address in enumerate(event.addresses):
+            status, key = self._judge(address, event.hint, before, wanted)
+            statuses.append(status)
+            before = key if status in (Status.OK, Status.BUSY) else b""
+            if status == Status.BUSY and key not in self.copies.up and key not in wanted:
+                wanted[key] = place, address
+        pages = [(key, address) for key, (_, address) in wanted.items()]
+        started = self._load(pages, out) if pages else 0
+        waiting = self.dram.waiting or self._loading_bytes > 0
+        for place, _ in list(wanted.values())[started:]:
+            statuses[place] = Status.BUSY if waiting else Status.NO_SPACE
+        out.append(ev.Reply(statuses=[int(status) for status in statuses]))
+        return out
+
+    def _judge(
+        self, address: Address, hint: bool, before: bytes, wanted: dict[bytes, tuple[int, Address]]
+    ) -> tuple[Status, bytes]:
+        """What can be done for one page, and its key; BUSY: it should be, or is being, loaded."""
+        if not self.nvme.sealed(address):
+            return Status.STALE, b""
+        records = self.nvme.records
+        key = records.key(address.extent, address.frame)
+        if self.dram.find(key) is not None:
+            return Status.OK, key
+        if key in self.copies.up or key in wanted:
+            return Status.BUSY, key
+        if hint and self._count_read(address) < self.promote_after:
+            return Status.PARTIAL, key
+        first = next(iter(wanted.values()), None)
+        if first is not None and self._class_of(first[1]) != self._class_of(address):
+            return Status.NO_PARENT, key  # of another layout, so of another chain
+        parent = records.parent(address.extent, address.frame)
+        at_root = parent == records.root(address.extent, address.frame)
+        if at_root or parent == before or parent in self.copies.up or self.dram.find(parent) is not None:
+            return Status.BUSY, key
+        return Status.NO_PARENT, key
+
+    def _class_of(self, address: Address) -> FrameClass:
+        return self.nvme.segment.extents[address.extent].pool.frame_class
+
+    def _load(self, wanted: list[tuple[bytes, Address]], out: list[ev.Instruction]) -> int:
+        """Take DRAM frames for these consecutive pages and have them loaded; returns for how many."""
+        frame_class = self._class_of(wanted[0][1])
+        size_left = LOADING_BYTES_MAX - self._loading_bytes
+        count = min(len(wanted), size_left // frame_class.page_bytes)
+        if not self._loading_bytes:
+            count = max(count, 1)  # a page may be larger than all that
+        if count <= 0:
+            return 0
+        records = self.nvme.records
+        parents = [records.parent(address.extent, address.frame) for _, address in wanted[:count]]
+        targets = self.dram.take_after(parents[0], self.dram.segment.pool(frame_class), count, out)
+        if not targets:
+            return 0
+        pages = [ev.Copying(key, source, target) for (key, source), target in zip(wanted, targets, strict=False)]
+        batch = Batch(pages, frame_class)
+        inside = {page.key for page in pages}
+        for parent in parents[: len(pages)]:
+            anchor = self.dram.find(parent) if parent not in inside else None
+            if anchor is not None:
+                self.dram.hold(anchor)
+                batch.held_dram.append(anchor)
+            elif parent in self.copies.up:
+                batch.waits_for.add(parent)
+        self._loading_bytes += len(pages) * frame_class.page_bytes
+        self.copies.start_loading(batch, out)
+        return len(pages)
+
+    def loaded(self, event: ev.Loaded) -> list[ev.Instruction]:
+        """See ``events.Loaded``: what was read and proven becomes a page of DRAM, up to the first that was not."""
+        out: list[ev.Instruction] = []
+        batch = self.copies.loading.pop(event.number)
+        self._loading_bytes -= len(batch.pages) * batch.frame_class.page_bytes
+        self.copies.up.difference_update(page.key for page in batch.pages)
+        arrival = self.copies.arrive(batch, self.nvme, self.dram, event.rows, event.failed)
+        places = arrival.places
+        if places:
+            targets, keys = [batch.pages[i].target for i in places], [batch.pages[i].key for i in places]
+            for i in places:
+                self._forget_reads(batch.pages[i].source)
+                self.dram.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
+            out.append(ev.WriteUse(targets, [event.now_ns] * len(places)))
+            rows, sums = event.rows[places], event.checksums[places]
+            out.append(ev.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums))
+            self.counters["pages_promoted"] += len(places)
+            self.counters["bytes_promoted"] += len(places) * batch.frame_class.page_bytes
+            self._hold_for_others(dict(zip(keys, targets, strict=True)))
+            self.writing.follow(keys, out)
+        for reason in event.failed.values():
+            self.counters[f"load_failed_{reason}"] += 1
+        self.copies.end(batch, arrival.unused, self.dram, out)
+        return out
+
+    def _hold_for_others(self, arrived: dict[bytes, Address]) -> None:
+        """Batches that follow hang on pages that have just arrived."""
+        for batch in self.copies.loading.values():
+            for key in batch.waits_for & arrived.keys():
+                self.dram.hold(arrived[key])
+                batch.held_dram.append(arrived[key])
+                batch.waits_for.discard(key)
+
+    def _count_read(self, address: Address) -> int:
+        extents = self.nvme.segment.extents
+        reads = self._reads.get(address.extent)
+        if reads is None:
+            if len(self._reads) > len(extents):  # of extents that are gone
+                self._reads = {number: counts for number, counts in self._reads.items() if number in extents}
+            reads = self._reads[address.extent] = bytearray(extents[address.extent].frames)
+        reads[address.frame] = min(255, reads[address.frame] + 1)
+        return reads[address.frame]
+
+    def forget_reads(self, addresses: list[Address]) -> None:
+        """Other pages are in these frames now."""
+        for address in addresses:
+            self._forget_reads(address)
+
+    def _forget_reads(self, address: Address) -> None:
+        reads = self._reads.get(address.extent)
+        if reads is not None:
+            reads[address.frame] = 0

@@ -1,0 +1,102 @@
+"""Tiering: what moves between DRAM and NVMe, and when.
+
+Both tiers are prefix-closed, each by itself, so of a chain DRAM holds the first m pages and NVMe the first s. A page
+goes down in two steps::
+
+    cold in DRAM ──save──> in both ──its frame is needed──> in NVMe only
+                 └─not admitted, or NVMe cannot─> its frame is needed ──> gone
+
+*Save* copies a chain from its front (``demotion``). A leaf that is about to leave waits in ``ClassPool.unsaved`` until
+that is done, then in ``ready``; whoever needs its frame before that is told to ask again. Looking ahead starts when
+more than ``demote_at`` of a class's frames are in use, so that eviction normally finds pages that are ready. A page
+goes up by *load* (``promotion``), on request (prefetch), after ``promote_after`` reads from NVMe, or because somebody
+puts it again. What is being copied is held meanwhile (``copying``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvstore.model.replica import Address, FrameState
+from kvstore.state import events as ev
+from kvstore.state.copying import NODE_SESSION, Copies
+from kvstore.state.demotion import ADMISSIONS, Demotion, TieringRules
+from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
+from kvstore.state.space import Space
+from kvstore.state.writing import Writing
+
+__all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Tiering", "TieringRules"]
+
+
+class Tiering:
+    """Decides about copies between ``dram`` and ``nvme``. Part of ``NodeState``."""
+
+    def __init__(self, dram: Space, nvme: Space, writing: Writing, counters: Counter[str], rules: TieringRules) -> None:
+        self.dram = dram
+        self.nvme = nvme
+        self.counters = counters
+        self.rules = rules
+        self.copies = Copies(dram, nvme)
+        self.demotion = Demotion(self.copies, counters, rules)
+        self.promotion = Promotion(self.copies, writing, counters, rules.promote_after)
+        dram.below = self.demotion
+        dram.in_flight = nvme.in_flight = self.copies.extents
+
+    @property
+    def writable(self) -> bool:
+        """NVMe takes pages: a device is up, and today's writes are not used up."""
+        return self.demotion.writable
+
+    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+        """See ``events.Saved``."""
+        self.promotion.forget_reads([page.target for page in self.copies.saving[event.number].pages])
+        return self.demotion.saved(event)
+
+    # --- start and failures -----------------------------------------------------------------------------------------
+
+    def adopt(self, event: ev.Adopt) -> list[ev.Instruction]:
+        """See ``events.Adopt``: pages whose parents are there become pages of NVMe, under the generation on disk."""
+        out: list[ev.Instruction] = []
+        kept: list[int] = []
+        keys = [row[:16].tobytes() for row in event.heads]
+        for i, (address, key) in enumerate(zip(event.addresses, keys, strict=True)):
+            at_root = event.parents[i] == event.heads[i, 16:32].tobytes()
+            parent = None if at_root else self.nvme.find(event.parents[i])
+            if not self._waits(address) or self.nvme.find(key) is not None or (parent is None and not at_root):
+                self.counters["pages_not_adopted"] += 1
+                continue
+            self.nvme.segment.extents[address.extent].generation[address.frame] = address.generation
+            self.nvme.seal(address, key, parent, event.standings[i])
+            kept.append(i)
+        for i in kept:
+            self.nvme.leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)
+        if kept:
+            addresses = [event.addresses[i] for i in kept]
+            out.append(ev.WriteUse(addresses, [event.now_ns] * len(kept)))
+            parents, infos = [event.parents[i] for i in kept], [event.standings[i] for i in kept]
+            out.append(ev.WriteSealed(addresses, [keys[i] for i in kept], infos, event.heads[kept], parents))
+            self.counters["pages_adopted"] += len(kept)
+        return out
+
+    def _waits(self, address: Address) -> bool:
+        extent = self.nvme.segment.extents.get(address.extent)
+        return extent is not None and extent.state[address.frame] == FrameState.QUARANTINED
+
+    def adopted(self, event: ev.Adopted) -> list[ev.Instruction]:
+        """See ``events.Adopted``."""
+        out: list[ev.Instruction] = []
+        self.nvme.free_quarantined(event.extent, out)
+        return out
+
+    def failed(self, event: ev.TierFailed) -> list[ev.Instruction]:
+        """See ``events.TierFailed``: what is there is read on, nothing is written there any more."""
+        segment, positions = self.nvme.segment, set(event.positions)
+        gone = positions & segment.vacant
+        segment.vacant -= gone
+        segment.failed |= gone
+        for extent in segment.extents.values():
+            if extent.position in positions:
+                extent.close()
+        self.demotion.device_failed()
+        self.counters["devices_failed"] += 1
+        return []

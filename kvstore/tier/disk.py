@@ -1,0 +1,376 @@
+"""Disk: a file or block device as the NVMe tier sees it, and the in-memory one that is its peer.
+
+Positions are bytes, everything comes in whole blocks of 4096, buffers are page-aligned (``aligned_buffer``, or frames
+of a DRAM segment: those are written straight from shared memory). ``FileDisk`` bypasses the page cache (O_DIRECT)
+where the file system takes that, else it goes through it, says so once in the log, and everything works the same.
+
+What was written survives power loss only once ``sync`` has returned; until then any 512-byte sector of it may be on
+the disk or not, in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
+
+BLOCK_BYTES: Final = 4096
+IOV_MAX: Final = 1024  # buffers of one system call
+# A child that was just forked keeps the lock for a moment, until it closes what is not its own.
+_LOCK_TRIES: Final = 5
+_LOCK_RETRY_S: Final = 0.01
+
+Bytes = npt.NDArray[np.uint8]
+
+log = logging.getLogger("kvstore.nvme")
+
+
+class Disk(Protocol):
+    """One file or device. Any thread may call; reads and writes of the same blocks are not ordered.
+
+    Attributes:
+        path: for people, and for clients that open it themselves.
+        size_bytes: a multiple of 4096.
+        direct: whether reads and writes bypass the page cache.
+    """
+
+    path: str
+    size_bytes: int
+    direct: bool
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Fill all ``buffers`` from ``offset`` on.
+
+        Raises:
+            OSError: with ``filename``; what the buffers hold then means nothing.
+        """
+        ...
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Write all ``buffers`` from ``offset`` on.
+
+        Raises:
+            OSError: with ``filename``; those blocks then hold the old or the new bytes or a mixture.
+        """
+        ...
+
+    def sync(self) -> None:
+        """What was written before this call survives power loss.
+
+        Raises:
+            OSError: with ``filename``; nothing written since the last sync may be relied on, now or after another.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it, and of its lock. What is stored stays."""
+        ...
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """``nbytes`` of zeros that start at a memory page; freed with the last view."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
+
+
+def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
+    """Bytes of all ``buffers`` together; what is not whole blocks inside the disk is a bug of ours."""
+    total = 0
+    for buffer in buffers:
+        assert buffer.nbytes % BLOCK_BYTES == 0, buffer.nbytes
+        total += buffer.nbytes
+    assert offset % BLOCK_BYTES == 0 and 0 <= offset <= offset + total <= disk.size_bytes, (offset, total)
+    return total
+
+
+class MemoryDisk:
+    """A disk of this process's memory: for tests and simulations. Gone with its last reference, not with ``close``."""
+
+    def __init__(self, size_bytes: int, path: str = "memory") -> None:
+        assert size_bytes > 0 and size_bytes % BLOCK_BYTES == 0, size_bytes
+        self.path = path
+        self.size_bytes = size_bytes
+        self.direct = True  # and as demanding as a disk: see _check
+        self.data = aligned_buffer(size_bytes)
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``."""
+        self._check(offset, buffers)
+        for buffer in buffers:
+            buffer.reshape(-1)[:] = self.data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``."""
+        self._check(offset, buffers)
+        for buffer in buffers:
+            self.data[offset : offset + buffer.nbytes] = buffer.reshape(-1)
+            offset += buffer.nbytes
+
+    def sync(self) -> None:
+        """See ``Disk``: there is no power to be lost."""
+
+    def close(self) -> None:
+        """See ``Disk``: it may be opened again."""
+
+    def _check(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        check_blocks(self, offset, buffers)
+        for buffer in buffers:
+            assert buffer.ctypes.data % BLOCK_BYTES == 0 or not buffer.nbytes, "O_DIRECT would refuse this buffer"
+            assert buffer.flags.c_contiguous
+
+
+class FileDisk:
+    """A file or block device. Made by ``open``; ends with ``close``, with its last reference, or with the process.
+
+    The owner (``writable``) holds a lock on it, so that nobody else becomes owner of it, under whatever path. A forked
+    child never keeps that lock, nor the file.
+    """
+
+    def __init__(self, fd: int, path: str, size_bytes: int, owner: bool) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.direct = False
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        if owner:
+            _owned.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        size_bytes: int,
+        *,
+        create: bool = False,
+        writable: bool = True,
+        resize: bool = False,
+        mode: int = 0o600,
+    ) -> FileDisk:
+        """Open ``size_bytes`` (rounded down to 4096) of a file or device; for writing, as its only owner.
+
+        An owner's file has all its space when this returns. A file that is shorter but holds nothing yet (a kill while
+        it was being made) is completed. Nothing that is stored is changed, unless ``resize``. A reader takes a file of
+        another size: what was cut off cannot be read, the rest can.
+
+        Args:
+            create: make the file, with ``mode``, where there is none. A device that is absent is never made.
+            resize: cut or extend a file of another size: what it holds is about to be dropped.
+
+        Raises:
+            InvalidRequest: field "nvme"; it is absent, of another kind or size, or may not be opened.
+            NodeBusy: it has an owner: another process, or this one under another name.
+            OutOfSpace: the file system has not the room; a file made just now is gone again.
+            OSError: it fails.
+        """
+        name, size_bytes = os.path.abspath(path), size_bytes // BLOCK_BYTES * BLOCK_BYTES
+        if size_bytes <= 0:
+            raise InvalidRequest("nvme", f"{name}: a size of less than {BLOCK_BYTES} bytes")
+        fd, new = _open(name, create and writable, writable, mode)
+        disk, made = cls(fd, name, size_bytes, writable), False
+        try:
+            if writable:
+                _lock(fd, name)
+                made = new  # and ours: whoever was faster may have it by now
+            if not stat.S_ISBLK(os.fstat(fd).st_mode):
+                if writable:
+                    _size_file(fd, name, size_bytes, resize)
+                if made:
+                    _sync_folder(name)
+            elif os.lseek(fd, 0, os.SEEK_END) < size_bytes:
+                raise InvalidRequest("nvme", f"{name} has {os.lseek(fd, 0, os.SEEK_END)} bytes, not {size_bytes}")
+            disk._go_direct(warn=writable)
+        except BaseException:
+            if made:
+                os.unlink(name)
+            disk.close()
+            raise
+        return disk
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``."""
+        self._transfer(os.preadv, offset, buffers)
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``."""
+        self._transfer(os.pwritev, offset, buffers)
+
+    def sync(self) -> None:
+        """See ``Disk``."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def close(self) -> None:
+        """See ``Disk``. Nobody may be inside another call."""
+        _owned.discard(self)
+        self._closer()
+        self._fd = -1
+
+    def _transfer(self, call: Callable[..., int], offset: int, buffers: Sequence[Bytes]) -> None:
+        """All of ``buffers``, however short the kernel's steps are."""
+        total = check_blocks(self, offset, buffers)
+        try:
+            done = call(self._fd, buffers, offset) if len(buffers) <= IOV_MAX else 0
+            while done < total:
+                if self.direct:
+                    done -= done % BLOCK_BYTES  # O_DIRECT knows no parts of blocks
+                count = call(self._fd, _rest(buffers, done), offset + done)
+                if count < (BLOCK_BYTES if self.direct else 1):
+                    raise OSError(errno.EIO, f"{total - done} bytes are not there")
+                done += count
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def _go_direct(self, warn: bool) -> None:
+        """Switch O_DIRECT on where the file system takes it. Some refuse the flag, some only the first read."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._fd, [aligned_buffer(BLOCK_BYTES).data], 0)
+            self.direct = True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                error.filename = self.path
+                raise
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            if warn:
+                log.warning("%s: its file system does not take O_DIRECT; the page cache is used", self.path)
+
+
+def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool]:
+    """``(fd, made just now)``; the file is not touched."""
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+    try:
+        kind = os.stat(name).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
+            raise InvalidRequest("nvme", f"{name} is neither a file nor a block device")
+        # Keeps out mounts and other owners; without O_CREAT only devices know it.
+        return os.open(name, flags | (os.O_EXCL if writable and stat.S_ISBLK(kind) else 0)), False
+    except FileNotFoundError:
+        if not create:
+            raise InvalidRequest("nvme", f"{name} does not exist") from None
+    except OSError as error:
+        raise _refusal(error, name) from None
+    if name.startswith("/dev/") and not name.startswith("/dev/shm/"):
+        raise InvalidRequest("nvme", f"{name} does not exist (no file is made among the devices)")
+    try:
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
+        os.fchmod(fd, mode)  # whatever the umask
+    except FileExistsError:
+        raise NodeBusy(f"{name} is just being made by somebody else") from None
+    except OSError as error:
+        raise _refusal(error, name) from None
+    return fd, True
+
+
+def _refusal(error: OSError, name: str) -> Exception:
+    if error.errno == errno.EBUSY:
+        return NodeBusy(f"{name} is mounted or has another owner")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP):
+        return InvalidRequest("nvme", f"{name}: {error.strerror}")
+    return error
+
+
+def _lock(fd: int, name: str) -> None:
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt + 1 == _LOCK_TRIES:
+                raise NodeBusy(f"{name} is held by another node, or was given twice") from None
+            time.sleep(_LOCK_RETRY_S)
+    try:
+        same = os.path.samestat(os.fstat(fd), os.stat(name))
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise NodeBusy(f"{name} is just being made or removed by somebody else")
+
+
+def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
+    """Make sure that an owner's file has ``size_bytes`` with all their space."""
+    has = os.fstat(fd).st_size
+    if has != size_bytes and not resize and not (has < size_bytes and _is_empty(fd, has)):
+        raise InvalidRequest(
+            "nvme",
+            f"{name} is a file of {has} bytes, not {size_bytes}; give that size, or --format makes it anew and drops "
+            "what is stored there",
+        )
+    if has > size_bytes:
+        os.ftruncate(fd, size_bytes)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)  # also where a copy of it was made with holes
+    except OSError as error:
+        free = os.fstatvfs(fd)
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, min(has, size_bytes))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OutOfSpace(
+                f"{name}: needs {size_bytes} bytes, its file system has {free.f_bavail * free.f_frsize} free "
+                f"({error.strerror}); remedy: a smaller --nvme size or another place"
+            ) from None
+        error.filename = name
+        raise
+    os.fsync(fd)
+
+
+def _is_empty(fd: int, has: int) -> bool:
+    """Whether nothing was ever written into the file: allocated space, as a kill during its making leaves it."""
+    if has == 0:
+        return True
+    try:
+        os.lseek(fd, 0, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno == errno.ENXIO  # it has no data at all
+    return False
+
+
+def _sync_folder(name: str) -> None:
+    """Make a new file's name durable."""
+    fd = os.open(Path(name).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rest(buffers: Sequence[Bytes], done: int) -> list[Any]:
+    """What of ``buffers`` comes after ``done`` bytes, as many as one system call takes."""
+    rest: list[Any] = []
+    for buffer in buffers:
+        if len(rest) == IOV_MAX:
+            break
+        if done < buffer.nbytes:
+            rest.append(buffer.reshape(-1)[done:])
+        done = max(0, done - buffer.nbytes)
+    return rest
+
+
+# Locks belong to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.
+_owned: weakref.WeakSet[FileDisk] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for disk in list(_owned):
+        disk.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

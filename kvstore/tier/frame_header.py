@@ -1,0 +1,240 @@
+"""Header of a page on NVMe: what stands in front of every frame and proves, or disproves, what lies there.
+
+All little-endian, the rest of the header's 4096-byte blocks zero; the payload follows::
+
+      0  magic 8 | version u32 | used bytes u32, the sum included
+     16  incarnation u64                    of the device, drawn when it was made
+     24  extent u32 | frame u32 | generation u64      the page's address; the generation also is the sequence
+     40  page_tokens u32 | layers u32
+     48  parent 16                          key of the page before, or the root
+     64  info u64                           as in the page's record: payload bytes, position, flags, turns
+     72  payload sum u64                    xxh3_64 of the whole page: what a reader checks; 0: it checks the layers
+     80  key 16 | root 16 | extra 16 | token ids 4 * page_tokens      the identity, as in a DRAM record
+         checksums u32 * layers             low 32 bits of xxh3_64 of each layer, as in a DRAM record
+         sum u64                            xxh3_64 of everything before it
+
+Worked example: 64 token ids and 32 layers: 136 + 256 + 128 = 520 bytes used, in one block of 4096. (One sum of a page
+of 64 KiB takes 4 us, 32 sums of its layers 20.)
+
+The address stands there too, so that a page which once lay in an extent that is gone, or strayed to another frame, is
+not taken for one that is stored. A header that does not hold is no error but a reason, one of ``REASONS``.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.model.replica import (
+    IDENTITY_HEAD_BYTES,
+    KEY_BYTES,
+    NVME_HEAD_BYTES,
+    Address,
+    FrameClass,
+)
+
+VERSION: Final = 1
+REASONS: Final = (
+    "header",  # damaged, or never was one
+    "version",  # of another version of this format
+    "foreign",  # of another device, or of this one before it was made anew
+    "swapped",  # sound, but of another page or of another frame
+    "payload",  # the header holds, the page's checksums do not
+)
+_MAGIC: Final = b"KVFRAME1"
+_FIXED = struct.Struct("<8sIIQIIQII16sQQ")  # up to the identity
+_START: Final = struct.Struct("<8sII")
+_SUM_BYTES: Final = 8
+_IDENTITY: Final = _FIXED.size
+assert _IDENTITY + IDENTITY_HEAD_BYTES + _SUM_BYTES == NVME_HEAD_BYTES
+# What is compared at once for a whole run: from the incarnation to the layers.
+_PLACE = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("used", "<u4"),
+        ("incarnation", "<u8"),
+        ("extent", "<u4"),
+        ("frame", "<u4"),
+        ("generation", "<u8"),
+        ("page_tokens", "<u4"),
+        ("layers", "<u4"),
+    ]
+)
+assert _PLACE.itemsize == _IDENTITY - KEY_BYTES - 16
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+Sums = npt.NDArray[np.uint32]
+
+_digest = xxhash.xxh3_64_intdigest
+
+
+class FrameHeader(NamedTuple):
+    """What a sound header says. ``tokens`` and ``checksums`` are copies."""
+
+    address: Address
+    key: bytes
+    root: bytes
+    extra: bytes
+    parent: bytes
+    info: int
+    payload_sum: int
+    tokens: Sums
+    checksums: Sums
+
+
+def pack(
+    out: Bytes,
+    frame_class: FrameClass,
+    incarnation: int,
+    address: Address,
+    identity: Bytes,
+    parent: bytes,
+    info: int,
+    checksums: Sums,
+    payload_sum: int = 0,
+) -> None:
+    """Write a page's header into ``out`` ``[nvme_header_bytes]``, all of it.
+
+    Args:
+        incarnation: of the device the frame lies on.
+        identity: ``[48 + 4 * page_tokens]``: key, root, extra and token ids, as they stand in a DRAM record.
+        checksums: one per layer.
+        payload_sum: of the page; made before the checksums are verified, it proves what they proved. 0: there is none.
+    """
+    used = _used(frame_class)
+    tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
+    assert len(out) == frame_class.nvme_header_bytes and len(checksums) == frame_class.layers, "of another class"
+    assert len(identity) == tokens_end - _IDENTITY and len(parent) == KEY_BYTES, (len(identity), len(parent))
+    fixed = _FIXED.pack(
+        *(_MAGIC, VERSION, used, incarnation, *address),
+        *(frame_class.page_tokens, frame_class.layers, parent, info, payload_sum),
+    )
+    out[:_IDENTITY] = np.frombuffer(fixed, np.uint8)
+    out[_IDENTITY:tokens_end] = identity
+    out[tokens_end : used - _SUM_BYTES] = np.ascontiguousarray(checksums, "<u4").view(np.uint8)
+    total = _digest(out[: used - _SUM_BYTES].data)
+    out[used - _SUM_BYTES : used] = np.frombuffer(total.to_bytes(_SUM_BYTES, "little"), np.uint8)
+    out[used:] = 0
+
+
+def unpack(
+    header: Bytes, frame_class: FrameClass, incarnation: int, extent: int, frame: int, generation: int | None = None
+) -> FrameHeader | str:
+    """What the header found in that frame says; a string of ``REASONS`` where it says nothing that counts.
+
+    ``generation`` None: any, for who scans an extent. The payload is not looked at; see ``is_payload_sound``.
+    """
+    raw = header.tobytes()
+    reason = _fault(raw, frame_class, incarnation)
+    if reason:
+        return reason
+    fixed = _FIXED.unpack_from(raw)
+    address, (parent, info, total) = Address(*fixed[4:7]), fixed[9:]
+    if address[:2] != (extent, frame) or generation not in (None, address.generation):
+        return "swapped"
+    if info & 0xFFFFFFFF > frame_class.page_bytes:
+        return "header"
+    key, root, extra = (raw[at : at + KEY_BYTES] for at in range(_IDENTITY, _IDENTITY + IDENTITY_HEAD_BYTES, KEY_BYTES))
+    tokens = np.frombuffer(raw, "<u4", frame_class.page_tokens, _IDENTITY + IDENTITY_HEAD_BYTES)
+    sums = np.frombuffer(raw, "<u4", frame_class.layers, _used(frame_class) - _SUM_BYTES - 4 * frame_class.layers)
+    return FrameHeader(address, key, root, extra, parent, info, total, tokens, sums)
+
+
+def faults(
+    headers: Bytes,
+    frame_class: FrameClass,
+    incarnation: int,
+    extent: int,
+    first: int,
+    generations: Words,
+    identities: Bytes,
+) -> list[str]:
+    """Per header of a run of consecutive frames: why it is not that of the page expected there, or "".
+
+    Args:
+        headers: ``[frames, nvme_header_bytes]``, may be strided along the first axis.
+        first: number of the first frame.
+        generations: ``[frames]``, of the addresses.
+        identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the pages asked for.
+    """
+    count, used = len(headers), _used(frame_class)
+    end = _IDENTITY + identities.shape[1]
+    assert end == used - _SUM_BYTES - 4 * frame_class.layers and count == len(generations) == len(identities)
+    expected = np.zeros(count, _PLACE)
+    expected["magic"], expected["version"], expected["used"] = _MAGIC, VERSION, used
+    expected["incarnation"], expected["extent"] = incarnation, extent
+    expected["frame"], expected["generation"] = np.arange(first, first + count), generations
+    expected["page_tokens"], expected["layers"] = frame_class.page_tokens, frame_class.layers
+    place = expected.view(np.uint8).reshape(count, -1)
+    same = (headers[:, : _PLACE.itemsize] == place).all(axis=1)
+    same &= (headers[:, _IDENTITY:end] == identities).all(axis=1)
+    summed = headers[:, : used - _SUM_BYTES]
+    sums = np.ascontiguousarray(headers[:, used - _SUM_BYTES : used]).view("<u8")[:, 0].tolist()
+    reasons = []
+    for row in range(count):
+        if same[row] and _digest(summed[row].data) == sums[row]:
+            reasons.append("")
+        else:
+            reasons.append(_fault(headers[row].tobytes(), frame_class, incarnation) or "swapped")
+    return reasons
+
+
+def checksums_in(headers: Bytes, frame_class: FrameClass) -> Sums:
+    """The checksums that headers ``[frames, nvme_header_bytes]`` carry, ``[frames, layers]``, a copy."""
+    end = _used(frame_class) - _SUM_BYTES
+    return np.ascontiguousarray(headers[:, end - 4 * frame_class.layers : end]).view("<u4")
+
+
+def payload_sums_in(headers: Bytes) -> list[int]:
+    """The payload sums that headers ``[frames, nvme_header_bytes]`` carry; 0 where there is none."""
+    sums: list[int] = np.ascontiguousarray(headers[:, _IDENTITY - 8 : _IDENTITY]).view("<u8")[:, 0].tolist()
+    return sums
+
+
+def payload_sum(page: Bytes, frame_class: FrameClass) -> int:
+    """xxh3_64 of a page ``[>= page_bytes]``."""
+    return _digest(page[: frame_class.page_bytes].data)
+
+
+def layer_sums(page: Bytes, layers: int) -> Sums:
+    """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``."""
+    view, step = page.data, len(page) // layers
+    assert step * layers == len(page), (len(page), layers)
+    return np.array([_digest(view[at : at + step]) & 0xFFFFFFFF for at in range(0, len(view), step)], "<u4")
+
+
+def is_payload_sound(page: Bytes, frame_class: FrameClass, checksums: Sums, total: int = 0) -> bool:
+    """Whether ``page`` ``[>= page_bytes]`` is what its sound header speaks of; False is reason "payload".
+
+    ``total`` is the header's payload sum: with it one sum is made, without it one per layer.
+    """
+    if total:
+        return payload_sum(page, frame_class) == total
+    return bool((layer_sums(page[: frame_class.page_bytes], frame_class.layers) == checksums).all())
+
+
+def _used(frame_class: FrameClass) -> int:
+    return NVME_HEAD_BYTES + 4 * frame_class.page_tokens + 4 * frame_class.layers
+
+
+def _fault(raw: bytes, frame_class: FrameClass, incarnation: int) -> str:
+    """Why this is no sound header of a page of that class on that device, or ""."""
+    magic, version, used = _START.unpack_from(raw)
+    if magic != _MAGIC:
+        return "header"
+    if version != VERSION:
+        return "version"
+    if used != _used(frame_class):
+        return "header"
+    if _digest(raw[: used - _SUM_BYTES]) != int.from_bytes(raw[used - _SUM_BYTES : used], "little"):
+        return "header"
+    fixed = _FIXED.unpack_from(raw)
+    if fixed[3] != incarnation:
+        return "foreign"
+    return "" if fixed[7:9] == (frame_class.page_tokens, frame_class.layers) else "header"

@@ -1,0 +1,154 @@
+"""What lies on a target that was given as NVMe: ours, blank, half made, damaged at one end, or somebody else's.
+
+A target is made anew only where nothing is lost by it: it is blank, or was being made when power failed, or the
+operator said ``--format``. In that order it is written, each step made durable before the next::
+
+    1. superblock in front, not complete    from here on: half made, the next start begins again
+    2. table, superblock at the end
+    3. superblock in front, complete        from here on: ours
+
+A kill before 1 leaves what was there. Blocks of 4096 bytes that tear can at worst leave a front that is nobody's,
+where ``--format`` was given for a target that was not blank: it has to be given again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.errors import InvalidRequest
+from kvstore.tier.disk import BLOCK_BYTES, Disk, aligned_buffer
+from kvstore.tier.nvme_table import OWNER_BYTES, VERSION, Bytes, Superblock, Table
+
+# Other systems leave the first blocks alone and sign what follows (btrfs at 64 KiB, ISO 9660 at 32 KiB, RAID at
+# 4 KiB, ZFS at 16 KiB and at the end): this much at either end is zero, or the target is not blank.
+BLANK_BYTES: Final = 1 << 20
+# A superblock that differs from its twin by no more than this is damaged; by more, it was written over on purpose.
+DAMAGED_BYTES_MAX: Final = 16
+_REMEDY: Final = "; --format makes it anew and drops what is stored there"
+
+log = logging.getLogger("kvstore.nvme")
+
+
+def open_target(disk: Disk, owner: str, extent_bytes: int, make: bool) -> Superblock:
+    """The superblock of ``owner``'s target; a new one where it is blank or half made, or with ``make``.
+
+    Raises:
+        InvalidRequest: field "nvme"; it is somebody else's, of another geometry, or too small. Nothing was changed.
+        OSError: the disk fails.
+    """
+    assert extent_bytes > 0 and extent_bytes % BLOCK_BYTES == 0, extent_bytes
+    if len(owner.encode()) > OWNER_BYTES:
+        raise InvalidRequest("nvme", f"owner {owner!r} has more than {OWNER_BYTES} bytes")
+    front, back = (_block(disk, offset) for offset in (0, disk.size_bytes - BLOCK_BYTES))
+    first, last = Superblock.unpacked(front), Superblock.unpacked(back)
+    half_made = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
+    if make or half_made or _is_blank(disk):
+        return _make(disk, owner, extent_bytes)
+    found = first or last
+    if found is None:
+        raise InvalidRequest("nvme", f"{disk.path} is neither blank nor a kvstore's{_REMEDY}")
+    _check(disk, found, owner, extent_bytes)
+    if first == last:
+        return found
+    # Both ends are written with the same bytes. One that differs in many was overwritten by others.
+    if (first is not None and last is not None) or int(np.count_nonzero(front != back)) > DAMAGED_BYTES_MAX:
+        raise InvalidRequest("nvme", f"{disk.path} is a kvstore's at one end, something else at the other{_REMEDY}")
+    log.warning("%s: its superblock %s was damaged and is repaired", disk.path, "at the end" if first else "in front")
+    disk.write(disk.size_bytes - BLOCK_BYTES if first else 0, [found.packed()])
+    disk.sync()
+    return found
+
+
+def read_superblock(disk: Disk) -> Superblock | None:
+    """The complete superblock of either end, for who only reads the device; None where there is none that fits.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    for offset in (0, disk.size_bytes - BLOCK_BYTES):
+        found = Superblock.unpacked(_block(disk, offset))
+        if found is not None and (found.version, found.size_bytes, found.complete) == (VERSION, disk.size_bytes, True):
+            return found
+    return None
+
+
+def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
+    """The newest sound table, and the slot that holds it.
+
+    Raises:
+        InvalidRequest: both are damaged, which no loss of power explains.
+        OSError: the disk fails.
+    """
+    found = []
+    for which in (0, 1):
+        block = aligned_buffer(superblock.table_bytes)
+        disk.read(superblock.slot(which), [block])
+        table = Table.unpacked(block, superblock)
+        if table is not None:
+            found.append((table.sequence, which, table))
+    if not found:
+        raise InvalidRequest("nvme", f"{disk.path}: both copies of its extent table are damaged{_REMEDY}")
+    _, which, table = max(found, key=lambda slot: slot[0])
+    return table, which
+
+
+def _check(disk: Disk, found: Superblock, owner: str, extent_bytes: int) -> None:
+    """Refuse what is a kvstore's but not what is asked for."""
+    path = disk.path
+    if found.version != VERSION:
+        raise InvalidRequest("nvme", f"{path} is of format {found.version}, this program knows {VERSION}{_REMEDY}")
+    if found.owner != owner:
+        name = f"node {found.owner!r}" if found.owner else "an embedded store"
+        raise InvalidRequest("nvme", f"{path} belongs to {name}{_REMEDY}")
+    if found.size_bytes != disk.size_bytes:
+        raise InvalidRequest("nvme", f"{path} was made with {found.size_bytes} bytes, not {disk.size_bytes}{_REMEDY}")
+    if found.extent_bytes != extent_bytes:
+        has = f"{path} was made with extents of {found.extent_bytes} bytes, not {extent_bytes}"
+        raise InvalidRequest("nvme", has + _REMEDY)
+    planned = Superblock.planned(found.incarnation, owner, disk.size_bytes, extent_bytes)
+    if not found.complete or found != planned:
+        raise InvalidRequest("nvme", f"{path} is not wholly made{_REMEDY}")
+
+
+def _make(disk: Disk, owner: str, extent_bytes: int) -> Superblock:
+    superblock = Superblock.planned(secrets.randbits(63) | 1, owner, disk.size_bytes, extent_bytes)
+    if superblock.positions == 0:
+        least = extent_bytes + 2 * BLOCK_BYTES + 2 * superblock.table_bytes
+        raise InvalidRequest("nvme", f"{disk.path}: {disk.size_bytes} bytes are too few, {least} are the least")
+    empty = Table.empty(superblock.positions)
+    _write(disk, 0, replace(superblock, complete=False).packed())
+    disk.sync()
+    _write(disk, superblock.slot(0), empty.packed(superblock))
+    _write(disk, disk.size_bytes - BLOCK_BYTES, superblock.packed())
+    disk.sync()
+    _write(disk, 0, superblock.packed())
+    disk.sync()
+    return superblock
+
+
+def _write(disk: Disk, offset: int, block: Bytes) -> None:
+    if failpoint.ACTIVE:
+        failpoint.hit("nvme.format")
+    disk.write(offset, [block])
+    if failpoint.ACTIVE:
+        failpoint.hit("nvme.format")
+
+
+def _block(disk: Disk, offset: int) -> Bytes:
+    block = aligned_buffer(BLOCK_BYTES)
+    disk.read(offset, [block])
+    return block
+
+
+def _is_blank(disk: Disk) -> bool:
+    part = min(BLANK_BYTES, disk.size_bytes)
+    ends = aligned_buffer(2 * part)
+    disk.read(0, [ends[:part]])
+    disk.read(disk.size_bytes - part, [ends[part:]])
+    return not ends.any()

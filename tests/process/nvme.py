@@ -1,0 +1,149 @@
+"""Nodes with NVMe for the process tests: their configuration, what a reboot leaves, and the checks over both tiers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvstore import Layout, Store
+from tests.process.content import SMALL, chain, mismatch
+from tests.process.harness import CLI, SETTLE_S, Daemon, Machine, Worker, wait_until
+
+NODE = "n"
+NVME_WORKER = (sys.executable, "-m", "tests.process.nvme_workers")
+BUSY_STATES = ("reserved", "quarantined", "retiring")
+
+# A page of 16 KiB takes 20 KiB of NVMe: extents of 51 frames, and some 3000 pages in 64 MiB. DRAM holds 256.
+SETTINGS: Mapping[str, Any] = {
+    "dram": "4MiB",
+    "extent": "256KiB",
+    "nvme_extent": "1MiB",
+    "demote_at": 0.3,
+    "promote_after": 1,
+    "checkpoint_s": 0.05,
+    "scrub_bytes_per_s": "256MiB",
+}
+
+
+def configure(machine: Machine, name: str = NODE, **settings: Any) -> dict[str, str]:
+    """Flags of a node with these settings beside ``SETTINGS``; its file is ``target(machine)``, of 64 MiB."""
+    settings = {"nvme": [f"{target(machine)}:64MiB"]} | dict(SETTINGS) | settings
+    path = machine.logs / f"{name}.toml"
+    path.write_text("[node]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    return {"config": str(path)}
+
+
+def target(machine: Machine, number: int = 0) -> Path:
+    """Where NVMe lies: on the disk that the tests run on."""
+    return machine.logs / f"nvme-{number}"
+
+
+def serve_format(machine: Machine, name: str = NODE, **settings: Any) -> Daemon:
+    """Start a daemon as ``serve`` does, with ``--format``."""
+    flags = configure(machine, name, **settings)
+    daemon = Daemon(
+        [*CLI, "serve", "--name", name, "--format", "--config", flags["config"]],
+        machine.env(),
+        machine.logs / "format.log",
+    )
+    machine.processes.append(daemon)
+    daemon.wait_ready()
+    return daemon
+
+
+def reboot(machine: Machine, name: str = NODE) -> None:
+    """What shared memory looks like after the machine was started again. No daemon of that name may run."""
+    shutil.rmtree(machine.folder(name))
+
+
+def nvme_worker(machine: Machine, verb: str, **arguments: Any) -> Worker:
+    """Start a worker of ``nvme_workers``, which knows those of ``workers``, too."""
+    command = [*NVME_WORKER, verb, json.dumps({"node": NODE, **arguments})]
+    worker = Worker(command, machine.env(), machine._log(verb))
+    machine.processes.append(worker)
+    return worker
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def nvme(store: Store) -> dict[str, Any]:
+    """What the node says of its NVMe tier."""
+    return dict(store.stats()["tiers"]["nvme"])
+
+
+def held(store: Store) -> dict[str, int]:
+    """Frames of both tiers that neither hold a page nor are free, by tier and state; leases and reservations."""
+    stats = store.stats()
+    found = {
+        f"{tier} {state}": about["frames"].get(state, 0)
+        for tier, about in stats["tiers"].items()
+        for state in BUSY_STATES
+        if about["frames"].get(state, 0)
+    }
+    return found | {name: stats[name] for name in ("leases", "reservations") if stats[name]}
+
+
+def wait_quiet(store: Store, timeout_s: float = SETTLE_S + 12) -> None:
+    """Nothing stays reserved: dead writers' frames come back, copies arrive, and the scan ends."""
+    try:
+        wait_until("every frame holds a page or is free", lambda: not held(store), timeout_s)
+    except AssertionError as late:
+        raise AssertionError(f"{late}: {held(store)}") from None
+
+
+def wait_saved(store: Store, pages: int, timeout_s: float = 20.0) -> None:
+    """NVMe has that many pages, and the node rests."""
+    try:
+        wait_until(f"{pages} pages are on NVMe", lambda: nvme(store)["pages"] >= pages, timeout_s)
+    except AssertionError as late:
+        stats = store.stats()
+        raise AssertionError(f"{late}: {nvme(store)['pages']}; {stats['counters']}") from None
+    wait_quiet(store)
+
+
+def wait_scanned(store: Store, timeout_s: float = 20.0) -> None:
+    """The scan after a start is done."""
+    wait_until("the scan is done", lambda: "scanning" not in nvme(store)["state"], timeout_s)
+
+
+def check_stored(store: Store, acked: Mapping[int, int], layout: Layout = SMALL) -> int:
+    """Every acknowledged page is found and every byte of it is right; a lookup says what a get finds."""
+    cache = store.cache(layout)
+    for seed, pages in sorted(acked.items()):
+        keys = chain(seed, pages, layout)
+        there = cache.lookup(keys)
+        match = cache.get(keys)
+        wrong = mismatch(match, keys, layout)
+        assert not wrong, f"prompt {seed}: {wrong}"
+        assert match.pages == there.pages == pages, f"prompt {seed}: {pages} acknowledged, {there}, then {match}"
+    return sum(acked.values())
+
+
+def check_closed(store: Store, pages: Mapping[int, int], layout: Layout = SMALL) -> int:
+    """What is there of these prompts is right, and as much as a lookup says. Nobody else may be at work."""
+    cache, found = store.cache(layout), 0
+    for seed, count in sorted(pages.items()):
+        keys = chain(seed, count, layout)
+        match = cache.get(keys)
+        wrong = mismatch(match, keys, layout)
+        assert not wrong, f"prompt {seed}: {wrong}"
+        found += match.pages
+    return found
+
+
+def check_findings(store: Store) -> None:
+    """The conservation laws hold now, in whatever the node is busy with."""
+    findings = store._admin("verify")["findings"]
+    assert findings == [], "\n".join(findings[:20])
+
+
+def check_sound(store: Store) -> None:
+    """Every page of both tiers holds what its checksums say, and all laws hold."""
+    found = store.verify()
+    assert found["findings"] == [], "\n".join(found["findings"][:20])
+    assert found["pages_damaged"] == 0 and not any(found["damage_since_start"].values()), found

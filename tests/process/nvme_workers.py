@@ -1,0 +1,68 @@
+"""What worker processes do beside ``workers``: ``python -m tests.process.nvme_workers VERB JSON``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+
+from kvstore import config as configuration
+from kvstore.errors import Unavailable
+from kvstore.service import daemon
+from tests.process import workers
+from tests.process.workers import Arguments, bytes_of, compare, keys_of, log, opened, wait_for_go
+
+_PR_SET_PDEATHSIG = 1
+
+
+def prefetch(a: Arguments) -> None:
+    """Have prompts ``first .. first + count`` brought to DRAM in any order, and read them, until SIGTERM."""
+    rng = random.Random(a.get("random", 1))
+    with opened(a) as (_, cache):
+        done = pages = 0
+        while not workers._ended:
+            keys = keys_of(a, rng.randrange(a["first"], a["first"] + a["count"]), a["pages"])
+            with contextlib.suppress(Unavailable):
+                cache.prefetch(keys, timeout_s=0.2)
+            match = cache.get(keys)
+            if match.pages:
+                assert match.data is not None
+                compare(match.data, bytes_of(a, keys)[: match.pages], "after a prefetch")
+            done, pages = done + 1, pages + match.pages
+            if done % 20 == 1:
+                log("prefetched", prefetches=done, pages=pages)
+            time.sleep(a.get("pause_s", 0.0))
+
+
+def nursery(a: Arguments) -> None:
+    """A daemon for every line on stdin, in a child that has everything imported: quick to start, so quick to kill.
+
+    Logs ``born``, ``ready`` and ``died`` with its pid; the next one is only started when the last one is dead.
+    """
+    while True:
+        settings = configuration.load(wait_for_go()).node
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            code = 1
+            try:
+                daemon.serve(settings, lambda line: log("ready", pid=os.getpid(), line=line))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        log("born", pid=pid)
+        _, status = os.waitpid(pid, 0)
+        log("died", pid=pid, code=os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    workers.VERBS |= {"prefetch": prefetch, "nursery": nursery}
+    workers.main()

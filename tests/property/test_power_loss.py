@@ -1,0 +1,120 @@
+"""Power loss, kill and reboot of a node with NVMe, at any step of its disks, under seeds.
+
+A seed is a machine through several lives. In each one pages are put, read, saved, loaded, evicted and checkpointed, until
+the life ends: in peace, by a kill, or by a loss of power that drops, tears and reorders what was not synced. The next
+life has to find what was durable, and never anything wrong. ``KVSTORE_TEST_POWER_SEEDS`` says how many machines.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.client import grants, prefetch
+from kvstore.service import mover, nvme_pages, nvme_start
+from kvstore.tier import nvme_map
+from tests.property.power_world import Clock, Disks, InlineIo, World
+from tests.unit.faulty_disk import PowerCut
+
+SEEDS = int(os.environ.get("KVSTORE_TEST_POWER_SEEDS", "120"))
+LIVES, STEPS = 5, 40
+BATCH_BYTES = 64 << 10  # saved at a time, so that long chains take several
+
+
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
+    found = Disks()
+    monkeypatch.setattr(nvme_start, "FileDisk", found)
+    monkeypatch.setattr(nvme_map, "FileDisk", found)
+    monkeypatch.setattr(nvme_pages, "IoThreads", InlineIo)
+    monkeypatch.setattr(mover, "BATCH_BYTES", BATCH_BYTES)
+    for module, name in ((grants, "BUSY_PAUSE_S"), (prefetch, "PAUSE_MIN_S"), (prefetch, "PAUSE_MAX_S")):
+        monkeypatch.setattr(module, name, 0.0)  # what they wait for comes when they ask
+    return found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(time, "monotonic_ns", found)
+    return found
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvtest-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def live(world: World) -> bool:
+    """One life of the machine's node; False where it was cut short."""
+    chance = world.random.random
+    if chance() < 0.75:
+        world.cut_soon()
+    how = world.random.choices(("power", "kill", "stop"), (5, 3, 2))[0]
+    unclean = "kill" if how == "kill" else "power"
+    try:
+        world.start()
+    except PowerCut:
+        world.end_of_start(unclean)
+        return False
+    try:
+        if chance() < 0.4:
+            world.check(scanned=False)
+            world.scan(whole=False)
+            world.step()
+            world.check(scanned=False)
+        world.scan()
+        world.check(scanned=True)
+        for _ in range(world.random.randrange(STEPS)):
+            world.step()
+        if how == "stop":
+            world.stop()
+            return True
+    except PowerCut:
+        world.end(unclean)
+        return False
+    world.end(how)
+    return True
+
+
+def last_life(world: World) -> None:
+    """Nothing interrupts this one; everything that has to be there is, and the node goes on well."""
+    for disk in world.disks.by_path.values():
+        disk.cut_at = None
+    world.start()
+    world.check(scanned=False)
+    world.scan()
+    world.check(scanned=True)
+    for _ in range(6):
+        world.step()
+    world.check(scanned=True)
+    world.stop()
+
+
+def test_nothing_is_lost_or_wrong(
+    disks: Disks, clock: Clock, shm_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = World(seed, shm_dir, disks, clock)
+        try:
+            for _ in range(LIVES):
+                happened["lives"] += 1
+                happened["cut short"] += not live(world)
+            last_life(world)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {dict(world.happened)}")
+            raise
+        happened += world.happened
+        shutil.rmtree(shm_dir / "kvstore-n", ignore_errors=True)
+    with capsys.disabled():
+        print(f"\n{SEEDS} machines: {dict(happened)}")

@@ -1,0 +1,870 @@
+"""Reading from NVMe as clients do: pages put there by hand, beside an embedded node that knows nothing of them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Tier
+from kvstore.client import nvme, prefetch, reader
+from kvstore.client.nvme import NvmeReader
+from kvstore.client.put import checksums_of
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from kvstore.model import prefix
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, Address, FrameClass, FrameState, Status, info_word, word_of
+from kvstore.tier import frame_header
+from kvstore.tier.disk import FileDisk, aligned_buffer
+from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.nvme_map import NvmeMap, Place
+from kvstore.tier.records import ExtentTable
+from kvstore.transfer import control
+from kvstore.transfer.control import HINT, NO_REPLY, Message, Op
+
+LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
+ODD = kvstore.Layout(model="odd", layers=3, kv_heads=1, head_dim=24, dtype="float16", page_tokens=7)
+LARGE = kvstore.Layout(model="large", layers=4, kv_heads=2, head_dim=128, dtype="float16", page_tokens=32)
+WINDOW = kvstore.Layout(
+    model="w", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8, attention="window", window=32
+)
+MIB = 1 << 20
+FIRST_EXTENT = 1_000_000  # far above the node's own numbers
+
+
+class Shelf:
+    """NVMe of a node, filled by hand."""
+
+    def __init__(self, store: kvstore.Store, folder: Path, devices: int = 1) -> None:
+        folder.mkdir(exist_ok=True)
+        self.store = store
+        self.paths = [folder / f"device-{number}" for number in range(devices)]
+        disks = [FileDisk.open(path, 24 * MIB, create=True) for path in self.paths]
+        self.devices = NvmeDevices.open(disks, "", 4 * MIB)
+        self.mapped = store._node.writable()
+        self.devices.write_map(self.mapped.folder)
+        self.tables: dict[FrameClass, ExtentTable] = {}
+        self.taken: dict[FrameClass, int] = {}
+        self.generation = 1 << 40
+        self.positions = iter(range(self.devices.positions))
+
+    def carve(self, frame_class: FrameClass) -> ExtentTable:
+        """Another extent of that class; pages go there from now on."""
+        position = next(self.positions)
+        number = FIRST_EXTENT + position
+        self.devices.carve(position, number, frame_class)
+        frames = self.devices.frames_of(frame_class)
+        table = ExtentTable.create(
+            self.mapped.folder, number, position, frame_class, self.devices.incarnation, frames, Tier.NVME
+        )
+        self.tables[frame_class], self.taken[frame_class] = table, 0
+        return table
+
+    def save(self, cache: kvstore.PrefixCache, keys: Keys, data: np.ndarray[Any, Any], gap: int = 0) -> list[Address]:
+        """Put pages on NVMe, ``gap`` frames left free after each."""
+        frame_class, rows = cache.frame_class, data.reshape(len(keys), -1)
+        table = self.tables.get(frame_class) or self.carve(frame_class)
+        identities = np.frombuffer(keys.identity_bytes, np.uint8).reshape(len(keys), -1)
+        sums = checksums_of(rows, frame_class.layers)
+        header, page = aligned_buffer(frame_class.nvme_header_bytes), aligned_buffer(frame_class.frame_bytes)
+        addresses = []
+        self.devices.open_for_writing([table.position])
+        for i in range(len(keys)):
+            frame = self.taken[frame_class]
+            self.taken[frame_class] += 1 + gap
+            self.generation += 1
+            address = Address(table.extent, frame, self.generation)
+            parent, info = keys.hashes[i - 1] if i else keys.parent, info_word(frame_class.page_bytes, position=i)
+            incarnation = self.devices.header_incarnation(table.position)
+            frame_header.pack(header, frame_class, incarnation, address, identities[i], parent, info, sums[i])
+            page[: rows.shape[1]] = rows[i]
+            self.devices.write_page(table.position, frame, frame_class, header, page)
+            table.rows[frame, 8:56] = identities[i, :48]
+            table.rows[frame, table.fmt.parent] = np.frombuffer(parent, np.uint8)
+            table.column(table.fmt.info)[frame] = info
+            table.words[frame] = word_of(self.generation, FrameState.SEALED)
+            addresses.append(address)
+        self.devices.close_for_writing([table.position])
+        self.devices.sync()
+        with self.mapped.index.begin() as txn:
+            txn.put_nvme(keys.hashes, [ADDRESS.pack(*address) for address in addresses])
+        return addresses
+
+    def forget(self, keys: Keys) -> None:
+        """The index does not know them any more."""
+        with self.mapped.index.begin() as txn:
+            txn.delete_nvme(keys.hashes)
+
+    def place(self, address: Address, frame_class: FrameClass) -> Place:
+        """Where a page's header begins."""
+        map_ = NvmeMap.open(self.mapped.folder)
+        table = self.tables[frame_class]
+        assert map_ is not None and table.extent == address.extent
+        place = map_.place(table.position, frame_class, address.frame)
+        assert place is not None
+        return place
+
+    def damage(self, address: Address, frame_class: FrameClass, at: int) -> None:
+        """Flip a bit, ``at`` bytes from the beginning of the page's header."""
+        place = self.place(address, frame_class)
+        with open(place.disk.path, "r+b") as file:
+            file.seek(place.offset + at)
+            byte = file.read(1)[0]
+            file.seek(place.offset + at)
+            file.write(bytes([byte ^ 4]))
+
+
+class Line:
+    """A channel that notes requests, and answers those of ``answers`` in the node's place."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.sent: list[tuple[Op, int, int, bytes]] = []
+        self.answers: dict[Op, Callable[[int, bytes], bytes]] = {}
+
+    @property
+    def session(self) -> int:
+        return int(self.channel.session)
+
+    @property
+    def counters(self) -> Any:
+        return self.channel.counters
+
+    def request(self, op: Op, *, count: int = 0, a: int = 0, flags: int = 0, body: Iterable[bytes] = (), **more: Any):  # type: ignore[no-untyped-def]
+        body = tuple(body)
+        self.sent.append((op, flags, a, b"".join(body)))
+        if op in self.answers:
+            return Reply(self.answers[op](count, b"".join(body)))
+        return self.channel.request(op, count=count, a=a, flags=flags, body=body, **more)
+
+    def asked(self, op: Op) -> list[tuple[int, int, bytes]]:
+        """(flags, a, body) of the requests of that kind so far."""
+        return [(flags, a, body) for sent, flags, a, body in self.sent if sent == op]
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class Reply:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def result(self) -> Message:
+        return control.decode(memoryview(self.data))
+
+
+def statuses(*values: int) -> bytes:
+    return control.encode(Status.OK, 0, count=len(values), body=[control.pack_statuses(values)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[kvstore.Store]:
+    with kvstore.open(dram="8MiB", shm_dir=tmp_path, scrub_bytes_per_s=0) as store:
+        yield store
+
+
+@pytest.fixture
+def shelf(store: kvstore.Store, tmp_path: Path) -> Iterator[Shelf]:
+    shelf = Shelf(store, tmp_path / "nvme")
+    yield shelf
+    shelf.devices.close()
+
+
+@pytest.fixture
+def line(store: kvstore.Store) -> Line:
+    mapped = store._node.writable()
+    mapped.channel = line = Line(mapped.channel)
+    line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.NO_SPACE] * count)
+    return line
+
+
+@pytest.fixture
+def cache(store: kvstore.Store, line: Line) -> kvstore.PrefixCache:
+    return store.cache(LAYOUT)
+
+
+def chain(cache: kvstore.PrefixCache, pages: int, start: int = 0) -> Keys:
+    tokens = np.arange(start, start + pages * cache.layout.page_tokens, dtype=np.uint32)
+    return cache.keys(tokens)
+
+
+def content(cache: kvstore.PrefixCache, pages: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (pages, cache.page_bytes), np.uint8)
+
+
+# --- get ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ODD, LARGE], ids=lambda layout: layout.model)
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("dram", [0, 1, 5, 12])
+def test_get_goes_on_from_dram_to_nvme(
+    store: kvstore.Store, shelf: Shelf, line: Line, layout: kvstore.Layout, gap: int, dram: int
+) -> None:
+    cache = store.cache(layout)
+    keys, data = chain(cache, 12), content(cache, 12)
+    if dram:
+        cache.put(keys[:dram], data[:dram])
+    shelf.save(cache, keys[:9], data[:9], gap)
+    stored = max(dram, 9)
+    tiers = {tier: pages for tier, pages in ((Tier.DRAM, dram), (Tier.NVME, stored - dram)) if pages}
+    found = cache.lookup(keys)
+    assert (found.pages, found.tokens, found.tiers) == (stored, stored * layout.page_tokens, tiers)
+    assert found.reason == ("" if stored == 12 else "absent")
+
+    out = np.full((12, cache.page_bytes), 7, np.uint8)
+    match = cache.get(keys, out)
+    assert (match.pages, match.tiers, match.reason) == (stored, tiers, found.reason)
+    np.testing.assert_array_equal(out[:stored], data[:stored])
+    assert (out[stored:] == 7).all()
+    match = cache.get(keys)
+    assert match.data is not None and (match.pages, match.tiers) == (stored, tiers)
+    np.testing.assert_array_equal(match.data, data[:stored])
+    assert cache.get(keys[:stored]).reason == ""
+
+
+def test_any_buffer_will_do(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
+    keys, data = chain(cache, 6), content(cache, 6)
+    shelf.save(cache, keys, data)
+    unaligned = np.zeros(6 * cache.page_bytes + 3, np.uint8)[3:]
+    assert cache.get(keys, unaligned).pages == 6
+    np.testing.assert_array_equal(unaligned.reshape(6, -1), data)
+    plain = bytearray(6 * cache.page_bytes)
+    assert cache.get(keys, plain).pages == 6
+    assert bytes(plain) == data.tobytes()
+
+
+def test_a_chain_in_several_extents_and_devices(store: kvstore.Store, line: Line, tmp_path: Path) -> None:
+    shelf, cache = Shelf(store, tmp_path / "nvme", devices=3), store.cache(LARGE)
+    keys, data = chain(cache, 30), content(cache, 30)
+    for start in range(0, 30, 5):
+        shelf.carve(cache.frame_class)
+        shelf.save(cache, keys[start : start + 5], data[start : start + 5])
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+    np.testing.assert_array_equal(cache.get(keys[7:19]).data, data[7:19])
+    shelf.devices.close()
+
+
+def test_what_was_read_is_marked_and_told_once(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
+    keys, data = chain(cache, 8), content(cache, 8)
+    cache.put(keys[:3], data[:3])
+    addresses = shelf.save(cache, keys, data)
+    before_ns = time.monotonic_ns()
+    assert cache.get(keys).pages == 8
+    used = shelf.tables[cache.frame_class].last_use[:9].tolist()
+    assert used[:3] == [0, 0, 0], "these came from DRAM"
+    assert all(before_ns < mark <= time.monotonic_ns() for mark in used[3:8]) and used[8] == 0
+    expected = b"".join(ADDRESS.pack(*address) for address in addresses[3:])
+    assert line.asked(Op.PREFETCH) == [(NO_REPLY | HINT, 0, expected)]
+    assert cache.get(keys[:3]).pages == 3 and cache.lookup(keys).pages == 8
+    assert len(line.asked(Op.PREFETCH)) == 1, "nothing was read from NVMe"
+
+
+def test_a_full_dram_hit_does_not_look_at_nvme(
+    shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(cache, 8), content(cache, 8)
+    cache.put(keys, data)
+    shelf.save(cache, keys, data)
+    for verb in ("find_nvme", "find_many_nvme", "longest_nvme"):
+        monkeypatch.setattr(f"kvstore.tier.index.Index.{verb}", None)
+    assert cache.lookup(keys).tiers == cache.get(keys).tiers == {Tier.DRAM: 8}
+    assert cache.put(keys, data) == 0
+
+
+def test_a_node_without_nvme(cache: kvstore.PrefixCache, line: Line) -> None:
+    keys, data = chain(cache, 4), content(cache, 4)
+    cache.put(keys[:2], data[:2])
+    assert cache.lookup(keys).tiers == cache.get(keys).tiers == {Tier.DRAM: 2}
+    assert cache.prefetch(keys).pages == 2
+    assert not line.asked(Op.PREFETCH)
+
+
+def test_pages_of_a_layout_that_is_not_closed_lie_here_and_there(
+    store: kvstore.Store, shelf: Shelf, line: Line
+) -> None:
+    cache = store.cache(WINDOW)
+    keys, data = chain(cache, 10), content(cache, 10)
+    cache.put(keys, data)
+    mapped = store._node.writable()
+    for pages in ((2, 3), (5, 6), (8, 10)):
+        part = keys[slice(*pages)]
+        shelf.save(cache, part, data[slice(*pages)])
+        with mapped.index.begin() as txn:
+            txn.delete_sealed(part.hashes)
+    with mapped.index.begin() as txn:
+        txn.delete_nvme(keys[9:].hashes)
+    assert cache.lookup(keys).tiers == {Tier.DRAM: 6, Tier.NVME: 3}
+    out = np.full((10, cache.page_bytes), 7, np.uint8)
+    match = cache.get(keys, out)
+    assert (match.pages, match.tiers, match.reason) == (9, {Tier.DRAM: 6, Tier.NVME: 3}, "absent")
+    np.testing.assert_array_equal(out[:9], data[:9])
+    assert (out[9] == 7).all()
+    np.testing.assert_array_equal(cache.get(keys).data, data[:9])
+
+
+# --- what is not believed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["magic", "incarnation", "key", "token", "checksum", "first layer", "last layer"])
+@pytest.mark.parametrize("page", [0, 4])
+def test_damage_ends_the_match_and_is_told(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, at: str, page: int
+) -> None:
+    keys, data = chain(cache, 6), content(cache, 6)
+    addresses = shelf.save(cache, keys, data)
+    header_bytes = cache.frame_class.nvme_header_bytes
+    places = {"magic": 0, "incarnation": 16, "key": 73, "token": 72 + 48 + 5, "checksum": 72 + 48 + 32 + 1}
+    places |= {"first layer": header_bytes, "last layer": header_bytes + cache.page_bytes - 1}
+    shelf.damage(addresses[page], cache.frame_class, places[at])
+    line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
+    out = np.full((6, cache.page_bytes), 7, np.uint8)
+    match = cache.get(keys, out)
+    assert (match.pages, match.reason, match.tiers) == (page, "checksum", {Tier.NVME: page} if page else {})
+    np.testing.assert_array_equal(out[:page], data[:page])
+    assert (out[page] == 7).all(), "only what holds is copied"
+    assert line.asked(Op.SCRUB) == [(0, 0, ADDRESS.pack(*addresses[page]))]
+    assert cache._node.misses == {"checksum": 1}
+
+
+def test_damage_is_no_error_where_the_daemon_is_silent(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(cache, 2)
+    addresses = shelf.save(cache, keys, content(cache, 2))
+    shelf.damage(addresses[1], cache.frame_class, cache.frame_class.nvme_header_bytes)
+    monkeypatch.setattr(prefetch, "SILENT_NS", -1)
+    wait_until(lambda: shelf.mapped.header.heartbeat_ns > 0)
+    assert cache.get(keys).reason == "checksum"
+    assert line.sent == []
+
+
+def test_a_forged_collision_is_a_miss(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix, "page_hash", lambda data: b"same-key" + len(data).to_bytes(8, "little"))
+    ours, theirs = chain(cache, 1), chain(cache, 1, 500)
+    assert ours.hashes == theirs.hashes
+    shelf.save(cache, ours, content(cache, 1))
+    out = np.full((1, cache.page_bytes), 9, np.uint8)
+    match = cache.get(theirs, out)
+    assert (match.pages, match.reason) == (0, "identity") and (out == 9).all()
+    assert not line.asked(Op.SCRUB), "it is sound, and somebody else's"
+    assert cache.get(ours).pages == 1
+
+
+@pytest.mark.parametrize("page", [0, 3])
+def test_a_page_that_left_is_a_miss(shelf: Shelf, cache: kvstore.PrefixCache, page: int) -> None:
+    keys, data = chain(cache, 5), content(cache, 5)
+    addresses = shelf.save(cache, keys, data)
+    table = shelf.tables[cache.frame_class]
+    frame = addresses[page].frame
+    table.words[frame] = word_of(1 << 50, FrameState.FREE)
+    assert cache.get(keys).reason == "generation" and cache.get(keys).pages == page
+    table.words[frame] = word_of(addresses[page].generation, FrameState.SEALED)
+    assert cache.get(keys).pages == 5
+
+
+def test_an_extent_that_is_gone(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
+    keys, data = chain(cache, 5), content(cache, 5)
+    shelf.save(cache, keys, data)
+    assert cache.get(keys).pages == 5
+    table = shelf.tables[cache.frame_class]
+    table.unlink()
+    assert (cache.get(keys).pages, cache.get(keys).reason) == (0, "extent")
+    shelf.carve(cache.frame_class)
+    shelf.save(cache, keys[:2], data[:2])
+    assert cache.get(keys).pages == 2
+
+
+def test_a_page_overwritten_while_it_is_read(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its bytes were: no damage, and what took its place is found where that is a page of ours."""
+    keys, data = chain(cache, 5), content(cache, 5)
+    addresses = shelf.save(cache, keys, data)
+    read = FileDisk.read
+    moved = threading.Event()
+
+    def meanwhile(disk: FileDisk, offset: int, buffers: Any) -> None:
+        if not moved.is_set():
+            moved.set()
+            shelf.damage(addresses[2], cache.frame_class, cache.frame_class.nvme_header_bytes)
+            shelf.tables[cache.frame_class].words[addresses[2].frame] = word_of(1 << 50, FrameState.FREE)
+            shelf.carve(cache.frame_class)
+            shelf.save(cache, keys[2:], data[2:])
+        read(disk, offset, buffers)
+
+    monkeypatch.setattr(FileDisk, "read", meanwhile)
+    match = cache.get(keys)
+    assert (match.pages, match.reason, match.tiers) == (5, "", {Tier.NVME: 5})
+    np.testing.assert_array_equal(match.data, data)
+    assert not line.asked(Op.SCRUB)
+
+
+def test_a_page_promoted_while_it_is_read_comes_from_dram(
+    shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(cache, 5), content(cache, 5)
+    addresses = shelf.save(cache, keys, data)
+    start = NvmeReader.start
+
+    def meanwhile(*args: Any) -> Any:
+        if not cache.lookup(keys).tiers.get(Tier.DRAM):
+            cache.put(keys, data)
+            shelf.tables[cache.frame_class].words[addresses[1].frame] = word_of(1 << 50, FrameState.FREE)
+        return start(*args)
+
+    monkeypatch.setattr(NvmeReader, "start", meanwhile)
+    match = cache.get(keys)
+    assert (match.pages, match.reason, match.tiers) == (5, "", {Tier.DRAM: 4, Tier.NVME: 1})
+    np.testing.assert_array_equal(match.data, data)
+
+
+# --- devices that fail ----------------------------------------------------------------------------------------------
+
+
+def test_no_devices_no_pages(
+    store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the node's file, or with one that makes no sense; and again when it is there."""
+    monkeypatch.setattr(nvme, "RECHECK_NS", 0)
+    keys, data = chain(cache, 5), content(cache, 5)
+    cache.put(keys[:2], data[:2])
+    shelf.save(cache, keys, data)
+    path = shelf.mapped.folder.nvme
+    sound = path.read_bytes()
+    for text in (None, b"", b"nonsense", sound[:-1], sound):
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_bytes(text)
+        pages = 5 if text == sound else 2
+        assert (cache.lookup(keys).pages, cache.get(keys).pages) == (pages, pages), text
+        assert cache.get(keys).reason == ("" if text == sound else "io")
+
+
+def test_a_device_that_cannot_be_opened(store: kvstore.Store, line: Line, tmp_path: Path) -> None:
+    shelf, cache = Shelf(store, tmp_path / "nvme", devices=2), store.cache(LARGE)
+    keys, data = chain(cache, 12), content(cache, 12)
+    for start in range(0, 12, 4):  # on the first, the second and the first device
+        shelf.carve(cache.frame_class)
+        shelf.save(cache, keys[start : start + 4], data[start : start + 4])
+    shelf.paths[1].rename(shelf.paths[1].with_name("away"))
+    match = cache.get(keys)
+    assert (match.pages, match.reason) == (4, "io")
+    np.testing.assert_array_equal(match.data, data[:4])
+    shelf.devices.close()
+
+
+def test_another_nodes_device_is_not_read(store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache) -> None:
+    keys = chain(cache, 3)
+    shelf.save(cache, keys, content(cache, 3))
+    shelf.devices.close()
+    path = shelf.paths[0]
+    NvmeDevices.open([FileDisk.open(path, path.stat().st_size)], "", 4 * MIB, format=True).close()
+    assert (cache.get(keys).pages, cache.get(keys).reason) == (0, "io")
+
+
+def test_a_failing_device_is_reason_io(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(cache, 4), content(cache, 4)
+    shelf.save(cache, keys, data)
+    assert cache.get(keys).pages == 4
+
+    def fail(disk: FileDisk, offset: int, buffers: Any) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileDisk, "read", fail)
+        match = cache.get(keys)
+        assert (match.pages, match.reason) == (0, "io")
+    assert not line.asked(Op.SCRUB)
+    assert cache.get(keys).pages == 4
+
+
+def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
+    store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, data = chain(cache, 8), content(cache, 8)
+    shelf.save(cache, keys, data)
+    assert cache.get(keys).pages == 8
+    mapped = store._node.writable()
+    mapped.timeout_s = 0.2
+    read, answer = FileDisk.read, threading.Event()
+
+    def stall(disk: FileDisk, offset: int, buffers: Any) -> None:
+        assert answer.wait(20)
+        read(disk, offset, buffers)
+
+    monkeypatch.setattr(FileDisk, "read", stall)
+    out = np.full((8, cache.page_bytes), 7, np.uint8)
+    started = time.monotonic()
+    assert (cache.get(keys, out).pages, cache.get(keys, out).reason) == (0, "io")
+    assert 0.15 < time.monotonic() - started < 0.39, "the second one did not wait"
+    answer.set()
+    wait_until(lambda: not mapped.nvme.threads._owed)
+    assert (out == 7).all(), "answered too late"
+    assert cache.get(keys, out).pages == 8, "and is asked again"
+    np.testing.assert_array_equal(out, data)
+
+
+def test_a_closed_store_reads_no_more(store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache) -> None:
+    keys = chain(cache, 3)
+    shelf.save(cache, keys, content(cache, 3))
+    assert cache.get(keys).pages == 3
+    threads = [thread for thread in threading.enumerate() if "-nvme-" in thread.name]
+    assert threads
+    store.close()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
+    with pytest.raises(InvalidRequest):
+        cache.get(keys)
+
+
+def test_many_threads_read(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
+    keys, data = chain(cache, 40), content(cache, 40)
+    shelf.save(cache, keys, data)
+    wrong: list[str] = []
+
+    def work(me: int) -> None:
+        out = np.empty((40, cache.page_bytes), np.uint8)
+        for i in range(25):
+            start = (7 * me + i) % 30
+            match = cache.get(keys[start : start + 10], out)
+            if match.pages != 10 or (out[:10] != data[start : start + 10]).any():
+                wrong.append(f"{me} {i} {match}")
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+# --- put ------------------------------------------------------------------------------------------------------------
+
+
+def test_put_writes_to_dram_what_is_on_nvme_only_and_calls_it_not_new(
+    shelf: Shelf, cache: kvstore.PrefixCache, store: kvstore.Store
+) -> None:
+    keys, data = chain(cache, 10), content(cache, 10)
+    shelf.save(cache, keys[:6], data[:6])
+    assert cache.put(keys[:2], data[:2]) == 0
+    assert cache.lookup(keys).tiers == {Tier.DRAM: 2, Tier.NVME: 4}
+    assert cache.put(keys, data) == 4
+    assert cache.lookup(keys).tiers == {Tier.DRAM: 10}
+    assert cache.put(keys, data) == 0
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+
+
+def test_put_of_a_layout_that_is_not_closed(store: kvstore.Store, shelf: Shelf, line: Line) -> None:
+    cache = store.cache(WINDOW)
+    keys, data = chain(cache, 6), content(cache, 6)
+    shelf.save(cache, keys[1:2], data[1:2])
+    shelf.save(cache, keys[4:5], data[4:5])
+    assert cache.put(keys, data) == 4
+
+
+def test_a_writer_writes_what_is_on_nvme_only(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
+    keys, data = chain(cache, 4), content(cache, 4)
+    cache.put(keys[:1], data[:1])
+    shelf.save(cache, keys[:3], data[:3])
+    layers = data.reshape(4, LAYOUT.layers, -1)
+    with cache.writer(keys) as writer:
+        assert writer.pages_new == [1, 2, 3]
+        for layer in range(LAYOUT.layers):
+            writer.write_layer(layer, np.ascontiguousarray(layers[:, layer]))
+    assert cache.get(keys).tiers == {Tier.DRAM: 4}
+
+
+# --- a busy node ----------------------------------------------------------------------------------------------------
+
+
+def busy_at_first(line: Line, op: Op, times: int) -> None:
+    """The node answers BUSY so often, and then as it does."""
+    left = [times]
+
+    def answer(count: int, body: bytes) -> bytes:
+        left[0] -= 1
+        if not left[0]:
+            del line.answers[op]
+        return control.encode(Status.BUSY, 0)
+
+    line.answers[op] = answer
+
+
+def test_put_waits_for_a_busy_node(cache: kvstore.PrefixCache, line: Line) -> None:
+    busy_at_first(line, Op.GRANT, 5)
+    keys, data = chain(cache, 4), content(cache, 4)
+    assert cache.put(keys, data) == 4
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+
+
+def test_put_gives_up_a_node_that_stays_busy(store: kvstore.Store, cache: kvstore.PrefixCache, line: Line) -> None:
+    mapped = store._node.writable()
+    mapped.timeout_s = 0.1
+    line.answers[Op.GRANT] = lambda count, body: control.encode(Status.BUSY, 0)
+    started = time.monotonic()
+    assert cache.put(chain(cache, 4), content(cache, 4)) == 0
+    assert 0.09 < time.monotonic() - started < 2
+
+
+def test_a_writer_waits_for_a_busy_node(cache: kvstore.PrefixCache, line: Line) -> None:
+    busy_at_first(line, Op.RESERVE, 3)
+    keys, data = chain(cache, 4), content(cache, 4)
+    with cache.writer(keys) as writer:
+        for page in writer.pages_new:
+            writer.write_page(page, data[page])
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+
+
+def test_a_writer_goes_on_where_the_node_was_busy(cache: kvstore.PrefixCache, line: Line) -> None:
+    """The first two pages are reserved, the others have to wait."""
+
+    def answer(count: int, body: bytes) -> bytes:
+        del line.answers[Op.RESERVE]
+        width = len(body[32:]) // count
+        a = control.pack_class(cache.frame_class)
+        reply = line.channel.request(Op.RESERVE, count=2, a=a, b=5000, body=(body[: 32 + 2 * width],)).result()
+        addresses = bytes(reply.body[8:]) + bytes((count - 2) * ADDRESS_BYTES)
+        values = [*reply.body[:2], *[Status.BUSY] * (count - 2)]
+        return control.encode(Status.OK, 0, count=count, body=[control.pack_statuses(values), addresses])
+
+    line.answers[Op.RESERVE] = answer
+    keys, data = chain(cache, 5), content(cache, 5)
+    with cache.writer(keys) as writer:
+        assert writer.pages_new == [0, 1, 2, 3, 4]
+        for page in writer.pages_new:
+            writer.write_page(page, data[page])
+    assert writer.sealed == 5
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+
+
+def test_a_writer_gives_up_a_node_that_stays_busy(
+    store: kvstore.Store, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store._node, "timeout_s", 0.1)
+    line.answers[Op.RESERVE] = lambda count, body: control.encode(Status.BUSY, 0)
+    with pytest.raises(kvstore.errors.OutOfSpace), cache.writer(chain(cache, 4)):
+        pass
+
+
+# --- bringing pages to DRAM -----------------------------------------------------------------------------------------
+
+
+class Promoter:
+    """Does what a node does: brings pages to DRAM, and is busy with it for a while."""
+
+    def __init__(self, cache: kvstore.PrefixCache, keys: Keys, data: np.ndarray[Any, Any], line: Line) -> None:
+        self.cache, self.keys, self.data = cache, keys, data
+        self.busy, self.room = 3, len(keys)
+        self.asked: list[int] = []
+        line.answers[Op.PREFETCH] = self
+
+    def __call__(self, count: int, body: bytes) -> bytes:
+        assert len(body) == count * ADDRESS_BYTES
+        self.asked.append(count)
+        self.busy -= 1
+        if self.busy > 0:
+            return statuses(*[Status.OK] * (count - 1), Status.BUSY)
+        self.cache.put(self.keys[: self.room], self.data[: self.room])
+        stored = self.room - (len(self.keys) - count)
+        return statuses(*[Status.OK] * stored, *[Status.NO_SPACE] * (count - stored))
+
+
+@pytest.mark.parametrize("room", [6, 4])
+def test_prefetch(shelf: Shelf, cache: kvstore.PrefixCache, line: Line, room: int) -> None:
+    keys, data = chain(cache, 6), content(cache, 6)
+    cache.put(keys[:2], data[:2])
+    shelf.save(cache, keys, data)
+    promoter = Promoter(cache, keys, data, line)
+    promoter.room = room
+    match = cache.prefetch(keys)
+    assert (match.pages, match.reason) == (room, "" if room == 6 else "absent")
+    assert promoter.asked == [4, 4, 4]
+    assert all(flags & NO_REPLY == 0 and a == 1 for flags, a, _ in line.asked(Op.PREFETCH))
+    assert cache.lookup(keys).tiers.get(Tier.DRAM) == room
+
+
+def test_prefetch_of_nothing_asks_nobody(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
+    keys, data = chain(cache, 6), content(cache, 6)
+    assert cache.prefetch(keys).pages == 0
+    cache.put(keys, data)
+    shelf.save(cache, keys, data)
+    assert (cache.prefetch(keys).pages, cache.prefetch(keys).reason) == (6, "")
+    assert not line.asked(Op.PREFETCH)
+    with pytest.raises(InvalidRequest, match="^timeout_s: "):
+        cache.prefetch(keys, 0)
+
+
+def test_prefetch_ends_at_its_deadline(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
+    keys = chain(cache, 6)
+    shelf.save(cache, keys, content(cache, 6))
+    line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.BUSY] * count)
+    started = time.monotonic()
+    assert (cache.prefetch(keys, 0.1).pages, cache.prefetch(keys, 0.001).reason) == (0, "absent")
+    assert 0.1 < time.monotonic() - started < 1
+
+
+def test_prefetch_goes_batch_by_batch(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "BATCH_MAX", 4)
+    keys = chain(cache, 10)
+    addresses = shelf.save(cache, keys, content(cache, 10))
+    line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.OK] * count)
+    cache.prefetch(keys)
+    bodies = [body for _, _, body in line.asked(Op.PREFETCH)]
+    assert [len(body) // ADDRESS_BYTES for body in bodies] == [4, 4, 2]
+    assert b"".join(bodies) == b"".join(ADDRESS.pack(*address) for address in addresses)
+
+
+def test_prefetch_says_that_the_node_is_down(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
+    keys = chain(cache, 3)
+    shelf.save(cache, keys, content(cache, 3))
+
+    def down(count: int, body: bytes) -> bytes:
+        raise NodeUnavailable("down")
+
+    line.answers[Op.PREFETCH] = down
+    with pytest.raises(NodeUnavailable):
+        cache.prefetch(keys)
+    assert cache.get(keys).pages == 3, "reading needs nobody"
+
+
+def test_a_lease_brings_pages_first(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
+    keys, data = chain(cache, 6), content(cache, 6)
+    cache.put(keys[:1], data[:1])
+    shelf.save(cache, keys, data)
+    with cache.lease(keys) as lease:
+        assert len(lease.pages) == 1, "no room for more"
+    promoter = Promoter(cache, keys, data, line)
+    with cache.lease(keys) as lease:
+        assert (lease.match.pages, lease.match.tiers) == (6, {Tier.DRAM: 6})
+        for page, view in zip(data, lease.pages, strict=True):
+            np.testing.assert_array_equal(view, page)
+    assert len(promoter.asked) == 3
+    with cache.lease(keys):
+        assert len(promoter.asked) == 3, "all there"
+
+
+def test_a_reader_has_pages_brought(
+    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "WISH_S", 0.01)
+    keys, data = chain(cache, 6), content(cache, 6)
+    shelf.save(cache, keys, data)
+    follower = cache.reader(keys, timeout_s=0.05)
+    out = np.zeros((6, LAYOUT.page_bytes // LAYOUT.layers), np.uint8)
+    with pytest.raises(DeadlineExceeded):
+        follower.read_layer(0, out)
+    assert {(flags, a) for flags, a, _ in line.asked(Op.PREFETCH)} == {(NO_REPLY, 0)}
+    Promoter(cache, keys, data, line)
+    follower = cache.reader(keys, timeout_s=5)
+    for layer in range(LAYOUT.layers):
+        follower.read_layer(layer, out)
+        np.testing.assert_array_equal(out, data.reshape(6, LAYOUT.layers, -1)[:, layer])
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# --- a node with NVMe of its own ------------------------------------------------------------------------------------
+
+CHAINS, PAGES = 12, 24
+
+
+class Filled:
+    """A node whose DRAM is too small for what was put: some chains are on NVMe only."""
+
+    def __init__(self, store: kvstore.Store) -> None:
+        self.store = store
+        self.cache = store.cache(LARGE)
+        self.keys = [chain(self.cache, PAGES, 100_000 * i) for i in range(CHAINS)]
+        self.data = [content(self.cache, PAGES, i) for i in range(CHAINS)]
+        for keys, data in zip(self.keys, self.data, strict=True):
+            assert self.cache.put(keys, data) == PAGES
+
+    def on_nvme_only(self) -> int:
+        """A chain of which nothing is in DRAM."""
+        found = (i for i, keys in enumerate(self.keys) if self.cache.lookup(keys).tiers == {Tier.NVME: PAGES})
+        return next(found)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[Filled]:
+    (tmp_path / "shm").mkdir()
+    device = f"{tmp_path / 'device'}:64MiB"
+    with kvstore.open(dram="16MiB", nvme=device, shm_dir=tmp_path / "shm", scrub_bytes_per_s=0) as store:
+        yield Filled(store)
+
+
+def test_more_than_dram_holds_is_read_back(filled: Filled) -> None:
+    cache = filled.cache
+    tiers: set[Tier] = set()
+    for keys, data in zip(filled.keys, filled.data, strict=True):
+        found = cache.lookup(keys)
+        match = cache.get(keys)
+        assert (found.pages, match.pages, match.reason) == (PAGES, PAGES, "")
+        np.testing.assert_array_equal(match.data, data)
+        tiers |= match.tiers.keys()
+    assert tiers == {Tier.DRAM, Tier.NVME}
+
+
+def test_pages_are_brought_to_dram(filled: Filled) -> None:
+    cache, store = filled.cache, filled.store
+    first = filled.on_nvme_only()
+    assert cache.prefetch(filled.keys[first]).pages == PAGES
+    assert cache.lookup(filled.keys[first]).tiers == {Tier.DRAM: PAGES}
+
+    second = filled.on_nvme_only()
+    with cache.lease(filled.keys[second]) as lease:
+        assert lease.match.pages == PAGES
+        for page, view in zip(filled.data[second], lease.pages, strict=True):
+            np.testing.assert_array_equal(view, page)
+
+    third = filled.on_nvme_only()
+    out = np.zeros((PAGES, cache.page_bytes // LARGE.layers), np.uint8)
+    follower = cache.reader(filled.keys[third], timeout_s=10)
+    for layer in range(LARGE.layers):
+        follower.read_layer(layer, out)
+        np.testing.assert_array_equal(out, filled.data[third].reshape(PAGES, LARGE.layers, -1)[:, layer])
+    assert store.verify()["findings"] == []
+
+
+def test_put_of_what_is_on_nvme_only_is_not_new(filled: Filled) -> None:
+    cold = filled.on_nvme_only()
+    assert filled.cache.put(filled.keys[cold], filled.data[cold]) == 0
+    assert filled.cache.lookup(filled.keys[cold]).tiers == {Tier.DRAM: PAGES}
+
+
+def test_the_node_drops_what_a_reader_found_damaged(filled: Filled, tmp_path: Path) -> None:
+    cache, cold = filled.cache, filled.on_nvme_only()
+    mapped = filled.store._node.writable()
+    address = mapped.index.find_nvme(filled.keys[cold].hashes[5])
+    map_ = NvmeMap.open(mapped.folder)
+    assert address is not None and map_ is not None
+    table = ExtentTable.open(mapped.folder, address.extent, map_.incarnation)
+    assert table is not None and table.tier is Tier.NVME
+    place = map_.place(table.position, cache.frame_class, address.frame)
+    assert place is not None
+    with open(tmp_path / "device", "r+b") as file:
+        file.seek(place.offset + cache.frame_class.nvme_header_bytes + 100)
+        file.write(b"not what was stored there")
+    match = cache.get(filled.keys[cold])
+    assert (match.pages, match.reason) == (5, "checksum")
+    np.testing.assert_array_equal(match.data, filled.data[cold][:5])
+    assert cache.lookup(filled.keys[cold]).pages == 5, "the node dropped it, and what hangs on it"
+    assert filled.store.verify()["findings"] == []

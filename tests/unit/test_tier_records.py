@@ -1,0 +1,132 @@
+"""ExtentTable: tables of both tiers, what is believed and what is not."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
+
+CLASS = FrameClass(page_bytes=10_000, page_tokens=15, layers=3)
+INCARNATION = 0x1234_5678_9ABC
+FRAMES = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> NodeFolder:
+    folder = NodeFolder(tmp_path, "n")
+    folder.create()
+    return folder
+
+
+def create(folder: NodeFolder, extent: int = 5, tier: Tier = Tier.DRAM) -> ExtentTable:
+    return ExtentTable.create(folder, extent, 2, CLASS, INCARNATION, FRAMES, tier)
+
+
+@pytest.mark.parametrize(
+    ("tier", "row_bytes", "marks_width"),
+    [(Tier.DRAM, CLASS.record.row_bytes, 1 + SHARDS_MAX), (Tier.NVME, 96, 1)],
+)
+def test_tables_of_both_tiers(folder: NodeFolder, tier: Tier, row_bytes: int, marks_width: int) -> None:
+    table = create(folder, tier=tier)
+    reader = ExtentTable.open(folder, 5, INCARNATION)
+    assert reader is not None
+    for mapped in (table, reader):
+        assert (mapped.extent, mapped.position, mapped.frames, mapped.tier) == (5, 2, FRAMES, tier)
+        assert mapped.frame_class == CLASS
+        assert mapped.rows.shape == (FRAMES, row_bytes) == (FRAMES, mapped.fmt.row_bytes)
+        assert mapped.marks.shape == (FRAMES, marks_width)
+        assert not mapped.rows.any() and not mapped.marks.any()
+    assert folder.records(5).stat().st_size == RECORDS_HEAD_BYTES + FRAMES * row_bytes
+    assert folder.marks(5).stat().st_size == 8 * FRAMES * marks_width
+
+    table.words[3] = word_of(9, FrameState.SEALED)
+    table.column(table.fmt.info)[3] = 77
+    table.rows[3, table.fmt.parent] = 5
+    assert int(reader.words[3]) == 9 << 8 | 2
+    assert int(reader.column(reader.fmt.info)[3]) == 77
+    assert (reader.rows[3, reader.fmt.parent] == 5).all()
+    reader.last_use[4] = 123  # marks are the clients'
+    assert table.last_use.tolist() == [0, 0, 0, 0, 123, 0, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        reader.words[0] = 1
+
+
+def test_a_lean_record_has_no_token_ids_and_no_tail(folder: NodeFolder) -> None:
+    fmt = create(folder, tier=Tier.NVME).fmt
+    assert fmt == CLASS.lean
+    assert (fmt.identity, fmt.parent) == (slice(8, 56), slice(56, 72))
+    assert (fmt.info, fmt.identity_sum, fmt.lease_until_ns, fmt.row_bytes) == (72, 80, 88, 96)
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_identity_sums_follow_identity_and_parent(folder: NodeFolder, tier: Tier) -> None:
+    table = create(folder, tier=tier)
+    before = table.identity_sums(slice(0, FRAMES))
+    table.rows[2, table.fmt.parent.stop - 1] = 1
+    table.rows[4, 8] = 1
+    after = table.identity_sums(slice(0, FRAMES))
+    assert [i for i in range(FRAMES) if before[i] != after[i]] == [2, 4]
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_a_doubt_is_a_miss(folder: NodeFolder, tier: Tier) -> None:
+    assert ExtentTable.open(folder, 5, INCARNATION) is None
+    create(folder, tier=tier)
+    assert ExtentTable.open(folder, 5, INCARNATION + 1) is None, "of another segment, or other devices"
+    assert ExtentTable.open(folder, 6, INCARNATION) is None
+    records, marks = folder.records(5), folder.marks(5)
+    sound, sound_marks = records.read_bytes(), marks.read_bytes()
+    damages = {
+        "cut": sound[:-1],
+        "longer": sound + b"\0",
+        "empty": b"",
+        "another tier": changed(sound, 9, 0),
+        "no tier": changed(sound, 9, 3),
+        "another version": changed(sound, 1, 1),
+        "another position": changed(sound, 4, 1),
+    }
+    for name, data in damages.items():
+        records.write_bytes(data)
+        assert ExtentTable.open(folder, 5, INCARNATION) is None, name
+    records.write_bytes(sound)
+    marks.write_bytes(sound_marks[:-8])
+    assert ExtentTable.open(folder, 5, INCARNATION) is None
+    marks.write_bytes(sound_marks)
+    assert ExtentTable.open(folder, 5, INCARNATION) is not None
+
+
+def changed(data: bytes, word: int, value: int) -> bytes:
+    return data[: 8 * word] + struct.pack("<Q", value) + data[8 * word + 8 :]
+
+
+def test_a_table_of_the_other_tier_under_that_number_is_replaced(folder: NodeFolder) -> None:
+    create(folder, tier=Tier.DRAM)
+    create(folder, tier=Tier.NVME)
+    found = ExtentTable.open(folder, 5, INCARNATION)
+    assert found is not None and found.tier is Tier.NVME
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_what_was_unlinked_matches_nothing(folder: NodeFolder, tier: Tier) -> None:
+    table = create(folder, tier=tier)
+    table.words[:] = word_of(3, FrameState.SEALED)
+    reader = ExtentTable.open(folder, 5, INCARNATION)
+    assert reader is not None
+    table.unlink()
+    table.close()
+    assert not reader.words.any()
+    assert ExtentTable.open(folder, 5, INCARNATION) is None
+    assert not folder.records(5).exists() and not folder.marks(5).exists()
+
+
+def test_a_view_outlives_its_table(folder: NodeFolder) -> None:
+    table = create(folder, tier=Tier.NVME)
+    words = table.words
+    table.close()
+    assert np.count_nonzero(words) == 0
