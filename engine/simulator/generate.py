@@ -25,8 +25,8 @@ P(next turn | 6)                    .66       .62        .58 - .66
 
 (The probabilities asked for are higher, .34 .44 .55 ...: of the last sessions of a trace, no further turn is seen.)
 
-Both generators are pure functions of their arguments: one PCG64 stream, no Python hash, no clock. Their memory grows
-with the sessions that are still active, not with the requests.
+`engine.simulator.mixtures` has other shapes. All generators are pure functions of their arguments: one PCG64 stream
+per part, no Python hash, no clock. Their memory grows with the sessions that are still active, not with the requests.
 """
 
 from __future__ import annotations
@@ -35,20 +35,15 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
-from math import exp, log
+from math import log
 
 import numpy as np
 
+from engine.simulator.drawing import blocks_of, check, check_arguments, gamma, lognormal
 from engine.simulator.trace import BLOCK_TOKENS, Request
 from kvstore.errors import InvalidRequest
 
 RATE_DEFAULT = 3.4  # requests per second, as recorded
-RATE_MIN, RATE_MAX = 1e-6, 1e6
-
-
-def _check(name: str, value: float, least: float, most: float = 2**53) -> None:
-    if not least <= value <= most:  # written so that NaN is refused
-        raise InvalidRequest(name, f"must be between {least:g} and {most:g}, is {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +70,19 @@ class ConversationShape:
     context_tokens: int = 126_000  # no prompt is longer: a text is cut, a session that would need more ends
 
     def __post_init__(self) -> None:
-        _check("tick_ms", self.tick_ms, 1)
-        _check("system_tokens", self.system_tokens, 0)
+        check("tick_ms", self.tick_ms, 1)
+        check("system_tokens", self.system_tokens, 0)
         for name in ("opening", "text", "output"):
-            _check(f"{name}_tokens_mean", getattr(self, f"{name}_tokens_mean"), 1)
+            check(f"{name}_tokens_mean", getattr(self, f"{name}_tokens_mean"), 1)
         for name in ("opening_tokens_sigma", "text_tokens_sigma", "pause_s_min", "pause_s_sigma"):
-            _check(name, getattr(self, name), 0)
-        _check("output_tokens_shape", self.output_tokens_shape, 0.01)
-        _check("pause_s_median", self.pause_s_median, 0.001)
-        _check("context_tokens", self.context_tokens, self.system_tokens + 1)
+            check(name, getattr(self, name), 0)
+        check("output_tokens_shape", self.output_tokens_shape, 0.01)
+        check("pause_s_median", self.pause_s_median, 0.001)
+        check("context_tokens", self.context_tokens, self.system_tokens + 1)
         if not self.next_turn:
             raise InvalidRequest("next_turn", "must hold at least one probability")
         for probability in self.next_turn:
-            _check("next_turn", probability, 0, 1)
+            check("next_turn", probability, 0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +101,16 @@ class BimodalShape:
     context_tokens: int = 128_000  # no prompt is longer: its text is cut
 
     def __post_init__(self) -> None:
-        _check("long_ratio", self.long_ratio, 0, 1)
-        _check("prefix_ratio", self.prefix_ratio, 0, 1)
+        check("long_ratio", self.long_ratio, 0, 1)
+        check("prefix_ratio", self.prefix_ratio, 0, 1)
         for name in ("short", "short_output", "long", "long_output"):
-            _check(f"{name}_tokens_mean", getattr(self, f"{name}_tokens_mean"), 1)
-        _check("tokens_sigma", self.tokens_sigma, 0)
-        _check("prefixes", self.prefixes, 1)
-        _check("prefix_tokens", self.prefix_tokens, 0)
+            check(f"{name}_tokens_mean", getattr(self, f"{name}_tokens_mean"), 1)
+        check("tokens_sigma", self.tokens_sigma, 0)
+        check("prefixes", self.prefixes, 1)
+        check("prefix_tokens", self.prefix_tokens, 0)
         if self.prefix_tokens % BLOCK_TOKENS:
             raise InvalidRequest("prefix_tokens", f"must be a multiple of {BLOCK_TOKENS}, is {self.prefix_tokens}")
-        _check("context_tokens", self.context_tokens, self.prefix_tokens + 1)
+        check("context_tokens", self.context_tokens, self.prefix_tokens + 1)
 
 
 RECORDED_LIKE = ConversationShape()
@@ -133,7 +128,7 @@ def conversations(
     Raises:
         InvalidRequest: an argument is out of range.
     """
-    _check_arguments(requests, rate, seed)
+    check_arguments(requests, rate, seed)
     return islice(_turns(rate, np.random.Generator(np.random.PCG64(seed)), shape), requests)
 
 
@@ -145,7 +140,7 @@ def bimodal(
     Raises:
         InvalidRequest: an argument is out of range.
     """
-    _check_arguments(requests, rate, seed)
+    check_arguments(requests, rate, seed)
     return islice(_prompts(rate, np.random.Generator(np.random.PCG64(seed)), shape), requests)
 
 
@@ -170,10 +165,10 @@ def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -
             turn = heapq.heappop(to_come)[2]
         else:
             turn = _Turn(1, _opening(random, shape), shared_ids)
-        fresh = _blocks(turn.input_tokens) - len(turn.repeated_ids)
+        fresh = blocks_of(turn.input_tokens) - len(turn.repeated_ids)
         ids = (*turn.repeated_ids, *range(blocks, blocks + fresh))
         blocks += fresh
-        output_tokens = _gamma(random, shape.output_tokens_mean, shape.output_tokens_shape)
+        output_tokens = gamma(random, shape.output_tokens_mean, shape.output_tokens_shape)
         yield Request(now_ms, turn.input_tokens, output_tokens, ids)
         following = _following(random, shape, turn, output_tokens, ids)
         if following is not None:
@@ -182,7 +177,7 @@ def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -
 
 
 def _opening(random: np.random.Generator, shape: ConversationShape) -> int:
-    text_tokens = _lognormal(random, shape.opening_tokens_mean, shape.opening_tokens_sigma)
+    text_tokens = lognormal(random, shape.opening_tokens_mean, shape.opening_tokens_sigma)
     return min(shape.system_tokens + text_tokens, shape.context_tokens)
 
 
@@ -196,7 +191,7 @@ def _following(
     history_tokens = turn.input_tokens + output_tokens
     if history_tokens >= shape.context_tokens:
         return None
-    text_tokens = _lognormal(random, shape.text_tokens_mean, shape.text_tokens_sigma)
+    text_tokens = lognormal(random, shape.text_tokens_mean, shape.text_tokens_sigma)
     input_tokens = min(history_tokens + text_tokens, shape.context_tokens)
     return _Turn(turn.number + 1, input_tokens, ids[: turn.input_tokens // BLOCK_TOKENS])
 
@@ -210,33 +205,14 @@ def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> I
         is_long = random.random() < shape.long_ratio
         input_mean = shape.long_tokens_mean if is_long else shape.short_tokens_mean
         output_mean = shape.long_output_tokens_mean if is_long else shape.short_output_tokens_mean
-        input_tokens = _lognormal(random, input_mean, shape.tokens_sigma)
+        input_tokens = lognormal(random, input_mean, shape.tokens_sigma)
         ids: tuple[int, ...] = ()
         if random.random() < shape.prefix_ratio:
             first = int(random.integers(shape.prefixes)) * prefix_blocks
             ids = tuple(range(first, first + prefix_blocks))
             input_tokens += shape.prefix_tokens
         input_tokens = min(input_tokens, shape.context_tokens)
-        fresh = _blocks(input_tokens) - len(ids)
-        output_tokens = _lognormal(random, output_mean, shape.tokens_sigma)
+        fresh = blocks_of(input_tokens) - len(ids)
+        output_tokens = lognormal(random, output_mean, shape.tokens_sigma)
         yield Request(int(now_s * 1000), input_tokens, output_tokens, (*ids, *range(blocks, blocks + fresh)))
         blocks += fresh
-
-
-def _lognormal(random: np.random.Generator, mean: float, sigma: float) -> int:
-    """At least 1; `mean` is that of the distribution, not of its logarithm."""
-    return 1 + int(mean * exp(-sigma * sigma / 2) * random.lognormal(0, sigma))
-
-
-def _gamma(random: np.random.Generator, mean: float, shape: float) -> int:
-    return 1 + int(random.gamma(shape, mean / shape))
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)
-
-
-def _check_arguments(requests: int, rate: float, seed: int) -> None:
-    _check("requests", requests, 0)
-    _check("rate", rate, RATE_MIN, RATE_MAX)
-    _check("seed", seed, 0)

@@ -19,7 +19,11 @@ from kvstore.service import daemon
     "--nvme", multiple=True, metavar="PATH:SIZE", help="A file or block device below DRAM; may repeat.  [default: none]"
 )
 @click.option(
-    "--format", "nvme_format", is_flag=True, default=None, help="Make the NVMe targets anew, whatever they hold."
+    "--format",
+    "nvme_format",
+    is_flag=True,
+    default=None,
+    help="Leave to make anew an NVMe target that holds something else.",
 )
 @click.option("--eviction", help="Policy by which pages leave: lru or another known one.  [default: lru]")
 @click.option("--extent", help="Bytes of one extent; the largest page must fit.  [default: a sixteenth of --dram]")

@@ -181,7 +181,8 @@ class SocketChannel:
             except BlockingIOError:
                 # The daemon is behind. Replies we do not take may be what it waits for.
                 if time.monotonic() >= deadline:
-                    self._lose(sock)
+                    if reply is not None:  # without one nothing is on its way: the others may wait longer
+                        self._lose(sock)
                     raise NodeUnavailable(f"{self.folder.name}: the daemon took no request in time") from None
                 if not self._collect_oldest(deadline, before=reply):
                     time.sleep(_RETRY_MIN_S)

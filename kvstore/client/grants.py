@@ -124,10 +124,12 @@ class GrantPool:
 
     def wait_granted(self, asked: PendingReply, count: int, before: bytes, deadline: float) -> list[Address]:
         """As ``granted``; where the node is busy saving pages to make room, asks it again until ``deadline``."""
-        while asked.result().op == Status.BUSY and time.monotonic() < deadline:
+        frames = self.granted(asked)
+        while not frames and asked.result().op == Status.BUSY and time.monotonic() < deadline:
             time.sleep(BUSY_PAUSE_S)
             asked = self.ask(count, before)
-        return self.granted(asked)
+            frames = self.granted(asked)
+        return frames
 
     def forfeit(self, addresses: list[Address]) -> None:
         """Never write into these again. The node hears of it now, or with the next request that reaches it."""

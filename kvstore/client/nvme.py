@@ -30,7 +30,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.disk import Bytes, Disk
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.frame_header import checksums_in, faults, unpack
+from kvstore.tier.frame_header import faults, payload_sums_in, unpack
 from kvstore.tier.index import Index, IndexDamaged
 from kvstore.tier.nvme_map import NvmeMap
 from kvstore.tier.records import ExtentTable
@@ -39,7 +39,6 @@ PART_BYTES: Final = 1 << 20  # of one read, where a page is not larger
 RECHECK_NS: Final = 100_000_000  # how often a read looks whether the node's devices are others
 
 _SEALED = int(FrameState.SEALED)
-_LOW: Final = 0xFFFFFFFF
 _digest = xxhash.xxh3_64_intdigest
 
 
@@ -89,6 +88,7 @@ class NvmeReader:
 
     def __init__(self, folder: NodeFolder, threads: ReadThreads) -> None:
         self.threads = threads
+        self.tell_ns = 0  # when the node may be told again what was read: it did not listen
         self._folder = folder
         self._map: NvmeMap | None = None
         self._map_id: tuple[int, ...] = ()
@@ -216,13 +216,13 @@ class NvmeRead:
         """See the class."""
         return b"".join(self._located[: self._parts[-1].page + self._parts[-1].length]) if self._parts else b""
 
-    def result(self, timeout_s: float) -> tuple[int, str]:
+    def result(self, silence_s: float) -> tuple[int, str]:
         """How many leading pages are in the caller's rows and proven, and why not more ("" where all).
 
-        Marks them as used. Waits for the devices, at most ``timeout_s``; what they do not bring by then is "io".
+        Marks them as used. Devices that bring nothing for ``silence_s`` are not waited for: reason "io".
         """
         pages, reason = 0, self._reason
-        for part, outcome in zip(self._parts, self._reader.threads.finish(self._batch, timeout_s), strict=True):
+        for part, outcome in zip(self._parts, self._reader.threads.finish(self._batch, silence_s), strict=True):
             assert not isinstance(outcome, AssertionError), outcome
             good, why = outcome if isinstance(outcome, tuple) else (0, IO)
             pages = part.page + good
@@ -246,35 +246,29 @@ class NvmeRead:
 
 def _read(part: Part, identities: Bytes, rows: Bytes, batch: ReadBatch, bounce: Bounce) -> tuple[int, str]:
     """In one of the threads: read a part, copy its leading pages that hold to ``rows``; how many, and why not all."""
-    frame_class = part.extent.frame_class
-    header_bytes, stride = frame_class.nvme_header_bytes, frame_class.nvme_stride
-    page_bytes, step = frame_class.page_bytes, frame_class.page_bytes // frame_class.layers
-    data = bounce.take(part.length * stride)
+    frame_class, pages = part.extent.frame_class, part.length
+    data = bounce.take(pages * frame_class.nvme_stride)
     try:
         part.disk.read(part.offset, [data])
     except OSError:
-        if part.length == 1:
+        if pages == 1:
             raise
         return _read_each(part, identities, rows, batch, bounce)
-    headers = data.reshape(part.length, stride)[:, :header_bytes]
+    frames = data.reshape(pages, frame_class.nvme_stride)
+    headers, payloads = frames[:, : frame_class.nvme_header_bytes], frames[:, frame_class.nvme_header_bytes :]
     where = part.incarnation, part.extent.number, part.frame
     reasons = faults(headers, frame_class, *where, part.generations, identities)
-    sums = checksums_in(headers, frame_class).tolist()
-    view, good, why = data.data, 0, ""
-    for i, reason in enumerate(reasons):
-        start = i * stride + header_bytes
-        if reason:
-            why = _why(part, i, headers[i])
-        elif [_digest(view[at : at + step]) & _LOW for at in range(start, start + page_bytes, step)] != sums[i]:
-            why = CHECKSUM
-        if why:
+    sums = payload_sums_in(headers)
+    good, why = pages, ""
+    for i, (reason, page) in enumerate(zip(reasons, bounce.pages(frame_class, pages), strict=True)):
+        if reason or _digest(page) != sums[i]:
+            good, why = i, _why(part, i, headers[i]) if reason else CHECKSUM
             break
-        good += 1
     # One copy, while it is in the cache: each lets other threads have the interpreter, and has to get it back.
     if not batch.may_write():
         return 0, IO
     try:
-        rows[:good] = data.reshape(part.length, stride)[:good, header_bytes : header_bytes + page_bytes]
+        rows[:good] = payloads[:good, : frame_class.page_bytes]
     finally:
         batch.written()
     return good, why

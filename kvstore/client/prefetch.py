@@ -15,9 +15,9 @@ from kvstore.model.replica import ADDRESS_BYTES, Status
 from kvstore.transfer.control import BATCH_MAX, HINT, NO_REPLY, Op
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two looks whether pages have arrived
-# A node that has given no sign for so long is not told anything: a read must never wait for a daemon that is down.
+# A node that has given no sign for so long is not told anything, and one that did not take what it was told is not for
+# as long: a read must never wait for a daemon that is down.
 SILENT_NS: Final = 2_000_000_000
-_TELL_S: Final = 0.05
 _SCRUB_S: Final = 1.0
 _ASK_S_MIN: Final = 0.2  # for an answer, however close the deadline is
 
@@ -43,13 +43,13 @@ def bring(mapped: Mapped, hashes: list[bytes], closed: bool, deadline: float) ->
 def wish(mapped: Mapped, hashes: list[bytes], closed: bool) -> None:
     """The same without waiting for anything. Nothing is raised."""
     for part in _parts(b"".join(locate(mapped.index, hashes, closed))):
-        _tell(mapped, Op.PREFETCH, part, 0)
+        _tell(mapped, part, 0)
 
 
 def tell_read(mapped: Mapped, addresses: bytes) -> None:
     """These pages were read from NVMe just now: the node decides whether they are worth DRAM. Nothing is raised."""
     for part in _parts(addresses):
-        _tell(mapped, Op.PREFETCH, part, HINT)
+        _tell(mapped, part, HINT)
 
 
 def tell_damaged(mapped: Mapped, address: bytes) -> None:
@@ -70,16 +70,19 @@ def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
     return next((status for status in statuses if status != Status.OK), Status.OK)
 
 
-def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
+def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
+    """Say it if it can be said at once; else keep silent for a while."""
     if _heard_from(mapped):
         count = len(part) // ADDRESS_BYTES
-        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
-            mapped.channel.request(op, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=_TELL_S)
+        try:
+            mapped.channel.request(Op.PREFETCH, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
+        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            mapped.nvme.tell_ns = time.monotonic_ns() + SILENT_NS
 
 
 def _heard_from(mapped: Mapped) -> bool:
-    heartbeat_ns = mapped.header.heartbeat_ns  # 0: it is just starting
-    return not heartbeat_ns or time.monotonic_ns() - heartbeat_ns < SILENT_NS
+    now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: it is just starting
+    return now_ns >= mapped.nvme.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
 
 
 def _parts(raw: bytes) -> Iterator[bytes]:

@@ -131,7 +131,7 @@ class PrefixCache:
         Pages after the match are not changed, except that a page which was evicted while it was read may have been
         copied in part, and that pages after one on NVMe which could not be read may have been copied. A page that
         cannot be proven ends the match; nothing raises for a miss. NVMe is read from here, whether the daemon lives or
-        not, and waited for as long as for a request (``timeout_s`` of ``connect``).
+        not; a device that is silent for as long as a request may take (``timeout_s`` of ``connect``) is a miss too.
 
         Raises:
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).

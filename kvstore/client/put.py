@@ -19,7 +19,7 @@ from kvstore.errors import NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
 from kvstore.transfer.base import PendingReply
-from kvstore.transfer.control import CHECKSUMS, Op, batch_pages, pack_addresses
+from kvstore.transfer.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack_addresses
 
 # The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
 # request costs as much as copying half a MiB. Measured: 16 MiB is best from 64 KiB to 2 MiB pages.
@@ -53,6 +53,7 @@ class PendingPut:
         "_keys",
         "_pool",
         "_flags",
+        "_first",
         "_known",
         "_batches",
         "_lock",
@@ -68,6 +69,7 @@ class PendingPut:
         self._keys = keys
         self._pool: GrantPool = mapped.pool(frame_class)
         self._flags = flags
+        self._first = 0  # page that is new
         self._known = known  # pages that are on NVMe already: sealed in DRAM once more, but not new
         self._batches: list[Batch] = []
         self._lock = threading.Lock()
@@ -101,7 +103,7 @@ class PendingPut:
         limit = batch_limit(pool.frame_class)
         frames = pool.take(total - stored)
         asked: PendingReply | None = None
-        page = stored
+        self._first = page = stored
         try:
             if len(frames) < total - stored:
                 asked = pool.ask(total - stored - len(frames), self._before(stored))
@@ -170,7 +172,7 @@ class PendingPut:
             Op.SEAL_GRANTED,
             count=len(batch.addresses),
             a=self._pool.class_number,
-            flags=self._flags,
+            flags=self._flags | (CONTINUES if batch.page > self._first else 0),
             body=batch.body,
         )
         if failpoint.ACTIVE:

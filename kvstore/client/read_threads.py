@@ -15,24 +15,45 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvstore.tier.disk import Bytes, Disk, aligned_buffer
+import numpy as np
+
+from kvstore.model.replica import FrameClass
+from kvstore.tier.bounces import large_buffer
+from kvstore.tier.disk import Bytes, Disk
 
 THREADS: Final = 4  # so many reads in flight make any device as fast as it gets
+SHAPES_MAX: Final = 16  # kinds of reads whose views a thread keeps
 
 _WAITING, _RUNNING, _DONE = 0, 1, 2
 
 
 class Bounce:
-    """One thread's buffer: page-aligned, as large as its largest read, kept for the next one."""
+    """One thread's buffer: in large memory pages, as large as its largest read, kept for the next one."""
 
     def __init__(self) -> None:
-        self._buffer = aligned_buffer(0)
+        self._buffer = np.zeros(0, np.uint8)
+        self._pieces: dict[tuple[FrameClass, int], list[memoryview[int]]] = {}
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` to read into, until the next ``take``."""
         if len(self._buffer) < nbytes:
-            self._buffer = aligned_buffer(nbytes)
+            self._pieces.clear()
+            self._buffer = large_buffer(nbytes)
         return self._buffer[:nbytes]
+
+    def pages(self, frame_class: FrameClass, frames: int) -> list[memoryview[int]]:
+        """The pages of consecutive frames that were read to the beginning of what was taken.
+
+        Kept from read to read: to make a view costs as much as to hash what it shows.
+        """
+        pieces = self._pieces.get((frame_class, frames))
+        if pieces is None:
+            if len(self._pieces) == SHAPES_MAX:
+                self._pieces.clear()
+            whole, page_bytes, stride = self._buffer.data, frame_class.page_bytes, frame_class.nvme_stride
+            starts = range(frame_class.nvme_header_bytes, frames * stride, stride)
+            pieces = self._pieces[frame_class, frames] = [whole[at : at + page_bytes] for at in starts]
+        return pieces
 
 
 class ReadTask(NamedTuple):
@@ -61,14 +82,19 @@ class ReadBatch:
         self._given_up = False
         self._changed = threading.Condition()  # guards all of the above
 
-    def wait(self, deadline: float) -> list[int]:
-        """Wait for all tasks, at most until ``deadline`` (of ``time.monotonic``), then give up.
+    def wait(self, silence_s: float) -> list[int]:
+        """Wait for all tasks; give up when none was done for ``silence_s``.
 
         Returns the tasks that were given up while they were being performed.
         """
         with self._changed:
-            while self._left and (remaining_s := deadline - time.monotonic()) > 0:
-                self._changed.wait(remaining_s)
+            left, deadline = self._left, time.monotonic() + silence_s
+            while self._left:
+                self._changed.wait(max(0.0, deadline - time.monotonic()))
+                if time.monotonic() >= deadline:
+                    if self._left == left:
+                        break
+                    left, deadline = self._left, time.monotonic() + silence_s
             self._given_up = True
             while self._writing:  # copies of memory: they end
                 self._changed.wait()
@@ -141,9 +167,9 @@ class ReadThreads:
         time.sleep(0)  # lets go of the interpreter, so that they begin before their caller goes on
         return batch
 
-    def finish(self, batch: ReadBatch, timeout_s: float) -> list[Any]:
-        """The outcomes of ``batch``, after at most ``timeout_s``. What is not done by then is None for ever."""
-        for number in batch.wait(time.monotonic() + timeout_s):
+    def finish(self, batch: ReadBatch, silence_s: float) -> list[Any]:
+        """The outcomes of ``batch``. What is not done when nothing was for ``silence_s`` is None for ever."""
+        for number in batch.wait(silence_s):
             self._owe(batch.tasks[number].disk, 1)
         return batch.outcomes
 

@@ -117,7 +117,7 @@ class NodeConfig:
     nvme: tuple[NvmeTarget, ...] = _setting((), parse_nvme)
     """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""
     nvme_format: bool = _setting(False, parse_switch)
-    """Whether to make the NVMe targets anew at this start, whatever they hold."""
+    """Whether a target that cannot be used as it is may be made anew; what it holds is dropped."""
     nvme_extent: int = _setting(0, parse_size_or_zero)
     """Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."""
     nvme_admission: str = _setting("all", parse_text)

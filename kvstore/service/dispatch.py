@@ -116,7 +116,8 @@ class Dispatcher:
                 addresses = [a if a.extent != number else Address(0, 0, 0) for a in addresses]
             elif table.frame_class != frame_class:
                 raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
-        event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums)
+        continues = bool(message.flags & control.CONTINUES)
+        event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues)
         return _statuses(message, self.node.handle(event))
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
@@ -198,6 +199,7 @@ class Dispatcher:
             by_bytes = wish["bytes"] - size if wish["bytes"] else 0
             event = ev.Evict(time.monotonic_ns(), step if not by_bytes else 1, min(by_bytes, 1 << 30))
             gone = self.node.handle(event).detail
+            self.wake()  # what has to be saved before it may leave was set aside
             if not gone["pages"]:
                 break
             pages, size = pages + gone["pages"], size + gone["bytes"]

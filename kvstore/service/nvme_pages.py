@@ -7,6 +7,7 @@ pages are small, four runs side by side. What is read is proven by header and ch
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from kvstore.model.replica import IDENTITY_HEAD_BYTES, STAMPED, Address, FrameCl
 from kvstore.state.events import Copying
 from kvstore.state.views import Rows
 from kvstore.tier import frame_header
-from kvstore.tier.disk import aligned_buffer
+from kvstore.tier.bounces import Bounces
 from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
 from kvstore.tier.io_threads import IoThreads
 from kvstore.tier.nvme_devices import NvmeDevices
@@ -60,6 +61,8 @@ class NvmePages:
     def __init__(self, devices: NvmeDevices) -> None:
         self.devices = devices
         self.io = IoThreads()
+        self._bounces = Bounces()
+        self._planned: dict[int, tuple[int, FrameClass]] = {}  # extents that their devices have not heard of yet
         self.bytes_written = 0
         self.bytes_read = 0
 
@@ -90,23 +93,35 @@ class NvmePages:
             np.zeros((len(pages), IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8),
             np.zeros((len(pages), frame_class.layers), np.uint32),
         )
-        positions = {tables[page.target.extent].position for page in pages}
-        try:
-            self.devices.open_for_writing(positions)
-        except OSError as error:
-            return _all_broken(done, pages, positions, error)
-        done.open_positions = positions
-        runs = list(_runs([page.target for page in pages], frame_class))
+        where = [tables[page.target.extent].position for page in pages]
+        done.open_positions = self._opened({*where}, done)
+        done.failed |= {i: IO for i, position in enumerate(where) if position not in done.open_positions}
+        runs = [run for run in _runs([page.target for page in pages], frame_class) if run.start not in done.failed]
         tasks = [partial(self._save_run, run, pages, tables, frames_of, done) for run in runs]
         for run, result in zip(runs, self.io.run(tasks), strict=True):
             if isinstance(result, OSError | KVStoreError):
                 self._broke(done, run, tables[pages[run.start].target.extent].position, result)
-        for position, broken in self._sync(positions).items():
+        for position, broken in self._sync(done.open_positions).items():
             done.broken[position] = broken
             here = self.devices.neighbours(position)
-            lost = [i for i, page in enumerate(pages) if tables[page.target.extent].position in here]
-            done.failed |= dict.fromkeys(lost, IO)
+            done.failed |= {i: IO for i, position in enumerate(where) if position in here}
         return done
+
+    def _opened(self, positions: set[int], done: Copied) -> set[int]:
+        """Those that are open for writing now, device by device; the others are noted as broken."""
+        opened: set[int] = set()
+        by_device: defaultdict[str, set[int]] = defaultdict(set)
+        for position in positions:
+            by_device[self.path(position)].add(position)
+        for here in by_device.values():
+            try:
+                for position in here:
+                    self._make(position)
+                self.devices.open_for_writing(here)
+                opened |= here
+            except OSError as error:
+                done.broken |= dict.fromkeys(here, error)
+        return opened
 
     def _sync(self, positions: Iterable[int]) -> dict[int, OSError]:
         """Make what was written at these positions durable; a position of each device that cannot, and its error."""
@@ -123,42 +138,50 @@ class NvmePages:
         self.devices.close_for_writing(done.open_positions)
 
     def _save_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
+        """Copy the run, prove what was copied, write it. A page that does not hold is written with an empty header."""
         target = tables[pages[run.start].target.extent]
-        frame_class, incarnation = target.frame_class, self.devices.header_incarnation(target.position)
-        headers = aligned_buffer(len(run) * frame_class.nvme_header_bytes).reshape(len(run), -1)
-        payloads: list[Rows] = []
-        for slot, i in enumerate(run):
-            source, page = tables[pages[i].source.extent], pages[i]
-            frame = frames_of(source)[page.source.frame]
-            payloads.append(frame)
-            frame[frame_class.page_bytes :] = 0  # padding is nobody's
-            row = source.rows[page.source.frame].copy()
-            words, fmt = row.view(np.uint64), source.fmt
-            # In this order: what changes between the two is noticed by the record's checksums, or later by this one.
-            total = payload_sum(frame, frame_class)
-            sums = layer_sums(frame[: frame_class.page_bytes], frame_class.layers)
-            info = int(words[fmt.info // 8])
-            if not _is_sealed(source, page.source):
-                done.failed[i] = MOVED
-                continue
-            if source.identity_sums(slice(page.source.frame, page.source.frame + 1))[0] != words[fmt.identity_sum // 8]:
-                done.failed[i] = RECORD
-                done.damaged.append((page.source, RECORD))
-                continue
-            if info >> 48 & STAMPED and not np.array_equal(sums, row[fmt.checksums].view(np.uint32)):
-                done.failed[i] = DATA
-                done.damaged.append((page.source, DATA))
-                continue
-            info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | standing_of(info)
-            identity, parent = row[fmt.identity], row[fmt.parent].tobytes()
-            place = headers[slot], frame_class, incarnation, page.target
-            frame_header.pack(*place, identity, parent, info, sums, total)
-            done.rows[i], done.checksums[i] = identity, sums
-        self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, headers, payloads)
+        frame_class, header_bytes = target.frame_class, target.frame_class.nvme_header_bytes
+        with self._bounces.borrow(len(run) * frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(len(run), -1)
+            for slot, i in zip(slots, run, strict=True):
+                source, page = tables[pages[i].source.extent], pages[i]
+                slot[:header_bytes] = 0
+                slot[header_bytes:] = frames_of(source)[page.source.frame]
+                slot[header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
+                self._prove(i, slot, source, page, target, done)
+            headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
+            self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, headers, list(payloads))
         self.bytes_written += len(run) * frame_class.nvme_stride
-        for i in run:
-            if i not in done.failed and not _is_sealed(tables[pages[i].source.extent], pages[i].source):
-                done.failed[i] = MOVED
+
+    def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> None:
+        """Pack the header of a page whose copy in ``slot`` is what its record says."""
+        frame_class, fmt = target.frame_class, source.fmt
+        row = source.rows[page.source.frame].copy()
+        words = row.view(np.uint64)
+        payload = slot[frame_class.nvme_header_bytes :]
+        total, sums = (
+            payload_sum(payload, frame_class),
+            layer_sums(payload[: frame_class.page_bytes], frame_class.layers),
+        )
+        info = int(words[fmt.info // 8])
+        damage = ""
+        if not _is_sealed(source, page.source):  # asked after the copy: what was copied is that page
+            done.failed[i] = MOVED
+            return
+        if source.identity_sums(slice(page.source.frame, page.source.frame + 1))[0] != words[fmt.identity_sum // 8]:
+            damage = RECORD
+        elif info >> 48 & STAMPED and not np.array_equal(sums, row[fmt.checksums].view(np.uint32)):
+            damage = DATA
+        if damage:
+            done.failed[i] = damage
+            done.damaged.append((page.source, damage))
+            return
+        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | standing_of(info)
+        identity, parent = row[fmt.identity], row[fmt.parent].tobytes()
+        place = frame_class, self.devices.header_incarnation(target.position), page.target
+        header = slot[: frame_class.nvme_header_bytes]
+        frame_header.pack(header, *place, identity, parent, info, sums, total)
+        done.rows[i], done.checksums[i] = identity, sums
 
     # --- up: NVMe to DRAM -------------------------------------------------------------------------------------------
 
@@ -180,38 +203,41 @@ class NvmePages:
 
     def _load_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
         table, first = tables[pages[run.start].source.extent], pages[run.start].source.frame
-        targets = [frames_of(tables[pages[i].target.extent])[pages[i].target.frame] for i in run]
-        for i, found in zip(run, self._read_run(table, first, targets), strict=True):
-            page = pages[i]
-            if not _is_sealed(table, page.source):
-                done.failed[i] = MOVED
-            elif isinstance(found, str):
-                done.failed[i] = IO if found == IO else DATA
-                done.damaged.append((page.source, found))
-            elif found.key != page.key or found.address != page.source:
-                done.failed[i] = DATA
-                done.damaged.append((page.source, "swapped"))
-            else:
-                done.rows[i], done.checksums[i] = identity_row(found), found.checksums
+        header_bytes = table.frame_class.nvme_header_bytes
+        with self._bounces.borrow(len(run) * table.frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(len(run), -1)
+            for i, slot, found in zip(run, slots, self._read_run(table, first, slots), strict=True):
+                page = pages[i]
+                if not _is_sealed(table, page.source):
+                    done.failed[i] = MOVED
+                elif isinstance(found, str):
+                    done.failed[i] = IO if found == IO else DATA
+                    done.damaged.append((page.source, found))
+                elif found.key != page.key or found.address != page.source:
+                    done.failed[i] = DATA
+                    done.damaged.append((page.source, "swapped"))
+                else:
+                    frames_of(tables[page.target.extent])[page.target.frame] = slot[header_bytes:]
+                    done.rows[i], done.checksums[i] = identity_row(found), found.checksums
 
     def read(self, table: ExtentTable, first: int, count: int) -> list[FrameHeader | str]:
         """What lies in these consecutive frames, proven by header and checksums; else why it does not hold: a reason of
         ``frame_header``, ``EMPTY``, or ``IO`` where the device cannot read it."""
-        buffer = aligned_buffer(count * table.frame_class.frame_bytes).reshape(count, -1)
-        return self._read_run(table, first, list(buffer))
+        with self._bounces.borrow(count * table.frame_class.nvme_stride) as buffer:
+            return self._read_run(table, first, buffer.reshape(count, -1))
 
-    def _read_run(self, table: ExtentTable, first: int, payloads: list[Rows]) -> list[FrameHeader | str]:
-        """See ``read``; the pages lie in ``payloads`` then."""
+    def _read_run(self, table: ExtentTable, first: int, slots: Rows) -> list[FrameHeader | str]:
+        """See ``read``; ``slots`` ``[frames, nvme_stride]`` are filled: header, page, header, page, ..."""
         frame_class = table.frame_class
-        headers = aligned_buffer(len(payloads) * frame_class.nvme_header_bytes).reshape(len(payloads), -1)
+        headers, payloads = slots[:, : frame_class.nvme_header_bytes], slots[:, frame_class.nvme_header_bytes :]
         try:
-            self.devices.read_run(table.position, first, frame_class, headers, payloads)
+            self.devices.read_run(table.position, first, frame_class, headers, list(payloads))
         except OSError as error:
-            if len(payloads) > 1:  # one frame that cannot be read does not take the others with it
-                return [self._read_run(table, first + i, [payload])[0] for i, payload in enumerate(payloads)]
+            if len(slots) > 1:  # one frame that cannot be read does not take the others with it
+                return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]
             log.error("frame %d of extent %d could not be read: %s", first, table.extent, error)
             return [IO]
-        self.bytes_read += len(payloads) * frame_class.nvme_stride
+        self.bytes_read += len(slots) * frame_class.nvme_stride
         incarnation = self.devices.header_incarnation(table.position)
         found: list[FrameHeader | str] = []
         for i, payload in enumerate(payloads):
@@ -219,7 +245,7 @@ class NvmePages:
             if header == "header" and not headers[i].any():
                 header = EMPTY
             if isinstance(header, FrameHeader) and not frame_header.is_payload_sound(
-                payload, frame_class, header.checksums, header.payload_sum
+                payload, frame_class, header.payload_sum
             ):
                 header = "payload"
             found.append(header)
@@ -235,17 +261,25 @@ class NvmePages:
 
     # --- extents ----------------------------------------------------------------------------------------------------
 
-    def carve(self, position: int, number: int, frame_class: FrameClass) -> OSError | None:
-        """Make an extent known on its device; the error where it cannot be (writing there will fail as well)."""
-        try:
-            self.devices.carve(position, number, frame_class)
-        except OSError as error:
-            log.error("an extent could not be made: %s", error)
-            return error
-        return None
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        """An extent begins. Its device hears of it when something is saved there: now the whole node would wait."""
+        self._planned[position] = number, frame_class
+
+    def _make(self, position: int) -> None:
+        """Make an extent known on its device, where it is not. Raises OSError where that cannot be."""
+        planned = self._planned.get(position)
+        if planned is None:
+            return
+        device, local = self.devices.place(position)
+        if local in device.extents:  # one that could not be dropped
+            device.drop(local)
+        self.devices.carve(position, *planned)
+        del self._planned[position]
 
     def drop(self, position: int) -> None:
         """The device forgets an extent. Where it cannot, what is found there later is of an extent nobody knows."""
+        if self._planned.pop(position, None) is not None:
+            return
         try:
             self.devices.drop(position)
         except OSError as error:
@@ -253,25 +287,28 @@ class NvmePages:
 
     def move(self, source: ExtentTable, frame: int, target: ExtentTable, address: Address) -> bool:
         """Copy a page into another frame, under its new address. False: it cannot, and the page is lost with it."""
-        frame_class = source.frame_class
-        payload = aligned_buffer(frame_class.frame_bytes)
-        headers = aligned_buffer(frame_class.nvme_header_bytes).reshape(1, -1)
-        try:
-            found = self._read_run(source, frame, [payload])[0]
+        frame_class, header_bytes = source.frame_class, source.frame_class.nvme_header_bytes
+        with self._bounces.borrow(frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(1, -1)
+            found = self._read_run(source, frame, slots)[0]
             if isinstance(found, str):
                 return False
             incarnation = self.devices.header_incarnation(target.position)
             rest = found.parent, found.info, found.checksums, found.payload_sum
-            frame_header.pack(headers[0], frame_class, incarnation, address, identity_row(found), *rest)
-            self.devices.open_for_writing([target.position])
+            header = slots[0, :header_bytes]
+            frame_header.pack(header, frame_class, incarnation, address, identity_row(found), *rest)
             try:
-                self.devices.write_run(target.position, address.frame, frame_class, headers, [payload])
-                self.devices.sync()
-            finally:
-                self.devices.close_for_writing([target.position])
-        except OSError as error:
-            log.error("a page could not be moved: %s", error)
-            return False
+                self._make(target.position)
+                self.devices.open_for_writing([target.position])
+                try:
+                    parts = slots[:, :header_bytes], list(slots[:, header_bytes:])
+                    self.devices.write_run(target.position, address.frame, frame_class, *parts)
+                    self.devices.sync()
+                finally:
+                    self.devices.close_for_writing([target.position])
+            except OSError as error:
+                log.error("a page could not be moved: %s", error)
+                return False
         return True
 
     def distrust(self, position: int) -> None:
@@ -289,7 +326,7 @@ class NvmePages:
         """The extent's last checkpoint is younger than the last write there."""
         device, local = self.devices.place(position)
         extent = device.extents.get(local)
-        return extent is None or extent.clean
+        return extent is None or extent.clean or position in self._planned
 
     def path(self, position: int) -> str:
         """Of the device at that position."""
@@ -321,12 +358,6 @@ def identity_row(header: FrameHeader) -> Rows:
 
 def _is_sealed(table: ExtentTable, address: Address) -> bool:
     return int(table.words[address.frame]) == address.generation << 8 | FrameState.SEALED
-
-
-def _all_broken(done: Copied, pages: list[Copying], positions: set[int], error: OSError) -> Copied:
-    done.failed = dict.fromkeys(range(len(pages)), IO)
-    done.broken = dict.fromkeys(positions, error)
-    return done
 
 
 def _runs(addresses: list[Address], frame_class: FrameClass) -> Iterator[range]:

@@ -23,6 +23,7 @@ from kvstore.state.frames import ClassPool
 from kvstore.state.space import UNSAVED_MAX
 
 ADMISSIONS = ("all", "reused")
+AHEAD_SHARE = 8  # this part of a class's frames is kept ready to leave
 LEAVES_PER_STEP = 256  # cold leaves looked at per class and step
 CLIMB_MAX = 4096  # pages of one chain looked at per step; what is longer takes several
 
@@ -108,6 +109,7 @@ class Demotion:
         self.find = self.nvme.find  # see ``space.Below``
         self._climb: Climb | None = None  # of a chain that was too long for one batch
         self._refused: set[FrameClass] = set()  # NVMe had no frame for these, and none that could be made free
+        self._tails: dict[FrameClass, dict[int, int]] = {}  # of leaves set aside, by slot: see ``_tail``
         self._turn = 0  # place of the class that is looked at first
         self._day_bytes_left = rules.write_bytes_per_day
 
@@ -152,7 +154,7 @@ class Demotion:
                 self.give_up(pool)
             elif not self.copies.saving:
                 if event.everything or self._is_crowded(pool):
-                    self._look_ahead(pool)
+                    self._look_ahead(pool, pool.frames if event.everything else -(-pool.frames // AHEAD_SHARE))
                 batch = self._choose(pool, max(1, size // pool.frame_class.nvme_stride), out)
                 if batch.pages:
                     self.copies.start_saving(batch, out)
@@ -179,11 +181,36 @@ class Demotion:
         room = len(self.dram.segment.vacant) * pool.frames_per_extent
         return pool.free + room < (1 - self.rules.demote_at) * (pool.frames + room)
 
-    def _look_ahead(self, pool: ClassPool) -> None:
-        """Set cold pages aside before their frames are needed."""
+    def _look_ahead(self, pool: ClassPool, pages: int) -> None:
+        """Set cold leaves aside before their frames are needed, until they and what they hang on are ``pages``.
+
+        No more than that: what is set aside leaves in the order it was found, whatever the policy learns later.
+        """
+        known = self._tails.get(pool.frame_class, {})
+        tails = {slot: known.get(slot, 1) for slot in (*pool.ready, *pool.unsaved)}
+        ahead = sum(tails.values())
+        pages = min(pages, ahead + CLIMB_MAX)
         for _ in range(LEAVES_PER_STEP):
-            if len(pool.ready) + len(pool.unsaved) >= UNSAVED_MAX or self.dram.next_cold(pool) is None:
+            if ahead >= pages or len(tails) >= UNSAVED_MAX or (slot := self.dram.next_cold(pool)) is None:
                 break
+            tails[slot] = self._tail(pool, slot, pages - ahead)
+            ahead += tails[slot]
+        self._tails[pool.frame_class] = tails
+
+    def _tail(self, pool: ClassPool, slot: int, most: int) -> int:
+        """Pages that can leave one after the other with this leaf, up to ``most``: those nothing else hangs on."""
+        dram, records = self.dram, self.dram.records
+        extent, frame = pool.locate(slot)
+        for length in range(1, most):
+            parent_key = records.parent(extent.number, frame)
+            at_root = parent_key == records.root(extent.number, frame)
+            parent = None if at_root else dram.find(parent_key)
+            if parent is None:
+                return length
+            extent, frame = dram.segment.extents[parent.extent], parent.frame
+            if extent.children[frame] != 1:
+                return length
+        return most
 
     def _choose(self, pool: ClassPool, pages_max: int, out: list[ev.Instruction]) -> Batch:
         """Whole chains, coldest first, each from its front; frames for them are taken in NVMe."""

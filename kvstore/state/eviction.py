@@ -1,7 +1,7 @@
 """Eviction: which unused page leaves first. The policies by name; what a policy is stands in ``policy_base``.
 
 Only pages without stored children are offered to a policy, so no tail is orphaned. Work per eviction grows with the
-logarithm of the pages offered, nothing else. ``docs/eviction.md`` has how they compare, and why the default is one.
+logarithm of the pages offered, nothing else. ``docs/eviction.md`` has how they compare, and why the default is what it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from types import MappingProxyType
 
 from kvstore.errors import InvalidRequest
 from kvstore.state.policy_base import STALE_MAX, EvictionPolicy, Page
+from kvstore.state.policy_gittins import Gittins
 from kvstore.state.policy_lru import Lru
+from kvstore.state.policy_queues import Arc, S3Fifo, Slru
 
 __all__ = ["POLICIES", "POLICY_DEFAULT", "STALE_MAX", "EvictionPolicy", "Lru", "Page", "make_policy"]
 
@@ -19,6 +21,10 @@ __all__ = ["POLICIES", "POLICY_DEFAULT", "STALE_MAX", "EvictionPolicy", "Lru", "
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {
         "lru": Lru,
+        "slru": Slru,
+        "s3fifo": S3Fifo,
+        "arc": Arc,
+        "gittins": Gittins,
     }
 )
 POLICY_DEFAULT = "lru"

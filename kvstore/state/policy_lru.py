@@ -76,6 +76,10 @@ class Lru:
         """See ``EvictionPolicy.__contains__``."""
         return slot < len(self._listed) and self._listed[slot] == 1
 
+    def __len__(self) -> int:
+        """Pages listed."""
+        return self._count
+
     def _current(self, entry: int) -> bool:
         slot = entry & SLOT_MASK
         return self._listed[slot] == 1 and self._use[slot] == entry >> 32

@@ -316,15 +316,18 @@ def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
         )
     if has > size_bytes:
         os.ftruncate(fd, size_bytes)
+    status, system = os.fstat(fd), os.fstatvfs(fd)
+    free_bytes = system.f_bavail * system.f_frsize
     try:
+        if size_bytes - 512 * status.st_blocks > free_bytes:  # to try would take all of it from everybody else
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, size_bytes)  # also where a copy of it was made with holes
     except OSError as error:
-        free = os.fstatvfs(fd)
         with contextlib.suppress(OSError):
             os.ftruncate(fd, min(has, size_bytes))
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OutOfSpace(
-                f"{name}: needs {size_bytes} bytes, its file system has {free.f_bavail * free.f_frsize} free "
+                f"{name}: needs {size_bytes} bytes, its file system has {free_bytes} free "
                 f"({error.strerror}); remedy: a smaller --nvme size or another place"
             ) from None
         error.filename = name

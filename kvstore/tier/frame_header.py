@@ -8,7 +8,7 @@ All little-endian, the rest of the header's 4096-byte blocks zero; the payload f
      40  page_tokens u32 | layers u32
      48  parent 16                          key of the page before, or the root
      64  info u64                           as in the page's record: payload bytes, position, flags, turns
-     72  payload sum u64                    xxh3_64 of the whole page: what a reader checks; 0: it checks the layers
+     72  payload sum u64                    xxh3_64 of the whole page: what a reader of whole pages checks
      80  key 16 | root 16 | extra 16 | token ids 4 * page_tokens      the identity, as in a DRAM record
          checksums u32 * layers             low 32 bits of xxh3_64 of each layer, as in a DRAM record
          sum u64                            xxh3_64 of everything before it
@@ -97,7 +97,7 @@ def pack(
     parent: bytes,
     info: int,
     checksums: Sums,
-    payload_sum: int = 0,
+    payload_sum: int,
 ) -> None:
     """Write a page's header into ``out`` ``[nvme_header_bytes]``, all of it.
 
@@ -105,7 +105,7 @@ def pack(
         incarnation: of the device the frame lies on.
         identity: ``[48 + 4 * page_tokens]``: key, root, extra and token ids, as they stand in a DRAM record.
         checksums: one per layer.
-        payload_sum: of the page; made before the checksums are verified, it proves what they proved. 0: there is none.
+        payload_sum: of the page; made before the checksums are verified, it proves what they proved.
     """
     used = _used(frame_class)
     tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
@@ -185,14 +185,8 @@ def faults(
     return reasons
 
 
-def checksums_in(headers: Bytes, frame_class: FrameClass) -> Sums:
-    """The checksums that headers ``[frames, nvme_header_bytes]`` carry, ``[frames, layers]``, a copy."""
-    end = _used(frame_class) - _SUM_BYTES
-    return np.ascontiguousarray(headers[:, end - 4 * frame_class.layers : end]).view("<u4")
-
-
 def payload_sums_in(headers: Bytes) -> list[int]:
-    """The payload sums that headers ``[frames, nvme_header_bytes]`` carry; 0 where there is none."""
+    """The payload sums that headers ``[frames, nvme_header_bytes]`` carry."""
     sums: list[int] = np.ascontiguousarray(headers[:, _IDENTITY - 8 : _IDENTITY]).view("<u8")[:, 0].tolist()
     return sums
 
@@ -209,14 +203,12 @@ def layer_sums(page: Bytes, layers: int) -> Sums:
     return np.array([_digest(view[at : at + step]) & 0xFFFFFFFF for at in range(0, len(view), step)], "<u4")
 
 
-def is_payload_sound(page: Bytes, frame_class: FrameClass, checksums: Sums, total: int = 0) -> bool:
+def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
     """Whether ``page`` ``[>= page_bytes]`` is what its sound header speaks of; False is reason "payload".
 
-    ``total`` is the header's payload sum: with it one sum is made, without it one per layer.
+    ``total`` is the header's payload sum. The layers' checksums are for who reads parts of a page.
     """
-    if total:
-        return payload_sum(page, frame_class) == total
-    return bool((layer_sums(page[: frame_class.page_bytes], frame_class.layers) == checksums).all())
+    return payload_sum(page, frame_class) == total
 
 
 def _used(frame_class: FrameClass) -> int:

@@ -35,6 +35,7 @@ BATCH_MAX = 512  # pages or addresses in one request
 NO_REPLY = 1  # flag
 CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
+CONTINUES = 16  # flag: SEAL_GRANTED brings more of a put whose first pages came before; it is no later request
 HINT = 8  # flag: PREFETCH tells what was read from NVMe just now; whether it is worth DRAM is the node's to decide
 
 _CLASS = struct.Struct("<IHH")

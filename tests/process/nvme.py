@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 
 from kvstore import Layout, Store
 from tests.process.content import SMALL, chain, mismatch
-from tests.process.harness import CLI, SETTLE_S, Daemon, Machine, Worker, wait_until
+from tests.process.harness import CLI, SETTLE_S, Daemon, Machine, Worker, put, wait_until
 
 NODE = "n"
 NVME_WORKER = (sys.executable, "-m", "tests.process.nvme_workers")
+KILLED = -int(signal.SIGKILL)
+PROMPT_PAGES = 8
 BUSY_STATES = ("reserved", "quarantined", "retiring")
 
 # A page of 16 KiB takes 20 KiB of NVMe: extents of 51 frames, and some 3000 pages in 64 MiB. DRAM holds 256.
@@ -31,7 +35,7 @@ SETTINGS: Mapping[str, Any] = {
 
 def configure(machine: Machine, name: str = NODE, **settings: Any) -> dict[str, str]:
     """Flags of a node with these settings beside ``SETTINGS``; its file is ``target(machine)``, of 64 MiB."""
-    settings = {"nvme": [f"{target(machine)}:64MiB"]} | dict(SETTINGS) | settings
+    settings = {"name": name, "nvme": [f"{target(machine)}:64MiB"]} | dict(SETTINGS) | settings
     path = machine.logs / f"{name}.toml"
     path.write_text("[node]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
     return {"config": str(path)}
@@ -68,6 +72,52 @@ def nvme_worker(machine: Machine, verb: str, **arguments: Any) -> Worker:
     return worker
 
 
+class Nursery:
+    """Daemons that are started quickly, one at a time."""
+
+    def __init__(self, machine: Machine, config: str, **arguments: Any) -> None:
+        self._config = config
+        self._worker = nvme_worker(machine, "nursery", **arguments)
+        self._worker.wait_for("started")
+        self.started = 0
+
+    def start(self) -> int:
+        """A new daemon; the one before is dead. Returns its pid; it is not ready yet."""
+        self._worker.tell(self._config)
+        self.started += 1
+        return int(self._worker.wait_for("born", self.started)["pid"])
+
+    @property
+    def ready(self) -> int:
+        """How many of them came to serve."""
+        return len(self._worker.events("ready"))
+
+    def wait_ready(self, pid: int) -> str:
+        """The daemon of that pid serves. Returns its ready line."""
+
+        def ready() -> list[str]:
+            assert not any(event["pid"] == pid for event in self._worker.events("died")), self._worker.trace()
+            return [event["line"] for event in self._worker.events("ready") if event["pid"] == pid]
+
+        return str(wait_until("the daemon is ready", ready)[0])
+
+    def kill(self, pid: int) -> None:
+        """kill -9. That it had ended by itself is a finding. The last one ends with the test at the latest."""
+        os.kill(pid, signal.SIGKILL)
+        died = self._worker.wait_for("died", self.started)
+        assert died == {"event": "died", "pid": pid, "code": KILLED}, f"{died}; {self._worker.trace()}"
+
+
+def stored(machine: Machine, prompts: int = 50, **settings: Any) -> tuple[Daemon, Store, dict[int, int]]:
+    """A node with prompts ``0 .. prompts``, all of them on NVMe, in extents without a checkpoint."""
+    daemon = machine.serve(NODE, **configure(machine, **{"checkpoint_s": 1e6, **settings}))
+    store = machine.connect(NODE)
+    for seed in range(prompts):
+        assert put(store, seed, PROMPT_PAGES) == PROMPT_PAGES
+    save_all(store, prompts * PROMPT_PAGES)
+    return daemon, store, dict.fromkeys(range(prompts), PROMPT_PAGES)
+
+
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,13 +146,20 @@ def wait_quiet(store: Store, timeout_s: float = SETTLE_S + 12) -> None:
         raise AssertionError(f"{late}: {held(store)}") from None
 
 
-def wait_saved(store: Store, pages: int, timeout_s: float = 20.0) -> None:
-    """NVMe has that many pages, and the node rests."""
+def save_all(store: Store, pages: int, timeout_s: float = 20.0) -> None:
+    """Everything leaves DRAM, so that all of these pages are on NVMe; the node rests then."""
+
+    def saved() -> bool:
+        store.evict(pages=1 << 20)  # what is not saved yet is, and leaves the next time
+        tiers = store.stats()["tiers"]
+        return tiers["dram"]["pages"] == 0 and tiers["nvme"]["pages"] >= pages
+
     try:
-        wait_until(f"{pages} pages are on NVMe", lambda: nvme(store)["pages"] >= pages, timeout_s)
+        wait_until(f"{pages} pages are on NVMe alone", saved, timeout_s)
     except AssertionError as late:
         stats = store.stats()
-        raise AssertionError(f"{late}: {nvme(store)['pages']}; {stats['counters']}") from None
+        where = {tier: about["pages"] for tier, about in stats["tiers"].items()}
+        raise AssertionError(f"{late}: {where}; {stats['counters']}") from None
     wait_quiet(store)
 
 

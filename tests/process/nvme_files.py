@@ -6,14 +6,21 @@ cache, which the kernel keeps in step with the O_DIRECT reads of daemon and clie
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from kvstore import Keys, Layout, Store
@@ -30,7 +37,10 @@ from tests.process.harness import Daemon, Machine, Worker, wait_until
 MIB = 1 << 20
 CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
 PROVEN_BYTES = NVME_HEAD_BYTES + 4 * SMALL.page_tokens + 4 * SMALL.layers  # of a header; the rest of it is zero
-WORKER = (sys.executable, "-m", "tests.process.nvme_workers")
+WORKER = (sys.executable, "-m", "tests.process.nvme_auditors")
+
+# Not prefix-closed as clients see it: pages are found one by one.
+WINDOW = replace(SMALL, model="process-test-window", attention="window", window=64)
 
 # Every page is saved at once, none is loaded again for being read, no checkpoint but the one of a clean stop.
 AT_ONCE: dict[str, Any] = {"demote_at": 0.0, "promote_after": 255, "checkpoint_s": 3600.0, "nvme_extent": MIB}
@@ -59,19 +69,14 @@ def serve_at(
 
 def write_config(machine: Machine, name: str, **settings: Any) -> Path:
     """The node's configuration file."""
-    lines = ["[node]"]
-    for setting, value in (AT_ONCE | settings).items():
-        text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
-        lines.append(f"{setting} = {text}")
     path = machine.logs / f"{name}.toml"
-    path.write_text("\n".join(lines) + "\n")
+    lines = [f"{setting} = {json.dumps(value)}" for setting, value in (AT_ONCE | settings).items()]
+    path.write_text("\n".join(["[node]", *lines, ""]))
     return path
 
 
 def nvme_worker(machine: Machine, verb: str, node: str = "n", **arguments: Any) -> Worker:
-    """Start a worker with one of the verbs of ``nvme_workers``, or of ``workers``."""
-    import json
-
+    """Start a worker with one of the verbs of ``nvme_auditors``, or of ``workers``."""
     worker = Worker([*WORKER, verb, json.dumps({"node": node, **arguments})], machine.env(), machine._log(verb))
     machine.processes.append(worker)
     return worker
@@ -111,12 +116,12 @@ def prompt(seed: int, pages: int, layout: Layout = SMALL) -> tuple[Keys, Pages]:
     return keys, contents(keys, layout)
 
 
-def found(store: Store, seed: int, pages: int) -> int:
+def found(store: Store, seed: int, pages: int, layout: Layout = SMALL) -> int:
     """How many pages of a prompt there are; every byte of them is right."""
-    keys, expected = prompt(seed, pages)
-    match = store.cache(SMALL).get(keys)
-    if match.pages and (match.data != expected[: match.pages]).any():
-        raise AssertionError(f"prompt {seed}: {mismatch(match, keys)}")
+    keys, expected = prompt(seed, pages, layout)
+    match = store.cache(layout).get(keys)
+    if match.pages and not np.array_equal(match.data, expected[: match.pages]):
+        raise AssertionError(f"prompt {seed}: {mismatch(match, keys, layout)}")
     return match.pages
 
 
@@ -232,3 +237,71 @@ def resummed(header: bytes) -> bytes:
     """A header whose sum holds again, whatever was changed in it."""
     used = header[: PROVEN_BYTES - 8]
     return used + xxhash.xxh3_64_intdigest(used).to_bytes(8, "little") + header[PROVEN_BYTES:]
+
+
+# --- disks that fail ------------------------------------------------------------------------------------------------
+
+
+class Faults:
+    """What system calls on disks do from now on, in this process: fail, be slow, or hang until ``heal``.
+
+    Stands in for ``os`` in ``kvstore.tier.disk``. ``path`` "": all disks. ``after``: so many calls succeed first.
+    """
+
+    def __init__(self) -> None:
+        self.healed = threading.Event()
+        self.calls: Counter[str] = Counter()
+        self.bad_sector: int | None = None  # reads of that place fail
+        self._rules: list[Rule] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def add(self, call: str, error: int = 0, path: Path | str = "", after: int = 0, slow_s: float = 0.0) -> None:
+        """``error`` 0 and no ``slow_s``: such calls hang."""
+        self.healed.clear()
+        self._rules.append(Rule(call, error, str(path), slow_s, self.calls[call] + after))
+
+    def heal(self) -> None:
+        """All is well again, and what hangs goes on."""
+        self._rules = []
+        self.healed.set()
+
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        self._meet("preadv", fd)
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        if self.bad_sector is not None and offset <= self.bad_sector < offset + size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        self._meet("pwritev", fd)
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._meet("fdatasync", fd)
+        os.fdatasync(fd)
+
+    def _meet(self, call: str, fd: int) -> None:
+        self.calls[call] += 1
+        for rule in self._rules:
+            if rule.call != call or self.calls[call] <= rule.after:
+                continue
+            if rule.path and os.readlink(f"/proc/self/fd/{fd}") != rule.path:
+                continue
+            if rule.error:
+                raise OSError(rule.error, os.strerror(rule.error))
+            if rule.slow_s:
+                time.sleep(rule.slow_s)
+            else:
+                self.healed.wait(60.0)
+
+
+class Rule(NamedTuple):
+    """See ``Faults.add``; ``after``: calls of that kind that are over when it begins to count."""
+
+    call: str
+    error: int
+    path: str
+    slow_s: float
+    after: int

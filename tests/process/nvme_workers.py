@@ -10,10 +10,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 from kvstore import config as configuration
 from kvstore.errors import Unavailable
 from kvstore.service import daemon
+from kvstore.service.scanner import Scanner
+from kvstore.tier.frame_header import FrameHeader
 from tests.process import workers
 from tests.process.workers import Arguments, bytes_of, compare, keys_of, log, opened, wait_for_go
 
@@ -43,7 +47,15 @@ def nursery(a: Arguments) -> None:
     """A daemon for every line on stdin, in a child that has everything imported: quick to start, so quick to kill.
 
     Logs ``born``, ``ready`` and ``died`` with its pid; the next one is only started when the last one is dead.
+    ``scan_pause_s``: its scan rests before each extent, so that others see it at work.
     """
+    pause_s, scan = a.get("scan_pause_s", 0.0), Scanner._scan
+
+    def scan_slowly(*arguments: Any) -> Iterator[FrameHeader]:
+        time.sleep(pause_s)
+        yield from scan(*arguments)
+
+    Scanner._scan = scan_slowly  # type: ignore[method-assign]
     while True:
         settings = configuration.load(wait_for_go()).node
         pid = os.fork()

@@ -325,7 +325,7 @@ class World:
     def read(self, kind: int, prompt: int) -> int:
         """Read all that is stored of a prompt; returns how many pages that are."""
         keys = chain(prompt, self.prompts[kind, prompt], LAYOUTS[kind])
-        there, evicted = self.caches[kind].lookup(keys).pages, len(self.evicted)
+        there = self.caches[kind].lookup(keys).pages
         match = self.caches[kind].get(keys)
         wrong = mismatch(match, keys, LAYOUTS[kind])
         assert not wrong, f"prompt {prompt} of layout {kind}: {wrong}"

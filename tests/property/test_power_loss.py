@@ -1,8 +1,8 @@
 """Power loss, kill and reboot of a node with NVMe, at any step of its disks, under seeds.
 
-A seed is a machine through several lives. In each one pages are put, read, saved, loaded, evicted and checkpointed, until
-the life ends: in peace, by a kill, or by a loss of power that drops, tears and reorders what was not synced. The next
-life has to find what was durable, and never anything wrong. ``KVSTORE_TEST_POWER_SEEDS`` says how many machines.
+A seed is a machine through several lives. In each one pages are put, read, saved, loaded, evicted and checkpointed,
+until the life ends: in peace, by a kill, or by a loss of power that drops, tears and reorders what was not synced. The
+next life has to find what was durable, and never anything wrong. ``KVSTORE_TEST_POWER_SEEDS``: how many machines.
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ def parent(seed: int) -> bytes:
     return identity(CLASS, seed + (1 << 33))[:16].tobytes()
 
 
-def header(frame_class: FrameClass, incarnation: int, address: Address, seed: int, total: bool = True) -> Bytes:
+def header(frame_class: FrameClass, incarnation: int, address: Address, seed: int) -> Bytes:
     """The header of a seed's page at that address."""
     out = aligned_buffer(frame_class.nvme_header_bytes)
     out[:] = 0xEE
     page = payload(frame_class, seed)[: frame_class.page_bytes]
     sums = frame_header.layer_sums(page, frame_class.layers)
     info = info_word(frame_class.page_bytes, flags=STAMPED, position=seed, turns=seed % 300)
-    whole = frame_header.payload_sum(page, frame_class) if total else 0
+    whole = frame_header.payload_sum(page, frame_class)
     what = identity(frame_class, seed), parent(seed), info, sums, whole
     frame_header.pack(out, frame_class, incarnation, address, *what)
     return out
@@ -75,7 +75,7 @@ def find(device: NvmeDevice, position: int, frame: int, generation: int | None =
     found = frame_header.unpack(head, frame_class, device.incarnation, extent.number, frame, generation)
     if isinstance(found, str):
         return found, None
-    if not frame_header.is_payload_sound(page, frame_class, found.checksums, found.payload_sum):
+    if not frame_header.is_payload_sound(page, frame_class, found.payload_sum):
         return "payload", None
     return found, page
 

@@ -214,8 +214,8 @@ def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
     work = Work("4k", seed=1, chains=3, pages=8)
     content, rows = Content(4096), np.zeros((8, 4096), np.uint8)
     nvme = f"{disk_dir / 'pages'}:{target_bytes(24, work.layout, 1 << 20)}"
-    settings = {"nvme": nvme, "nvme_extent": "1MiB", "demote_at": 0}
-    with kvstore.open(name="bench-where", dram="4MiB", shm_dir=disk_dir, **settings) as store:
+    settings: dict[str, Any] = {"nvme_extent": "1MiB", "demote_at": 0, "shm_dir": disk_dir}
+    with kvstore.open(name="bench-where", dram="4MiB", nvme=nvme, **settings) as store:
         cache = store.cache(work.layout)
         keys = [work.keys(cache, chain) for chain in range(3)]
         for each in keys:

@@ -219,6 +219,24 @@ def test_busy_is_an_answer_not_a_refusal(server: Server, channel: SocketChannel)
     assert channel.request(Op.GRANT).result().op == Status.BUSY
 
 
+def test_what_needs_no_reply_and_cannot_be_sent_at_once_loses_nothing(server: Server, channel: SocketChannel) -> None:
+    go_on = threading.Event()
+
+    def behind(message: Message) -> bytes | None:
+        assert go_on.wait(20)
+        return echo(message) if not message.flags & NO_REPLY else None
+
+    server.answer = behind
+    pending = channel.request(Op.ADMIN, a=5)
+    with pytest.raises(NodeUnavailable, match="took no request in time"):
+        for _ in range(1000):
+            channel.request(Op.PREFETCH, flags=NO_REPLY, body=(bytes(8192),), timeout_s=0.0)
+    go_on.set()
+    assert pending.result().a == 5
+    assert channel.request(Op.ADMIN, a=6).result().a == 6
+    assert len(server.sessions) == 1, "the same connection"
+
+
 def test_deadline_of_a_reply_and_the_late_reply_is_dropped(server: Server, channel: SocketChannel) -> None:
     def slow(message: Message) -> bytes | None:
         if message.a == 1:

@@ -83,7 +83,8 @@ class Shelf:
             address = Address(table.extent, frame, self.generation)
             parent, info = keys.hashes[i - 1] if i else keys.parent, info_word(frame_class.page_bytes, position=i)
             incarnation = self.devices.header_incarnation(table.position)
-            frame_header.pack(header, frame_class, incarnation, address, identities[i], parent, info, sums[i])
+            what = identities[i], parent, info, sums[i], frame_header.payload_sum(rows[i], frame_class)
+            frame_header.pack(header, frame_class, incarnation, address, *what)
             page[: rows.shape[1]] = rows[i]
             self.devices.write_page(table.position, frame, frame_class, header, page)
             table.rows[frame, 8:56] = identities[i, :48]

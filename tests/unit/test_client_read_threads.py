@@ -62,6 +62,15 @@ def test_a_silent_disk_is_waited_for_once(threads: ReadThreads) -> None:
     assert run(threads, [task(5, silent)]) == [5], "it has answered"
 
 
+def test_as_long_as_something_comes_it_is_waited_for(threads: ReadThreads) -> None:
+    slow = ReadTask(MemoryDisk(4096), lambda batch, bounce: time.sleep(0.1))
+    batch = threads.start([slow] * 8)
+    started = time.monotonic()
+    threads.finish(batch, 0.25)
+    assert time.monotonic() - started > 0.35, "longer than it may be silent"
+    assert not threads._owed
+
+
 def test_where_all_threads_are_lost_reads_fail_at_once(threads: ReadThreads) -> None:
     answer = threading.Event()
     assert run(threads, [task(i, None, answer) for i in range(2)], 0.05) == [None, None]

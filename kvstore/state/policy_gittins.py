@@ -1,0 +1,376 @@
+"""The default policy: evict the page that is worth least per millisecond of the room it would still take.
+
+What a page is worth follows from how pages like it were used before. Leaves fall into eight classes: *fresh* (the end
+of a request, nothing was trimmed off it) or trimmed, and used 0, 1, 2 or more times. Per class and age (time since the
+last use) the policy keeps count of the leaves that reached that age, and of those that were used at it. From these
+follows the chance of a use at every age to come, and from that the *Gittins index*: the most uses per millisecond of
+room that can be had by keeping the page for some time and then giving it up,
+
+    index(class, age) = max over t of  P(used before t) / E(time kept until used or t).
+
+The room is best spent where the index is highest (Gittins 1979 for choices of this kind; Beckmann and Sanchez, HPCA
+2017, derive the same measure for caches and call it economic value added). The index looks ahead, so it may rise with
+age: a turn of a conversation is not followed by the next one at once, and a page that was kept through most of the
+pause is worth more than one whose pause begins. No order by time can say that.
+
+    class            age 1 s   30 s   100 s   500 s        (in uses per hour, as learnt from a trace of conversations)
+    trimmed, 0 uses     3.8     5.2    3.2      0.6         a first turn: one in three has a second
+    trimmed, 3 uses    17.2    20.3   17.1      4.5         a fourth turn or later: kept for longer than a first
+
+*What counts as a use.* Readers store the time of a use into the page's mark and say nothing, so uses are noticed when
+the page is about to be evicted or is offered again. Inner pages are not offered, yet how often they were used follows
+from their last child, when that leaves: see ``policy_queues``. Pages that were evicted are remembered by a few bits of
+their key and how often they had been used; one that comes back goes on from there (*ghosts*).
+
+*Work.* The index of a page changes with time, so no queue stays in order. Instead every eighth eviction looks at 256
+leaves, evenly spread over all, and the eight lowest are the next to go, each if its mark has not moved meanwhile. Up to
+256 leaves, that is all of them. Every 512 evictions the table of indices is made anew. None of it depends on how many
+pages there are. Deterministic: no randomness, and no time but what callers say.
+
+*Memory.* Per page 14 bytes (``use`` 4, ``word`` 2, ``place`` 4, and 4 in ``order`` while it is a leaf) and 3 of ghosts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from math import erf, log, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
+
+SAMPLE = 256
+BATCH = 8  # of a sample of 256, so many are the next to go
+EVICTIONS_PER_TABLE = 512
+HALF_LIFE_EVICTIONS = 1 << 15  # what was seen so many evictions ago counts half ...
+HALF_LIFE_TURNOVERS = 2  # ... or so many times all pages ago, if that is longer
+GHOSTS_PER_2_PAGES = 3
+_PRINTS = (1 << 14) - 1
+BINS = 64
+CLASSES = 8
+
+# The word of a slot; 0: nothing is known of it. Uses saturate, of the turns the low bits are kept.
+_LISTED = 1
+_TRIMMED = 1 << 1
+_USES_SHIFT, _USES_MAX = 2, 3
+_TURNS_SHIFT, _TURNS_MASK = 4, 3
+_STEP_SHIFT, _STEP_MASK = 6, 7  # see ``step_of``
+_KNOWN = 1 << 9
+_ENTRY_SHIFT = 10  # the age bin in which it was offered: what happened before was not seen
+_LASTING = (1 << _ENTRY_SHIFT) - 1
+
+# Prior: what is believed of every class before anything was seen, with the weight of so many leaves.
+PRIOR_LEAVES = 30
+PRIOR_USED_AGAIN = 0.4  # the share of requests that are followed by another turn, in published traces
+PRIOR_PAUSE_MS = 114_000  # median pause between turns there
+PRIOR_PAUSE_SIGMA = 1.2  # of its logarithm
+
+
+def bin_of(age_ms: int) -> int:
+    """Bins are half octaves: 0, 1, 2, 3, 4-5, 6-7, 8-11, 12-15, ... milliseconds."""
+    if age_ms < 2:
+        return max(age_ms, 0)
+    bits = age_ms.bit_length()
+    return min(2 * bits - 2 + (age_ms >> (bits - 2) & 1), BINS - 1)
+
+
+def bins_of(ages_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """``bin_of`` of many: exponent and first bit of the mantissa of a float are octave and half."""
+    halves = (ages_ms.astype(np.float32).view(np.int32) >> 22).astype(np.int64) - 254
+    return np.where(ages_ms < 2, np.maximum(ages_ms, 0), np.clip(halves, 2, BINS - 1))
+
+
+def step_of(position: int) -> int:
+    """0 at the front of a chain, then 1, 2, 3, 4, 1, 2, 3, 4, ..."""
+    return (position - 1) % 4 + 1 if position else 0
+
+
+_EDGES_MS = [0, 1] + [edge for octave in range(1, 33) for edge in (2**octave, 3 * 2 ** (octave - 1))]
+_WIDTHS_MS = [float(_EDGES_MS[b + 1] - _EDGES_MS[b]) for b in range(BINS)]
+
+
+def _prior() -> list[float]:
+    """P(used in this bin | not before): pauses are log-normal, and some requests have none after them."""
+
+    def used_before(age_ms: float) -> float:
+        if age_ms <= 0:
+            return 0.0
+        return PRIOR_USED_AGAIN * 0.5 * (1 + erf(log(age_ms / PRIOR_PAUSE_MS) / PRIOR_PAUSE_SIGMA / sqrt(2)))
+
+    by_edge = [used_before(edge) for edge in _EDGES_MS[: BINS + 1]]
+    return [(by_edge[b + 1] - by_edge[b]) / (1 - by_edge[b]) for b in range(BINS)]
+
+
+PRIOR = _prior()
+
+
+def gittins(chances: list[float]) -> list[float]:
+    """The index per bin, given the chance of a use in each bin for a page that reached it.
+
+    From the oldest bin to the youngest: looking further ahead than this bin pays as long as what follows has the
+    higher ratio of uses to time. So bins are merged into stretches (uses, time, chance to survive them) whose ratios
+    fall with age; the index of a bin is that of the stretch it begins.
+    """
+    indices = [0.0] * BINS
+    stretches: list[tuple[float, float, float]] = []
+    for b in range(BINS - 1, -1, -1):
+        uses, survives = chances[b], 1 - chances[b]
+        time_ms = _WIDTHS_MS[b] * (1 - uses / 2)
+        while stretches and stretches[-1][0] * time_ms > uses * stretches[-1][1]:
+            later_uses, later_ms, later_survives = stretches.pop()
+            uses += survives * later_uses
+            time_ms += survives * later_ms
+            survives *= later_survives
+        stretches.append((uses, time_ms, survives))
+        indices[b] = uses / time_ms
+    return indices
+
+
+class Ledger:
+    """What was seen of one class: how many leaves were watched in each age bin, and how many were used in it.
+
+    A leaf that is watched from one age to another counts in the bins between, half in those where watching begins
+    without a use or ends without one. So leaves that are evicted, or become leaves late, do not bias the chances.
+    """
+
+    def __init__(self) -> None:
+        self.used = [0.0] * BINS
+        self._steps = [0.0] * (BINS + 2)  # watched[b] is the sum of the steps up to b
+
+    def watched(self, entry: int, end: int, *, used: bool) -> None:
+        """A leaf was watched from bin ``entry`` (0: from its last use on) to ``end``, where it was used or left."""
+        steps, entry = self._steps, min(entry, end)
+        if entry:
+            steps[entry] += 0.5
+            steps[entry + 1] += 0.5
+        else:
+            steps[0] += 1
+        if used:
+            self.used[end] += 1
+            steps[end + 1] -= 1
+        else:
+            steps[end] -= 0.5
+            steps[end + 1] -= 0.5
+
+    def fade(self, factor: float) -> None:
+        """All that was seen so far counts less."""
+        self.used = [factor * used for used in self.used]
+        self._steps = [factor * step for step in self._steps]
+
+    def chances(self) -> list[float]:
+        """P(used in this bin | reached it unused), of what was seen and the prior."""
+        watched, chances = 0.0, []
+        for used, step, prior in zip(self.used, self._steps, PRIOR, strict=False):
+            watched += step
+            chances.append((used + PRIOR_LEAVES * prior) / (max(watched, used) + PRIOR_LEAVES))
+        return chances
+
+
+class Ghosts:
+    """Which pages left lately, and how often they had been used: two bytes per place, 14 bits of them from the key.
+
+    A later page takes the place of an earlier one. One key in 16,383 is taken for another that was there.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._pages = 0
+        self._places = array("H")
+        self.resize(pages)
+
+    def resize(self, pages: int) -> None:
+        """Made anew, empty, when ``pages`` doubled or halved."""
+        if not self._places or pages > 2 * self._pages or pages < self._pages // 2:
+            self._pages = pages
+            self._places = array("H", bytes(2 * max(pages * GHOSTS_PER_2_PAGES // 2, SAMPLE)))
+
+    def remember(self, key: int, uses: int) -> None:
+        """The page of that key left."""
+        self._places[key % len(self._places)] = 1 + (key >> 48) % _PRINTS << 2 | uses
+
+    def recall(self, key: int) -> int | None:
+        """How often the page had been used when it left; None where it is not known."""
+        place = self._places[key % len(self._places)]
+        return place & 3 if place >> 2 == 1 + (key >> 48) % _PRINTS else None
+
+
+class Gittins:
+    """See the top of this file. A page's word says what is known of it, from when it is first offered until it goes."""
+
+    def __init__(self, pages: int = 0) -> None:
+        self._pages = pages
+        self._use = array("I")  # by slot: last use, as far as noticed, in ms since the base
+        self._word = array("H")  # by slot
+        self._place = array("I")  # by slot: where in ``order``
+        self._order = array("I")  # the listed slots
+        self._base_ms: int | None = None
+        self._now = 0  # ms since the base
+        self._ghosts = Ghosts(pages)
+        self._ledgers = [Ledger() for _ in range(CLASSES)]
+        self._table = self._indices()
+        self._evicted = 0  # since the table was made
+        self._phase = 0.0  # where the next sample begins, as a share of its stride
+        self._next: list[tuple[int, int]] = []  # (slot, use) of the next to go, the first one last
+        self._oldest = 0  # the earliest use in the last sample
+        self._child: tuple[int, int] | None = None  # (word, use) of the page that left last, if nothing came between
+
+    def resize(self, pages: int) -> None:
+        """See ``EvictionPolicy.resize``."""
+        self._pages = pages
+        self._ghosts.resize(pages)
+
+    def add(self, slot: int, page: Page) -> None:
+        """See ``EvictionPolicy.add``."""
+        while slot >= len(self._word):
+            for table in (self._use, self._word, self._place):
+                table.extend([0] * GROW_SLOTS)
+        child, self._child = self._child, None
+        if self._base_ms is None or page.used_ms - self._base_ms < 2 * MS_MAX:  # no mark from nowhere moves the base
+            self._advance(page.used_ms)
+        word, use = self._word[slot], self._since_base(page.used_ms)
+        assert not word & _LISTED, slot
+        if not word:
+            word = self._new(page, use, child)
+            self._use[slot] = use
+        elif use > self._use[slot]:
+            word = self._used(slot, word, use)
+        entry = bin_of(self._now - self._use[slot])
+        self._word[slot] = word & _LASTING | _LISTED | entry << _ENTRY_SHIFT
+        self._place[slot] = len(self._order)
+        self._order.append(slot)
+
+    def remove(self, slot: int) -> None:
+        """See ``EvictionPolicy.remove``. The page is watched on: what removed it may have used it."""
+        if slot not in self:
+            return
+        last, place = self._order.pop(), self._place[slot]
+        if last != slot:
+            self._order[place] = last
+            self._place[last] = place
+        self._word[slot] &= ~_LISTED
+        self._child = None
+
+    def forget(self, slot: int, key: int | None) -> None:
+        """See ``EvictionPolicy.forget``."""
+        self.remove(slot)
+        word = self._word[slot] if slot < len(self._word) else 0
+        self._child = None
+        if not word:
+            return
+        self._word[slot] = 0
+        if key is not None:
+            self._watched(word, self._now - self._use[slot], used=False)
+            if word >> _STEP_SHIFT & _STEP_MASK < 2:
+                self._ghosts.remember(key, word >> _USES_SHIFT & _USES_MAX)
+            self._child = word, self._use[slot]
+            self._evicted += 1
+
+    def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
+        """See ``EvictionPolicy.victim``."""
+        self._advance(now_ms)
+        self._now = max(self._now, self._since_base(now_ms))
+        self._child = None
+        while self._order:
+            if not self._next:
+                self._choose()
+            slot, use = self._next[-1]
+            if slot not in self or self._use[slot] != use:
+                self._next.pop()
+                continue
+            mark = self._since_base(used_ms(slot))
+            if mark <= use:
+                return slot
+            self._next.pop()
+            self._word[slot] = self._used(slot, self._word[slot], mark)
+        return None
+
+    def coldest_ms(self) -> int | None:
+        """See ``EvictionPolicy.coldest_ms``: the earliest use in the last sample."""
+        if not self._order:
+            return None
+        if not self._next:
+            self._choose()
+        return self._oldest + (self._base_ms or 0)
+
+    def __contains__(self, slot: int) -> bool:
+        """See ``EvictionPolicy.__contains__``."""
+        return slot < len(self._word) and self._word[slot] & _LISTED == _LISTED
+
+    def __len__(self) -> int:
+        """Pages listed."""
+        return len(self._order)
+
+    def _new(self, page: Page, use: int, child: tuple[int, int] | None) -> int:
+        """The word of a page never offered before. ``child`` left just now, and may have been its last."""
+        turns, step, uses = page.turns & _TURNS_MASK, step_of(page.position), 0
+        trimmed = child is not None and child[0] >> _STEP_SHIFT & _STEP_MASK == step_of(page.position + 1)
+        if child is not None and trimmed:
+            word, child_use = child
+            later = (
+                word >> _TURNS_SHIFT
+            ) - turns & _TURNS_MASK  # a child was stored by the same request or a later one
+            uses = (word >> _USES_SHIFT & _USES_MAX) + later + (use > child_use)
+        before = self._ghosts.recall(page.key) if step < 2 else None
+        if before is not None:
+            uses = max(uses, before + 1)
+        return (
+            _KNOWN
+            | (_TRIMMED if trimmed else 0)
+            | min(uses, _USES_MAX) << _USES_SHIFT
+            | turns << _TURNS_SHIFT
+            | step << _STEP_SHIFT
+        )
+
+    def _used(self, slot: int, word: int, use: int) -> int:
+        """A use was noticed. Returns the page's word from here on; it is watched anew."""
+        self._watched(word, use - self._use[slot], used=True)
+        self._use[slot] = use
+        uses = min((word >> _USES_SHIFT & _USES_MAX) + 1, _USES_MAX)
+        return word & _LASTING & ~(_USES_MAX << _USES_SHIFT) | uses << _USES_SHIFT
+
+    def _watched(self, word: int, age_ms: int, *, used: bool) -> None:
+        self._ledgers[word >> 1 & CLASSES - 1].watched(word >> _ENTRY_SHIFT, bin_of(age_ms), used=used)
+
+    def _choose(self) -> None:
+        """Fill ``next`` from an even sample. The samples begin at ever other places, so that all leaves are seen."""
+        if self._evicted >= EVICTIONS_PER_TABLE:
+            self._table = self._indices()
+            half_life = max(HALF_LIFE_EVICTIONS, HALF_LIFE_TURNOVERS * self._pages)
+            for ledger in self._ledgers:
+                ledger.fade(0.5 ** (self._evicted / half_life))
+            self._evicted = 0
+        listed, order = len(self._order), np.frombuffer(self._order, np.uint32)
+        if listed > SAMPLE:
+            self._phase = (self._phase + 0.6180339887498949) % 1  # golden ratio: never near an earlier one for long
+            slots = order[((np.arange(SAMPLE) + self._phase) * (listed / SAMPLE)).astype(np.int64)]
+        else:
+            slots = order.copy()
+        uses = np.frombuffer(self._use, np.uint32)[slots].astype(np.int64)
+        classes = np.frombuffer(self._word, np.uint16)[slots] >> np.uint16(1) & np.uint16(CLASSES - 1)
+        ages = np.maximum(self._now - uses, 0)
+        worth = self._table[classes, bins_of(ages)]
+        count = max(1, len(slots) * BATCH // SAMPLE)
+        lowest = np.lexsort((ages, -worth))[-count:]  # of equal worth the older goes first
+        self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
+        self._oldest = int(uses.min())
+
+    def _indices(self) -> npt.NDArray[np.float64]:
+        return np.array([gittins(ledger.chances()) for ledger in self._ledgers])
+
+    def _since_base(self, time_ms: int) -> int:
+        """Milliseconds since the base, as 32 bits hold them."""
+        assert self._base_ms is not None
+        return min(max(0, time_ms - self._base_ms), MS_MAX - 1)
+
+    def _advance(self, time_ms: int) -> None:
+        """Move the base up when 49 days have gone by since."""
+        if self._base_ms is None:
+            self._base_ms = max(0, time_ms - MS_MAX // 4)  # pages of before a restart come with their last use
+        if time_ms - self._base_ms < MS_MAX:
+            return
+        shift = time_ms - self._base_ms - MS_MAX // 2
+        self._base_ms += shift
+        self._now = max(0, self._now - shift)
+        uses = np.frombuffer(self._use, np.uint32).astype(np.int64)
+        self._use = array("I", np.maximum(uses - shift, 0).astype(np.uint32).tobytes())
+        self._next.clear()
