@@ -31,11 +31,9 @@ class Promotion:
         out: list[ev.Instruction] = []
         statuses: list[Status] = []
         wanted: dict[bytes, tuple[int, Address]] = {}  # key -> place, address
-        before = b""  # key of the page before, where it is or will be in DRAM
         for place, address in enumerate(event.addresses):
-            status, key = self._judge(address, event.hint, before, wanted)
+            status, key = self._judge(address, event.hint, wanted)
             statuses.append(status)
-            before = key if status in (Status.OK, Status.BUSY) else b""
             if status == Status.BUSY and key not in self.copies.up and key not in wanted:
                 wanted[key] = place, address
         pages = [(key, address) for key, (_, address) in wanted.items()]
@@ -46,9 +44,7 @@ class Promotion:
         out.append(ev.Reply(statuses=[int(status) for status in statuses]))
         return out
 
-    def _judge(
-        self, address: Address, hint: bool, before: bytes, wanted: dict[bytes, tuple[int, Address]]
-    ) -> tuple[Status, bytes]:
+    def _judge(self, address: Address, hint: bool, wanted: dict[bytes, tuple[int, Address]]) -> tuple[Status, bytes]:
         """What can be done for one page, and its key; BUSY: it should be, or is being, loaded."""
         if not self.nvme.sealed(address):
             return Status.STALE, b""
@@ -65,7 +61,7 @@ class Promotion:
             return Status.NO_PARENT, key  # of another layout, so of another chain
         parent = records.parent(address.extent, address.frame)
         at_root = parent == records.root(address.extent, address.frame)
-        if at_root or parent == before or parent in self.copies.up or self.dram.find(parent) is not None:
+        if at_root or parent in wanted or parent in self.copies.up or self.dram.find(parent) is not None:
             return Status.BUSY, key
         return Status.NO_PARENT, key
 

@@ -19,12 +19,15 @@ NODE = "n"
 NVME_WORKER = (sys.executable, "-m", "tests.process.nvme_workers")
 KILLED = -int(signal.SIGKILL)
 PROMPT_PAGES = 8
+# Every one has its kills in ``test_nvme_kills``: while pages move, and while a device is made, loaded and scanned.
+MOVING_STEPS = ("mover.copy", "mover.saved", "mover.loaded", "mover.reported", "mover.checkpoint", "nvme.table")
+NVME_STEPS = (*MOVING_STEPS, "nvme.format", "nvme.loaded", "scanner.run", "scanner.offered")
 BUSY_STATES = ("reserved", "quarantined", "retiring")
 
-# A page of 16 KiB takes 20 KiB of NVMe: extents of 51 frames, and some 3000 pages in 64 MiB. DRAM holds 256.
+# A page of 16 KiB takes 20 KiB of NVMe: extents of 50 frames, and some 3000 pages in 64 MiB. DRAM holds 128.
 SETTINGS: Mapping[str, Any] = {
-    "dram": "4MiB",
-    "extent": "256KiB",
+    "dram": "2MiB",
+    "extent": "128KiB",
     "nvme_extent": "1MiB",
     "demote_at": 0.3,
     "promote_after": 1,
@@ -81,9 +84,9 @@ class Nursery:
         self._worker.wait_for("started")
         self.started = 0
 
-    def start(self) -> int:
+    def start(self, failpoint: str = "") -> int:
         """A new daemon; the one before is dead. Returns its pid; it is not ready yet."""
-        self._worker.tell(self._config)
+        self._worker.tell(f"{self._config} {failpoint}".rstrip())
         self.started += 1
         return int(self._worker.wait_for("born", self.started)["pid"])
 
@@ -100,6 +103,18 @@ class Nursery:
             return [event["line"] for event in self._worker.events("ready") if event["pid"] == pid]
 
         return str(wait_until("the daemon is ready", ready)[0])
+
+    def serve(self) -> int:
+        """A new daemon that is ready; its pid."""
+        pid = self.start()
+        self.wait_ready(pid)
+        return pid
+
+    def start_killed(self, failpoint: str) -> None:
+        """A new daemon, which comes to its failpoint."""
+        pid = self.start(failpoint)
+        died = self._worker.wait_for("died", self.started, timeout_s=40.0)
+        assert died == {"event": "died", "pid": pid, "code": KILLED}, f"{died}; {self._worker.trace()}"
 
     def kill(self, pid: int) -> None:
         """kill -9. That it had ended by itself is a finding. The last one ends with the test at the latest."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvstore import config as configuration
+from kvstore import failpoint
 from kvstore.errors import Unavailable
 from kvstore.service import daemon
 from kvstore.service.scanner import Scanner
@@ -43,11 +44,19 @@ def prefetch(a: Arguments) -> None:
             time.sleep(a.get("pause_s", 0.0))
 
 
+def arm(step: str) -> None:
+    """As $KVSTORE_FAILPOINT does where a process begins; "" is none."""
+    name, _, count = step.partition(":")
+    assert not step or name in failpoint.NAMES, name
+    failpoint.ACTIVE, failpoint._name, failpoint._left = bool(step), name, int(count or 1)
+
+
 def nursery(a: Arguments) -> None:
     """A daemon for every line on stdin, in a child that has everything imported: quick to start, so quick to kill.
 
-    Logs ``born``, ``ready`` and ``died`` with its pid; the next one is only started when the last one is dead.
-    ``scan_pause_s``: its scan rests before each extent, so that others see it at work.
+    A line names its configuration, and the failpoint where it dies, if it is to. Logs ``born``, ``ready`` and ``died``
+    with its pid; the next one is only started when the last one is dead. ``scan_pause_s``: its scan rests before each
+    extent, so that others see it at work.
     """
     pause_s, scan = a.get("scan_pause_s", 0.0), Scanner._scan
 
@@ -55,12 +64,14 @@ def nursery(a: Arguments) -> None:
         time.sleep(pause_s)
         yield from scan(*arguments)
 
-    Scanner._scan = scan_slowly  # type: ignore[method-assign]
+    Scanner._scan = scan_slowly  # type: ignore[method-assign, assignment]
     while True:
-        settings = configuration.load(wait_for_go()).node
+        path, _, step = wait_for_go().partition(" ")
+        settings = configuration.load(path).node
         pid = os.fork()
         if pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            arm(step)
             code = 1
             try:
                 daemon.serve(settings, lambda line: log("ready", pid=os.getpid(), line=line))

@@ -18,6 +18,7 @@ from tests.process.harness import (
     wait_settled,
     wait_until,
 )
+from tests.process.nvme import NVME_STEPS
 
 KILLED = -int(signal.SIGKILL)
 
@@ -30,7 +31,7 @@ READING = ("client.reading", "client.leased")
 
 
 def test_every_failpoint_has_its_test() -> None:
-    assert {*SERVING, *STARTING, *WRITING, *READING} == set(failpoint.NAMES)
+    assert {*SERVING, *STARTING, *WRITING, *READING, *NVME_STEPS} == set(failpoint.NAMES)
 
 
 def acknowledged(*workers: Worker) -> dict[int, int]:

@@ -728,7 +728,20 @@ def test_a_doubtful_map_is_none(tmp_path: Path, folder: NodeFolder, damage: str)
     devices.close()
 
 
-@pytest.mark.parametrize("damage", ["absent", "cut", "made anew", "not allowed"])
+def test_a_device_that_was_cut_short_is_read_as_far_as_it_goes(tmp_path: Path, folder: NodeFolder) -> None:
+    devices = file_devices(tmp_path, 2, 2)
+    devices.write_map(folder)
+    devices.close()
+    os.truncate(tmp_path / "nvme-1", device_bytes(1))
+    map_ = NvmeMap.open(folder)
+    assert map_ is not None and all(map_.place(position, CLASS, 0) is not None for position in range(4))
+    assert read_one(map_, 1, 10, 0, 1)[0] == "header", "nothing was stored there"
+    with pytest.raises(OSError, match="not there") as raised:
+        read_one(map_, 3, 10, 0, 1)
+    assert raised.value.filename == str(tmp_path / "nvme-1")
+
+
+@pytest.mark.parametrize("damage", ["absent", "made anew", "not allowed"])
 def test_a_device_that_is_not_the_one_meant_has_no_place(tmp_path: Path, folder: NodeFolder, damage: str) -> None:
     devices = file_devices(tmp_path, 2, 2)
     devices.write_map(folder)
@@ -736,8 +749,6 @@ def test_a_device_that_is_not_the_one_meant_has_no_place(tmp_path: Path, folder:
     path = tmp_path / "nvme-1"
     if damage == "absent":
         path.unlink()
-    elif damage == "cut":
-        os.truncate(path, device_bytes(1))
     elif damage == "made anew":
         open_device(FileDisk.open(path, device_bytes(2)), format=True).close()
     elif os.geteuid() == 0:
