@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvstore.bench import get, lookup, memory, nvme, nvme_restart, nvme_write, put, restart
+from kvstore.bench import evict, get, lookup, memory, nvme, nvme_restart, nvme_write, put, restart
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import Settings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -48,6 +48,7 @@ _ROWS = (
     Row("put_2m", "put, 32 pages of 2 MiB / memcpy", Bar(0.85), partial(put.put, geometry="2m")),
     Row("put_256k", "put, 32 pages of 256 KiB / memcpy", Bar(0.75), partial(put.put, geometry="256k")),
     Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(6), partial(put.put_one, geometry="256k")),
+    Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),
     Row(
         "memory_1m",
         "bytes per page beside data and token ids",

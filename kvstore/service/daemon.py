@@ -21,6 +21,9 @@ from kvstore.tier.header import DaemonState
 
 log = logging.getLogger("kvstore.daemon")
 
+# A signal may be taken while this thread is on its way to sleep, or by another one; its handler only runs when this
+# one wakes. Without a deadline one SIGTERM in a few hundred was noticed only with the next signal.
+SIGNAL_LOOK_S = 0.25
 SWITCH_INTERVAL_S = 0.0005  # a background thread that holds the interpreter delays a client by no more than this
 
 
@@ -81,7 +84,8 @@ def _run(
     where = f", http on {http.address}" if http is not None else ""
     took = f"{time.monotonic() - started:.2f} s"
     announce(f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took}{where}")
-    stopped.wait()
+    while not stopped.wait(SIGNAL_LOOK_S):
+        pass
     control.stop()
     background.stop()
 

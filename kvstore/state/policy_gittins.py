@@ -1,30 +1,18 @@
 """The default policy: evict the page that is worth least per millisecond of the room it would still take.
 
-What a page is worth follows from how pages like it were used before. Leaves fall into eight classes: *fresh* (the end
-of a request, nothing was trimmed off it) or trimmed, and used 0, 1, 2 or more times. Per class and age (time since the
-last use) the policy keeps count of the leaves that reached that age, and of those that were used at it. From these
-follows the chance of a use at every age to come, and from that the *Gittins index*: the most uses per millisecond of
-room that can be had by keeping the page for some time and then giving it up,
-
-    index(class, age) = max over t of  P(used before t) / E(time kept until used or t).
-
-The room is best spent where the index is highest (Gittins 1979 for choices of this kind; Beckmann and Sanchez, HPCA
-2017, derive the same measure for caches and call it economic value added). The index looks ahead, so it may rise with
-age: a turn of a conversation is not followed by the next one at once, and a page that was kept through most of the
-pause is worth more than one whose pause begins. No order by time can say that.
-
-    class            age 1 s   30 s   100 s   500 s        (in uses per hour, as learnt from a trace of conversations)
-    trimmed, 0 uses     3.8     5.2    3.2      0.6         a first turn: one in three has a second
-    trimmed, 3 uses    17.2    20.3   17.1      4.5         a fourth turn or later: kept for longer than a first
+What a page is worth follows from how pages like it were used before: see ``policy_worth``. Leaves fall into eight
+classes: *fresh* (the end of a request, nothing was trimmed off it) or trimmed, and used 0, 1, 2 or more times.
 
 *What counts as a use.* Readers store the time of a use into the page's mark and say nothing, so uses are noticed when
 the page is about to be evicted or is offered again. Inner pages are not offered, yet how often they were used follows
-from their last child, when that leaves: see ``policy_queues``. Pages that were evicted are remembered by a few bits of
-their key and how often they had been used; one that comes back goes on from there (*ghosts*).
+from their last child, when that leaves: see ``policy_queues``. Pages that were evicted are remembered by some bits of
+their key and how often they had been used, and one that comes back goes on from there (*ghosts*). Every fourth page of
+a chain is enough: what is known of a page holds for all before it. Few bits would not be: one page in the middle of a
+chain that is taken for another, much used, keeps all those before it.
 
-*Work.* The index of a page changes with time, so no queue stays in order. Instead every eighth eviction looks at 256
-leaves, evenly spread over all, and the eight lowest are the next to go, each if its mark has not moved meanwhile. Up to
-256 leaves, that is all of them. Every 512 evictions the table of indices is made anew. None of it depends on how many
+*Work.* The index of a page changes with time, so no queue stays in order. Instead every sixteenth eviction looks at
+1,024 leaves, evenly spread over all (up to that many: at all of them); the sixteen lowest are the next to go, each if
+its mark has not moved meanwhile. Every 512 evictions the table of indices is made anew. None of it depends on how many
 pages there are. Deterministic: no randomness, and no time but what callers say.
 
 *Memory.* Per page 14 bytes (``use`` 4, ``word`` 2, ``place`` 4, and 4 in ``order`` while it is a leaf) and 3 of ghosts.
@@ -33,22 +21,20 @@ pages there are. Deterministic: no randomness, and no time but what callers say.
 from __future__ import annotations
 
 from array import array
-from math import erf, log, sqrt
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
+from kvstore.state.policy_worth import CLASSES, Ledger, bin_of, bins_of, gittins
 
-SAMPLE = 256
-BATCH = 8  # of a sample of 256, so many are the next to go
+SAMPLE = 1024
+BATCH = 16  # of a full sample, so many are the next to go
 EVICTIONS_PER_TABLE = 512
 HALF_LIFE_EVICTIONS = 1 << 15  # what was seen so many evictions ago counts half ...
 HALF_LIFE_TURNOVERS = 2  # ... or so many times all pages ago, if that is longer
 GHOSTS_PER_2_PAGES = 3
 _PRINTS = (1 << 14) - 1
-BINS = 64
-CLASSES = 8
 
 # The word of a slot; 0: nothing is known of it. Uses saturate, of the turns the low bits are kept.
 _LISTED = 1
@@ -60,111 +46,10 @@ _KNOWN = 1 << 9
 _ENTRY_SHIFT = 10  # the age bin in which it was offered: what happened before was not seen
 _LASTING = (1 << _ENTRY_SHIFT) - 1
 
-# Prior: what is believed of every class before anything was seen, with the weight of so many leaves.
-PRIOR_LEAVES = 30
-PRIOR_USED_AGAIN = 0.4  # the share of requests that are followed by another turn, in published traces
-PRIOR_PAUSE_MS = 114_000  # median pause between turns there
-PRIOR_PAUSE_SIGMA = 1.2  # of its logarithm
-
-
-def bin_of(age_ms: int) -> int:
-    """Bins are half octaves: 0, 1, 2, 3, 4-5, 6-7, 8-11, 12-15, ... milliseconds."""
-    if age_ms < 2:
-        return max(age_ms, 0)
-    bits = age_ms.bit_length()
-    return min(2 * bits - 2 + (age_ms >> (bits - 2) & 1), BINS - 1)
-
-
-def bins_of(ages_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """``bin_of`` of many: exponent and first bit of the mantissa of a float are octave and half."""
-    halves = (ages_ms.astype(np.float32).view(np.int32) >> 22).astype(np.int64) - 254
-    return np.where(ages_ms < 2, np.maximum(ages_ms, 0), np.clip(halves, 2, BINS - 1))
-
 
 def step_of(position: int) -> int:
     """0 at the front of a chain, then 1, 2, 3, 4, 1, 2, 3, 4, ..."""
     return (position - 1) % 4 + 1 if position else 0
-
-
-_EDGES_MS = [0, 1] + [edge for octave in range(1, 33) for edge in (2**octave, 3 * 2 ** (octave - 1))]
-_WIDTHS_MS = [float(_EDGES_MS[b + 1] - _EDGES_MS[b]) for b in range(BINS)]
-
-
-def _prior() -> list[float]:
-    """P(used in this bin | not before): pauses are log-normal, and some requests have none after them."""
-
-    def used_before(age_ms: float) -> float:
-        if age_ms <= 0:
-            return 0.0
-        return PRIOR_USED_AGAIN * 0.5 * (1 + erf(log(age_ms / PRIOR_PAUSE_MS) / PRIOR_PAUSE_SIGMA / sqrt(2)))
-
-    by_edge = [used_before(edge) for edge in _EDGES_MS[: BINS + 1]]
-    return [(by_edge[b + 1] - by_edge[b]) / (1 - by_edge[b]) for b in range(BINS)]
-
-
-PRIOR = _prior()
-
-
-def gittins(chances: list[float]) -> list[float]:
-    """The index per bin, given the chance of a use in each bin for a page that reached it.
-
-    From the oldest bin to the youngest: looking further ahead than this bin pays as long as what follows has the
-    higher ratio of uses to time. So bins are merged into stretches (uses, time, chance to survive them) whose ratios
-    fall with age; the index of a bin is that of the stretch it begins.
-    """
-    indices = [0.0] * BINS
-    stretches: list[tuple[float, float, float]] = []
-    for b in range(BINS - 1, -1, -1):
-        uses, survives = chances[b], 1 - chances[b]
-        time_ms = _WIDTHS_MS[b] * (1 - uses / 2)
-        while stretches and stretches[-1][0] * time_ms > uses * stretches[-1][1]:
-            later_uses, later_ms, later_survives = stretches.pop()
-            uses += survives * later_uses
-            time_ms += survives * later_ms
-            survives *= later_survives
-        stretches.append((uses, time_ms, survives))
-        indices[b] = uses / time_ms
-    return indices
-
-
-class Ledger:
-    """What was seen of one class: how many leaves were watched in each age bin, and how many were used in it.
-
-    A leaf that is watched from one age to another counts in the bins between, half in those where watching begins
-    without a use or ends without one. So leaves that are evicted, or become leaves late, do not bias the chances.
-    """
-
-    def __init__(self) -> None:
-        self.used = [0.0] * BINS
-        self._steps = [0.0] * (BINS + 2)  # watched[b] is the sum of the steps up to b
-
-    def watched(self, entry: int, end: int, *, used: bool) -> None:
-        """A leaf was watched from bin ``entry`` (0: from its last use on) to ``end``, where it was used or left."""
-        steps, entry = self._steps, min(entry, end)
-        if entry:
-            steps[entry] += 0.5
-            steps[entry + 1] += 0.5
-        else:
-            steps[0] += 1
-        if used:
-            self.used[end] += 1
-            steps[end + 1] -= 1
-        else:
-            steps[end] -= 0.5
-            steps[end + 1] -= 0.5
-
-    def fade(self, factor: float) -> None:
-        """All that was seen so far counts less."""
-        self.used = [factor * used for used in self.used]
-        self._steps = [factor * step for step in self._steps]
-
-    def chances(self) -> list[float]:
-        """P(used in this bin | reached it unused), of what was seen and the prior."""
-        watched, chances = 0.0, []
-        for used, step, prior in zip(self.used, self._steps, PRIOR, strict=False):
-            watched += step
-            chances.append((used + PRIOR_LEAVES * prior) / (max(watched, used) + PRIOR_LEAVES))
-        return chances
 
 
 class Ghosts:
@@ -206,7 +91,7 @@ class Gittins:
         self._base_ms: int | None = None
         self._now = 0  # ms since the base
         self._ghosts = Ghosts(pages)
-        self._ledgers = [Ledger() for _ in range(CLASSES)]
+        self._ledger = Ledger()
         self._table = self._indices()
         self._evicted = 0  # since the table was made
         self._phase = 0.0  # where the next sample begins, as a share of its stride
@@ -329,15 +214,14 @@ class Gittins:
         return word & _LASTING & ~(_USES_MAX << _USES_SHIFT) | uses << _USES_SHIFT
 
     def _watched(self, word: int, age_ms: int, *, used: bool) -> None:
-        self._ledgers[word >> 1 & CLASSES - 1].watched(word >> _ENTRY_SHIFT, bin_of(age_ms), used=used)
+        self._ledger.watched(word >> 1 & CLASSES - 1, word >> _ENTRY_SHIFT, bin_of(age_ms), used=used)
 
     def _choose(self) -> None:
         """Fill ``next`` from an even sample. The samples begin at ever other places, so that all leaves are seen."""
         if self._evicted >= EVICTIONS_PER_TABLE:
             self._table = self._indices()
             half_life = max(HALF_LIFE_EVICTIONS, HALF_LIFE_TURNOVERS * self._pages)
-            for ledger in self._ledgers:
-                ledger.fade(0.5 ** (self._evicted / half_life))
+            self._ledger.fade(0.5 ** (self._evicted / half_life))
             self._evicted = 0
         listed, order = len(self._order), np.frombuffer(self._order, np.uint32)
         if listed > SAMPLE:
@@ -350,12 +234,12 @@ class Gittins:
         ages = np.maximum(self._now - uses, 0)
         worth = self._table[classes, bins_of(ages)]
         count = max(1, len(slots) * BATCH // SAMPLE)
-        lowest = np.lexsort((ages, -worth))[-count:]  # of equal worth the older goes first
+        lowest = np.lexsort((-ages, worth))[:count][::-1]  # of equal worth the older goes first
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
         self._oldest = int(uses.min())
 
     def _indices(self) -> npt.NDArray[np.float64]:
-        return np.array([gittins(ledger.chances()) for ledger in self._ledgers])
+        return np.array([gittins(chances) for chances in self._ledger.chances().tolist()])
 
     def _since_base(self, time_ms: int) -> int:
         """Milliseconds since the base, as 32 bits hold them."""

@@ -161,6 +161,16 @@ def wait_quiet(store: Store, timeout_s: float = SETTLE_S + 12) -> None:
         raise AssertionError(f"{late}: {held(store)}") from None
 
 
+def wait_pages(store: Store, pages: int, timeout_s: float = 20.0) -> int:
+    """At least so many pages are on NVMe; returns how many."""
+
+    def there() -> int:
+        found = int(nvme(store)["pages"])
+        return found if found >= pages else 0
+
+    return int(wait_until(f"{pages} pages are on NVMe", there, timeout_s))
+
+
 def save_all(store: Store, pages: int, timeout_s: float = 20.0) -> None:
     """Everything leaves DRAM, so that all of these pages are on NVMe; the node rests then."""
 

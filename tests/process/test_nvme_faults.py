@@ -15,7 +15,9 @@ import pytest
 
 import kvstore
 from kvstore import Store
+from kvstore.errors import OutOfSpace
 from kvstore.model.replica import Address
+from kvstore.tier.disk import FileDisk
 from tests.process.content import SMALL
 from tests.process.harness import Machine, check_laws, wait_until
 from tests.process.nvme_files import (
@@ -93,10 +95,18 @@ def goes_on_with_dram(machine: Machine, daemon: Any, path: Path, *words: str) ->
 
 def test_more_than_there_is_room_for(machine: Machine) -> None:
     path = target(machine)
-    free = os.statvfs(path.parent).f_bfree
     daemon = serve_at(machine, "n", [f"{path}:100TiB"], nvme_extent=0)
     goes_on_with_dram(machine, daemon, path, "needs 109951162777600 bytes", "free")
-    assert os.statvfs(path.parent).f_bfree > free - (64 * MIB >> 12), "it took the disk from everybody else"
+
+
+def test_what_does_not_fit_is_not_tried(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the last block from everybody else, for as long as it takes to fail."""
+    tried: list[Any] = []
+    monkeypatch.setattr("kvstore.tier.disk.os.posix_fallocate", lambda *arguments: tried.append(arguments))
+    system = os.statvfs(machine.logs)
+    with pytest.raises(OutOfSpace, match="No space left on device"):
+        FileDisk.open(target(machine), system.f_blocks * system.f_frsize, create=True)
+    assert tried == [] and not target(machine).exists()
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from tests.process.nvme import (
     serve_format,
     stored,
     target,
+    wait_pages,
     wait_quiet,
     wait_scanned,
 )
@@ -121,7 +122,7 @@ def test_killed_while_pages_move(name: str, machine: Machine) -> None:
     pid = nursery.serve()
     store = machine.connect(NODE)
     load = Load(machine, first=0)
-    wait_until("pages are on NVMe", lambda: nvme(store)["pages"] > 50)
+    wait_pages(store, 50)
     nursery.kill(pid)
     for count in MOVING[name]:
         nursery.start_killed(f"{name}:{count}")

@@ -56,7 +56,7 @@ class Nobody:
 
 @dataclass
 class Nvme:
-    """A node's NVMe tier: its disk (which outlives even a reboot) and its rules."""
+    """A node's NVMe tier: its disk (which outlives even a reboot), its rules, and how both tiers evict."""
 
     disk: SimulatedDisk
     rules: TieringRules = field(default_factory=TieringRules)
@@ -87,6 +87,7 @@ class MemoryShell:
         self.extent_bytes = extent_bytes
         self.positions = positions
         self.nvme = nvme
+        self.policy = nvme.policy if nvme is not None else "lru"  # tests of an order are about this one
         self.watch: Watch = watch if watch is not None else Nobody()
         self.now_ns = 0
         self.tables: dict[int, Table] = {}
@@ -438,7 +439,7 @@ class MemoryShell:
 
     def state(self, **options: Any) -> NodeState:
         """A fresh state over empty segments."""
-        segment = Segment(self.extent_bytes, self.positions)
+        segment = Segment(self.extent_bytes, self.positions, policy=self.policy)
         parts = None
         if self.nvme is not None:
             disk = self.nvme.disk
@@ -447,7 +448,7 @@ class MemoryShell:
                 disk.positions,
                 frames_in=nvme_frames,
                 numbers=segment.numbers,
-                policy=self.nvme.policy,
+                policy=self.policy,
             )
             below.populated.update(range(disk.positions))
             parts = NvmeParts(below, NvmeView(self), NvmeView(self), disk.starts << 32, self.nvme.rules)

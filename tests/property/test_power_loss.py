@@ -23,8 +23,13 @@ from kvstore.tier import nvme_map
 from tests.property.power_world import Clock, Disks, InlineIo, World
 from tests.unit.faulty_disk import PowerCut
 
-SEEDS = int(os.environ.get("KVSTORE_TEST_POWER_SEEDS", "120"))
+SEEDS = int(os.environ.get("KVSTORE_TEST_POWER_SEEDS", "100"))
 LIVES, STEPS = 5, 40
+MUST_HAPPEN = (
+    *("cut short", "end power", "end kill", "end stop", "cut in start, power", "cut in start, kill", "demoted"),
+    *("pages_saved", "pages_promoted", "pages_adopted", "pages_not_adopted", "pages read from NVMe"),
+    *("nvme evicted_space", "nvme extents_reclaimed", "nvme pages_moved"),
+)
 BATCH_BYTES = 64 << 10  # saved at a time, so that long chains take several
 
 
@@ -116,5 +121,8 @@ def test_nothing_is_lost_or_wrong(
             raise
         happened += world.happened
         shutil.rmtree(shm_dir / "kvstore-n", ignore_errors=True)
+    if SEEDS >= 100:
+        for what in MUST_HAPPEN:
+            assert happened[what] > 0, f"{what} never happened: {dict(happened)}"
     with capsys.disabled():
         print(f"\n{SEEDS} machines: {dict(happened)}")

@@ -139,6 +139,25 @@ def test_an_anchor_whose_extent_is_taken_away_is_still_found() -> None:
         world.check()
 
 
+def test_a_page_that_moved_is_offered_as_what_it_is() -> None:
+    """Its record is not at the new place yet when it is offered again."""
+    world = node(positions=3)
+    for i in range(4):
+        put(world, i)
+    keys = [put(world, 10 + i, frame_class=LARGE)[0] for i in range(4)]
+    world.now_ns += 1000 * MS
+    for i in range(4, 8):
+        put(world, i)
+    offered: list[int] = []
+    policy = world.state.segment.pools[LARGE].policy
+    add = policy.add
+    policy.add = lambda slot, page: (offered.append(page.key), add(slot, page))[1]  # type: ignore[method-assign]
+    for key in keys:
+        world.decide(ev.Grant(world.now_ns, B, SMALL, 20, anchor=key))
+    assert world.state.counters["pages_moved"] and offered
+    assert set(offered) <= {int.from_bytes(key[:8], "little") for key in keys}
+
+
 @pytest.mark.parametrize(("pages", "size", "left"), [(3, 0, 5), (0, 4096 * 3 - 1, 5), (1, 4096 * 4, 4), (99, 0, 0)])
 def test_evict_means_that_many_pages_and_bytes(pages: int, size: int, left: int) -> None:
     world = node()

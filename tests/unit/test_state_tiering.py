@@ -193,6 +193,51 @@ def test_a_long_chain_is_looked_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     fly(world)
 
 
+def test_a_chain_whose_front_went_meanwhile_is_looked_up_again() -> None:
+    """Below, by damage; or in DRAM, by being moved."""
+    world = node()
+    keys = put(world, *range(6))
+    evict(world, 1)
+    assert saves(demote(world, 2 * STRIDE)) == [keys[:2]]
+    fly(world)
+    world.damage_below(keys[0])
+    assert saves(demote(world, 2 * STRIDE)) == [keys[:2]]
+    fly(world)
+
+    world = node(positions=2)
+    cold = put(world, *range(100, 107))
+    keys = put(world, *range(4))
+    for key in cold[:4:-1]:
+        world.damage(key)
+    world.decide(ev.Demote(world.now_ns, 3 * STRIDE, everything=True))
+    fly(world)
+    world.now_ns += 1000 * MS
+    evict(world, 9)
+    world.settle()
+    world.check()
+    assert set(keys) <= world.readable()
+
+
+def test_what_the_first_chain_of_a_batch_hangs_on_is_not_evicted_for_the_second() -> None:
+    world = node(nvme_positions=1)
+    trunk = put(world, 1)
+    others = [put(world, i)[0] for i in range(20, 35)]
+    save_all(world)
+    evict(world, 99)  # NVMe is full, and the trunk is its coldest leaf
+    used = world.shell.tables[world.shell.nvme_index[trunk[0]].extent].last_use
+    used[world.shell.nvme_index[trunk[0]].frame] = 0
+    world.prefetch(A, Chain(SMALL, (1,)))
+    fly(world)
+    branch = put(world, 1, 2)
+    used[world.shell.nvme_index[trunk[0]].frame] = 0
+    other = put(world, 50)
+    evict(world, 2)
+    assert saves(demote(world)) == [[branch[1], other[0]]]
+    assert trunk[0] in world.shell.nvme_index and others[0] not in world.shell.nvme_index
+    fly(world)
+    assert branch[1] in world.shell.nvme_index
+
+
 def test_an_extended_chain_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demotion, "CLIMB_MAX", 4)
     world = node()
@@ -487,6 +532,19 @@ def test_a_page_dropped_while_it_is_saved_is_not_sealed_below() -> None:
     assert set(world.shell.nvme_index) == set(keys[:1])
 
 
+def test_a_page_dropped_after_it_was_written_is_not_sealed_below() -> None:
+    """It may be the copy that is damaged."""
+    world = node()
+    keys = put(world, 1, 2, 3)
+    evict(world, 1)
+    demote(world)
+    for _ in range(3):
+        world.move_on()
+    world.damage(keys[1])
+    fly(world)
+    assert set(world.shell.nvme_index) == set(keys[:1])
+
+
 def test_holds_survive_a_recount() -> None:
     """Damage elsewhere counts all children anew: what is being copied stays held, and comes free at the end."""
     world = node()
@@ -705,13 +763,15 @@ def test_a_failed_device_is_read_on_and_dram_goes_on() -> None:
 
 def test_pages_of_a_failed_device_leave_in_their_turn() -> None:
     world = node(positions=4, nvme_positions=2)
-    for i in range(16):
+    for i in range(32):
         put(world, i)
-    leave(world, 16)
+    leave(world, 32)
     world.fail({0})
-    keys = [put(world, i)[0] for i in range(20, 40)]
+    keys = [put(world, i)[0] for i in range(40, 60)]
     evict(world, 99)
+    assert len(saves(demote(world))[0]) == 16, "those of the failed one are the colder ones, and make no room"
     world.settle()
+    assert world.state.counters["save_refused_space"] == 0
     assert len([key for key in keys if key in world.shell.nvme_index]) == 16, "what the other device holds"
     assert world.state.tiering is not None and world.state.tiering.writable
     world.check()

@@ -1,0 +1,139 @@
+"""Row about evictions: what it costs to make room for a page in a full node, and that a large node pays no more.
+
+Two nodes are full, one of 10 thousand pages and one of a million, both of chains of 32 pages. Chains are put into them
+in turn, so that each put evicts as many pages as it stores. The second line is the policy alone, without a node: the
+next page out, gone, and another in its place.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+
+import numpy as np
+
+from kvstore.bench.content import LAYOUTS, Content, Rows, Work, tokens_of
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
+from kvstore.bench.processes import Peer
+from kvstore.bench.stage import MIB, Stage
+from kvstore.client.store import Store, connect
+from kvstore.model.prefix import Keys
+from kvstore.state.eviction import POLICY_DEFAULT, Page, make_policy
+
+FEW, MANY, MANY_QUICK = 10_000, 1_000_000, 20_000
+GEOMETRY = "4k"
+CHAIN_PAGES = 32
+STEPS = 200  # per round
+POLICY_STEPS = 40
+POLICY_EVICTIONS = 2_000  # per step
+EXTENT_BYTES = 16 * MIB
+SEED = 6
+
+
+def evict(stage: Stage, name: str, bar: Bar) -> list[Result]:
+    """A put of 32 pages that evicts 32, per page: into a node of a million pages, over one of ten thousand."""
+    stage.clear()
+    many = MANY_QUICK if stage.settings.quick else MANY
+    with ExitStack() as scene:
+        full = {"few": _Full(stage, scene, FEW), "many": _Full(stage, scene, many)}
+        steps = list(range(8 if stage.settings.quick else STEPS))
+        seconds = alternate(
+            {size: node.put for size, node in full.items()},
+            steps,
+            stage.settings.rounds,
+            lambda _: {size: node.prepare() for size, node in full.items()},
+            lambda _, stored: _check(stored),
+        )
+        pages = {size: node.pages for size, node in full.items()}
+        for node in full.values():
+            node.verify()
+    per_page = {size: [step / CHAIN_PAGES for step in medians(times)] for size, times in seconds.items()}
+    details = {"pages": pages, "batch_pages": CHAIN_PAGES, "policy": POLICY_DEFAULT}
+    limit_is = f"the same in a node of {FEW:,} pages"
+    put = result(name, Kind.TIME, per_page["many"], per_page["few"], bar=bar, limit_is=limit_is, details=details)
+    return [put, _policy(stage, f"{name}.policy", bar, many)]
+
+
+class _Full:
+    """A node that is full, and puts into it."""
+
+    def __init__(self, stage: Stage, scene: ExitStack, pages: int) -> None:
+        settings, layout = stage.settings, LAYOUTS[GEOMETRY]
+        pool_bytes = settings.bounded(pages * layout.page_bytes) // EXTENT_BYTES * EXTENT_BYTES
+        self.pages = pool_bytes // layout.page_bytes
+        daemon = stage.daemon(scene, pool_bytes, EXTENT_BYTES)
+        work = Work(GEOMETRY, SEED, chains=self.pages // CHAIN_PAGES + 1, pages=CHAIN_PAGES)
+        with Peer(daemon.name, settings.shm_dir) as writer:
+            writer.ask("write", work=work.to_json())
+        self.store: Store = scene.enter_context(connect(daemon.name))
+        self.cache = self.store.cache(layout)
+        self._content = Content(layout.page_bytes)
+        self._rows: Rows = np.zeros((CHAIN_PAGES, layout.page_bytes), np.uint8)
+        self._chain = 0
+        self._last: Keys | None = None
+
+    def prepare(self) -> Keys:
+        """Keys of a new chain; its pages are what ``put`` will store next."""
+        self._chain += 1
+        self._last = self.cache.keys(tokens_of(SEED + 1, self._chain, CHAIN_PAGES * LAYOUTS[GEOMETRY].page_tokens))
+        self._content.fill(self._rows, self._last.hashes)
+        return self._last
+
+    def put(self, given: object) -> int:
+        """The pages that ``prepare`` made."""
+        assert self._last is not None and given
+        return self.cache.put(self._last, self._rows)
+
+    def verify(self) -> None:
+        """Raises BenchFailed where nothing was evicted."""
+        evicted = self.store.stats()["counters"].get("evicted_space", 0)
+        if evicted < CHAIN_PAGES:
+            raise BenchFailed(f"{evicted} pages were evicted from a node that should be full")
+
+
+def _check(stored: object) -> None:
+    if stored != CHAIN_PAGES:
+        raise BenchFailed(f"put stored {stored} of {CHAIN_PAGES} new pages")
+
+
+def _policy(stage: Stage, name: str, bar: Bar, many: int) -> Result:
+    """The default policy over so many leaves: the next one out, gone, a new one in its place."""
+    turning = {"few": _Turning(FEW), "many": _Turning(many)}
+    seconds = alternate(
+        {size: policy.turn for size, policy in turning.items()},
+        list(range(4 if stage.settings.quick else POLICY_STEPS)),
+        stage.settings.rounds,
+        lambda _: POLICY_EVICTIONS // (10 if stage.settings.quick else 1),
+        lambda _, evicted: None,
+    )
+    evictions = POLICY_EVICTIONS // (10 if stage.settings.quick else 1)
+    each = {size: [step / evictions for step in medians(times)] for size, times in seconds.items()}
+    details = {"leaves": {"few": FEW, "many": many}, "policy": POLICY_DEFAULT}
+    limit_is = f"the same over {FEW:,} leaves"
+    return result(name, Kind.TIME, each["many"], each["few"], bar=bar, limit_is=limit_is, details=details)
+
+
+class _Turning:
+    """A policy full of leaves that were used at various times, one of which leaves for every one that comes."""
+
+    def __init__(self, leaves: int) -> None:
+        self._policy = make_policy(POLICY_DEFAULT, leaves)
+        self._marks = [0] * leaves
+        self._random = random.Random(leaves)
+        self._now_ms = 10 * leaves
+        for slot in range(leaves):
+            self._add(slot, self._random.randrange(self._now_ms))
+
+    def turn(self, evictions: int) -> None:
+        """Evict so many."""
+        policy, marks = self._policy, self._marks
+        for _ in range(evictions):
+            self._now_ms += 10
+            slot = policy.victim(marks.__getitem__, self._now_ms)
+            assert slot is not None
+            policy.forget(slot, self._random.getrandbits(64))
+            self._add(slot, self._now_ms)
+
+    def _add(self, slot: int, used_ms: int) -> None:
+        self._marks[slot] = used_ms
+        self._policy.add(slot, Page(used_ms, self._random.getrandbits(64), position=slot % CHAIN_PAGES))
