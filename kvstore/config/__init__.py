@@ -112,7 +112,7 @@ class NodeConfig:
     """How many clients may be connected at once."""
     verify_reads: bool = _setting(False, parse_switch)
     """Whether every DRAM read verifies checksums, and not only those from other tiers and machines."""
-    eviction: str = _setting("lru", parse_text)
+    eviction: str = _setting("gittins", parse_text)
     """Name of the policy by which pages leave DRAM and NVMe when frames are needed."""
     nvme: tuple[NvmeTarget, ...] = _setting((), parse_nvme)
     """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""
@@ -175,7 +175,7 @@ class NodeConfig:
             self.nvme_write_bytes_per_day,
         )
         _require("demote_at", 0 <= self.demote_at <= 1, "must be from 0 to 1", self.demote_at)
-        _require("promote_after", self.promote_after >= 1, "must be at least 1", self.promote_after)
+        _require("promote_after", 1 <= self.promote_after <= 255, "must be from 1 to 255", self.promote_after)
         _require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
 
     @property

@@ -1,7 +1,7 @@
 """Eviction: which unused page leaves first. The policies by name; what a policy is stands in ``policy_base``.
 
 Only pages without stored children are offered to a policy, so no tail is orphaned. Work per eviction grows with the
-logarithm of the pages offered, nothing else. ``docs/eviction.md`` has how they compare, and why the default is what it is.
+logarithm of the pages offered, nothing else. ``docs/eviction.md`` has how they compare, and why.
 """
 
 from __future__ import annotations

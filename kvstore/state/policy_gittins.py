@@ -232,9 +232,10 @@ class Gittins:
         uses = np.frombuffer(self._use, np.uint32)[slots].astype(np.int64)
         classes = np.frombuffer(self._word, np.uint16)[slots] >> np.uint16(1) & np.uint16(CLASSES - 1)
         ages = np.maximum(self._now - uses, 0)
-        worth = self._table[classes, bins_of(ages)]
+        worth = self._table[classes, bins_of(ages)] * (1 - ages * 1e-13)  # of equal worth the older goes first
         count = max(1, len(slots) * BATCH // SAMPLE)
-        lowest = np.lexsort((-ages, worth))[:count][::-1]  # of equal worth the older goes first
+        lowest = np.argpartition(worth, count - 1)[:count]
+        lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
         self._oldest = int(uses.min())
 
