@@ -132,12 +132,15 @@ class GrantPool:
         return frames
 
     def forfeit(self, addresses: list[Address]) -> None:
-        """Never write into these again. The node hears of it now, or with the next request that reaches it."""
+        """Never write into these again. The node hears of it now, or when it listens again."""
         if addresses:
             with self._lock:
                 self._forfeited += addresses
-            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
-                self._give_back(timeout_s=0.0)
+        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            self._give_back(timeout_s=0.0)
+        with self._lock:
+            if self._forfeited and self._timer is None and not getattr(self._channel, "ended", False):
+                self._watch()  # somebody else was just sending, or the node is down
 
     def _give_back(self, timeout_s: float | None = None) -> None:
         while self._forfeited:

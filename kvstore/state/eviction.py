@@ -27,7 +27,7 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "gittins": Gittins,
     }
 )
-POLICY_DEFAULT = "gittins"
+POLICY_DEFAULT = "lru"
 
 
 def make_policy(name: str, capacity_pages: int) -> EvictionPolicy:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import Address, Status, Tier, standing
+from kvstore.model.replica import Address, Status, Tier, position_of
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Segment
 from kvstore.state.leases import LeaseTable
+from kvstore.state.pages import standings_of
 from kvstore.state.pending import PendingTable
 from kvstore.state.space import Space
 from kvstore.state.tiering import Tiering, TieringRules
@@ -199,9 +200,10 @@ class NodeState:
             granted.difference_update(addresses)
             # What this very request put before (a found page included) is no earlier request's.
             position, turns = self.space.standing_after(parent, event.continues)
-            infos = [standing(position + i, turns) for i in range(last - first)]
-            leaf = Page(event.now_ns // 1_000_000, int.from_bytes(keys[last - 1][:8], "little"), position, turns)
-            self.space.seal_chain(addresses, parent, leaf._replace(position=position + last - first - 1))
+            infos = standings_of(position, turns, last - first)
+            leaf_key = int.from_bytes(keys[last - 1][:8], "little")
+            leaf = Page(event.now_ns // 1_000_000, leaf_key, position_of(infos[-1]), turns)
+            self.space.seal_chain(addresses, parent, leaf)
             sums = event.checksums[first:last] if event.checksums is not None else None
             out.append(ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums))
             self.segment.pool(event.frame_class).granted_ahead -= len(addresses)

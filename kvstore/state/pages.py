@@ -17,7 +17,7 @@ from collections import Counter
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState, Tier, position_of, turns_of
+from kvstore.model.replica import Address, FrameState, Tier, position_of, standing, turns_of
 from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
@@ -28,6 +28,14 @@ from kvstore.state.views import PageIndex, RecordView
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
 _SEALED = int(SEALED)  # a plain number: stored for every page of a put
+
+
+def standings_of(position: int, turns: int, count: int) -> list[int]:
+    """``standing`` of so many consecutive pages of a chain, from ``position`` on."""
+    first, last = standing(position, turns), standing(position + count, turns)
+    if last - first == count << 32:  # not so far down that positions saturate
+        return list(range(first, last, 1 << 32))
+    return [standing(position + i, turns) for i in range(count)]
 
 
 class Pages:

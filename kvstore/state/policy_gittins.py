@@ -1,4 +1,4 @@
-"""The default policy: evict the page that is worth least per millisecond of the room it would still take.
+"""Gittins: evict the page that is worth least per millisecond of the room it would still take.
 
 What a page is worth follows from how pages like it were used before: see ``policy_worth``. Leaves fall into eight
 classes: *fresh* (the end of a request, nothing was trimmed off it) or trimmed, and used 0, 1, 2 or more times.
@@ -31,6 +31,7 @@ from kvstore.state.policy_worth import CLASSES, Ledger, bin_of, bins_of, gittins
 SAMPLE = 1024
 BATCH = 16  # of a full sample, so many are the next to go
 EVICTIONS_PER_TABLE = 512
+LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
 HALF_LIFE_EVICTIONS = 1 << 15  # what was seen so many evictions ago counts half ...
 HALF_LIFE_TURNOVERS = 2  # ... or so many times all pages ago, if that is longer
 GHOSTS_PER_2_PAGES = 3
@@ -92,7 +93,7 @@ class Gittins:
         self._now = 0  # ms since the base
         self._ghosts = Ghosts(pages)
         self._ledger = Ledger()
-        self._table = self._indices()
+        self._table = np.array([gittins(of_class) for of_class in self._ledger.chances().tolist()])
         self._evicted = 0  # since the table was made
         self._phase = 0.0  # where the next sample begins, as a share of its stride
         self._next: list[tuple[int, int]] = []  # (slot, use) of the next to go, the first one last
@@ -156,6 +157,8 @@ class Gittins:
         self._now = max(self._now, self._since_base(now_ms))
         self._child = None
         while self._order:
+            if self._evicted >= EVICTIONS_PER_TABLE:
+                self._learn(used_ms)
             if not self._next:
                 self._choose()
             slot, use = self._next[-1]
@@ -191,9 +194,7 @@ class Gittins:
         trimmed = child is not None and child[0] >> _STEP_SHIFT & _STEP_MASK == step_of(page.position + 1)
         if child is not None and trimmed:
             word, child_use = child
-            later = (
-                word >> _TURNS_SHIFT
-            ) - turns & _TURNS_MASK  # a child was stored by the same request or a later one
+            later = (word >> _TURNS_SHIFT) - turns & _TURNS_MASK  # a child is never older
             uses = (word >> _USES_SHIFT & _USES_MAX) + later + (use > child_use)
         before = self._ghosts.recall(page.key) if step < 2 else None
         if before is not None:
@@ -216,19 +217,37 @@ class Gittins:
     def _watched(self, word: int, age_ms: int, *, used: bool) -> None:
         self._ledger.watched(word >> 1 & CLASSES - 1, word >> _ENTRY_SHIFT, bin_of(age_ms), used=used)
 
-    def _choose(self) -> None:
-        """Fill ``next`` from an even sample. The samples begin at ever other places, so that all leaves are seen."""
-        if self._evicted >= EVICTIONS_PER_TABLE:
-            self._table = self._indices()
-            half_life = max(HALF_LIFE_EVICTIONS, HALF_LIFE_TURNOVERS * self._pages)
-            self._ledger.fade(0.5 ** (self._evicted / half_life))
-            self._evicted = 0
+    def _learn(self, used_ms: UsedMs) -> None:
+        """Make the table of indices anew.
+
+        Leaves that are not used are noticed only when they leave, which the best take long to do. So what is listed
+        counts as well, for once and as far as it was watched by now; of that an even sample is looked at.
+        """
+        slots = self._sample(LEARN_SAMPLE)
+        for slot in slots.tolist():
+            mark = self._since_base(used_ms(slot))
+            if mark > self._use[slot]:
+                self._word[slot] = self._used(slot, self._word[slot], mark)
+        words = np.frombuffer(self._word, np.uint16)[slots].astype(np.int64)
+        ages = bins_of(np.maximum(self._now - np.frombuffer(self._use, np.uint32)[slots].astype(np.int64), 0))
+        weight = len(self._order) / len(slots)
+        chances = self._ledger.chances(words >> 1 & CLASSES - 1, words >> _ENTRY_SHIFT, ages, weight)
+        self._table = np.array([gittins(of_class) for of_class in chances.tolist()])
+        half_life = max(HALF_LIFE_EVICTIONS, HALF_LIFE_TURNOVERS * self._pages)
+        self._ledger.fade(0.5 ** (self._evicted / half_life))
+        self._evicted = 0
+
+    def _sample(self, most: int) -> npt.NDArray[np.uint32]:
+        """Leaves, evenly spread over all. Each sample begins at another place, so that in time all are in one."""
         listed, order = len(self._order), np.frombuffer(self._order, np.uint32)
-        if listed > SAMPLE:
-            self._phase = (self._phase + 0.6180339887498949) % 1  # golden ratio: never near an earlier one for long
-            slots = order[((np.arange(SAMPLE) + self._phase) * (listed / SAMPLE)).astype(np.int64)]
-        else:
-            slots = order.copy()
+        if listed <= most:
+            return order.copy()
+        self._phase = (self._phase + 0.6180339887498949) % 1  # golden ratio: never near an earlier one for long
+        return order[((np.arange(most) + self._phase) * (listed / most)).astype(np.int64)]
+
+    def _choose(self) -> None:
+        """Fill ``next``: the lowest of a sample."""
+        slots = self._sample(SAMPLE)
         uses = np.frombuffer(self._use, np.uint32)[slots].astype(np.int64)
         classes = np.frombuffer(self._word, np.uint16)[slots] >> np.uint16(1) & np.uint16(CLASSES - 1)
         ages = np.maximum(self._now - uses, 0)
@@ -238,9 +257,6 @@ class Gittins:
         lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
         self._oldest = int(uses.min())
-
-    def _indices(self) -> npt.NDArray[np.float64]:
-        return np.array([gittins(chances) for chances in self._ledger.chances().tolist()])
 
     def _since_base(self, time_ms: int) -> int:
         """Milliseconds since the base, as 32 bits hold them."""

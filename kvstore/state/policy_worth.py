@@ -24,8 +24,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+Bins = npt.NDArray[np.int64]
+
 BINS = 64
 CLASSES = 8
+NOTHING: Bins = np.empty(0, np.int64)
 
 # Prior: what is believed of every class before anything was seen, and what each belief weighs.
 PRIOR_USED_AGAIN = 0.4  # the share of requests that are followed by another turn, in published traces
@@ -45,7 +48,7 @@ def bin_of(age_ms: int) -> int:
     return min(2 * bits - 2 + (age_ms >> (bits - 2) & 1), BINS - 1)
 
 
-def bins_of(ages_ms: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def bins_of(ages_ms: npt.NDArray[np.int64]) -> Bins:
     """``bin_of`` of many: exponent and first bit of the mantissa of a float are octave and half."""
     halves = (ages_ms.astype(np.float32).view(np.int32) >> 22).astype(np.int64) - 254
     return np.where(ages_ms < 2, np.maximum(ages_ms, 0), np.clip(halves, 2, BINS - 1))
@@ -118,10 +121,17 @@ class Ledger:
         for counts in (*self._used, *self._steps):
             counts[:] = [factor * count for count in counts]
 
-    def chances(self) -> npt.NDArray[np.float64]:
-        """P(used in this bin | reached it unused), ``[CLASSES, BINS]``."""
-        used = np.array(self._used)
-        watched = np.maximum(np.array(self._steps).cumsum(axis=1)[:, :BINS], used)
+    def chances(
+        self, kinds: Bins = NOTHING, entries: Bins = NOTHING, ends: Bins = NOTHING, weight: float = 1
+    ) -> npt.NDArray[np.float64]:
+        """P(used in this bin | reached it unused), ``[CLASSES, BINS]``.
+
+        Leaves of these classes that are still watched, from bin ``entries`` to ``ends``, count so much each.
+        """
+        used, steps = np.array(self._used), np.array(self._steps)
+        np.add.at(steps, (kinds, np.minimum(entries, ends)), weight)
+        np.add.at(steps, (kinds, ends), -weight)
+        watched = np.maximum(steps.cumsum(axis=1)[:, :BINS], used)
         chances = np.empty((CLASSES, BINS))
         for first in (0, 1):  # fresh, trimmed
             chances[first::2] = _pooled(used[first::2], watched[first::2])

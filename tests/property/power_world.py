@@ -390,6 +390,7 @@ class World:
         if scanned:
             missing = {key for key in self.durable - claimed.keys() if not self._lost_its_parent(key)}
             assert not missing, f"{len(missing)} of {len(self.durable)} pages that were durable are gone"
+            self.durable &= claimed.keys()
             waiting = sum(
                 extent.count(state)
                 for space in self.node.state.spaces.values()

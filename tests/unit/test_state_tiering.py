@@ -12,6 +12,7 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier,
 from kvstore.state import demotion, integrity, promotion, space
 from kvstore.state import events as ev
 from kvstore.state.copying import Batch
+from kvstore.state.pages import standings_of
 from kvstore.state.tiering import NODE_SESSION, TieringRules
 from tests.property.memory_shell import MemoryShell, Nvme
 from tests.property.simulated_disk import SimulatedDisk
@@ -993,3 +994,10 @@ def test_the_cost_of_a_save_does_not_depend_on_how_many_pages_there_are() -> Non
         world.state.handle(ev.Demote(world.now_ns, 1 << 20))
         costs.append(reads)
     assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("position", [0, 3, 65_500, 65_535, 70_000])
+def test_standings_of_a_chain_are_those_of_its_pages(position: int) -> None:
+    for turns in (0, 2, 300):
+        expected = [standing(position + i, turns) for i in range(64)]
+        assert standings_of(position, turns, 64) == expected
