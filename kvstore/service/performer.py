@@ -238,11 +238,14 @@ class Performer:
                 parents = _of(instruction.parents, places)
                 self._write_bodies(table, frames, instruction.rows[places], parents, infos, 0)
             else:
-                table.column(fmt.info)[frames] = np.array(infos, np.uint64)
                 table.column(fmt.lease_until_ns)[frames] = 0
             if failpoint.ACTIVE:
                 failpoint.hit("node.word")
             self._write_words(table, frames, addresses, places, SEALED)
+            if instruction.rows is None:
+                # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
+                # a kill in between leaves wrong, is a hint.
+                table.column(fmt.info)[frames] = np.array(infos, np.uint64)
         self._index_ops.append((PUT[tier], instruction.keys, addresses))
         if sums is None and tier == Tier.DRAM:
             self.unstamped.extend(addresses)

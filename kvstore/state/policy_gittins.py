@@ -32,8 +32,8 @@ SAMPLE = 1024
 BATCH = 16  # of a full sample, so many are the next to go
 EVICTIONS_PER_TABLE = 512
 LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
-HALF_LIFE_EVICTIONS = 1 << 15  # what was seen so many evictions ago counts half ...
-HALF_LIFE_TURNOVERS = 2  # ... or so many times all pages ago, if that is longer
+HALF_LIFE_EVICTIONS = 1 << 14  # what was seen so many evictions ago counts half ...
+HALF_LIFE_TURNOVERS = 1  # ... or so many times all pages ago, if that is longer
 GHOSTS_PER_2_PAGES = 3
 _PRINTS = (1 << 14) - 1
 

@@ -109,7 +109,9 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
         key = bytes(table.snapshot.keys[frame]).ljust(KEY_BYTES, b"\0")
         writers = {shard: int(table.writers[frame, shard]) for shard in range(SHARDS_MAX)}
         info = int(table.infos[frame])
-        mask = info >> 40 & 0xFF  # shards that had sealed
+        # Shards that had sealed. Of a frame without a group (granted ahead) a seal that was cut short may have left the
+        # page's place in its chain there.
+        mask = info >> 40 & 0xFF if int(table.groups[frame]) else 0
         writers = {shard: session for shard, session in writers.items() if session and not mask >> shard & 1}
         if NODE_SESSION in writers.values():  # a page was being loaded, by a thread of the dead daemon
             writers = {}

@@ -319,14 +319,16 @@ class MemoryShell:
                 assert instruction.parents is not None
                 parents = [instruction.parents[i] for i in places]
                 self._write_identity(table, frames, instruction.rows[places], parents)
+                table.infos[frames] = [instruction.standings[i] for i in places]
                 yield
-            table.infos[frames] = [instruction.standings[i] for i in places]
-            yield
             table.leases[frames] = 0
             for i in places:
                 assert table.rows[addresses[i].frame, :16].tobytes() == instruction.keys[i]
                 yield
                 self._put_word(addresses[i], SEALED)
+            if instruction.rows is None:  # while it was RESERVED, its shards were there
+                yield
+                table.infos[frames] = [instruction.standings[i] for i in places]
         self.ops += [("put", key, address, tier) for key, address in zip(instruction.keys, addresses, strict=True)]
 
     def _write_shards(self, instruction: ev.WriteShards) -> Iterator[None]:

@@ -1,0 +1,431 @@
+"""Eviction policies: one suite over all, each beside a naive model; then what each promises by itself."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidRequest
+from kvstore.state import policy_gittins, policy_worth
+from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page, make_policy
+from kvstore.state.policy_base import heap_pop, heap_push
+from kvstore.state.policy_gittins import Ghosts, Gittins, step_of
+from kvstore.state.policy_lru import Lru
+from kvstore.state.policy_queues import Arc, S3Fifo, Slru
+from kvstore.state.policy_worth import BINS, CLASSES, PRIOR, Ledger, bin_of, bins_of, gittins
+
+QUIET = settings(derandomize=True, deadline=None, max_examples=60)
+SLOTS = 40
+DAY_MS = 86_400_000
+
+every_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+class Tree:
+    """A closed cache of pages in a few chains, as a node keeps it: the naive side of what a policy is told."""
+
+    def __init__(self, policy: EvictionPolicy, seed: int, slots: int = SLOTS) -> None:
+        self.policy = policy
+        self.random = random.Random(seed)
+        self.now_ms = 10**6
+        self.marks = [0] * slots
+        self.parent: dict[int, int | None] = {}  # by slot, of the stored pages
+        self.pages: dict[int, Page] = {}
+        self.listed: set[int] = set()
+        self.left: list[int] = []  # keys, in order
+
+    def leaves(self) -> set[int]:
+        return set(self.parent) - set(self.parent.values())
+
+    def offer(self) -> None:
+        """Tell the policy which pages became leaves, and which are no more."""
+        for slot in sorted(self.listed - self.leaves()):
+            self.policy.remove(slot)
+            self.listed.discard(slot)
+        for slot in sorted(self.leaves() - self.listed):
+            self.policy.add(slot, self.pages[slot]._replace(used_ms=self.marks[slot]))
+            self.listed.add(slot)
+
+    def use(self, slot: int) -> None:
+        """A read: of the page and all before it."""
+        walk: int | None = slot
+        while walk is not None:
+            self.marks[walk] = self.now_ms
+            walk = self.parent[walk]
+
+    def store(self) -> None:
+        """A page at the end of some chain, or the first of a new one."""
+        free = sorted(set(range(len(self.marks))) - set(self.parent))
+        if not free:
+            return
+        slot, stored = self.random.choice(free), sorted(self.parent)
+        parent = self.random.choice([*stored, None])
+        before = self.pages[parent] if parent is not None else None
+        self.parent[slot] = parent
+        self.marks[slot] = self.now_ms
+        position, turns = (before.position + 1, before.turns + 1) if before is not None else (0, 0)
+        self.pages[slot] = Page(self.now_ms, self.random.getrandbits(64), position, turns)
+        self.offer()
+
+    def drop(self, slot: int, key: int | None) -> None:
+        """The page is gone."""
+        self.policy.forget(slot, key)
+        self.listed.discard(slot)
+        del self.parent[slot], self.pages[slot]
+        self.offer()
+
+    def evict(self) -> None:
+        victim = self.policy.victim(self.marks.__getitem__, self.now_ms)
+        assert (victim is None) == (not self.listed)
+        if victim is not None:
+            assert victim in self.listed and victim in self.policy, "still listed"
+            assert self.policy.victim(self.marks.__getitem__, self.now_ms) == victim, "asking changes nothing"
+            self.left.append(self.pages[victim].key)
+            self.drop(victim, self.pages[victim].key)
+
+    def step(self) -> None:
+        self.now_ms += self.random.choice((0, 1, 50, 3000))
+        stored = sorted(self.parent)
+        match self.random.randrange(8):
+            case 0 | 1 | 2:
+                self.store()
+            case 3 | 4 if stored:
+                self.use(self.random.choice(stored))
+            case 5 | 6:
+                self.evict()
+            case 7 if self.listed:
+                slot = self.random.choice(sorted(self.listed))
+                if self.random.random() < 0.5:
+                    self.drop(slot, None)
+                else:  # held and let go
+                    self.policy.remove(slot)
+                    self.listed.discard(slot)
+                    self.offer()
+
+    def check(self) -> None:
+        assert {slot for slot in range(len(self.marks)) if slot in self.policy} == self.listed == self.leaves()
+        assert (self.policy.coldest_ms() is None) == (not self.listed)
+
+
+@every_policy
+@QUIET
+@given(seed=st.integers(0, 2**32))
+def test_a_policy_lists_what_it_was_told(name: str, seed: int) -> None:
+    tree = Tree(make_policy(name, SLOTS), seed)
+    for _ in range(150):
+        tree.step()
+        tree.check()
+    while tree.listed:
+        tree.evict()
+    assert not tree.parent, "chains leave from their tails until nothing is left"
+
+
+@every_policy
+def test_equal_histories_evict_equally(name: str) -> None:
+    first, second = (Tree(make_policy(name, SLOTS), 7) for _ in range(2))
+    for tree in (first, second):
+        for _ in range(2000):
+            tree.step()
+    assert first.left == second.left and len(first.left) > 200
+
+
+@every_policy
+def test_calls_for_unknown_slots_do_nothing(name: str) -> None:
+    policy = make_policy(name, 10)
+    policy.remove(5)
+    policy.forget(5, 77)
+    policy.forget(100_000, None)
+    policy.resize(0)
+    policy.resize(1000)
+    assert 5 not in policy and 100_000 not in policy
+    assert policy.victim(lambda _: 0, 1000) is None and policy.coldest_ms() is None
+
+
+def sizes_of(held: object) -> dict[str, int]:
+    """Entries of every collection behind a policy, by attribute."""
+    found = {}
+    for name, value in vars(held).items():
+        if hasattr(value, "__len__"):
+            found[name] = len(value)
+        elif hasattr(value, "__dict__"):
+            found |= {f"{name}.{inner}": size for inner, size in sizes_of(value).items()}
+    return found
+
+
+@every_policy
+def test_memory_does_not_grow_with_time(name: str) -> None:
+    policy = make_policy(name, 1000)
+    marks = array("q", bytes(8 * 1000))
+    sizes = []
+    for turn in range(30_000):
+        slot = turn % 1000
+        if turn >= 1000:
+            victim = policy.victim(marks.__getitem__, turn)
+            assert victim is not None
+            slot = victim
+            policy.forget(slot, hash((turn, 1)) & (1 << 64) - 1)
+        marks[slot] = turn
+        policy.add(slot, Page(turn, hash((turn, 2)) & (1 << 64) - 1, position=turn % 7))
+        policy.remove(slot)
+        policy.add(slot, Page(turn, hash((turn, 2)) & (1 << 64) - 1, position=turn % 7))
+        if turn in (12_000, 29_999):
+            sizes.append(sizes_of(policy))
+    for what, size in sizes[1].items():
+        assert size <= max(1.1 * sizes[0][what], 8192), what
+
+
+@every_policy
+def test_a_leaf_that_was_read_is_not_the_next_to_go(name: str) -> None:
+    """Of four leaves stored together, those that were not read since leave first."""
+    policy, marks = make_policy(name, 100), [5000, 1000, 1000, 1000]
+    fill(policy, range(4), 1000)
+    assert sorted(out(policy, 2, marks.__getitem__, 5001)) in ([1, 2], [1, 3], [2, 3])
+
+
+def test_there_is_no_such_policy() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        make_policy("fifo", 10)
+    assert refused.value.field == "policy" and all(name in str(refused.value) for name in POLICIES)
+    assert POLICY_DEFAULT in POLICIES
+
+
+@QUIET
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_a_heap_in_an_array_sorts(numbers: list[int]) -> None:
+    heap, popped = array("Q"), []
+    for number in numbers:
+        heap_push(heap, number)
+    while heap:
+        popped.append(heap[0])
+        heap_pop(heap)
+    assert popped == sorted(numbers)
+
+
+# --- the queues ------------------------------------------------------------------------------------------------------
+
+
+def fill(policy: EvictionPolicy, slots: range, used_ms: int = 0) -> None:
+    for slot in slots:
+        policy.add(slot, Page(used_ms, key=slot))
+
+
+def out(
+    policy: EvictionPolicy, count: int, marks: Callable[[int], int] = lambda _: 0, now_ms: int = 10**6
+) -> list[int]:
+    """The next pages to go, gone."""
+    left = []
+    for _ in range(count):
+        victim = policy.victim(marks, now_ms)
+        assert victim is not None
+        policy.forget(victim, victim)
+        left.append(victim)
+    return left
+
+
+def test_slru_protects_what_was_read_again() -> None:
+    policy = Slru(10)
+    fill(policy, range(10))
+    assert out(policy, 7, lambda slot: 5 if slot in (0, 3) else 0) == [1, 2, 4, 5, 6, 7, 8]
+    assert out(policy, 3, lambda slot: 5 if slot in (0, 3) else 0) == [9, 0, 3]
+
+
+def test_slru_keeps_a_share_for_new_pages() -> None:
+    policy = Slru(100)
+    fill(policy, range(100))
+    assert out(policy, 1, lambda _: 5) == [0], "all were read again: the first to be protected falls back"
+
+
+def test_s3fifo_remembers_what_left_its_small_queue() -> None:
+    policy = S3Fifo(10)
+    fill(policy, range(4))
+    assert out(policy, 2) == [0, 1]
+    policy.add(7, Page(20, key=0))  # comes back: into the main queue
+    assert out(policy, 3) == [2, 3, 7]
+
+
+def test_arc_moves_its_border_by_what_comes_back() -> None:
+    policy = Arc(10)
+    fill(policy, range(10))
+    out(policy, 5)
+    before = policy._share
+    policy.add(20, Page(20, key=0))
+    assert policy._share > before, "pages used once were evicted too soon"
+
+
+@pytest.mark.parametrize("policy", [Slru(10), S3Fifo(10), Arc(10), Gittins(10)])
+def test_uses_of_inner_pages_follow_from_their_children(policy: Slru | S3Fifo | Arc | Gittins) -> None:
+    """A child that a second later request stored, used since: its parent was used by both, and by that one."""
+    policy.add(1, Page(1000, key=1, position=5, turns=2))
+    marks = {1: 2000}
+    fill(policy, range(2, 4), 1500)
+    while (victim := policy.victim(lambda slot: marks.get(slot, 0), 3000)) != 1:
+        assert victim is not None
+        policy.forget(victim, None)
+    policy.forget(1, 1)
+    policy.add(9, Page(2500, key=9, position=4, turns=0))
+    if isinstance(policy, Gittins):
+        assert policy._word[9] >> 2 & 3 == 3
+    else:
+        assert policy._leaves[9].uses == 1 + 2 + 1 and policy._leaves[9].kept
+
+
+# --- worth -----------------------------------------------------------------------------------------------------------
+
+
+def test_bins_are_half_octaves() -> None:
+    ages = [0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 1000, 99_999, 2**31, 3 * 2**30 - 1000, 2**32 - 1]
+    assert bins_of(np.array(ages)).tolist() == [bin_of(age) for age in ages]
+    assert [bin_of(age) for age in (0, 1, 2, 3, 4, 5, 6, 8, 12)] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+    assert bin_of(2**32 - 1) == BINS - 1 and bin_of(2**40) == BINS - 1
+
+
+def naive_index(chances: list[float], start: int) -> float:
+    """The best of all times to give up, tried one by one."""
+    best = survives = uses = time_ms = 0.0
+    survives = 1.0
+    for b in range(start, BINS):
+        uses += survives * chances[b]
+        time_ms += survives * policy_worth._WIDTHS_MS[b] * (1 - chances[b] / 2)
+        survives *= 1 - chances[b]
+        best = max(best, uses / time_ms)
+    return best
+
+
+@QUIET
+@given(st.lists(st.floats(0, 0.95), min_size=BINS, max_size=BINS))
+def test_the_index_looks_ahead_as_far_as_it_pays(chances: list[float]) -> None:
+    assert gittins(chances) == pytest.approx([naive_index(chances, b) for b in range(BINS)])
+
+
+def test_without_experience_the_oldest_is_worth_least() -> None:
+    chances = Ledger().chances()
+    assert chances == pytest.approx(np.tile(PRIOR, (CLASSES, 1)))
+    assert all(older <= younger for younger, older in pairwise(gittins(PRIOR.tolist())))
+
+
+def test_chances_are_what_was_seen_though_pages_leave() -> None:
+    """Used at ages of about 1 s with a chance of one in two; half of all are evicted before that, at 0.1 s."""
+    ledger = Ledger()
+    for i in range(20_000):
+        if i % 2:
+            ledger.watched(1, 0, bin_of(100), used=False)
+        else:
+            ledger.watched(1, 0, bin_of(1000 if i % 4 else 50_000), used=bool(i % 4))
+    chances = ledger.chances()
+    assert chances[1, bin_of(1000)] == pytest.approx(0.5, abs=0.05)
+    assert chances[1, bin_of(100)] < 0.01 and chances[1, bin_of(10_000)] < 0.05
+    before = chances[1, bin_of(1000)]
+    ledger.fade(0.001)
+    assert ledger.chances()[1, bin_of(1000)] < before / 2
+
+
+def test_what_is_still_there_counts_as_unused() -> None:
+    ledger = Ledger()
+    for _ in range(500):
+        ledger.watched(1, 0, bin_of(1000), used=True)
+    kept = np.full(100, 1), np.zeros(100, np.int64), np.full(100, bin_of(60_000))
+    assert ledger.chances(*kept, 25.0)[1, bin_of(1000)] < ledger.chances()[1, bin_of(1000)] / 3
+
+
+# --- the default -----------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_told_from_their_neighbours() -> None:
+    assert [step_of(position) for position in range(10)] == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1]
+
+
+def test_gittins_is_lru_until_it_knows_better() -> None:
+    policy = Gittins(100)
+    for slot, used_ms in enumerate((500, 90_000, 7000, 40_000, 300)):
+        policy.add(slot, Page(used_ms))
+    assert out(policy, 5, now_ms=100_000) == [4, 0, 2, 3, 1]
+
+
+def test_gittins_keeps_what_experience_tells_it_to() -> None:
+    """Every page is used once more, 60 s after it came, never sooner: so the oldest are worth most."""
+    policy, marks, came = Gittins(200), [0] * 200, [0] * 200
+    slot_of_key: dict[int, int] = {}
+    hits = {"gittins": 0, "lru": 0}
+    for name, competitor in (("gittins", policy), ("lru", cast(EvictionPolicy, Lru(200)))):
+        marks, slot_of_key, keys = [0] * 200, {}, {}
+        for turn in range(60_000):
+            now_ms = 1000 + 100 * turn
+            due = turn - 600  # the page that came a minute ago
+            if due in slot_of_key:
+                marks[slot_of_key[due]] = now_ms
+                hits[name] += 1
+            if turn < 200:
+                slot = turn
+            else:
+                victim = competitor.victim(marks.__getitem__, now_ms)
+                assert victim is not None
+                slot = victim
+                competitor.forget(slot, keys[slot] * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+                del slot_of_key[keys[slot]]
+            marks[slot], keys[slot], slot_of_key[turn] = now_ms, turn, slot
+            competitor.add(slot, Page(now_ms, turn * 0x9E3779B97F4A7C15 & (1 << 64) - 1))
+    assert hits["lru"] == 0 and hits["gittins"] > 60_000 / 6
+    assert came[0] == 0
+
+
+def test_ghosts_know_keys_that_left() -> None:
+    ghosts = Ghosts(100_000)
+    keys = random.Random(1)
+    gone = [keys.getrandbits(64) for _ in range(1000)]
+    for key in gone:
+        ghosts.remember(key, key % 4)
+    known = sum(ghosts.recall(key) == key % 4 for key in gone)
+    assert known > 980, "a later key may take a place"
+    assert sum(ghosts.recall(keys.getrandbits(64)) is not None for _ in range(10_000)) < 5
+    ghosts.resize(150_000)
+    assert ghosts.recall(gone[-1]) is not None
+    ghosts.resize(1000)
+    assert ghosts.recall(gone[-1]) is None
+
+
+def test_gittins_takes_17_bytes_per_leaf() -> None:
+    pages = 200_000
+    policy = Gittins(pages)
+    for slot in range(pages):
+        policy.add(slot, Page(slot, slot))
+    tables = (policy._use, policy._word, policy._place, policy._order, policy._ghosts._places)
+    assert sum(len(table) * table.itemsize for table in tables) / pages <= 17.2
+
+
+def test_gittins_outlives_its_words() -> None:
+    policy = Gittins(10)
+    for slot, day in enumerate((0, 40, 49, 50, 120)):
+        policy.victim(lambda _: 0, day * DAY_MS)
+        policy.add(slot, Page(day * DAY_MS))
+    policy.victim(lambda _: 0, 200 * DAY_MS)
+    policy.add(5, Page(199 * DAY_MS))
+    policy.add(6, Page(190 * DAY_MS))
+    left = out(policy, 7, now_ms=200 * DAY_MS)
+    assert left[5:] == [6, 5] and sorted(left) == list(range(7)), "what is older than a month is equally old"
+
+
+def test_a_mark_from_nowhere_moves_no_clock() -> None:
+    policy = Gittins(10)
+    policy.add(0, Page(1000))
+    policy.add(1, Page(1000 * 365 * DAY_MS))
+    assert policy.victim(lambda _: 0, 100_000) == 0
+    policy.add(2, Page(90_000))
+    policy.forget(0, None)
+    assert policy.victim(lambda _: 0, 200_000) == 2
+
+
+def test_large_samples_cover_all_leaves() -> None:
+    policy = Gittins(5000)
+    fill(policy, range(5000))
+    seen: set[int] = set()
+    for _ in range(60):
+        seen.update(policy._sample(policy_gittins.SAMPLE).tolist())
+    assert len(seen) == 5000
