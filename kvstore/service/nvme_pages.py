@@ -291,7 +291,7 @@ class NvmePages:
         with self._bounces.borrow(frame_class.nvme_stride) as buffer:
             slots = buffer.reshape(1, -1)
             found = self._read_run(source, frame, slots)[0]
-            if isinstance(found, str):
+            if isinstance(found, str) or found.key != source.rows[frame, 8:24].tobytes():
                 return False
             incarnation = self.devices.header_incarnation(target.position)
             rest = found.parent, found.info, found.checksums, found.payload_sum

@@ -177,7 +177,7 @@ def test_agents_call_again_and_fork() -> None:
     for request in requests:
         for block, following in zip(request.block_ids, request.block_ids[1:], strict=False):
             followers.setdefault(block, set()).add(following)
-    assert max(len(following) for following in followers.values()) > 100, "an application's prompt"
+    assert max(len(following) for following in followers.values()) > 20, "an application's prompt"
     assert len({request.block_ids[0] for request in requests}) <= AgentShape().applications
 
 
