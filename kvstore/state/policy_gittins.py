@@ -29,7 +29,8 @@ from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
 from kvstore.state.policy_worth import CLASSES, Ledger, bin_of, bins_of, gittins
 
 SAMPLE = 1024
-BATCH = 16  # of a full sample, so many are the next to go
+BATCH = 16  # of a sample, so many are the next to go ...
+SMALL_SHARE = 16  # ... and of a small one, one in so many
 EVICTIONS_PER_TABLE = 512
 LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
 HALF_LIFE_EVICTIONS = 1 << 14  # what was seen so many evictions ago counts half ...
@@ -252,7 +253,7 @@ class Gittins:
         classes = np.frombuffer(self._word, np.uint16)[slots] >> np.uint16(1) & np.uint16(CLASSES - 1)
         ages = np.maximum(self._now - uses, 0)
         worth = self._table[classes, bins_of(ages)] * (1 - ages * 1e-13)  # of equal worth the older goes first
-        count = max(1, len(slots) * BATCH // SAMPLE)
+        count = max(1, min(BATCH, len(slots) // SMALL_SHARE))
         lowest = np.argpartition(worth, count - 1)[:count]
         lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))

@@ -126,13 +126,13 @@ def test_a_cache_that_holds_all_hits_all(name: str) -> None:
 
 def test_keys_spread() -> None:
     keys = [key_of(block) for block in range(5000)]
-    assert len(set(keys)) == 5000 and 0 <= min(keys) and max(keys) < 2**64
+    assert len(set(keys)) == 5000 and min(keys) >= 0 and max(keys) < 2**64
     assert 250 < sum(key >> 56 < 16 for key in keys) < 380
 
 
-@pytest.mark.parametrize(("kind", "capacity"), [("conversations", 3000), ("scans", 3000), ("agents", 1000)])
+@pytest.mark.parametrize(("kind", "capacity"), [("conversations", 2000), ("scans", 2000)])
 def test_the_default_gains_over_lru(kind: str, capacity: int) -> None:
-    found = compare(kind, GENERATORS[kind](5000, 3.4, 5), [capacity], ["lru", "gittins"], Half.SECOND)
+    found = compare(kind, GENERATORS[kind](3000, 3.4, 5), [capacity], ["lru", "gittins"], Half.SECOND)
     assert found.ratio("gittins", capacity) > 1.05 * found.ratio("lru", capacity)
 
 
@@ -220,10 +220,8 @@ def test_halves() -> None:
         compare("x", requests, [500], ["lru"], half) for half in (Half.ALL, Half.FIRST, Half.SECOND)
     )
     assert (whole.requests, first.requests, second.requests) == (400, 200, 200)
-    assert (
-        first == compare("x", requests[:200], [500], ["lru"], Half.ALL)
-        or first.lines[0] == compare("x", requests[:200], [500], ["lru"], Half.ALL).lines[0]
-    )
+    alone = compare("x", requests[:200], [500], ["lru"])
+    assert first.ratio("lru", 500) == alone.ratio("lru", 500) and first.infinite == alone.infinite
     hits = [part.ratio("lru", 500) * part.blocks for part in (first, second)]
     assert sum(hits) == pytest.approx(whole.ratio("lru", 500) * whole.blocks)
     assert first.infinite < second.infinite, "the second half begins warm"
