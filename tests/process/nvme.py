@@ -177,7 +177,7 @@ def save_all(store: Store, pages: int, timeout_s: float = 20.0) -> None:
     def saved() -> bool:
         store.evict(pages=1 << 20)  # what is not saved yet is, and leaves the next time
         tiers = store.stats()["tiers"]
-        return tiers["dram"]["pages"] == 0 and tiers["nvme"]["pages"] >= pages
+        return bool(tiers["dram"]["pages"] == 0 and tiers["nvme"]["pages"] >= pages)
 
     try:
         wait_until(f"{pages} pages are on NVMe alone", saved, timeout_s)
