@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.bench.content import LAYOUTS, Content, Rows, Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
-from kvstore.bench.nvme_disk import LIMITS, MIB, Range, RawFile, Scratch, Task, Where, large_buffer, target_bytes
+from kvstore.bench.nvme_disk import LIMITS, MIB, Range, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
 from kvstore.bench.processes import Daemon, Peer
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.store import Store, connect
@@ -28,7 +28,7 @@ NVME_EXTENT_BYTES = 256 * MIB
 SAVED_BYTES_QUICK, DRAM_BYTES_QUICK, EXTENT_BYTES_QUICK = 96 * MIB, 48 * MIB, 16 * MIB
 BATCH_PAGES, BATCH_PAGES_QUICK = 32, 8
 STEPS_ONE_PAGE, STEPS_ONE_PAGE_QUICK = 400, 40
-NEVER = 1 << 20  # reads after which a page is promoted: more than are counted
+NEVER = 255  # reads after which a page is promoted: more than any round makes
 UNALIGNED_BY = 64  # of a caller's buffer: good for vector instructions, not for a disk
 VACATE_S = 60.0
 GETS = ("get", "get_unaligned")
@@ -52,7 +52,8 @@ def target(
     extent_bytes = EXTENT_BYTES_QUICK if quick else NVME_EXTENT_BYTES
     size_bytes = target_bytes(work.chains * work.pages, work.layout, extent_bytes)
     scratch = scene.enter_context(Scratch(stage.settings.dir, size_bytes + more_bytes, quick=quick))
-    return scratch, {"nvme": f"{scratch.path / 'pages'}:{size_bytes}", "nvme_extent": extent_bytes, **settings}
+    given = {"nvme": f"{scratch.path / 'pages'}:{size_bytes}", "nvme_extent": extent_bytes}
+    return scratch, {**given, "eviction": "lru", **settings}  # what was put last stays, as rows count on it
 
 
 @dataclass
@@ -117,8 +118,8 @@ class ColdReading:
         self.cache = cold.store.cache(work.layout)
         self.content = Content(work.layout.page_bytes)
         shape = work.pages, work.layout.page_bytes
-        self.out: Rows = large_buffer(work.chain_bytes).reshape(shape)
-        self.unaligned: Rows = large_buffer(work.chain_bytes + UNALIGNED_BY)[UNALIGNED_BY:].reshape(shape)
+        self.out: Rows = warm_buffer(work.chain_bytes).reshape(shape)
+        self.unaligned: Rows = warm_buffer(work.chain_bytes + UNALIGNED_BY)[UNALIGNED_BY:].reshape(shape)
         tokens = [work.tokens(chain) for chain in range(work.chains)]
         ranges = where.ranges([self.cache.keys(each).hashes for each in tokens])
         self.chains = [

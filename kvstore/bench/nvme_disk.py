@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import shutil
 import tempfile
@@ -31,6 +30,7 @@ from kvstore.bench.harness import BenchFailed
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, nvme_frames
+from kvstore.tier.bounces import large_buffer
 from kvstore.tier.disk import BLOCK_BYTES
 from kvstore.tier.folder import PREFIX, NodeFolder
 from kvstore.tier.header import Header
@@ -43,7 +43,6 @@ MIB = 1 << 20
 PIECE_BYTES = MIB
 LIMITS = ("pieces_1m", "piece_per_thread")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-LARGE_PAGE = 2 * MIB
 TABLES_BYTES = MIB  # of a target, for what is not pages
 SPARE_BYTES = 64 * MIB  # left to others on the file system
 
@@ -108,15 +107,9 @@ def frame_class_of(layout: Layout) -> FrameClass:
     return FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
 
 
-def large_buffer(nbytes: int) -> Rows:
-    """Warm memory in large pages, as far as the kernel has them; starts at the boundary of one."""
-    pages_bytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE  # the last one whole, too
-    memory = mmap.mmap(-1, pages_bytes + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % LARGE_PAGE
-    rows: Rows = whole[start : start + nbytes]
+def warm_buffer(nbytes: int) -> Rows:
+    """Memory in large pages, as far as the kernel has them, that was written to before."""
+    rows = large_buffer(nbytes)[:nbytes]
     rows[:] = 1
     return rows
 
@@ -146,7 +139,7 @@ class RawFile:
             os.close(self._fd)
             raise BenchFailed(f"{path}: {error.strerror}") from None
         self._io = IoThreads(IO_THREADS)
-        self.buffer = large_buffer(buffer_bytes)
+        self.buffer = warm_buffer(buffer_bytes)
 
     def reads(self, ranges: Sequence[Range], how: str) -> list[Task]:
         """What ``run`` needs to read these ranges, end to end into ``buffer``."""

@@ -112,7 +112,7 @@ class NodeConfig:
     """How many clients may be connected at once."""
     verify_reads: bool = _setting(False, parse_switch)
     """Whether every DRAM read verifies checksums, and not only those from other tiers and machines."""
-    eviction: str = _setting("lru", parse_text)
+    eviction: str = _setting("gittins", parse_text)
     """Name of the policy by which pages leave DRAM and NVMe when frames are needed."""
     nvme: tuple[NvmeTarget, ...] = _setting((), parse_nvme)
     """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""

@@ -33,7 +33,7 @@ class TieringRules:
     """How a node uses its NVMe tier.
 
     Args:
-        demote_at: share of a DRAM class's frames in use above which cold pages are saved ahead.
+        demote_at: share of a DRAM class's frames in use above which cold pages are saved ahead; 0: all pages at once.
         promote_after: reads from NVMe after which a page is loaded into DRAM.
         admission: "all" saves every page that leaves DRAM, "reused" only those of chains used by a later request.
         write_bytes_per_day: bytes that may be written per day; 0: no limit.
@@ -154,7 +154,8 @@ class Demotion:
                 self.give_up(pool)
             elif not self.copies.saving:
                 if event.everything or self._is_crowded(pool):
-                    self._look_ahead(pool, pool.frames if event.everything else -(-pool.frames // AHEAD_SHARE))
+                    everything = event.everything or self.rules.demote_at == 0
+                    self._look_ahead(pool, pool.frames if everything else -(-pool.frames // AHEAD_SHARE))
                 batch = self._choose(pool, max(1, size // pool.frame_class.nvme_stride), out)
                 if batch.pages:
                     self.copies.start_saving(batch, out)

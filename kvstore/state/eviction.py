@@ -27,7 +27,7 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "gittins": Gittins,
     }
 )
-POLICY_DEFAULT = "lru"
+POLICY_DEFAULT = "gittins"
 
 
 def make_policy(name: str, capacity_pages: int) -> EvictionPolicy:

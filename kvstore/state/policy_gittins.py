@@ -26,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
-from kvstore.state.policy_worth import CLASSES, Ledger, bin_of, bins_of, gittins
+from kvstore.state.policy_worth import CLASSES, Ledger, age_worth, bin_of, bins_of, gittins
 
 SAMPLE = 1024
 BATCH = 16  # of a sample, so many are the next to go ...
 SMALL_SHARE = 16  # ... and of a small one, one in so many
+YOUNG_SHARE = 8  # one leaf in so many, those used last, stays whatever is known of its like
 EVICTIONS_PER_TABLE = 512
 LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
 HALF_LIFE_EVICTIONS = 1 << 14  # what was seen so many evictions ago counts half ...
@@ -98,7 +99,6 @@ class Gittins:
         self._evicted = 0  # since the table was made
         self._phase = 0.0  # where the next sample begins, as a share of its stride
         self._next: list[tuple[int, int]] = []  # (slot, use) of the next to go, the first one last
-        self._oldest = 0  # the earliest use in the last sample
         self._child: tuple[int, int] | None = None  # (word, use) of the page that left last, if nothing came between
 
     def resize(self, pages: int) -> None:
@@ -174,12 +174,21 @@ class Gittins:
         return None
 
     def coldest_ms(self) -> int | None:
-        """See ``EvictionPolicy.coldest_ms``: the earliest use in the last sample."""
-        if not self._order:
-            return None
-        if not self._next:
-            self._choose()
-        return self._oldest + (self._base_ms or 0)
+        """See ``EvictionPolicy.coldest_ms``: a use so long ago that without experience a page is worth as little.
+
+        Of the page that is the next to go. So ages of two classes of pages compare as what they are worth: where the
+        next to go is a page of some use, though its last one is long ago, it is not called cold.
+        """
+        while self._order:
+            if not self._next:
+                self._choose()
+            slot, use = self._next[-1]
+            if slot in self and self._use[slot] == use:
+                age = max(0, self._now - use)
+                worth = self._table[self._word[slot] >> 1 & CLASSES - 1, bin_of(age)]
+                return (self._base_ms or 0) + self._now - age_worth(worth, age)
+            self._next.pop()
+        return None
 
     def __contains__(self, slot: int) -> bool:
         """See ``EvictionPolicy.__contains__``."""
@@ -253,11 +262,12 @@ class Gittins:
         classes = np.frombuffer(self._word, np.uint16)[slots] >> np.uint16(1) & np.uint16(CLASSES - 1)
         ages = np.maximum(self._now - uses, 0)
         worth = self._table[classes, bins_of(ages)] * (1 - ages * 1e-13)  # of equal worth the older goes first
+        if young := len(slots) // YOUNG_SHARE:
+            worth[ages < np.partition(ages, young)[young]] = np.inf
         count = max(1, min(BATCH, len(slots) // SMALL_SHARE))
         lowest = np.argpartition(worth, count - 1)[:count]
         lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
-        self._oldest = int(uses.min())
 
     def _since_base(self, time_ms: int) -> int:
         """Milliseconds since the base, as 32 bits hold them."""

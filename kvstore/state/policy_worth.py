@@ -21,6 +21,8 @@ used 3 times    16      20      22      8.3     2.5
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 import numpy.typing as npt
 
@@ -88,6 +90,17 @@ def gittins(chances: list[float]) -> list[float]:
         stretches.append((uses, time_ms, survives))
         indices[b] = uses / time_ms
     return indices
+
+
+_INDEX_PRIOR = gittins(PRIOR.tolist())  # falls with age
+
+
+def age_worth(worth: float, age_ms: int) -> int:
+    """The age at which a page is worth so much without experience, in steps of bins from ``age_ms``."""
+    here, there = bin_of(age_ms), bisect_left(_INDEX_PRIOR, -worth, key=lambda index: -index)
+    if here == there or not age_ms:
+        return age_ms
+    return age_ms * _EDGES_MS[min(there, BINS - 1)] // _EDGES_MS[here]
 
 
 class Ledger:

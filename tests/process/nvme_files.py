@@ -42,8 +42,15 @@ WORKER = (sys.executable, "-m", "tests.process.nvme_auditors")
 # Not prefix-closed as clients see it: pages are found one by one.
 WINDOW = replace(SMALL, model="process-test-window", attention="window", window=64)
 
-# Every page is saved at once, none is loaded again for being read, no checkpoint but the one of a clean stop.
-AT_ONCE: dict[str, Any] = {"demote_at": 0.0, "promote_after": 255, "checkpoint_s": 3600.0, "nvme_extent": MIB}
+# Every page is saved at once, none is loaded again for being read, no checkpoint but the one of a clean stop; what came
+# last stays.
+AT_ONCE: dict[str, Any] = {
+    "demote_at": 0.0,
+    "promote_after": 255,
+    "checkpoint_s": 3600.0,
+    "nvme_extent": MIB,
+    "eviction": "lru",
+}
 
 
 def target(machine: Machine, number: int = 0) -> Path:

@@ -307,7 +307,7 @@ def test_tiers_of_a_node_with_nvme(machine: Machine, tmp_path: Path) -> None:
     assert nvme["hit_ratio"] + dram["hit_ratio"] == pytest.approx(1.0)
     assert nvme["demoted_bytes"] == nvme["demoted_pages"] * SMALL.page_bytes == nvme["bytes_in"] > 0
     assert nvme["written_today_bytes"] >= nvme["demoted_bytes"]
-    assert nvme["state"] == "ready" and nvme["eviction"] == "lru" and dram["demoted"] > 0
+    assert nvme["state"] == "ready" and nvme["eviction"] == "gittins" and dram["demoted"] > 0
     (device,) = nvme["devices"]
     assert device["path"] == str(tmp_path / "kv") and device["pages"] == nvme["pages"] > 0
     text = machine.run("tiers", "--node", "n").stdout

@@ -211,16 +211,16 @@ def test_scratch_folder_says_what_it_needs_and_goes(tmp_path: Path) -> None:
 
 
 def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
-    work = Work("4k", seed=1, chains=3, pages=8)
+    work = Work("4k", seed=1, chains=24, pages=8)
     content, rows = Content(4096), np.zeros((8, 4096), np.uint8)
-    nvme = f"{disk_dir / 'pages'}:{target_bytes(24, work.layout, 1 << 20)}"
-    settings: dict[str, Any] = {"nvme_extent": "1MiB", "demote_at": 0, "shm_dir": disk_dir}
-    with kvstore.open(name="bench-where", dram="4MiB", nvme=nvme, **settings) as store:
+    nvme = f"{disk_dir / 'pages'}:{target_bytes(24 * 8, work.layout, 1 << 20)}"
+    settings: dict[str, Any] = {"nvme_extent": "1MiB", "shm_dir": disk_dir}
+    with kvstore.open(name="bench-where", dram="256KiB", nvme=nvme, **settings) as store:  # eight chains of 24
         cache = store.cache(work.layout)
-        keys = [work.keys(cache, chain) for chain in range(3)]
-        for each in keys:
+        for each in (work.keys(cache, chain) for chain in range(24)):
             content.fill(rows, each.hashes)
             cache.put(each, rows)
+        keys = [work.keys(cache, chain) for chain in range(3)]
         with contextlib.closing(Where.of(disk_dir, "bench-where", work.layout)) as where:
             wait_for(lambda: where.saved([each.hashes[-1] for each in keys]), "not saved", 10)
             stride = where.frame_class.nvme_stride

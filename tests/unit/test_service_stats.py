@@ -16,6 +16,7 @@ from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import FrameClass, FrameState, nvme_frames
 from kvstore.service import stats as module
 from kvstore.service.stats import age_quantile
+from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
 from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.nvme_devices import NvmeDevices
@@ -82,7 +83,7 @@ def test_nothing_asked_has_no_ratio(store: kvstore.Store) -> None:
     dram = store.stats()["tiers"]["dram"]
     assert dram["hit_ratio"] is None
     assert dram["age_at_eviction_s"] == {"p50": None, "p90": None}
-    assert dram["evicted"] == {} and dram["eviction"] == "lru"
+    assert dram["evicted"] == {} and dram["eviction"] == POLICY_DEFAULT
 
 
 def test_a_checksum_that_does_not_hold_is_the_reason(store: kvstore.Store) -> None:
