@@ -5,10 +5,10 @@ root, extra and token ids as the caller's keys have them, and every layer's chec
 read; only pages that hold are copied to the caller. In the end the records (lean ones) say whether the pages were
 there all the time.
 
-Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in 8 parts of 4 frames,
-which lie end to end on the device as header, page, header, page, ...: 1040 KiB each. Four threads take the parts one by
-one; while one of them computes checksums, the others read. If page 17 does not hold, the match ends there, whatever
-page 18 may be; the caller's rows from 17 on hold what they held before, or what their page is.
+Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in parts of up to 4 frames,
+which lie end to end on the device as header, page, header, page, ...: 1040 KiB each. Four threads read the parts one by
+one, and while they do, the caller checks and copies what they brought. If page 17 does not hold, the match ends there,
+whatever page 18 may be; the caller's rows from 17 on hold what they held before, or what their page is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import struct
 import threading
 import time
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY, IO
-from kvstore.client.read_threads import THREADS, Bounce, ReadBatch, ReadTask, ReadThreads
+from kvstore.client.read_threads import THREADS, Bounce, Read, ReadThreads
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.disk import Bytes, Disk
@@ -77,6 +76,20 @@ class Part(NamedTuple):
     page: int
     length: int
     generations: npt.NDArray[np.uint64]
+
+    def frames(self) -> list[Part]:
+        """One part per frame."""
+        stride = self.extent.frame_class.nvme_stride
+        return [
+            self._replace(
+                offset=self.offset + i * stride,
+                frame=self.frame + i,
+                page=self.page + i,
+                length=1,
+                generations=self.generations[i : i + 1],
+            )
+            for i in range(self.length)
+        ]
 
 
 class NvmeReader:
@@ -205,11 +218,9 @@ class NvmeRead:
         self._runs = runs
         self._parts = parts
         self._reason = reason
-        identities, tasks = _identities(keys), []
-        for part in parts:
-            pages = slice(part.page, part.page + part.length)
-            tasks.append(ReadTask(part.disk, partial(_read, part, identities[pages], rows[pages])))
-        self._batch = reader.threads.start(tasks)
+        self._rows = rows
+        self._batch = reader.threads.start(map(_read_of, parts))
+        self._identities = _identities(keys)
 
     @property
     def addresses(self) -> bytes:
@@ -221,14 +232,7 @@ class NvmeRead:
 
         Marks them as used. Devices that bring nothing for ``silence_s`` are not waited for: reason "io".
         """
-        pages, reason = 0, self._reason
-        for part, outcome in zip(self._parts, self._reader.threads.finish(self._batch, silence_s), strict=True):
-            assert not isinstance(outcome, AssertionError), outcome
-            good, why = outcome if isinstance(outcome, tuple) else (0, IO)
-            pages = part.page + good
-            if why:
-                reason = why
-                break
+        pages, reason = self._read_all(silence_s)
         now_ns = time.monotonic_ns()
         for run in self._runs:
             if run.page > pages:
@@ -243,54 +247,53 @@ class NvmeRead:
             self.damaged = self._located[pages]
         return pages, reason
 
+    def _read_all(self, silence_s: float) -> tuple[int, str]:
+        """Check and copy what the devices bring, as it comes."""
+        batch, parts = self._batch, list(self._parts)
+        end = parts[-1].page + parts[-1].length if parts else 0
+        missing = {part.page: IO for part in parts}  # first page that is not there -> why not
+        first = end  # of those that do not hold, as far as known
+        while (done := batch.next(silence_s)) is not None:
+            number, outcome = done
+            part = parts[number]
+            if not isinstance(outcome, OSError):
+                good, why = self._accept(part, outcome) if part.page < first else (0, ABSENT)
+                batch.recycle(outcome)
+                del missing[part.page]
+                if good < part.length:
+                    first = min(first, part.page + good)
+                    missing[part.page + good] = why
+            elif part.length > 1 and part.page < first:  # frame by frame: one must not cost those before it
+                for one in part.frames():
+                    missing[one.page] = IO
+                    parts.append(one)
+                    batch.add(_read_of(one))
+            else:
+                first = min(first, part.page)
+        pages = min(missing, default=end)
+        return pages, missing.get(pages, self._reason)
 
-def _read(part: Part, identities: Bytes, rows: Bytes, batch: ReadBatch, bounce: Bounce) -> tuple[int, str]:
-    """In one of the threads: read a part, copy its leading pages that hold to ``rows``; how many, and why not all."""
-    frame_class, pages = part.extent.frame_class, part.length
-    data = bounce.take(pages * frame_class.nvme_stride)
-    try:
-        part.disk.read(part.offset, [data])
-    except OSError:
-        if pages == 1:
-            raise
-        return _read_each(part, identities, rows, batch, bounce)
-    frames = data.reshape(pages, frame_class.nvme_stride)
-    headers, payloads = frames[:, : frame_class.nvme_header_bytes], frames[:, frame_class.nvme_header_bytes :]
-    where = part.incarnation, part.extent.number, part.frame
-    reasons = faults(headers, frame_class, *where, part.generations, identities)
-    sums = payload_sums_in(headers)
-    good, why = pages, ""
-    for i, (reason, page) in enumerate(zip(reasons, bounce.pages(frame_class, pages), strict=True)):
-        if reason or _digest(page) != sums[i]:
-            good, why = i, _why(part, i, headers[i]) if reason else CHECKSUM
-            break
-    # One copy, while it is in the cache: each lets other threads have the interpreter, and has to get it back.
-    if not batch.may_write():
-        return 0, IO
-    try:
-        rows[:good] = payloads[:good, : frame_class.page_bytes]
-    finally:
-        batch.written()
-    return good, why
+    def _accept(self, part: Part, bounce: Bounce) -> tuple[int, str]:
+        """Copy the leading pages of a part that hold to the caller's rows; how many, and why not all."""
+        frame_class, pages = part.extent.frame_class, part.length
+        data = bounce.take(pages * frame_class.nvme_stride)
+        frames = data.reshape(pages, frame_class.nvme_stride)
+        headers, payloads = frames[:, : frame_class.nvme_header_bytes], frames[:, frame_class.nvme_header_bytes :]
+        where = part.incarnation, part.extent.number, part.frame
+        identities = self._identities[part.page : part.page + pages]
+        reasons = faults(headers, frame_class, *where, part.generations, identities)
+        sums = payload_sums_in(headers)
+        good, why = pages, ""
+        for i, (reason, page) in enumerate(zip(reasons, bounce.pages(frame_class, pages), strict=True)):
+            if reason or _digest(page) != sums[i]:
+                good, why = i, _why(part, i, headers[i]) if reason else CHECKSUM
+                break
+        self._rows[part.page : part.page + good] = payloads[:good, : frame_class.page_bytes]
+        return good, why
 
 
-def _read_each(part: Part, identities: Bytes, rows: Bytes, batch: ReadBatch, bounce: Bounce) -> tuple[int, str]:
-    """The same, frame by frame: one that cannot be read must not cost the pages before it."""
-    for i in range(part.length):
-        one = part._replace(
-            offset=part.offset + i * part.extent.frame_class.nvme_stride,
-            frame=part.frame + i,
-            page=part.page + i,
-            length=1,
-            generations=part.generations[i : i + 1],
-        )
-        try:
-            good, why = _read(one, identities[i : i + 1], rows[i : i + 1], batch, bounce)
-        except OSError:
-            good, why = 0, IO
-        if why:
-            return i + good, why
-    return part.length, ""
+def _read_of(part: Part) -> Read:
+    return Read(part.disk, part.offset, part.length * part.extent.frame_class.nvme_stride)
 
 
 def _why(part: Part, i: int, header: Bytes) -> str:
@@ -327,19 +330,26 @@ def locate(index: Index, hashes: list[bytes], closed: bool) -> list[bytes]:
 
 def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[Part], str]:
     """Runs cut into reads: large enough to be worth it, and as many as there are threads. They end, with the reason,
-    where a device could not be opened here."""
+    where a device could not be opened here.
+
+    Devices serve those in flight alike, so reads of one size would all be done in the same moment, and again nothing
+    would be in flight. The first ones grow: while one is checked, the next is still read.
+    """
     total = sum(run.length for run in runs)
     parts: list[Part] = []
     for run in runs:
         frame_class = run.extent.frame_class
-        step = max(1, min(PART_BYTES // frame_class.nvme_stride, -(-total // THREADS)))
+        most = max(1, min(PART_BYTES // frame_class.page_bytes, -(-2 * total // (THREADS + 1))))
         generations = np.frombuffer(run.words, np.uint64) >> np.uint64(8)
-        for i in range(0, run.length, step):
+        i = 0
+        while i < run.length:
+            step = -(-most * min(len(parts) + 1, THREADS) // THREADS)
             length, frame = min(step, run.length - i), run.frame + i
             place = map_.place(run.extent.position, frame_class, frame)
             if place is None:
                 return parts, IO
             parts.append(Part(*place, run.extent, frame, run.page + i, length, generations[i : i + length]))
+            i += length
     return parts, ""
 
 

@@ -1,9 +1,10 @@
 """ReadThreads: reads from NVMe devices side by side, with a deadline that a silent device cannot break.
 
 A system call that reads from a device cannot be called off: where the device does not answer, its thread is lost until
-it does. So the caller never reads itself, it waits. What a thread reads goes into a buffer of its own, and from there
-into the caller's memory only while the caller is still waiting (``ReadBatch.may_write``): a device that answers late
-harms nobody. A disk that owes an answer is not asked again until it has given it, so that it costs one deadline, once.
+it does. So the caller never reads itself. Threads read into buffers of ours and hand them over in the order in which
+they are done; the caller checks and copies one while the devices are at the next. What comes after the caller gave up
+stays in our buffer: a device that answers late harms nobody. A disk that owes an answer is not asked again until it has
+given it, so that it costs one deadline, once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,27 +23,34 @@ from kvstore.tier.bounces import large_buffer
 from kvstore.tier.disk import Bytes, Disk
 
 THREADS: Final = 4  # so many reads in flight make any device as fast as it gets
-SHAPES_MAX: Final = 16  # kinds of reads whose views a thread keeps
+AHEAD: Final = 2 * THREADS  # reads of one batch begun and not handed out: one in flight and one waiting per thread
+SHAPES_MAX: Final = 16  # kinds of reads whose views a buffer keeps
 
-_WAITING, _RUNNING, _DONE = 0, 1, 2
+
+class Read(NamedTuple):
+    """``nbytes`` at ``offset`` of a disk."""
+
+    disk: Disk
+    offset: int
+    nbytes: int
 
 
 class Bounce:
-    """One thread's buffer: in large memory pages, as large as its largest read, kept for the next one."""
+    """A buffer in large memory pages, as large as the largest read it served. Kept for the next one."""
 
     def __init__(self) -> None:
         self._buffer = np.zeros(0, np.uint8)
         self._pieces: dict[tuple[FrameClass, int], list[memoryview[int]]] = {}
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` to read into, until the next ``take``."""
+        """``nbytes`` of it, from its start."""
         if len(self._buffer) < nbytes:
             self._pieces.clear()
             self._buffer = large_buffer(nbytes)
         return self._buffer[:nbytes]
 
     def pages(self, frame_class: FrameClass, frames: int) -> list[memoryview[int]]:
-        """The pages of consecutive frames that were read to the beginning of what was taken.
+        """The pages of consecutive frames that were read to its start.
 
         Kept from read to read: to make a view costs as much as to hash what it shows.
         """
@@ -56,85 +64,79 @@ class Bounce:
         return pieces
 
 
-class ReadTask(NamedTuple):
-    """One read: from which disk, and what to do. ``call`` returns an outcome, or raises OSError."""
-
-    disk: Disk
-    call: Callable[[ReadBatch, Bounce], Any]
-
-
 class ReadBatch:
-    """Tasks that threads take one by one.
+    """Reads of one caller, by number from 0. Made by ``ReadThreads.start``; ends when the caller has taken all of them
+    with ``next``, or with ``give_up``."""
 
-    Ends when all are done, or when ``wait`` gives up. From then on none of them writes into the caller's memory.
-
-    Attributes:
-        tasks: as given.
-        outcomes: per task what it returned, or the OSError it raised; None where it is not done.
-    """
-
-    def __init__(self, tasks: Sequence[ReadTask]) -> None:
-        self.tasks = tasks
-        self.outcomes: list[Any] = [None] * len(tasks)
-        self._states = [_WAITING] * len(tasks)
-        self._left = len(tasks)
-        self._writing = 0
+    def __init__(self, threads: ReadThreads, reads: Iterable[Read]) -> None:
+        self.reads = list(reads)
+        self._threads = threads
+        self._begun = 0  # reads that were given to the threads
+        self._taken = 0
+        self._running: set[int] = set()
         self._given_up = False
-        self._changed = threading.Condition()  # guards all of the above
+        self._mutex = threading.Lock()  # guards the two above
+        self._done: queue.SimpleQueue[tuple[int, Bounce | OSError]] = queue.SimpleQueue()
 
-    def wait(self, silence_s: float) -> list[int]:
-        """Wait for all tasks; give up when none was done for ``silence_s``.
+    def add(self, read: Read) -> int:
+        """One read more; its number."""
+        self.reads.append(read)
+        self._begin_next()
+        return len(self.reads) - 1
 
-        Returns the tasks that were given up while they were being performed.
+    def next(self, silence_s: float) -> tuple[int, Bounce | OSError] | None:
+        """The next read that is done: its number, and what it brought (to be given back with ``recycle``) or why not.
+
+        None: all were taken; or nothing came for ``silence_s``, and the rest is given up.
         """
-        with self._changed:
-            left, deadline = self._left, time.monotonic() + silence_s
-            while self._left:
-                self._changed.wait(max(0.0, deadline - time.monotonic()))
-                if time.monotonic() >= deadline:
-                    if self._left == left:
-                        break
-                    left, deadline = self._left, time.monotonic() + silence_s
+        if self._taken == len(self.reads):
+            return None
+        try:
+            done = self._done.get(timeout=silence_s)
+        except queue.Empty:
+            self.give_up()
+            return None
+        self._taken += 1
+        self._begin_next()
+        return done
+
+    def recycle(self, bounce: Bounce) -> None:
+        """The caller has what it needs of it."""
+        self._threads.keep(bounce)
+
+    def give_up(self) -> None:
+        """The caller waits no longer. Disks whose reads are under way owe an answer."""
+        with self._mutex:
+            late = [] if self._given_up else [self.reads[number].disk for number in self._running]
             self._given_up = True
-            while self._writing:  # copies of memory: they end
-                self._changed.wait()
-            return [number for number, state in enumerate(self._states) if state == _RUNNING]
+        for disk in late:
+            self._threads.owe(disk, 1)
+
+    def _begin_next(self) -> None:
+        while self._begun < len(self.reads) and self._begun - self._taken < AHEAD:
+            self._begun += 1
+            self._threads.begin(self, self._begun - 1)
+
+    # --- for the threads --------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> bool:
-        """A thread takes a task. False: nobody waits for it any more."""
-        with self._changed:
+        """A thread takes a read. False: nobody waits for it any more."""
+        with self._mutex:
             if not self._given_up:
-                self._states[number] = _RUNNING
+                self._running.add(number)
             return not self._given_up
 
-    def may_write(self) -> bool:
-        """Whether the caller still waits; it then goes on waiting until ``written``. To be asked before each copy."""
-        with self._changed:
+    def end(self, number: int, outcome: Bounce | OSError) -> bool:
+        """A read is done, or will never be begun. False: it was given up meanwhile."""
+        with self._mutex:
+            self._running.discard(number)
             if not self._given_up:
-                self._writing += 1
-            return not self._given_up
-
-    def written(self) -> None:
-        """The copy that ``may_write`` allowed is done."""
-        with self._changed:
-            self._writing -= 1
-            if self._given_up:
-                self._changed.notify_all()
-
-    def end(self, number: int, outcome: Any) -> bool:
-        """A task is done, or will never be begun. False: it was given up meanwhile."""
-        with self._changed:
-            if not self._given_up:
-                self.outcomes[number] = outcome
-            self._states[number] = _DONE
-            self._left -= 1
-            if not self._left:
-                self._changed.notify_all()
+                self._done.put((number, outcome))
             return not self._given_up
 
 
 class ReadThreads:
-    """A few daemon threads, each with its buffer, shared by all threads of this process.
+    """A few daemon threads and their buffers, shared by all threads of this process.
 
     Life: made (nothing started) -> the first ``start`` -> ``close``, or the end of the process. A thread that a silent
     disk keeps is missing until that answers; where all are missing, every read fails at once.
@@ -148,33 +150,38 @@ class ReadThreads:
         self._owed: Counter[int] = Counter()  # reads that were given up and not answered, by disk
         self._mutex = threading.Lock()  # guards the three above
         self._queue: queue.SimpleQueue[tuple[ReadBatch, int] | None] = queue.SimpleQueue()
+        self._bounces: list[Bounce] = []  # the one used last on top: it may be in the cache
 
-    def start(self, tasks: Sequence[ReadTask]) -> ReadBatch:
-        """Begin to perform ``tasks``. Those of a disk that owes an answer fail at once: their outcome is an OSError."""
-        batch = ReadBatch(tasks)
+    def start(self, reads: Iterable[Read]) -> ReadBatch:
+        """Begin to perform ``reads``. Those of a disk that owes an answer fail at once."""
         with self._mutex:
             if not self._started and not self._closed:
                 self._started = True
                 for number in range(self._threads):
                     name = f"{self._name}-{number}"
                     threading.Thread(target=self._serve, name=name, daemon=True).start()
-            owed, refused = set(self._owed), self._closed or self._owed.total() >= self._threads
-        for number, task in enumerate(tasks):
-            if refused or id(task.disk) in owed:
-                batch.end(number, OSError(f"{task.disk.path} does not answer"))
-            else:
-                self._queue.put((batch, number))
+        batch = ReadBatch(self, reads)
+        batch._begin_next()
         time.sleep(0)  # lets go of the interpreter, so that they begin before their caller goes on
         return batch
 
-    def finish(self, batch: ReadBatch, silence_s: float) -> list[Any]:
-        """The outcomes of ``batch``. What is not done when nothing was for ``silence_s`` is None for ever."""
-        for number in batch.wait(silence_s):
-            self._owe(batch.tasks[number].disk, 1)
-        return batch.outcomes
+    def begin(self, batch: ReadBatch, number: int) -> None:
+        """For ``ReadBatch``: have a read performed."""
+        disk = batch.reads[number].disk
+        with self._mutex:
+            refused = self._closed or id(disk) in self._owed or self._owed.total() >= self._threads
+        if refused:
+            batch.end(number, OSError(f"{disk.path} does not answer"))
+        else:
+            self._queue.put((batch, number))
+
+    def keep(self, bounce: Bounce) -> None:
+        """For ``ReadBatch``: a buffer is free again. More than a batch needs are not kept."""
+        if len(self._bounces) < AHEAD:
+            self._bounces.append(bounce)
 
     def close(self) -> None:
-        """The threads end after the task they are in; every read fails from now on."""
+        """The threads end after the read they are in; every read fails from now on."""
         with self._mutex:
             if self._started and not self._closed:
                 for _ in range(self._threads):
@@ -182,25 +189,28 @@ class ReadThreads:
             self._closed = True
 
     def _serve(self) -> None:
-        bounce = Bounce()
         while (item := self._queue.get()) is not None:
             batch, number = item
             if batch.begin(number):
-                self._perform(batch, number, bounce)
+                self._perform(batch, number)
 
-    def _perform(self, batch: ReadBatch, number: int, bounce: Bounce) -> None:
-        disk, call = batch.tasks[number]
-        outcome: Any = AssertionError("a read failed in another thread")  # a bug of ours; the thread says which
+    def _perform(self, batch: ReadBatch, number: int) -> None:
+        disk, offset, nbytes = batch.reads[number]
         try:
-            outcome = call(batch, bounce)
+            bounce = self._bounces.pop()
+        except IndexError:
+            bounce = Bounce()
+        outcome: Bounce | OSError = bounce
+        try:
+            disk.read(offset, [bounce.take(nbytes)])
         except OSError as error:
             outcome = error.with_traceback(None)  # its frames would keep the batch, and the disk, in a circle
-        finally:
-            if not batch.end(number, outcome):
-                self._owe(disk, -1)
+            self.keep(bounce)
+        if not batch.end(number, outcome):
+            self.owe(disk, -1)
 
-    def _owe(self, disk: Disk, reads: int) -> None:
-        """Count reads given up. An answer may come before its read was counted."""
+    def owe(self, disk: Disk, reads: int) -> None:
+        """For ``ReadBatch``: count reads given up. An answer may come before its read was counted."""
         with self._mutex:
             self._owed[id(disk)] += reads
             if not self._owed[id(disk)]:
