@@ -80,7 +80,11 @@ _POLICY = re.compile(r"[a-z0-9_-]+")
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")  # becomes a folder's and a socket's name: 108 bytes is all a socket has
 
 _ENV_PREFIX = "KVSTORE_"
-_ENV_NOT_CONFIG = ("KVSTORE_NODE", "KVSTORE_FAILPOINT")  # where clients find a node; a test's fault to inject
+_ENV_NOT_CONFIG = (
+    # where clients find a node, and how they show who they are
+    *("KVSTORE_NODE", "KVSTORE_TOKEN", "KVSTORE_TOKEN_FILE", "KVSTORE_TLS_CA"),
+    "KVSTORE_FAILPOINT",  # a test's fault to inject
+)
 _ENV_NOT_CONFIG_PREFIX = "KVSTORE_TEST_"
 
 
@@ -216,6 +220,8 @@ class NodeConfig:
         _require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
         _require("rpc_timeout_s_max", self.rpc_timeout_s_max > 0, "must be more than zero", self.rpc_timeout_s_max)
         _require("pins_share_max", 0 <= self.pins_share_max <= 1, "must be from 0 to 1", self.pins_share_max)
+        both = bool(self.kv_events) or not self.kv_events_replay
+        _require("kv_events_replay", both, "needs kv_events", self.kv_events_replay)
         salts = [quota.salt for quota in self.quotas]
         _require("quotas", len({*salts}) == len(salts), "must not name a salt twice", ", ".join(map(str, self.quotas)))
         both = (self.tls_cert is None) == (self.tls_key is None)
