@@ -5,10 +5,11 @@ root, extra and token ids as the caller's keys have them, and every layer's chec
 read; only pages that hold are copied to the caller. In the end the records (lean ones) say whether the pages were
 there all the time.
 
-Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in parts of up to 4 frames,
-which lie end to end on the device as header, page, header, page, ...: 1040 KiB each. Four threads read the parts one by
-one, and while they do, the caller checks and copies what they brought. If page 17 does not hold, the match ends there,
-whatever page 18 may be; the caller's rows from 17 on hold what they held before, or what their page is.
+Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in 10 parts of 1, 2, 3, 4, 4,
+... frames, which lie end to end on the device as header, page, header, page, ...: at most 1040 KiB each. Four threads
+read the parts one by one, and while they do, the caller checks and copies what they brought. If page 17 does not hold,
+the match ends there, whatever page 18 may be; the caller's rows from 17 on hold what they held before, or what their
+page is.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class ReadThreads:
 
     def keep(self, bounce: Bounce) -> None:
         """For ``ReadBatch``: a buffer is free again. More than a batch needs are not kept."""
-        if len(self._bounces) < AHEAD:
+        if len(self._bounces) <= AHEAD:  # one more is in the caller's hands
             self._bounces.append(bounce)
 
     def close(self) -> None:
@@ -200,14 +200,16 @@ class ReadThreads:
             bounce = self._bounces.pop()
         except IndexError:
             bounce = Bounce()
-        outcome: Bounce | OSError = bounce
+        outcome: Bounce | OSError = OSError("a read failed in another thread")  # a bug of ours; the thread says which
         try:
             disk.read(offset, [bounce.take(nbytes)])
+            outcome = bounce
         except OSError as error:
             outcome = error.with_traceback(None)  # its frames would keep the batch, and the disk, in a circle
             self.keep(bounce)
-        if not batch.end(number, outcome):
-            self.owe(disk, -1)
+        finally:
+            if not batch.end(number, outcome):
+                self.owe(disk, -1)
 
     def owe(self, disk: Disk, reads: int) -> None:
         """For ``ReadBatch``: count reads given up. An answer may come before its read was counted."""

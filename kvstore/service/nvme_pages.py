@@ -1,12 +1,13 @@
 """NvmePages: pages on NVMe as the daemon writes, reads and proves them. No decisions, no index.
 
 A page is written with its header in front, straight from its frame in DRAM; several consecutive frames at a time where
-pages are small, four runs side by side. What is read is proven by header and checksums, or it is a reason.
+pages are small, several runs side by side. What is read is proven by header and checksums, or it is a reason.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from kvstore.tier.records import ExtentTable
 
 log = logging.getLogger("kvstore.nvme")
 
+THREADS, WRITES = 6, 3  # runs in work, and how many of them are written at a time: the others are copied and proven
 RUN_BYTES = 1 << 20  # of consecutive frames in one system call: larger pages go one by one
 START_SHIFT = 32  # of a generation's 56 bits: four thousand million pages per start, sixteen million starts
 IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
@@ -60,7 +62,8 @@ class NvmePages:
 
     def __init__(self, devices: NvmeDevices) -> None:
         self.devices = devices
-        self.io = IoThreads()
+        self.io = IoThreads(THREADS)
+        self._writes = threading.Semaphore(WRITES)
         self._bounces = Bounces()
         self._planned: dict[int, tuple[int, FrameClass]] = {}  # extents that their devices have not heard of yet
         self.bytes_written = 0
@@ -150,7 +153,9 @@ class NvmePages:
                 slot[header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
                 self._prove(i, slot, source, page, target, done)
             headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
-            self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, headers, list(payloads))
+            with self._writes:
+                first = pages[run.start].target.frame
+                self.devices.write_run(target.position, first, frame_class, headers, list(payloads))
         self.bytes_written += len(run) * frame_class.nvme_stride
 
     def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> None:

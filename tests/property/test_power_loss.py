@@ -38,7 +38,7 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
     found = Disks()
     monkeypatch.setattr(nvme_start, "FileDisk", found)
     monkeypatch.setattr(nvme_map, "FileDisk", found)
-    monkeypatch.setattr(nvme_pages, "IoThreads", InlineIo)
+    monkeypatch.setattr(nvme_pages, "IoThreads", lambda threads: InlineIo())
     monkeypatch.setattr(mover, "BATCH_BYTES", BATCH_BYTES)
     for module, name in ((grants, "BUSY_PAUSE_S"), (prefetch, "PAUSE_MIN_S"), (prefetch, "PAUSE_MAX_S")):
         monkeypatch.setattr(module, name, 0.0)  # what they wait for comes when they ask

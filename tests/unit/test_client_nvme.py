@@ -15,7 +15,7 @@ import pytest
 import kvstore
 from kvstore import Tier
 from kvstore.client import nvme, prefetch, reader
-from kvstore.client.nvme import NvmeReader
+from kvstore.client.nvme import NvmeRead, NvmeReader
 from kvstore.client.put import checksums_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
@@ -515,6 +515,120 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
     assert (out == 7).all(), "answered too late"
     assert cache.get(keys, out).pages == 8, "and is asked again"
     np.testing.assert_array_equal(out, data)
+
+
+class Reads:
+    """Reads of one run of 40 pages, in 4 parts from 0, 4, 12 and 24 on; ``before`` is called before each."""
+
+    STARTS = (0, 4, 12, 24)
+
+    def __init__(self, shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys, self.data = chain(cache, 40), content(cache, 40)
+        self.addresses = shelf.save(cache, self.keys, self.data)
+        self.before: Callable[[range], None] = lambda pages: None
+        self.accepted: list[int] = []  # parts, by their first page
+        start, stride = shelf.place(self.addresses[0], cache.frame_class).offset, cache.frame_class.nvme_stride
+        read, accept = FileDisk.read, NvmeRead._accept
+
+        def observed(disk: FileDisk, offset: int, buffers: Any) -> None:
+            first = (offset - start) // stride
+            if pages := range(first, first + buffers[0].nbytes // stride):  # else a device is being opened
+                self.before(pages)
+            read(disk, offset, buffers)
+
+        def accepted(nvme_read: NvmeRead, part: Any, bounce: Any) -> tuple[int, str]:
+            self.accepted.append(part.page)
+            return accept(nvme_read, part, bounce)
+
+        monkeypatch.setattr(FileDisk, "read", observed)
+        monkeypatch.setattr(NvmeRead, "_accept", accepted)
+
+
+@pytest.fixture
+def reads(shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(shelf, cache, monkeypatch)
+
+
+def test_parts_grow(reads: Reads, cache: kvstore.PrefixCache) -> None:
+    assert cache.get(reads.keys).pages == 40
+    assert sorted(reads.accepted) == list(Reads.STARTS)
+
+
+@pytest.mark.parametrize("page", [0, 3, 4, 17, 39])
+def test_a_frame_that_cannot_be_read_does_not_cost_those_before_it(
+    reads: Reads, cache: kvstore.PrefixCache, page: int
+) -> None:
+    def before(pages: range) -> None:
+        if page in pages or 20 in pages:  # a later one does not count
+            raise OSError(errno.EIO, "broken")
+
+    reads.before = before
+    match = cache.get(reads.keys)
+    expected = min(page, 20)
+    assert (match.pages, match.reason) == (expected, "io")
+    if expected:
+        np.testing.assert_array_equal(match.data, reads.data[:expected])
+
+
+def test_what_only_fails_together_is_read_frame_by_frame(reads: Reads, cache: kvstore.PrefixCache) -> None:
+    def before(pages: range) -> None:
+        if len(pages) > 1:
+            raise OSError(errno.EIO, "broken")
+
+    reads.before = before
+    match = cache.get(reads.keys)
+    assert (match.pages, match.reason) == (40, "")
+    np.testing.assert_array_equal(match.data, reads.data)
+
+
+def test_damage_found_last_ends_the_match_all_the_same(
+    reads: Reads, shelf: Shelf, cache: kvstore.PrefixCache, line: Line
+) -> None:
+    """The first part comes when all others, with a damaged page of their own, have been accepted."""
+    for page in (2, 14):
+        shelf.damage(reads.addresses[page], cache.frame_class, cache.frame_class.nvme_header_bytes)
+    line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
+
+    def before(pages: range) -> None:
+        if pages[0] == 0:
+            wait_until(lambda: {4, 12} <= set(reads.accepted))
+
+    reads.before = before
+    out = np.full((40, cache.page_bytes), 7, np.uint8)
+    match = cache.get(reads.keys, out)
+    assert reads.accepted[-1] == 0 and (match.pages, match.reason) == (2, "checksum")
+    np.testing.assert_array_equal(out[:2], reads.data[:2])
+    assert (out[2:4] == 7).all() and (out[14:24] == 7).all(), "only what holds is copied"
+    np.testing.assert_array_equal(out[4:14], reads.data[4:14])
+    assert line.asked(Op.SCRUB) == [(0, 0, ADDRESS.pack(*reads.addresses[2]))]
+
+
+@pytest.mark.parametrize(("silent", "expected"), [(0, (0, "io")), (4, (4, "io")), (24, (14, "checksum"))])
+def test_silence_after_the_first_bad_page_does_not_count(
+    reads: Reads,
+    store: kvstore.Store,
+    shelf: Shelf,
+    cache: kvstore.PrefixCache,
+    line: Line,
+    silent: int,
+    expected: tuple[int, str],
+) -> None:
+    shelf.damage(reads.addresses[14], cache.frame_class, cache.frame_class.nvme_header_bytes)
+    line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
+    mapped, answer = store._node.writable(), threading.Event()
+    mapped.timeout_s = 0.3
+
+    def before(pages: range) -> None:
+        assert pages[0] != silent or answer.wait(20)
+
+    reads.before = before
+    out = np.full((40, cache.page_bytes), 7, np.uint8)
+    match = cache.get(reads.keys, out)
+    answer.set()
+    wait_until(lambda: not mapped.nvme.threads._owed)
+    assert (match.pages, match.reason) == expected
+    np.testing.assert_array_equal(out[: match.pages], reads.data[: match.pages])
+    assert (out[silent : silent + 4] == 7).all(), "answered too late"
 
 
 def test_a_closed_store_reads_no_more(store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache) -> None:

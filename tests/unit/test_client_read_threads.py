@@ -4,131 +4,338 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+import numpy as np
 import pytest
 
-from kvstore.client.read_threads import Bounce, ReadBatch, ReadTask, ReadThreads
-from kvstore.tier.disk import MemoryDisk
+from kvstore.client.read_threads import AHEAD, Bounce, Read, ReadBatch, ReadThreads
+from kvstore.model.replica import FrameClass
+from kvstore.tier.disk import BLOCK_BYTES, Bytes, MemoryDisk
 
 LONG_S = 20.0
+BLOCKS = 64
+THREADS = 2
+
+
+class FakeDisk(MemoryDisk):
+    """Block i holds the byte i. It answers once ``answer`` is set, and not at all for blocks in ``broken``."""
+
+    def __init__(self, answer: threading.Event | None = None, broken: Collection[int] = (), slow_s: float = 0) -> None:
+        super().__init__(BLOCKS * BLOCK_BYTES)
+        self.data.reshape(BLOCKS, BLOCK_BYTES)[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None]
+        self.asked: list[int] = []  # blocks, in order
+        self._answer, self._broken, self._slow_s = answer, broken, slow_s
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        block = offset // BLOCK_BYTES
+        self.asked.append(block)
+        time.sleep(self._slow_s)
+        assert self._answer is None or self._answer.wait(LONG_S)
+        if block in self._broken:
+            raise OSError(5, "broken")
+        super().read(offset, buffers)
+
+    def block(self, number: int) -> Read:
+        return Read(self, number * BLOCK_BYTES, BLOCK_BYTES)
+
+    def blocks(self, count: int) -> list[Read]:
+        return [self.block(number) for number in range(count)]
 
 
 @pytest.fixture
 def threads() -> Iterator[ReadThreads]:
-    threads = ReadThreads("test", threads=2)
+    threads = ReadThreads("test", threads=THREADS)
     yield threads
     threads.close()
 
 
-def task(outcome: Any, disk: MemoryDisk | None = None, wait: threading.Event | None = None) -> ReadTask:
-    def call(batch: ReadBatch, bounce: Bounce) -> Any:
-        assert wait is None or wait.wait(LONG_S)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    return ReadTask(disk or MemoryDisk(4096), call)
+@pytest.fixture
+def answer() -> Iterator[threading.Event]:
+    """Set at the latest in the end, so that no thread stays."""
+    answer = threading.Event()
+    yield answer
+    answer.set()
 
 
-def run(threads: ReadThreads, tasks: list[ReadTask], timeout_s: float = LONG_S) -> list[Any]:
-    return threads.finish(threads.start(tasks), timeout_s)
+def outcomes(batch: ReadBatch, silence_s: float = LONG_S) -> list[int | str | None]:
+    """Per read: the byte that it brought; "failed"; None where nothing came."""
+    came: dict[int, int | str] = {}
+    while (done := batch.next(silence_s)) is not None:
+        number, outcome = done
+        assert number not in came
+        if isinstance(outcome, OSError):
+            came[number] = "failed"
+        else:
+            data = outcome.take(BLOCK_BYTES)
+            assert (data == data[0]).all()
+            came[number] = int(data[0])
+            batch.recycle(outcome)
+    return [came.get(number) for number in range(len(batch.reads))]
 
 
-def test_outcomes_come_in_order_whatever_fails(threads: ReadThreads) -> None:
-    failure = OSError(5, "broken")
+def run(threads: ReadThreads, reads: list[Read], silence_s: float = LONG_S) -> list[int | str | None]:
+    return outcomes(threads.start(reads), silence_s)
+
+
+def bounce_of(batch: ReadBatch) -> Bounce:
+    """What the next read brought."""
+    done = batch.next(LONG_S)
+    assert done is not None and isinstance(done[1], Bounce)
+    return done[1]
+
+
+# --- reads and their buffers ----------------------------------------------------------------------------------------
+
+
+def test_each_read_has_its_outcome_whatever_fails(threads: ReadThreads) -> None:
+    disk = FakeDisk(broken={1, 30})
     assert run(threads, []) == []
-    assert run(threads, [task(1), task(failure), *[task(i) for i in range(2, 9)]]) == [1, failure, *range(2, 9)]
+    expected = [number if number not in (1, 30) else "failed" for number in range(3 * AHEAD + 10)]
+    assert run(threads, disk.blocks(3 * AHEAD + 10)) == expected
+    batch = threads.start([disk.block(1)])
+    done = batch.next(LONG_S)
+    assert done is not None and isinstance(done[1], OSError) and done[1].errno == 5, "as the disk said it"
+    assert batch.next(LONG_S) is None
 
 
-def test_a_thread_keeps_its_buffer(threads: ReadThreads) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_a_read_fails_that_read() -> None:
+    """Nobody waits for it, and its disk owes nothing; the thread is gone, and has said why."""
+    threads, disk = ReadThreads("buggy", THREADS), FakeDisk()
+    assert run(threads, [Read(disk, 1, BLOCK_BYTES)]) == ["failed"]
+    wait_until(lambda: sum(thread.name.startswith("buggy-") for thread in threading.enumerate()) == THREADS - 1)
+    assert not threads._owed
+    assert run(threads, disk.blocks(5)) == [0, 1, 2, 3, 4], "there is another thread"
+    threads.close()
+
+
+def test_what_is_done_first_comes_first(threads: ReadThreads, answer: threading.Event) -> None:
+    late, sound = FakeDisk(answer), FakeDisk()
+    batch = threads.start([late.block(0), *sound.blocks(5)])
+    numbers = []
+    for _ in range(5):
+        done = batch.next(LONG_S)
+        assert done is not None
+        numbers.append(done[0])
+    assert numbers == [1, 2, 3, 4, 5]
+    answer.set()
+    done = batch.next(LONG_S)
+    assert done is not None and done[0] == 0
+
+
+def test_a_buffer_is_aligned_and_only_grows() -> None:
     bounce = Bounce()
     large = bounce.take(8192)
     assert large.ctypes.data % 4096 == 0
     assert bounce.take(4096).ctypes.data == large.ctypes.data
-    assert len(bounce.take(3 * 4096)) == 3 * 4096
+    grown = bounce.take(5 << 20)
+    assert len(grown) == 5 << 20 and grown.ctypes.data % 4096 == 0
 
 
-def test_a_silent_disk_is_waited_for_once(threads: ReadThreads) -> None:
-    silent, sound, answer = MemoryDisk(4096), MemoryDisk(4096), threading.Event()
+def test_views_of_pages_are_kept_and_follow_the_buffer() -> None:
+    bounce, frame_class = Bounce(), FrameClass(page_bytes=4096, page_tokens=8, layers=4)
+    for frames in (2, 3, 2000):  # the last one is more than the buffer had
+        data = bounce.take(frames * frame_class.nvme_stride)
+        pages = bounce.pages(frame_class, frames)
+        assert len(pages) == frames and bounce.pages(frame_class, frames) is pages
+        data.reshape(frames, -1)[:, frame_class.nvme_header_bytes] = np.arange(frames) % 251
+        assert [page[0] for page in pages] == [number % 251 for number in range(frames)]
+        assert {len(page) for page in pages} == {4096}
+
+
+def test_buffers_are_used_again_and_not_before_they_are_given_back(threads: ReadThreads) -> None:
+    disk = FakeDisk(broken={9})
+    first = threads.start([disk.block(1)])
+    bounce = bounce_of(first)
+    second = threads.start([disk.block(2)])
+    other = bounce_of(second)
+    assert other is not bounce
+    assert (bounce.take(BLOCK_BYTES) == 1).all() and (other.take(BLOCK_BYTES) == 2).all()
+    first.recycle(bounce)
+    assert run(threads, [disk.block(9)]) == ["failed"]
+    assert bounce_of(threads.start([disk.block(3)])) is bounce, "a read that failed gave it back"
+
+
+def test_no_more_buffers_are_kept_than_a_batch_needs(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    batches = [threads.start(disk.blocks(AHEAD)) for _ in range(3)]
+    bounces = [bounce_of(batch) for batch in batches for _ in range(AHEAD)]
+    for bounce in bounces:
+        batches[0].recycle(bounce)
+    assert len(threads._bounces) == AHEAD + 1
+
+
+# --- a batch --------------------------------------------------------------------------------------------------------
+
+
+def test_no_more_is_begun_than_the_caller_can_take(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    batch = threads.start(disk.blocks(3 * AHEAD))
+    for taken in range(2 * AHEAD):
+        wait_until(lambda: len(disk.asked) == batch._taken + AHEAD)
+        if taken in (0, AHEAD):
+            time.sleep(0.05)
+            assert len(disk.asked) == AHEAD + taken
+        batch.recycle(bounce_of(batch))
+    assert [outcome is not None for outcome in outcomes(batch)] == [False] * 2 * AHEAD + [True] * AHEAD
+    assert sorted(disk.asked) == list(range(3 * AHEAD)), "each once"
+
+
+def test_a_long_batch_does_not_keep_others_waiting(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    batch = threads.start(disk.blocks(BLOCKS))
+    assert run(threads, [disk.block(5)]) == [5], "though nobody takes what the other one reads"
+    assert outcomes(batch) == list(range(BLOCKS))
+
+
+def test_reads_are_added_while_others_run(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    batch = threads.start(disk.blocks(2 * AHEAD))
+    batch.recycle(bounce_of(batch))
+    assert [batch.add(disk.block(40 + number)) for number in range(3)] == [2 * AHEAD + number for number in range(3)]
+    assert outcomes(batch)[2 * AHEAD :] == [40, 41, 42]
+    assert batch.next(LONG_S) is None
+    assert batch.add(disk.block(50)) == 2 * AHEAD + 3, "when all others were taken"
+    assert outcomes(batch)[-1] == 50
+
+
+def test_a_read_that_is_added_to_an_empty_batch(threads: ReadThreads) -> None:
+    batch = threads.start([])
+    assert batch.next(LONG_S) is None
+    assert batch.add(FakeDisk().block(7)) == 0
+    assert outcomes(batch) == [7]
+
+
+# --- silence --------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_disk_is_waited_for_once(threads: ReadThreads, answer: threading.Event) -> None:
+    silent, sound = FakeDisk(answer), FakeDisk()
     started = time.monotonic()
-    assert run(threads, [task(1, silent, answer), task(2, sound)], 0.1) == [None, 2]
+    assert run(threads, [silent.block(1), sound.block(2)], 0.1) == [None, 2]
     assert 0.09 < time.monotonic() - started < 5
-    outcomes = run(threads, [task(3, silent), task(4, sound)])
-    assert isinstance(outcomes[0], OSError) and outcomes[1] == 4
+    assert run(threads, [silent.block(3), sound.block(4)]) == ["failed", 4]
     answer.set()
     wait_for_no_debt(threads)
-    assert run(threads, [task(5, silent)]) == [5], "it has answered"
+    assert silent.asked == [1]
+    assert run(threads, [silent.block(5)]) == [5], "it has answered"
+
+
+def test_what_is_left_of_a_batch_fails_when_another_gave_its_disk_up(
+    threads: ReadThreads, answer: threading.Event
+) -> None:
+    silent, sound = FakeDisk(answer), FakeDisk()
+    batch = threads.start([*sound.blocks(AHEAD), silent.block(1)])
+    wait_until(lambda: len(sound.asked) == AHEAD)
+    assert run(threads, [silent.block(2)], 0.05) == [None]
+    assert outcomes(batch) == [*range(AHEAD), "failed"]
+    assert silent.asked == [2]
 
 
 def test_as_long_as_something_comes_it_is_waited_for(threads: ReadThreads) -> None:
-    slow = ReadTask(MemoryDisk(4096), lambda batch, bounce: time.sleep(0.1))
-    batch = threads.start([slow] * 8)
+    disk = FakeDisk(slow_s=0.1)
     started = time.monotonic()
-    threads.finish(batch, 0.25)
+    assert run(threads, disk.blocks(8), 0.25) == list(range(8))
     assert time.monotonic() - started > 0.35, "longer than it may be silent"
     assert not threads._owed
 
 
-def test_where_all_threads_are_lost_reads_fail_at_once(threads: ReadThreads) -> None:
-    answer = threading.Event()
-    assert run(threads, [task(i, None, answer) for i in range(2)], 0.05) == [None, None]
-    assert isinstance(run(threads, [task(1)])[0], OSError)
+def test_where_all_threads_are_lost_reads_fail_at_once(threads: ReadThreads, answer: threading.Event) -> None:
+    sound = FakeDisk()
+    assert run(threads, [FakeDisk(answer).block(0) for _ in range(THREADS)], 0.05) == [None] * THREADS
+    assert run(threads, sound.blocks(2)) == ["failed"] * 2
+    assert not sound.asked
     answer.set()
     wait_for_no_debt(threads)
-    assert run(threads, [task(1)]) == [1]
+    assert run(threads, sound.blocks(2)) == [0, 1]
 
 
-def test_what_was_not_begun_in_time_is_never_begun(threads: ReadThreads) -> None:
-    answer, begun = threading.Event(), []
-    late = ReadTask(MemoryDisk(4096), lambda batch, bounce: begun.append(1))
-    assert run(threads, [task(1, None, answer), task(2, None, answer), late], 0.05) == [None] * 3
+def test_what_was_not_begun_in_time_is_never_begun(threads: ReadThreads, answer: threading.Event) -> None:
+    late = FakeDisk()
+    silent = [FakeDisk(answer).block(0) for _ in range(THREADS)]
+    assert run(threads, [*silent, *late.blocks(2 * AHEAD)], 0.05) == [None] * (THREADS + 2 * AHEAD)
     answer.set()
     wait_for_no_debt(threads)
-    assert run(threads, [task(3), task(4), task(5)]) == [3, 4, 5]
-    assert not begun
+    assert run(threads, FakeDisk().blocks(5)) == [0, 1, 2, 3, 4], "whoever had it before these did not begin it"
+    assert not late.asked
 
 
-def test_nothing_is_written_after_the_deadline(threads: ReadThreads) -> None:
-    answer, said = threading.Event(), []
-
-    def call(batch: ReadBatch, bounce: Bounce) -> None:
-        said.append(batch.may_write())
-        batch.written()
-        assert answer.wait(LONG_S)
-        said.append(batch.may_write())
-
-    assert run(threads, [ReadTask(MemoryDisk(4096), call)], 0.05) == [None]
+@pytest.mark.parametrize("broken", [(), (1,)])
+def test_nothing_reaches_the_caller_after_it_gave_up(
+    threads: ReadThreads, answer: threading.Event, broken: tuple[int, ...]
+) -> None:
+    silent, sound = FakeDisk(answer, broken), FakeDisk()
+    batch = threads.start([sound.block(8), silent.block(1)])
+    bounce = bounce_of(batch)
+    assert batch.next(0.05) is None
     answer.set()
     wait_for_no_debt(threads)
-    assert said == [True, False]
+    assert batch.next(0) is None
+    assert (bounce.take(BLOCK_BYTES) == 8).all(), "not even into a buffer it still has"
 
 
-def test_the_caller_waits_for_a_copy_in_progress(threads: ReadThreads) -> None:
-    copying, copied = threading.Event(), []
+def test_giving_up_counts_what_is_under_way_once(threads: ReadThreads, answer: threading.Event) -> None:
+    silent = FakeDisk(answer)
+    batch = threads.start(silent.blocks(5))
+    wait_until(lambda: len(silent.asked) == THREADS)
+    batch.give_up()
+    batch.give_up()
+    assert threads._owed.total() == THREADS
+    answer.set()
+    wait_for_no_debt(threads)
+    assert silent.asked == [0, 1]
+    assert run(threads, silent.blocks(3)) == [0, 1, 2]
 
-    def call(batch: ReadBatch, bounce: Bounce) -> None:
-        assert batch.may_write()
-        copying.set()
-        time.sleep(0.2)
-        copied.append(1)
-        batch.written()
 
-    batch = threads.start([ReadTask(MemoryDisk(4096), call)])
-    assert copying.wait(LONG_S)
-    threads.finish(batch, 0.0)
-    assert copied == [1]
+def test_who_gives_up_what_is_done_owes_nothing(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    batch = threads.start(disk.blocks(3))
+    wait_until(lambda: batch._done.qsize() == 3)
+    batch.give_up()
+    assert not threads._owed
+    assert run(threads, disk.blocks(3)) == [0, 1, 2]
+
+
+def test_an_answer_may_come_before_its_read_was_counted(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    threads.owe(disk, -1)
+    threads.owe(disk, 1)
+    assert not threads._owed and run(threads, [disk.block(6)]) == [6]
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
 
 
 def test_closed_threads_read_nothing(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    assert run(threads, disk.blocks(3)) == [0, 1, 2]
     threads.close()
     threads.close()
-    assert isinstance(run(threads, [task(1)])[0], OSError)
+    assert run(threads, disk.blocks(3)) == ["failed"] * 3
+    assert disk.asked == [0, 1, 2]
+
+
+def test_threads_that_were_closed_before_they_started(threads: ReadThreads) -> None:
+    threads.close()
+    disk = FakeDisk()
+    assert run(threads, [disk.block(1)]) == ["failed"] and not disk.asked
+
+
+def test_what_a_batch_has_not_begun_fails_when_they_are_closed(threads: ReadThreads) -> None:
+    disk = FakeDisk()
+    batch = threads.start(disk.blocks(AHEAD + 3))
+    wait_until(lambda: batch._done.qsize() == AHEAD)
+    threads.close()
+    assert outcomes(batch) == [*range(AHEAD), "failed", "failed", "failed"]
 
 
 def wait_for_no_debt(threads: ReadThreads) -> None:
+    wait_until(lambda: not threads._owed)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONG_S
-    while threads._owed:
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.002)
