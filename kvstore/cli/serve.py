@@ -25,7 +25,7 @@ from kvstore.service import daemon
     default=None,
     help="Leave to make anew an NVMe target that holds something else.",
 )
-@click.option("--eviction", help="Policy by which pages leave: lru or another known one.  [default: lru]")
+@click.option("--eviction", help="Policy by which pages leave: gittins, lru, slru, s3fifo or arc.  [default: gittins]")
 @click.option("--extent", help="Bytes of one extent; the largest page must fit.  [default: a sixteenth of --dram]")
 @click.option("--http", help="HOST:PORT of /healthz and /readyz.  [default: none]")
 @click.option("--config", "path", type=click.Path(dir_okay=False), help="A TOML file; flags and env go before it.")
