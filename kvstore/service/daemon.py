@@ -9,10 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvstore.config import NodeConfig, format_size
-from kvstore.errors import InvalidRequest
 from kvstore.service.background import Background
 from kvstore.service.control import ControlServer
 from kvstore.service.dispatch import Dispatcher
@@ -20,9 +18,6 @@ from kvstore.service.http import HttpServer
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.tier.header import DaemonState
-
-if TYPE_CHECKING:
-    from kvstore.service.api.server import ApiServer
 
 log = logging.getLogger("kvstore.daemon")
 
@@ -77,44 +72,20 @@ def _run(
 ) -> None:
     scrubber = Scrubber(node, config.scrub_bytes_per_s)
     background = Background(node, scrubber)
-    dispatcher = Dispatcher(node, scrubber, background.mover.wake)
-    control = ControlServer(node, dispatcher)
-    api = _api(config, node, dispatcher)
+    control = ControlServer(node, Dispatcher(node, scrubber, background.mover.wake))
     node.populate_next()
     control.start()
     background.start()
     node.performer.header.state = DaemonState.READY
-    if api is not None:
-        try:
-            api.start()
-        except InvalidRequest:
-            _end_serving(api, control, background)
-            raise
-        signal.signal(signal.SIGHUP, lambda *_: api.reload())
     ready.set()
     tiers = node.stats()["tiers"]
     sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
     pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
     where = f", http on {http.address}" if http is not None else ""
-    where += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
     took = f"{time.monotonic() - started:.2f} s"
     announce(f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took}{where}")
     while not stopped.wait(SIGNAL_LOOK_S):
         pass
-    _end_serving(api, control, background)
-
-
-def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | None:
-    if not config.listen:
-        return None
-    from kvstore.service.api.server import ApiServer  # only here: it loads gRPC
-
-    return ApiServer(config, node, dispatcher)
-
-
-def _end_serving(api: ApiServer | None, control: ControlServer, background: Background) -> None:
-    if api is not None:
-        api.stop()
     control.stop()
     background.stop()
 

@@ -22,7 +22,6 @@ from kvstore.tier.header import DaemonState
 
 if TYPE_CHECKING:
     from kvstore.service.node import Node
-    from kvstore.state.node_state import NodeState
     from kvstore.state.space import Space
 
 _EVICTED = "evicted_"
@@ -39,7 +38,7 @@ class Scan(Protocol):
 def node_stats(node: Node) -> dict[str, Any]:
     """See ``Node.stats``. The node's mutex is held."""
     state, performer = node.state, node.performer
-    clients = node.sessions.totals().counts
+    clients = node.sessions.totals()
     return {
         "name": node.config.name,
         "pid": os.getpid(),
@@ -58,14 +57,7 @@ def node_stats(node: Node) -> dict[str, Any]:
             "rebuilds": dict(performer.index.rebuilds),
         },
         "counters": dict(state.counters),
-        "tenants": tenants_stats(state),
     }
-
-
-def tenants_stats(state: NodeState) -> dict[str, Any]:
-    """Per salt: see ``Tenants.stats``; and ``pins``, how many. The node's mutex is held."""
-    pins = Counter(pin["salt"] for pin in state.pins.listing())
-    return {salt: {**tiers, "pins": pins[salt]} for salt, tiers in state.tenants.stats().items()}
 
 
 def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
