@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tier": ("errors", "failpoint", "model"),
     "catalog": ("errors", "failpoint", "model", "pb"),
     "transfer": (*STORE_BELOW_TRANSFER, "pb"),
-    "service": (*STORE_BELOW_TRANSFER, "transfer", "pb", "client", "config"),  # its gRPC API is a client of the node
+    "service": (*STORE_BELOW_TRANSFER, "transfer", "pb", "config"),
     "client": (*STORE_BELOW_TRANSFER, "transfer", "pb"),
     "adapters": (*STORE_BELOW_TRANSFER, "transfer", "pb", "client", "kvstore"),
     "bench": (*STORE_BELOW_CLI, "kvstore"),

@@ -30,7 +30,6 @@ ENTRY_POINT_GROUP = "kvstore.commands"
 
 COMMANDS: Mapping[str, str] = {
     "bench": "kvstore.cli.bench:bench",
-    "config": "kvstore.cli.config:config",
     "purge": "kvstore.cli.purge:purge",
     "serve": "kvstore.cli.serve:serve",
     "status": "kvstore.cli.status:status",
@@ -41,7 +40,6 @@ COMMANDS: Mapping[str, str] = {
 # Kept here so that --help imports nothing. Commands of an entry point may be listed too; any other says who brought it.
 SHORT_HELP: Mapping[str, str] = {
     "bench": "Measure this machine's limits and how near the store comes.",
-    "config": "Show the resolved configuration and where each value comes from.",
     "demo": "Start a node, a writer and a reader; show what is reused.",
     "purge": "Remove what dead nodes left in shared memory.",
     "serve": "Run the node daemon of this machine.",

@@ -63,7 +63,6 @@ class Lease:
         if self._id:
             raise InvalidRequest("lease", "is taken already: make another")
         self._id = secrets.randbits(63) | 1
-        start_ns = time.monotonic_ns()
         mapped = self._node.mapped()
         runs: list[Run] = []
         reason = ABSENT
@@ -87,8 +86,7 @@ class Lease:
         if reason:
             self._node.missed(reason)
         if mapped is not None:
-            row = mapped.counters.row(self._layout.page_bytes, self._layout.page_tokens)
-            mapped.counters.leased(row, len(self._keys), len(self.pages), reason, start_ns)
+            mapped.counters.leased(len(self._keys), len(self.pages), self._layout.page_bytes, reason)
         self.match = Match(len(self.pages) * self._layout.page_tokens, len(self.pages), reason)
         return self
 

@@ -24,7 +24,6 @@ from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.client.nvme import count_stored
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
-from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
 from kvstore.tier.index import IndexDamaged
 from kvstore.transfer.control import BATCH_MAX
 
@@ -196,17 +195,6 @@ def address_runs(
     starts = [0, *breaks]
     stops = [*breaks, len(addresses)]
     return [(int(extents[i]), int(frames[i]), i, words[i:j]) for i, j in zip(starts, stops, strict=True)]
-
-
-def tell_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: int) -> None:
-    """Count how long ago one of the ``pages`` that are about to be read was used, for all of them."""
-    if not runs:
-        return
-    chance = now_ns // REUSE_SAMPLED
-    run = runs[chance % len(runs)]
-    used_ns = int(run.extent.last_use[run.frame + chance % run.length])
-    if used_ns:
-        counters.reused(now_ns - used_ns, pages)
 
 
 def equal_rows(left: bytes, right: bytes, width: int) -> int:

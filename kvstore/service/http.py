@@ -1,4 +1,4 @@
-"""HTTP of a daemon: ``/healthz`` (the process answers), ``/readyz`` (it serves; 503 until then) and ``/metrics``."""
+"""HTTP of a daemon: ``/healthz`` (the process answers) and ``/readyz`` (it serves; 503 until then)."""
 
 from __future__ import annotations
 
@@ -62,16 +62,3 @@ class HttpServer(ThreadingHTTPServer):
         """Stop answering and free the port."""
         self.shutdown()
         self.server_close()
-
-
-def routes(ready: threading.Event) -> dict[str, Route]:
-    """What every daemon answers from the beginning."""
-
-    def readyz() -> tuple[int, str, str]:
-        return (200, "text/plain", "ready\n") if ready.is_set() else (503, "text/plain", "starting\n")
-
-    return {
-        "/healthz": lambda: (200, "text/plain", "ok\n"),
-        "/readyz": readyz,
-        "/metrics": lambda: (503, "text/plain", "starting\n"),  # until there is something to count
-    }

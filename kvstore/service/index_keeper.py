@@ -85,16 +85,6 @@ class IndexKeeper:
         except IndexDamaged:
             return None
 
-    def look(self, keys: list[bytes], tier: Tier) -> list[Address | None] | None:
-        """Where these pages were last known to be; None where the index cannot tell now. For any thread."""
-        if self.wanted:
-            return None
-        try:
-            raws = self._index.find_many(keys) if tier == Tier.DRAM else self._index.find_many_nvme(keys)
-        except IndexDamaged:
-            return None
-        return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
-
     def commit(self, ops: list[IndexOp]) -> None:
         """Follow the records, in one transaction. Where that cannot be, the index is rebuilt from them."""
         if failpoint.ACTIVE:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.model.replica import FRAME_ALIGN, FrameState
-from kvstore.state.frames import Extent, Segment
+from kvstore.state.frames import Segment
 from kvstore.tier.header import DaemonState
 
 if TYPE_CHECKING:
     from kvstore.service.node import Node
-    from kvstore.state.node_state import NodeState
     from kvstore.state.space import Space
 
 _EVICTED = "evicted_"
@@ -39,7 +38,7 @@ class Scan(Protocol):
 def node_stats(node: Node) -> dict[str, Any]:
     """See ``Node.stats``. The node's mutex is held."""
     state, performer = node.state, node.performer
-    clients = node.sessions.totals().counts
+    clients = node.sessions.totals()
     return {
         "name": node.config.name,
         "pid": os.getpid(),
@@ -58,27 +57,7 @@ def node_stats(node: Node) -> dict[str, Any]:
             "rebuilds": dict(performer.index.rebuilds),
         },
         "counters": dict(state.counters),
-        "tenants": tenants_stats(state),
-        "queues": _queues(node),
     }
-
-
-def _queues(node: Node) -> dict[str, int]:
-    """What waits, and how much of it: see ``kvstore_queue_length`` in ``service.metrics``."""
-    pools = [pool for space in node.state.spaces.values() for pool in space.segment.pools.values()]
-    return {
-        "copies": len(node.performer.copies),
-        "unsaved": sum(len(pool.unsaved) for pool in pools),
-        "ready": sum(len(pool.ready) for pool in pools),
-        "checksums": len(node.performer.unstamped),
-        "scan": max(0, node.scan.pages - node.scan.pages_done) if node.scan is not None else 0,
-    }
-
-
-def tenants_stats(state: NodeState) -> dict[str, Any]:
-    """Per salt: see ``Tenants.stats``; and ``pins``, how many. The node's mutex is held."""
-    pins = Counter(pin["salt"] for pin in state.pins.listing())
-    return {salt: {**tiers, "pins": pins[salt]} for salt, tiers in state.tenants.stats().items()}
 
 
 def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
@@ -120,31 +99,19 @@ def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, A
     """What every tier says."""
     ages = {f"p{percent}": age_quantile(space.ages, percent / 100) for percent in (50, 90)}
     evicted = {name.removeprefix(_EVICTED): n for name, n in counters.items() if name.startswith(_EVICTED) and n}
-    return {
-        **_contents(space.segment),
-        "eviction": policy,
-        "evicted": evicted,
-        "age_at_eviction_s": ages,
-        "ages_at_eviction": dict(space.ages),  # pages by the bit length of those whole seconds
-    }
+    return {**_contents(space.segment), "eviction": policy, "evicted": evicted, "age_at_eviction_s": ages}
 
 
 def _no_tier(policy: str) -> dict[str, Any]:
     ages = {"p50": None, "p90": None}
-    return {
-        **_contents(Segment(FRAME_ALIGN, 0)),
-        "eviction": policy,
-        "evicted": {},
-        "age_at_eviction_s": ages,
-        "ages_at_eviction": {},
-    }
+    return {**_contents(Segment(FRAME_ALIGN, 0)), "eviction": policy, "evicted": {}, "age_at_eviction_s": ages}
 
 
 def _contents(segment: Segment) -> dict[str, Any]:
     frames: Counter[str] = Counter()
     classes: list[dict[str, Any]] = []
     for pool in segment.pools.values():
-        counts = _frames(pool.extents.values())
+        counts = {state.name.lower(): sum(e.count(state) for e in pool.extents.values()) for state in FrameState}
         frames.update(counts)
         classes.append(
             {
@@ -166,18 +133,6 @@ def _contents(segment: Segment) -> dict[str, Any]:
         "frames": dict(frames),
         "classes": classes,
     }
-
-
-def _frames(extents: Iterable[Extent]) -> dict[str, int]:
-    """Frames by state. Free and sealed ones are counted already, and mostly there are no others."""
-    counts = dict.fromkeys([state.name.lower() for state in FrameState], 0)
-    for extent in extents:
-        counts["free"] += len(extent.free)
-        counts["sealed"] += extent.sealed
-        if len(extent.free) + extent.sealed != extent.frames:
-            for state in (FrameState.RESERVED, FrameState.RETIRING, FrameState.QUARANTINED):
-                counts[state.name.lower()] += extent.count(state)
-    return counts
 
 
 def _devices(node: Node, space: Space | None) -> list[dict[str, Any]]:

@@ -79,7 +79,6 @@ class WriteSealed:
     rows: Rows | None = None
     parents: list[bytes] | None = None
     checksums: npt.NDArray[np.uint32] | None = None
-    cause: str = field(default="put", compare=False)  # or save, load, scan: what page events tell
 
 
 @dataclass(slots=True)
@@ -105,8 +104,6 @@ class Unindex:
 
     keys: list[bytes]
     tier: Tier = Tier.DRAM
-    kind: str = field(default="evicted", compare=False)  # or dropped: what page events tell
-    reason: str = field(default="space", compare=False)
 
 
 @dataclass(slots=True)
@@ -178,13 +175,6 @@ class WriteUse:
 
 
 @dataclass(slots=True)
-class WriteBook:
-    """The names of roots and the pins changed: they have to outlive the daemon."""
-
-    document: dict[str, Any]
-
-
-@dataclass(slots=True)
 class CheckSession:
     """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
 
@@ -221,7 +211,6 @@ Instruction = (
     | Save
     | Load
     | WriteUse
-    | WriteBook
     | CheckSession
     | Reply
 )

@@ -100,7 +100,6 @@ class MemoryShell:
         self.ops: list[tuple[str, bytes, Address | None, Tier]] = []
         self.to_check: list[int] = []
         self.reply: ev.Reply | None = None
-        self.book: dict[str, Any] = {}  # names of roots, and pins
         self.verbs: dict[type, Callable[[Any], Iterator[None]]] = {
             ev.Carve: self._carve,
             ev.Drop: self._drop,
@@ -116,7 +115,6 @@ class MemoryShell:
             ev.WriteStamp: self._write_stamp,
             ev.Move: self._move,
             ev.WriteUse: self._write_use,
-            ev.WriteBook: self._write_book,
             ev.Save: self._copy,
             ev.Load: self._copy,
             ev.CheckSession: self._check_session,
@@ -417,10 +415,6 @@ class MemoryShell:
             assert self.tables[address.extent].state(address.frame) in (RESERVED, SEALED, QUARANTINED)
             yield
             self.tables[address.extent].last_use[address.frame] = used_ns
-
-    def _write_book(self, instruction: ev.WriteBook) -> Iterator[None]:
-        yield
-        self.book = instruction.document
 
     def _copy(self, instruction: ev.Save | ev.Load) -> Iterator[None]:
         down = isinstance(instruction, ev.Save)

@@ -340,8 +340,7 @@ class World:
             elif status == Status.STALE:
                 assert in_doubt, f"{address} was granted to {client.session}, and is not any more"
             else:
-                assert status in (Status.PRESENT, Status.NO_PARENT, Status.OVER_QUOTA, Status.BUSY)
-                assert self.state.space.holdings.limited or status not in (Status.OVER_QUOTA, Status.BUSY)
+                assert status in (Status.PRESENT, Status.NO_PARENT)
                 still = self.shell.tables[address.extent].words[address.frame] == address.generation << 8 | 1
                 assert still or in_doubt
                 if still:
