@@ -30,34 +30,22 @@ ENTRY_POINT_GROUP = "kvstore.commands"
 
 COMMANDS: Mapping[str, str] = {
     "bench": "kvstore.cli.bench:bench",
-    "config": "kvstore.cli.config:config",
-    "evict": "kvstore.cli.evict:evict",
-    "lookup": "kvstore.cli.lookup:lookup",
-    "pages": "kvstore.cli.pages:pages",
-    "pin": "kvstore.cli.pin:pin",
     "purge": "kvstore.cli.purge:purge",
     "serve": "kvstore.cli.serve:serve",
     "status": "kvstore.cli.status:status",
     "tiers": "kvstore.cli.tiers:tiers",
-    "unpin": "kvstore.cli.pin:unpin",
     "verify": "kvstore.cli.verify:verify",
 }
 
 # Kept here so that --help imports nothing. Commands of an entry point may be listed too; any other says who brought it.
 SHORT_HELP: Mapping[str, str] = {
     "bench": "Measure this machine's limits and how near the store comes.",
-    "config": "Show the resolved configuration and where each value comes from.",
     "demo": "Start a node, a writer and a reader; show what is reused.",
-    "evict": "Make pages leave, and say which did.",
-    "lookup": "Say page by page whether a prompt is stored, or why not.",
-    "pages": "List stored pages.",
-    "pin": "Keep the pages of a prompt from leaving, or list what is kept.",
     "purge": "Remove what dead nodes left in shared memory.",
     "serve": "Run the node daemon of this machine.",
     "simulate": "Make traces; run policies over them.",
     "status": "Show a node's capacity, use and counters.",
     "tiers": "Show what each tier holds, how often it is hit, and what leaves it.",
-    "unpin": "End a pin.",
     "verify": "Check a node's records, index, pages and conservation laws.",
 }
 

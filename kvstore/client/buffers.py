@@ -32,7 +32,7 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out") -> 
         and buffer.flags.carray
     ):
         return buffer
-    flat = flat_bytes(buffer, field)
+    flat = _flat(buffer, field)
     if not flat.flags.writeable:
         raise InvalidRequest(field, "must be writable")
     need = rows * row_bytes
@@ -52,14 +52,14 @@ def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages") -
         if buffer.flags.c_contiguous:
             return buffer
         raise InvalidRequest(field, "must be C-contiguous")
-    flat = flat_bytes(buffer, field)
+    flat = _flat(buffer, field)
     need = rows * row_bytes
     if flat.size != need:
         raise InvalidRequest(field, f"has {flat.size} bytes, {rows} of {row_bytes} bytes each are expected: {need}")
     return flat.reshape(rows, row_bytes)
 
 
-def flat_bytes(buffer: Any, field: str) -> Rows:
+def _flat(buffer: Any, field: str) -> Rows:
     """All bytes of a C-contiguous buffer as uint8 ``[bytes]``."""
     if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
         return _flat_tensor(buffer, field)

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +20,7 @@ from kvstore.client.nvme import NvmeReader
 from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.model.objects import is_object_class
-from kvstore.model.replica import FrameClass, FrameState, Tier
+from kvstore.model.replica import FrameClass, Tier
 from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header, boot_id
@@ -93,9 +92,7 @@ class Mapped:
         "extents",
         "channel",
         "counters",
-        "counting",
         "pools",
-        "named",
         "nvme",
         "timeout_s",
     )
@@ -122,10 +119,8 @@ class Mapped:
         self.segment = segment
         self.channel = channel
         self.counters = channel.counters
-        self.counting = True  # of gets; a benchmark compares with gets that are not counted
         self.extents: dict[int, Extent] = older.extents if older is not None else {}
         self.pools: dict[FrameClass, GrantPool] = older.pools if older is not None else {}
-        self.named: set[bytes] = older.named if older is not None else set()  # roots whose tenant the node was told
         self.nvme = nvme
         self.timeout_s = timeout_s
 
@@ -172,24 +167,6 @@ class Mapped:
         if pool is None:
             pool = self.pools.setdefault(frame_class, GrantPool(frame_class, self.channel))
         return pool
-
-    def row(self, frame_class: FrameClass) -> int:
-        """Where pages of this geometry are counted."""
-        return self.counters.row(frame_class.page_bytes, frame_class.page_tokens)
-
-    def object_rows(self) -> Iterator[bytes]:
-        """Identity rows of the heads of all objects that the index names, as they say themselves."""
-        for raw in [raw for _, raw in self.index.scan()]:
-            number, frame, generation = _unpack_address(raw)
-            extent = self.extent(number)
-            if extent is not None and is_object_class(extent.frame_class):
-                row = extent.identity[frame].tobytes()
-                if int(extent.words[frame]) == generation << 8 | FrameState.SEALED:
-                    yield row
-        for raw in [raw for _, raw in self.index.scan_nvme()]:
-            found = self.nvme.object_head(raw)
-            if found is not None:
-                yield found[1]
 
     def mark_used(self, raw_address: bytes) -> None:
         """Mark a page as used now: whoever looks for pages to evict looks elsewhere first."""
@@ -359,8 +336,9 @@ class LocalNode:
             channel = self._channel(old, incarnation)
             nvme = old.nvme if old is not None else NvmeReader(self.folder, self._threads)
             self._header_id = identity
-            parts = self.folder, header, incarnation, epoch, index, segment, channel, old, nvme
-            self._mapped = Mapped(*parts, self.timeout_s)
+            self._mapped = Mapped(
+                *(self.folder, header, incarnation, epoch, index, segment, channel, old, nvme, self.timeout_s)
+            )
             return self._mapped
 
     def _open_header(self) -> Header | None:
