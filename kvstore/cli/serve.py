@@ -25,30 +25,18 @@ from kvstore.service import daemon
     default=None,
     help="Leave to make anew an NVMe target that holds something else.",
 )
-@click.option("--eviction", help="Policy by which pages leave: lru or another known one.  [default: lru]")
+@click.option("--eviction", help="Policy by which pages leave: gittins, lru, slru, s3fifo or arc.  [default: gittins]")
 @click.option("--extent", help="Bytes of one extent; the largest page must fit.  [default: a sixteenth of --dram]")
-@click.option("--kv-events", help="ZMQ address to publish KV events at: tcp://127.0.0.1:5557.  [default: none]")
-@click.option("--kv-events-replay", help="ZMQ address to replay missed KV events at.  [default: none]")
-@click.option("--http", help="HOST:PORT of /healthz, /readyz and /metrics.  [default: none]")
-@click.option(
-    "--listen",
-    multiple=True,
-    metavar="HOST:PORT|unix:PATH",
-    help="Where the gRPC API listens; may repeat. Beyond loopback it asks for TLS and identities.  [default: none]",
-)
-@click.option("--tls-cert", metavar="FILE", help="Certificate (and chain) that the gRPC API shows, PEM.")
-@click.option("--tls-key", metavar="FILE", help="Its private key, PEM.")
-@click.option("--tls-client-ca", metavar="FILE", help="Authorities whose client certificates are asked for, PEM.")
-@click.option("--identities", metavar="FILE", help="TOML file of who may call the gRPC API, and for which salts.")
+@click.option("--http", help="HOST:PORT of /healthz and /readyz.  [default: none]")
 @click.option("--config", "path", type=click.Path(dir_okay=False), help="A TOML file; flags and env go before it.")
 @json_option
-def serve(path: str | None, as_json: bool, nvme: tuple[str, ...], listen: tuple[str, ...], **flags: Any) -> None:
+def serve(path: str | None, as_json: bool, nvme: tuple[str, ...], **flags: Any) -> None:
     """Run the node daemon of this machine until SIGTERM.
 
     Prints one line when it serves. After kill -9 or SIGTERM the next start finds every sealed page again;
     after a restart of the machine those that were saved to NVMe.
     """
-    settings = configuration.load(path, flags={**flags, "nvme": nvme or None, "listen": listen or None}).node
+    settings = configuration.load(path, flags={**flags, "nvme": nvme or None}).node
 
     def announce(line: str) -> None:
         if as_json:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 
-from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.transfer.base import Channel, PendingReply
 from kvstore.transfer.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
@@ -15,7 +15,6 @@ AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20
 IDLE_S = 2.0  # frames that nobody took for so long are given back
 AHEAD_PUTS = 8  # so many puts like the last one are asked for at once
-OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
 BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
 _RESERVED = int(FrameState.RESERVED)
@@ -119,14 +118,8 @@ class GrantPool:
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
-        """The frames that came, ascending; empty where the node has none to give, or not yet.
-
-        Raises:
-            QuotaExceeded: the tenant may have no more.
-        """
+        """The frames that came, ascending; empty where the node has none to give, or not yet."""
         message = reply.result()
-        if message.op == Status.OVER_QUOTA:
-            raise QuotaExceeded(OVER_QUOTA)
         return sorted(unpack_addresses(message.body, message.entries))
 
     def wait_granted(self, asked: PendingReply, count: int, before: bytes, deadline: float) -> list[Address]:

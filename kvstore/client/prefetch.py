@@ -54,7 +54,7 @@ def tell_read(mapped: Mapped, addresses: bytes) -> None:
 
 def tell_damaged(mapped: Mapped, address: bytes) -> None:
     """Have the node look at a page whose bytes do not hold; it drops what is damaged. Nothing is raised."""
-    if heard_from(mapped):
+    if _heard_from(mapped):
         with contextlib.suppress(Unavailable, InvalidRequest):
             mapped.channel.request(Op.SCRUB, count=1, body=(address,), timeout_s=_SCRUB_S).result()
 
@@ -72,7 +72,7 @@ def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
 
 def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
     """Say it if it can be said at once; else keep silent for a while."""
-    if heard_from(mapped):
+    if _heard_from(mapped):
         count = len(part) // ADDRESS_BYTES
         try:
             mapped.channel.request(Op.PREFETCH, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
@@ -80,8 +80,7 @@ def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
             mapped.nvme.tell_ns = time.monotonic_ns() + SILENT_NS
 
 
-def heard_from(mapped: Mapped) -> bool:
-    """The node gave a sign of late, and took what it was told."""
+def _heard_from(mapped: Mapped) -> bool:
     now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: it is just starting
     return now_ns >= mapped.nvme.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
 
