@@ -19,7 +19,7 @@ _FREE = FrameState.FREE
 
 
 class Extent:
-    """Frames of one carved position. 17 bytes of state per frame; everything else is in the records."""
+    """Frames of one carved position. 13 bytes of state per frame; everything else is in the records."""
 
     def __init__(self, number: int, position: int, pool: ClassPool, slot_base: int) -> None:
         self.number = number
@@ -30,7 +30,6 @@ class Extent:
         self.generation = array("Q", bytes(8 * self.frames))
         self.state = bytearray(self.frames)
         self.children = array("I", bytes(4 * self.frames))
-        self.owner = array("I", bytes(4 * self.frames))  # number of the page's root, see ``Tenants``; 0: nobody's
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
         self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
