@@ -8,13 +8,11 @@ from typing import Any
 import click
 
 import kvstore
-from kvstore.cli.node import node_option
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs
-from kvstore.cli.tiers import frame_states
 
 
 @click.command()
-@node_option
+@click.option("--node", help="Name of the node.  [default: $KVSTORE_NODE, else the only one on this machine]")
 @json_option
 def status(node: str | None, as_json: bool) -> None:
     """Show a node's capacity, use and counters."""
@@ -35,7 +33,7 @@ def status(node: str | None, as_json: bool) -> None:
         "dram": f"{_use(dram)}, {populated}",
         **below,
         "pages": dram["pages"] if nvme is None else f"{dram['pages']} in DRAM, {nvme['pages']} in NVMe",
-        "frames": ", ".join(f"{dram['frames'][state]} {state}" for state in frame_states([dram])) or "none carved yet",
+        "frames": ", ".join(f"{count} {state}" for state, count in dram["frames"].items()) or "none carved yet",
         "sessions": f"{stats['sessions_connected']} connected, {stats['sessions']} known",
         "leases": stats["leases"],
         "reservations": stats["reservations"],

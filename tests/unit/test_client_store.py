@@ -373,7 +373,7 @@ def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVSTORE_NODE", "y")
     with pytest.raises(NodeUnavailable, match="no node named 'y'"):
         kvstore.connect()
-    for address in ("kv://host", "kv://:7070", "other://host:7070", "", "../etc", "a/b", 5):
+    for address in ("kv://host:7070", "", "../etc", "a/b", 5):
         with pytest.raises(InvalidRequest, match="^address: "):
             kvstore.connect(address)
     monkeypatch.delenv("KVSTORE_NODE")
