@@ -98,11 +98,7 @@ class EmbeddedNode:
     def start(self) -> None:
         """See ``Node.start``."""
         self.node.start()
-        try:
-            self._background.start()
-        except InvalidRequest:  # what is configured cannot be had
-            self.node.stop(remove=self.folder.name.startswith(EMBEDDED_PREFIX))
-            raise
+        self._background.start()
         self.node.performer.header.state = DaemonState.READY
 
     @property

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.model.replica import FrameState
-from kvstore.service import tracing
 from kvstore.service.node import Node
 from kvstore.service.nvme_pages import Copied, NvmePages
 from kvstore.service.stats import today
@@ -75,11 +74,9 @@ class Mover:
             if failpoint.ACTIVE:
                 failpoint.hit("mover.copy")
             if isinstance(copy, ev.Save):
-                with tracing.span("kvstore.demote", pages=len(copy.pages)):
-                    self._save(nvme, copy)
+                self._save(nvme, copy)
             else:
-                with tracing.span("kvstore.promote", pages=len(copy.pages)):
-                    self._load(nvme, copy)
+                self._load(nvme, copy)
             if failpoint.ACTIVE:
                 failpoint.hit("mover.reported")
         return busy

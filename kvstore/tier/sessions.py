@@ -13,10 +13,9 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from collections import Counter
 
-import numpy as np
-
-from kvstore.tier.counters import NOTHING, SessionCounters, Tally, Vector, read_counters
+from kvstore.tier.counters import NAMES, SessionCounters, read_counters
 from kvstore.tier.folder import NodeFolder
 
 
@@ -30,8 +29,7 @@ class Sessions:
     def __init__(self, folder: NodeFolder) -> None:
         self._folder = folder
         self._here: dict[int, SessionCounters] = {}  # clients in this process: they live as long as we do
-        self._ended: Vector = NOTHING
-        self._told: Vector = NOTHING
+        self._ended: Counter[str] = Counter()
         self._lock = threading.Lock()  # held from adding a session's counts to removing its file: none counts twice
 
     def join(self, session: int, counters: SessionCounters) -> None:
@@ -44,12 +42,12 @@ class Sessions:
         with self._lock:
             counters = self._here.pop(session, None)
             if counters is not None:
-                self._ended = self._ended + counters.vector()
+                self._ended.update(counters.values())
 
     def alive(self, session: int) -> bool:
         """Whether the process that holds the session's lock lives. A dead one's file is removed."""
         with self._lock:
-            return session in self._here or self._living(session)[0]
+            return session in self._here or self._look(session) is not None
 
     def sweep(self) -> None:
         """Remove the files of all that ended."""
@@ -57,14 +55,14 @@ class Sessions:
             for session in self._files():
                 self._look(session)
 
-    def totals(self) -> Tally:
-        """What all sessions counted together, living and ended. No count is lower than it was."""
+    def totals(self) -> dict[str, int]:
+        """What all sessions counted together, living and ended, by the names of ``tier.counters``."""
         with self._lock:
-            living = [self._look(session) for session in self._files()]  # first: it may find that some ended
-            here = [counters.vector() for counters in self._here.values()]
-            found = sum([*here, *(counts for counts in living if counts is not None)], start=self._ended)
-            self._told = np.maximum(self._told, found)  # a file may go that was not added up: somebody removed it
-            return Tally.of([self._told])
+            living = [self._look(session) or {} for session in self._files()]  # first: it may find that some ended
+            sums = self._ended.copy()
+            for counts in [*living, *(counters.values() for counters in self._here.values())]:
+                sums.update(counts)
+        return {name: sums[name] for name in NAMES}
 
     def _files(self) -> list[int]:
         try:
@@ -73,30 +71,24 @@ class Sessions:
             return []
         return [int(name, 16) for name in names if _is_session(name)]
 
-    def _look(self, session: int) -> Vector | None:
-        """What a living session counted; None where it counted nothing, or has ended."""
-        return self._living(session)[1]
-
-    def _living(self, session: int) -> tuple[bool, Vector | None]:
-        """Whether a session lives, and what it counted. The file of one that has ended goes. ``_lock`` is held."""
+    def _look(self, session: int) -> dict[str, int] | None:
+        """What a living session counted; None for one that has ended, whose file is removed. ``_lock`` is held."""
         path = self._folder.session(session)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return False, None
+            return None
         except PermissionError:  # of another user, who does not share it: nothing tells that it ended
-            return True, None
+            return {}
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            counts = read_counters(fd)
-            if counts is not None:
-                self._ended = self._ended + counts
+            self._ended.update(read_counters(fd) or {})
             path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
         except BlockingIOError:
-            return True, read_counters(fd)
+            return read_counters(fd) or {}
         finally:
             os.close(fd)
-        return False, None
+        return None
 
 
 def _is_session(name: str) -> bool:

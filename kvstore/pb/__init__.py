@@ -1,1 +1,0 @@
-"""Generated from ``proto/`` by ``make proto``; `make check` compares. Import nothing from here that must start fast."""

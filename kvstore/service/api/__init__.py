@@ -1,1 +1,0 @@
-"""The gRPC API of a node: ``server`` listens, ``gate`` admits, ``identities`` knows who calls, the others serve."""
