@@ -26,7 +26,7 @@ demo: $(VENV)/.base
 	$(BIN)/kvstore demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -rs
+	$(BIN)/python -m pytest -rs -n 2 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -130,7 +130,8 @@ def demo(
         name = f"demo-{os.getpid()}"
         stack.callback(_purge, name)
         target = f"{Path(place) / 'nvme'}:{nvme_bytes}"
-        serve = ("kvstore", "serve", "--name", name, "--dram", str(dram_bytes), "--nvme", target)
+        node = ("--name", name, "--dram", str(dram_bytes), "--nvme", target)
+        serve = ("kvstore", "serve", *node, "--log-level", "warning")
         result = Demo(stack, name, serve, path, model, as_json).run(count)
     if as_json:
         print_json(result)

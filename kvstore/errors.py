@@ -7,7 +7,11 @@
     ├── Unavailable               the other end cannot answer now; retry later
     │   ├── NodeUnavailable       no node of that name, or its daemon is down
     │   ├── DeadlineExceeded      it did not answer (or a layer did not arrive) in time
+    │   ├── TooManyCalls          the node serves as many remote calls as it may; ``retry_after_s`` says when to retry
     │   └── OutOfSpace            every frame is leased, reserved or younger than what would have to leave
+    │       └── QuotaExceeded     the tenant has all it may have; names retry_after_s
+    ├── Unauthenticated           the node does not know this caller, or its identity has expired
+    ├── PermissionDenied          this caller may not do that, or not under that salt
     ├── LeaseBroken               pages changed under a lease that was overstayed; what was read must be discarded
     ├── VersionMismatch           client and node speak different versions; upgrade one
     └── NodeBusy                  another daemon holds that node name or device
@@ -46,8 +50,32 @@ class DeadlineExceeded(Unavailable, TimeoutError):
     """No answer within the deadline. A put may or may not have been sealed; a later lookup tells."""
 
 
+class TooManyCalls(Unavailable):
+    """The node serves as many remote calls as it may. Nothing was done; try again after ``retry_after_s`` seconds."""
+
+    def __init__(self, reason: str, retry_after_s: float = 0.1) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
 class OutOfSpace(Unavailable):
     """No frame could be granted: all are leased, reserved, or hold the ancestors of what is being written."""
+
+
+class Unauthenticated(KVStoreError):
+    """The node does not know this caller: no token or certificate, a wrong one, or an expired one. Nothing was done."""
+
+
+class PermissionDenied(KVStoreError):
+    """This caller may not do that: it is for operators, or under a salt of somebody else. Nothing was done."""
+
+
+class QuotaExceeded(OutOfSpace):
+    """Nothing was stored: the tenant has all it may have, in pages that may not leave. ``retry_after_s``: a hint."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class LeaseBroken(KVStoreError):

@@ -57,6 +57,12 @@ class Daemon:
         if extent_bytes is not None:
             self._arguments += ["--extent", str(extent_bytes)]
         self._process: subprocess.Popen[bytes] | None = None
+        self.ready_line = ""
+
+    @property
+    def http(self) -> str:
+        """HOST:PORT of its HTTP server, as it said when it got ready."""
+        return self.ready_line.partition(", http on ")[2].partition(",")[0].strip()
 
     @property
     def pid(self) -> int:
@@ -81,7 +87,8 @@ class Daemon:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C is ours to act on
             )
-            if not _line(self._process, READY_S):
+            self.ready_line = _line(self._process, READY_S).decode()
+            if not self.ready_line:
                 took = time.monotonic() - began
                 self.kill()
                 complaints.seek(0)

@@ -7,7 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvstore.bench import evict, get, lookup, memory, nvme, nvme_restart, nvme_write, put, restart
+from kvstore.bench import (
+    evict,
+    get,
+    grpc,
+    lookup,
+    memory,
+    metrics,
+    nvme,
+    nvme_restart,
+    nvme_write,
+    objects,
+    put,
+    restart,
+)
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import Settings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -45,10 +58,24 @@ _ROWS = (
     Row("get_256k", "get, 32 pages of 256 KiB / memcpy", Bar(0.90), partial(get.get, geometry="256k")),
     Row("get_one_256k", "get of one page of 256 KiB / memcpy", _at_most(2), partial(get.get_one, geometry="256k")),
     Row("get_64k", "get, 32 pages of 64 KiB / memcpy", Bar(0.75), partial(get.get, geometry="64k")),
+    Row(
+        "metrics_cost",
+        "get of 64 KiB pages, counted / not counted",
+        _at_most(1.02),
+        partial(metrics.cost, geometry="64k"),
+    ),
     Row("put_2m", "put, 32 pages of 2 MiB / memcpy", Bar(0.85), partial(put.put, geometry="2m")),
     Row("put_256k", "put, 32 pages of 256 KiB / memcpy", Bar(0.75), partial(put.put, geometry="256k")),
     Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(6), partial(put.put_one, geometry="256k")),
+    Row("object_put_256k", "put of one object of 256 KiB / memcpy", None, objects.put),
+    Row("object_get_256k", "get of one object of 256 KiB / memcpy", None, objects.get),
     Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),
+    Row(
+        "metrics_1m",
+        "GET /metrics of a node of a million pages; .stats: a frame of top",
+        Bar(0.2, at_least=False, of_ratio=False, unit="s"),
+        metrics.scrape,
+    ),
     Row(
         "memory_1m",
         "bytes per page beside data and token ids",
@@ -85,6 +112,15 @@ _ROWS = (
         Bar(0.7),
         partial(nvme_write.get_while_demoting, geometry="2m"),
     ),
+    Row("grpc_unary", "lookup of 32 pages over gRPC / a unary echo", None, grpc.unary),
+    Row("grpc_read_2m", "get over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.read, geometry="2m")),
+    Row(
+        "grpc_read_256k",
+        "get over gRPC, 32 pages of 256 KiB / a gRPC stream",
+        None,
+        partial(grpc.read, geometry="256k"),
+    ),
+    Row("grpc_write_2m", "put over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.write, geometry="2m")),
     Row("restart_nvme", "kill -9, reboot, and scan of NVMe, to serving again", None, nvme_restart.restart),
 )
 ROWS = {row.name: row for row in _ROWS}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from kvstore.errors import InvalidRequest, KVStoreError
 
@@ -28,24 +30,44 @@ EXIT_INTERRUPTED = 130
 
 ENTRY_POINT_GROUP = "kvstore.commands"
 
+_NUMBER_TYPE = re.compile(r"is not a valid (integer|float)(?: range)?\.")
+
 COMMANDS: Mapping[str, str] = {
     "bench": "kvstore.cli.bench:bench",
+    "completion": "kvstore.cli.completion:completion",
+    "config": "kvstore.cli.config:config",
+    "events": "kvstore.cli.events:events",
+    "evict": "kvstore.cli.evict:evict",
+    "lookup": "kvstore.cli.lookup:lookup",
+    "pages": "kvstore.cli.pages:pages",
+    "pin": "kvstore.cli.pin:pin",
     "purge": "kvstore.cli.purge:purge",
     "serve": "kvstore.cli.serve:serve",
     "status": "kvstore.cli.status:status",
     "tiers": "kvstore.cli.tiers:tiers",
+    "top": "kvstore.cli.top:top",
+    "unpin": "kvstore.cli.pin:unpin",
     "verify": "kvstore.cli.verify:verify",
 }
 
 # Kept here so that --help imports nothing. Commands of an entry point may be listed too; any other says who brought it.
 SHORT_HELP: Mapping[str, str] = {
     "bench": "Measure this machine's limits and how near the store comes.",
+    "completion": "Print the script by which a shell completes this command.",
+    "config": "Show the resolved configuration and where each value comes from.",
     "demo": "Start a node, a writer and a reader; show what is reused.",
+    "events": "Follow what happens to pages: stored, moved, evicted, dropped.",
+    "evict": "Make pages leave, and say which did.",
+    "lookup": "Say page by page whether a prompt is stored, or why not.",
+    "pages": "List stored pages.",
+    "pin": "Keep the pages of a prompt from leaving, or list what is kept.",
     "purge": "Remove what dead nodes left in shared memory.",
     "serve": "Run the node daemon of this machine.",
     "simulate": "Make traces; run policies over them.",
     "status": "Show a node's capacity, use and counters.",
     "tiers": "Show what each tier holds, how often it is hit, and what leaves it.",
+    "top": "Watch a node live: use, hits, operations, tenants, queues.",
+    "unpin": "End a pin.",
     "verify": "Check a node's records, index, pages and conservation laws.",
 }
 
@@ -96,6 +118,12 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command), f"{target} is not a click command"
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of subcommands, without importing them, which click would do for each one's help; and flags."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=self._short_help(name)) for name in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands for --help without importing them."""
         with formatter.section("Commands"):
@@ -120,6 +148,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     """Run `command` and give its exit code. Failures are one line on stderr, ``kvstore: <field>: <reason>``."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C code writes lines of its own beside ours
     try:
         result = command.main(args, prog_name="kvstore", standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that has gone can still be handled
@@ -157,7 +186,7 @@ def _one_line(failed: click.ClickException | KVStoreError) -> str:
         case click.MissingParameter():
             text = f"{_parameter(failed)}: is missing"
         case click.BadParameter():
-            text = f"{_parameter(failed)}: {failed.message}"
+            text = f"{_parameter(failed)}: {_plain(failed.message)}"
         case click.BadOptionUsage():
             text = f"{failed.option_name}: {failed.message}"
         case click.UsageError():
@@ -167,6 +196,11 @@ def _one_line(failed: click.ClickException | KVStoreError) -> str:
         case _:
             text = str(failed)
     return " ".join(text.split())
+
+
+def _plain(message: str) -> str:
+    """click's names of number types, in words."""
+    return _NUMBER_TYPE.sub(lambda found: f"is not a {'whole ' if found[1] == 'integer' else ''}number", message)
 
 
 def _did_you_mean(possibilities: Sequence[str] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
@@ -13,6 +14,7 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+_KEY = re.compile("[0-9a-f]{32}")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -46,7 +48,8 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
 def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table with columns as wide as their longest cell; columns of numbers are set to the right.
 
-    Cells are shown with `str`; a column counts as numbers when every cell in it starts with a digit or is ``-``.
+    Cells are shown with `str`; a column counts as numbers when every cell in it starts with a digit (and is no page's
+    key) or is ``-``.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     assert all(len(row) == len(headers) for row in cells), "every row has one cell per header"
@@ -100,7 +103,7 @@ def _three_digits(number: float) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell == "-" or cell.lstrip("-")[:1].isdigit()
+    return cell == "-" or (cell.lstrip("-")[:1].isdigit() and not _KEY.fullmatch(cell))
 
 
 def _plain(value: Any) -> object:

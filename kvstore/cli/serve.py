@@ -9,34 +9,22 @@ import click
 
 from kvstore import config as configuration
 from kvstore.cli.output import json_option, print_json
+from kvstore.cli.settings import with_settings
 from kvstore.service import daemon
 
 
 @click.command()
-@click.option("--name", help="What clients on this machine connect to.  [default: default]")
-@click.option("--dram", help="Capacity of the DRAM segment, such as 512MiB or 8GiB.  [default: 512MiB]")
-@click.option(
-    "--nvme", multiple=True, metavar="PATH:SIZE", help="A file or block device below DRAM; may repeat.  [default: none]"
-)
-@click.option(
-    "--format",
-    "nvme_format",
-    is_flag=True,
-    default=None,
-    help="Leave to make anew an NVMe target that holds something else.",
-)
-@click.option("--eviction", help="Policy by which pages leave: gittins, lru, slru, s3fifo or arc.  [default: gittins]")
-@click.option("--extent", help="Bytes of one extent; the largest page must fit.  [default: a sixteenth of --dram]")
-@click.option("--http", help="HOST:PORT of /healthz and /readyz.  [default: none]")
 @click.option("--config", "path", type=click.Path(dir_okay=False), help="A TOML file; flags and env go before it.")
 @json_option
-def serve(path: str | None, as_json: bool, nvme: tuple[str, ...], **flags: Any) -> None:
+@with_settings
+def serve(path: str | None, as_json: bool, **flags: Any) -> None:
     """Run the node daemon of this machine until SIGTERM.
 
     Prints one line when it serves. After kill -9 or SIGTERM the next start finds every sealed page again;
-    after a restart of the machine those that were saved to NVMe.
+    after a restart of the machine those that were saved to NVMe. docs/config.md explains the settings; each may also
+    stand in the file, or in the environment (KVSTORE_DRAM=8GiB).
     """
-    settings = configuration.load(path, flags={**flags, "nvme": nvme or None}).node
+    settings = configuration.load(path, flags=flags).node
 
     def announce(line: str) -> None:
         if as_json:

@@ -8,11 +8,13 @@ from typing import Any
 import click
 
 import kvstore
+from kvstore.cli.node import node_option
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs
+from kvstore.cli.tiers import frame_states, of_files
 
 
 @click.command()
-@click.option("--node", help="Name of the node.  [default: $KVSTORE_NODE, else the only one on this machine]")
+@node_option
 @json_option
 def status(node: str | None, as_json: bool) -> None:
     """Show a node's capacity, use and counters."""
@@ -22,7 +24,7 @@ def status(node: str | None, as_json: bool) -> None:
         print_json(stats)
         return
     if stats["state"] == "down":  # what its files tell is all there is
-        print_pairs(stats)
+        print_pairs(of_files(stats))
         return
     dram = stats["tiers"]["dram"]
     populated = f"{100 * dram['populated_bytes'] / dram['capacity_bytes']:.0f} % populated"
@@ -32,8 +34,8 @@ def status(node: str | None, as_json: bool) -> None:
         "node": f"{stats['name']} ({stats['state']}, pid {stats['pid']}, up {duration_text(stats['uptime_s'])})",
         "dram": f"{_use(dram)}, {populated}",
         **below,
-        "pages": dram["pages"] if nvme is None else f"{dram['pages']} in DRAM, {nvme['pages']} in NVMe",
-        "frames": ", ".join(f"{count} {state}" for state, count in dram["frames"].items()) or "none carved yet",
+        "pages": dram["pages"] if nvme is None else f"{dram['pages']} in DRAM, {nvme['pages']} on NVMe",
+        "frames": ", ".join(f"{dram['frames'][state]} {state}" for state in frame_states([dram])) or "none carved yet",
         "sessions": f"{stats['sessions_connected']} connected, {stats['sessions']} known",
         "leases": stats["leases"],
         "reservations": stats["reservations"],

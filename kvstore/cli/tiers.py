@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 import kvstore
+from kvstore.cli.node import node_option
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs, print_table
+from kvstore.model.replica import FrameState, Tier
 
 Tiers = Mapping[str, Mapping[str, Any]]
 
 
 @click.command()
-@click.option("--node", help="Name of the node.  [default: $KVSTORE_NODE, else the only one on this machine]")
+@node_option
 @json_option
 def tiers(node: str | None, as_json: bool) -> None:
     """Show what each tier of a node holds, how often it is hit, and what leaves it.
@@ -28,9 +30,9 @@ def tiers(node: str | None, as_json: bool) -> None:
         print_json({name: stats[name] for name in ("name", "state", "tiers", "clients") if name in stats})
         return
     if stats["state"] == "down":
-        print_pairs(_of_files(stats))
+        print_pairs(of_files(stats))
         return
-    found: Tiers = stats["tiers"]
+    found: Tiers = {str(tier): stats["tiers"][tier] for tier in Tier if tier in stats["tiers"]}  # fastest first
     _print_contents(found)
     click.echo()
     _print_flow(found)
@@ -38,19 +40,27 @@ def tiers(node: str | None, as_json: bool) -> None:
     print_pairs(_more(found, stats["clients"]))
 
 
-def _of_files(stats: Mapping[str, Any]) -> dict[str, object]:
+def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """States that frames of these tiers are in, in the order of a frame's life; a remote node's come in no order."""
+    known = [state.name.lower() for state in FrameState]
+    found = {state for about in tiers for state in about["frames"]}
+    return [state for state in known if state in found] + sorted(found.difference(known))
+
+
+def of_files(stats: Mapping[str, Any]) -> dict[str, object]:
     """What a node's files tell while its daemon is down."""
     tiers = stats.get("tiers", {}).items()
     sizes = {
         tier: f"{bytes_text(about['capacity_bytes'])}, {bytes_text(about['populated_bytes'])} populated"
         for tier, about in tiers
     }
-    return {"node": f"{stats['name']} (down)", **sizes, "pages": stats.get("pages", 0)}
+    pages, nvme_pages = stats.get("pages", 0), stats.get("nvme_pages", 0)
+    return {"node": f"{stats['name']} (down)", **sizes, "pages": f"{pages} in DRAM, {nvme_pages} on NVMe"}
 
 
 def _print_contents(found: Tiers) -> None:
     """Capacity and frames; an NVMe tier's devices below it."""
-    states = list(dict.fromkeys(state for about in found.values() for state in about["frames"]))
+    states = frame_states(list(found.values()))
     rows: list[tuple[object, ...]] = []
     for tier, about in found.items():
         sizes = bytes_text(about["capacity_bytes"]), bytes_text(about["used_bytes"])

@@ -12,6 +12,11 @@ from kvstore.errors import InvalidRequest
 
 Rows = npt.NDArray[np.uint8]
 
+
+class PageRows(list[Rows]):
+    """Pages that do not lie together, each a uint8 array ``[page_bytes]``: a put takes them like one array."""
+
+
 _U8 = np.dtype(np.uint8)
 
 
@@ -32,7 +37,7 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out") -> 
         and buffer.flags.carray
     ):
         return buffer
-    flat = _flat(buffer, field)
+    flat = flat_bytes(buffer, field)
     if not flat.flags.writeable:
         raise InvalidRequest(field, "must be writable")
     need = rows * row_bytes
@@ -48,18 +53,29 @@ def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages") -
     Raises:
         InvalidRequest: not exactly ``rows * row_bytes`` bytes, not contiguous, not host memory, or no buffer at all.
     """
+    if type(buffer) is PageRows:
+        return buffer  # type: ignore[return-value]  # by our own server, which has made them so
     if type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.shape == (rows, row_bytes):
         if buffer.flags.c_contiguous:
             return buffer
         raise InvalidRequest(field, "must be C-contiguous")
-    flat = _flat(buffer, field)
+    flat = flat_bytes(buffer, field)
     need = rows * row_bytes
     if flat.size != need:
         raise InvalidRequest(field, f"has {flat.size} bytes, {rows} of {row_bytes} bytes each are expected: {need}")
     return flat.reshape(rows, row_bytes)
 
 
-def _flat(buffer: Any, field: str) -> Rows:
+def fill(target: Rows, source: Any) -> None:
+    """Copy rows into as many rows; ``source`` is one array, or a slice of ``PageRows``."""
+    if isinstance(source, list):
+        for row, bytes_of_page in zip(target, source, strict=True):
+            row[:] = bytes_of_page
+    else:
+        target[:] = source
+
+
+def flat_bytes(buffer: Any, field: str) -> Rows:
     """All bytes of a C-contiguous buffer as uint8 ``[bytes]``."""
     if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
         return _flat_tensor(buffer, field)

@@ -6,15 +6,17 @@ import contextlib
 import threading
 import time
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.transfer.base import Channel, PendingReply
 from kvstore.transfer.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
 AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20
+POOLS_MAX = 256  # of a client: a node's own, on behalf of all its remote callers, sees any geometry they think of
 IDLE_S = 2.0  # frames that nobody took for so long are given back
 AHEAD_PUTS = 8  # so many puts like the last one are asked for at once
+OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
 BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
 _RESERVED = int(FrameState.RESERVED)
@@ -43,6 +45,11 @@ class GrantPool:
 
     def __len__(self) -> int:
         return len(self._frames)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no frame, and none that is on its way in or out."""
+        return not self._frames and not self._forfeited and self._asked is None and self._timer is None
 
     def take(self, count: int) -> list[Address]:
         """Up to ``count`` frames, ascending; consecutive ones where there are enough."""
@@ -118,8 +125,14 @@ class GrantPool:
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
-        """The frames that came, ascending; empty where the node has none to give, or not yet."""
+        """The frames that came, ascending; empty where the node has none to give, or not yet.
+
+        Raises:
+            QuotaExceeded: the tenant may have no more.
+        """
         message = reply.result()
+        if message.op == Status.OVER_QUOTA:
+            raise QuotaExceeded(OVER_QUOTA)
         return sorted(unpack_addresses(message.body, message.entries))
 
     def wait_granted(self, asked: PendingReply, count: int, before: bytes, deadline: float) -> list[Address]:
@@ -154,6 +167,14 @@ class GrantPool:
                 with self._lock:
                     self._forfeited += some
                 raise
+
+
+def new_pool(pools: dict[FrameClass, GrantPool], frame_class: FrameClass, channel: Channel) -> GrantPool:
+    """A pool of a class that had none. Of very many classes only the pools in use are kept; others are soon made."""
+    if len(pools) >= POOLS_MAX:
+        for other in [other for other, pool in list(pools.items()) if pool.idle]:
+            pools.pop(other, None)
+    return pools.setdefault(frame_class, GrantPool(frame_class, channel))
 
 
 def still_ours(address: Address, word: int) -> bool:

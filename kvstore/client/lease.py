@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
@@ -41,7 +42,14 @@ class Lease:
         match: how much was found. Nothing found is an empty lease, and costs no request.
     """
 
-    def __init__(self, node: LocalNode, layout: Layout, keys: Keys, ttl_s: float) -> None:
+    def __init__(
+        self,
+        node: LocalNode,
+        layout: Layout,
+        keys: Keys,
+        ttl_s: float,
+        name: Callable[[Mapped], None] | None = None,
+    ) -> None:
         if not 0 < ttl_s < 1e6:
             raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
         self.pages: list[npt.NDArray[np.uint8]] = []
@@ -49,6 +57,7 @@ class Lease:
         self._node = node
         self._layout = layout
         self._keys = keys
+        self._name = name  # tells the node whose pages these are
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._mapped: Mapped | None = None
         self._runs: list[Run] = []
@@ -63,6 +72,7 @@ class Lease:
         if self._id:
             raise InvalidRequest("lease", "is taken already: make another")
         self._id = secrets.randbits(63) | 1
+        start_ns = time.monotonic_ns()
         mapped = self._node.mapped()
         runs: list[Run] = []
         reason = ABSENT
@@ -86,7 +96,8 @@ class Lease:
         if reason:
             self._node.missed(reason)
         if mapped is not None:
-            mapped.counters.leased(len(self._keys), len(self.pages), self._layout.page_bytes, reason)
+            row = mapped.counters.row(self._layout.page_bytes, self._layout.page_tokens)
+            mapped.counters.leased(row, len(self._keys), len(self.pages), reason, start_ns)
         self.match = Match(len(self.pages) * self._layout.page_tokens, len(self.pages), reason)
         return self
 
@@ -148,6 +159,8 @@ class Lease:
         keys, closed = self._keys, self._layout.attention == "full"
         runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
         if reason in ELSEWHERE and known_on_nvme(mapped, keys.hashes, pages, closed):
+            if self._name is not None:
+                self._name(mapped)
             bring(mapped, keys.hashes, closed, time.monotonic() + mapped.timeout_s)
             runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
         return runs, reason

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.channel import AFTER_FORK, SocketChannel
-from kvstore.client.grants import GrantPool
+from kvstore.client.grants import GrantPool, new_pool
 from kvstore.client.nvme import NvmeReader
 from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.objects import is_object_class
+from kvstore.model.replica import FrameClass, FrameState, Tier
+from kvstore.tier.counters import TIMED_NS
 from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header, boot_id
@@ -31,7 +33,6 @@ from kvstore.transfer.control import Message, Op
 
 _unpack_address = struct.Struct("<IIQ").unpack_from
 _EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
-RECHECK_NS = 100_000_000  # how often verbs look whether the node's folder was purged or made anew
 
 
 class Extent:
@@ -92,7 +93,9 @@ class Mapped:
         "extents",
         "channel",
         "counters",
+        "counting",
         "pools",
+        "named",
         "nvme",
         "timeout_s",
     )
@@ -119,8 +122,10 @@ class Mapped:
         self.segment = segment
         self.channel = channel
         self.counters = channel.counters
+        self.counting = True  # of gets; a benchmark compares with gets that are not counted
         self.extents: dict[int, Extent] = older.extents if older is not None else {}
         self.pools: dict[FrameClass, GrantPool] = older.pools if older is not None else {}
+        self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
         self.nvme = nvme
         self.timeout_s = timeout_s
 
@@ -148,6 +153,7 @@ class Mapped:
         count: int = 0,
         a: int = 0,
         b: int = 0,
+        flags: int = 0,
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> Message:
@@ -157,16 +163,32 @@ class Mapped:
         """
         request = self.channel.request
         try:
-            return request(op, count=count, a=a, b=b, body=body, timeout_s=timeout_s).result()
+            return request(op, count=count, a=a, b=b, flags=flags, body=body, timeout_s=timeout_s).result()
         except NodeUnavailable:
-            return request(op, count=count, a=a, b=b, body=body, timeout_s=timeout_s).result()
+            return request(op, count=count, a=a, b=b, flags=flags, body=body, timeout_s=timeout_s).result()
 
     def pool(self, frame_class: FrameClass) -> GrantPool:
         """The frames of a class granted to us ahead of need."""
         pool = self.pools.get(frame_class)
-        if pool is None:
-            pool = self.pools.setdefault(frame_class, GrantPool(frame_class, self.channel))
-        return pool
+        return pool if pool is not None else new_pool(self.pools, frame_class, self.channel)
+
+    def row(self, frame_class: FrameClass) -> int:
+        """Where pages of this geometry are counted."""
+        return self.counters.row(frame_class.page_bytes, frame_class.page_tokens)
+
+    def object_rows(self) -> Iterator[bytes]:
+        """Identity rows of the heads of all objects that the index names, as they say themselves."""
+        for raw in [raw for _, raw in self.index.scan()]:
+            number, frame, generation = _unpack_address(raw)
+            extent = self.extent(number)
+            if extent is not None and is_object_class(extent.frame_class):
+                row = extent.identity[frame].tobytes()
+                if int(extent.words[frame]) == generation << 8 | FrameState.SEALED:
+                    yield row
+        for raw in [raw for _, raw in self.index.scan_nvme()]:
+            found = self.nvme.object_head(raw)
+            if found is not None:
+                yield found[1]
 
     def mark_used(self, raw_address: bytes) -> None:
         """Mark a page as used now: whoever looks for pages to evict looks elsewhere first."""
@@ -230,7 +252,7 @@ class LocalNode:
         self.timeout_s = timeout_s
         self.refusal = ""
         self.misses: dict[str, int] = {}  # reason -> how often a match ended for it; threads may lose a count
-        self.check_ns = 0  # when to look again whether the folder was made anew
+        self.check_ns = 0  # when a get has to ``recheck``
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
         self._mapped: Mapped | None = None
@@ -288,8 +310,8 @@ class LocalNode:
         self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def recheck(self, now_ns: int) -> None:
-        """Look whether the folder was purged or made anew, which no mapping tells. Verbs call it after ``check_ns``."""
-        self.check_ns = now_ns + RECHECK_NS
+        """For a get after ``check_ns``, which is timed: look whether the folder was purged, which no mapping tells."""
+        self.check_ns = now_ns + TIMED_NS + now_ns % TIMED_NS
         if self._mapped is not None and self._identify() != self._header_id:
             self._map()
 
@@ -336,9 +358,8 @@ class LocalNode:
             channel = self._channel(old, incarnation)
             nvme = old.nvme if old is not None else NvmeReader(self.folder, self._threads)
             self._header_id = identity
-            self._mapped = Mapped(
-                *(self.folder, header, incarnation, epoch, index, segment, channel, old, nvme, self.timeout_s)
-            )
+            parts = self.folder, header, incarnation, epoch, index, segment, channel, old, nvme
+            self._mapped = Mapped(*parts, self.timeout_s)
             return self._mapped
 
     def _open_header(self) -> Header | None:

@@ -26,8 +26,9 @@ import xxhash
 
 from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY, IO
 from kvstore.client.read_threads import THREADS, Bounce, Read, ReadThreads
+from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, FrameClass, FrameState, Tier
+from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.disk import Bytes, Disk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import faults, payload_sums_in, unpack
@@ -36,6 +37,7 @@ from kvstore.tier.nvme_map import NvmeMap
 from kvstore.tier.records import ExtentTable
 
 PART_BYTES: Final = 1 << 20  # of one read, where a page is not larger
+HEADER_SILENCE_S: Final = 5.0  # after which a device that was asked for one header counts as silent
 RECHECK_NS: Final = 100_000_000  # how often a read looks whether the node's devices are others
 
 _SEALED = int(FrameState.SEALED)
@@ -126,6 +128,27 @@ class NvmeReader:
         runs, why = self._runs(located, frame_class, map_)
         parts, unread = _parts(map_, runs)
         return NvmeRead(self, located, runs, parts, keys, rows, unread or why or reason)
+
+    def object_head(self, raw: bytes) -> tuple[FrameClass, bytes] | None:
+        """Class and identity row of the object's head at that address, proven by its header; None where it is not."""
+        number, frame, generation = ADDRESS.unpack(raw)
+        map_ = self._opened()
+        extent = None if map_ is None else self._extents.get(number) or self._open_extent(number, map_)
+        if map_ is None or extent is None or not is_object_class(extent.frame_class) or frame >= len(extent.words):
+            return None
+        frame_class, place = extent.frame_class, map_.place(extent.position, extent.frame_class, frame)
+        if place is None:
+            return None
+        batch = self.threads.start([Read(place.disk, place.offset, frame_class.nvme_header_bytes)])
+        done = batch.next(HEADER_SILENCE_S)
+        if done is None or isinstance(done[1], OSError):
+            return None
+        header = done[1].take(frame_class.nvme_header_bytes).copy()
+        batch.recycle(done[1])
+        found = unpack(header, frame_class, place.incarnation, number, frame, generation)
+        if isinstance(found, str) or int(extent.words[frame]) != generation << 8 | _SEALED:
+            return None
+        return frame_class, found.key + found.root + found.extra + found.tokens.tobytes()
 
     def _runs(self, located: list[bytes], frame_class: FrameClass, map_: NvmeMap) -> tuple[list[NvmeRun], str]:
         """Runs of consecutive frames that should hold these pages, and why not all of them ("" where all).

@@ -1,4 +1,4 @@
-"""What a client tells its node about pages on NVMe: bring these to DRAM, these were read, this one is damaged."""
+"""What a client tells its node about pages: bring these to DRAM, these were read, this one is damaged, verify those."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from kvstore.client.local import Mapped
 from kvstore.client.nvme import locate
-from kvstore.client.proof import stored_pages
+from kvstore.client.proof import Run, address_parts, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.replica import ADDRESS_BYTES, Status
 from kvstore.transfer.control import BATCH_MAX, HINT, NO_REPLY, Op
@@ -54,9 +54,22 @@ def tell_read(mapped: Mapped, addresses: bytes) -> None:
 
 def tell_damaged(mapped: Mapped, address: bytes) -> None:
     """Have the node look at a page whose bytes do not hold; it drops what is damaged. Nothing is raised."""
-    if _heard_from(mapped):
+    if heard_from(mapped):
         with contextlib.suppress(Unavailable, InvalidRequest):
             mapped.channel.request(Op.SCRUB, count=1, body=(address,), timeout_s=_SCRUB_S).result()
+
+
+def have_verified(mapped: Mapped, runs: list[Run]) -> bool:
+    """Have the node verify and stamp these pages of DRAM. False where it cannot now, or some do not hold."""
+    try:
+        for part in address_parts(runs):
+            count = len(part) // ADDRESS_BYTES
+            reply = mapped.exchange(Op.SCRUB, count=count, body=(part,))
+            if any(status != Status.OK for status in reply.body[:count]):
+                return False
+    except Unavailable:
+        return False
+    return True
 
 
 def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
@@ -72,7 +85,7 @@ def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
 
 def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
     """Say it if it can be said at once; else keep silent for a while."""
-    if _heard_from(mapped):
+    if heard_from(mapped):
         count = len(part) // ADDRESS_BYTES
         try:
             mapped.channel.request(Op.PREFETCH, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
@@ -80,7 +93,8 @@ def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
             mapped.nvme.tell_ns = time.monotonic_ns() + SILENT_NS
 
 
-def _heard_from(mapped: Mapped) -> bool:
+def heard_from(mapped: Mapped) -> bool:
+    """The node gave a sign of late, and took what it was told."""
     now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: it is just starting
     return now_ns >= mapped.nvme.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
 

@@ -18,16 +18,26 @@ from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.lease import Lease
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
-from kvstore.client.prefetch import bring, tell_damaged, tell_read
-from kvstore.client.proof import Run, address_parts, known_on_nvme, prove, stored_beyond, stored_pages
+from kvstore.client.naming import name_root
+from kvstore.client.prefetch import bring, have_verified, tell_damaged, tell_read
+from kvstore.client.proof import (
+    Run,
+    copy_runs,
+    known_on_nvme,
+    prove,
+    stored_beyond,
+    stored_pages,
+    tell_reuse,
+)
 from kvstore.client.put import PendingPut, checksums_of
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, root_key
-from kvstore.model.replica import ADDRESS_BYTES, STAMPED, FrameClass, Status
-from kvstore.transfer.control import CHECKSUMS, Op
+from kvstore.model.replica import STAMPED, FrameClass
+from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+from kvstore.transfer.control import CHECKSUMS
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.
@@ -58,6 +68,7 @@ class PrefixCache:
         self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._node = node
         self._page_tokens = layout.page_tokens
+        self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
         self._closed = layout.attention == "full"
         self._verify = verify or not ORDERED
         self._puts: deque[PendingPut] = deque()
@@ -105,6 +116,7 @@ class PrefixCache:
         Raises:
             InvalidRequest: as ``keys``, or the store is closed.
         """
+        start_ns = time.monotonic_ns()
         keys = self._asked(tokens, extras)
         mapped = self._node.mapped()
         pages, nvme_pages, asked = 0, 0, len(keys.hashes)
@@ -114,7 +126,7 @@ class PrefixCache:
                 found, more = stored_beyond(mapped, keys.hashes, pages, self._closed)
                 if more and mapped.nvme.readable():
                     pages, nvme_pages = found, more
-            mapped.counters.looked_up()
+            mapped.counters.took(LOOKUP, start_ns)
         return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, nvme_pages)
 
     def get(
@@ -136,13 +148,15 @@ class PrefixCache:
         Raises:
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
         """
+        now_ns = time.monotonic_ns()
         keys = self._asked(tokens, extras)
         asked = len(keys.hashes)
         target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         node = self._node
-        now_ns = time.monotonic_ns()
+        timed = False
         if now_ns > node.check_ns:
             node.recheck(now_ns)
+            timed = True
         mapped = node.mapped()
         if mapped is None or not asked:
             return self._missed(asked)
@@ -154,7 +168,9 @@ class PrefixCache:
                 target = np.empty((found, self.page_bytes), np.uint8)
             if failpoint.ACTIVE:
                 failpoint.hit("client.reading")
-            pages, changed = _copy(runs, target, now_ns)
+            if timed and mapped.counting and not now_ns % REUSE_SAMPLED:
+                tell_reuse(mapped.counters, runs, proven, now_ns)
+            pages, changed = copy_runs(runs, target, now_ns)
             if self._verify if verify is None else verify:
                 pages, reason = self._verified(mapped, runs, target, pages, reason)
             if changed:
@@ -167,7 +183,14 @@ class PrefixCache:
                 pages, nvme_pages, reason = self._beyond(mapped, keys, target, pages, reason, checked)
             if reason:
                 node.missed(reason)
-        mapped.counters.got(asked, pages - nvme_pages, nvme_pages, self.page_bytes, reason)
+            mapped.counters.got(mapped.row(self.frame_class), asked, pages - nvme_pages, nvme_pages, reason)
+        elif mapped.counting:
+            counters, row = self._counted
+            if counters is not mapped.counters:
+                counters, row = self._counted = mapped.counters, mapped.row(self.frame_class)
+            counters.words[row] += ONE_GET + pages
+        if timed and mapped.counting:
+            mapped.counters.timed(mapped.row(self.frame_class), now_ns)
         data = target[:pages] if out is None and target is not None else None
         return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
 
@@ -196,6 +219,7 @@ class PrefixCache:
         keys = self._asked(tokens, extras)
         mapped, pages = self._node.mapped(), 0
         if mapped is not None:
+            self._name(mapped)
             bring(mapped, keys.hashes, self._closed, time.monotonic() + timeout_s)
             pages = stored_pages(mapped, keys.hashes, self._closed)[0]
         return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
@@ -231,7 +255,7 @@ class PrefixCache:
             retried = retried or not scattered
             rest, rows = rest[count:], rows[count:]
             runs, _, reason = prove(mapped, rest, self.page_bytes, self._closed)
-            copied, changed = _copy(runs, rows, time.monotonic_ns())
+            copied, changed = copy_runs(runs, rows, time.monotonic_ns())
             if verify:
                 copied, reason = self._verified(mapped, runs, rows, copied, reason)
             pages, reason = pages + copied, GENERATION if changed else reason
@@ -242,6 +266,7 @@ class PrefixCache:
         read = mapped.nvme.start(mapped.index, keys, self.frame_class, self._closed, rows)
         if read is None:
             return 0, ABSENT
+        self._name(mapped, quietly=True)
         tell_read(mapped, read.addresses)  # while the devices are at it
         pages, why = read.result(mapped.timeout_s)
         if read.damaged:
@@ -258,26 +283,14 @@ class PrefixCache:
             if count <= 0:
                 break
             stop = frame + count
-            if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not self._scrub(mapped, runs):
+            if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not have_verified(mapped, runs):
                 return page, CHECKSUM
             ours = checksums_of(target[page : page + count], layers)
             equal = (ours == extent.checksums[frame:stop]).all(axis=1)
             if not equal.all():
-                self._scrub(mapped, runs)  # so that the node finds and drops it
+                have_verified(mapped, runs)  # so that the node finds and drops it
                 return page + int(equal.argmin()), CHECKSUM
         return pages, reason
-
-    def _scrub(self, mapped: Mapped, runs: list[Run]) -> bool:
-        """Have the node verify and stamp these pages. False where it cannot now, or some do not hold."""
-        try:
-            for part in address_parts(runs):
-                count = len(part) // ADDRESS_BYTES
-                reply = mapped.exchange(Op.SCRUB, count=count, body=(part,))
-                if any(status != Status.OK for status in reply.body[:count]):
-                    return False
-        except Unavailable:
-            return False
-        return True
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -297,9 +310,14 @@ class PrefixCache:
 
         Raises:
             InvalidRequest: as ``keys``; ``pages`` is not exactly as large as the full pages, or not contiguous.
+            QuotaExceeded: nothing new was stored, because the tenant has all it may have.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some pages may be stored.
         """
-        return self._start_put(tokens, pages, extras, checksum).result()
+        start_ns = time.monotonic_ns()
+        put = self._start_put(tokens, pages, extras, checksum)
+        new = put.result()
+        put.counters.took(PUT, start_ns)
+        return new
 
     def put_async(
         self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
@@ -308,7 +326,9 @@ class PrefixCache:
 
         A put whose ``result`` is never asked for is sealed all the same; its replies are read by a later put.
         """
+        start_ns = time.monotonic_ns()
         put = self._start_put(tokens, pages, extras, checksum)
+        put.counters.took(PUT_ASYNC, start_ns)
         self._puts.append(put)
         while len(self._puts) > PUTS_UNREAD_MAX:
             with contextlib.suppress(Unavailable):  # kept for whoever asks for that result
@@ -319,6 +339,7 @@ class PrefixCache:
         keys = self._named(tokens, extras)
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
+        self._name(mapped)
         stored, last = stored_pages(mapped, keys.hashes, self._closed)
         known = known_on_nvme(mapped, keys.hashes, stored, self._closed) if stored < len(rows) else ()
         put = PendingPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known)
@@ -328,13 +349,16 @@ class PrefixCache:
             put.send(rows, stored)
         return put
 
+    def _name(self, mapped: Mapped, quietly: bool = False) -> None:
+        name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)
+
     def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Lease:
         """Read-only views of the longest stored prefix, without a copy: ``with cache.lease(tokens) as lease``.
 
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
         """
-        return Lease(self._node, self.layout, self._asked(tokens, extras), ttl_s)
+        return Lease(self._node, self.layout, self._asked(tokens, extras), ttl_s, self._name)
 
     def writer(
         self,
@@ -355,7 +379,7 @@ class PrefixCache:
         Raises:
             InvalidRequest: as ``keys``; ``rank``, ``ranks``, ``group`` or ``ttl_s`` make no sense.
         """
-        return Writer(self._node, self.layout, self._named(tokens, extras), ttl_s, group, rank, ranks)
+        return Writer(self._node, self.layout, self._named(tokens, extras), ttl_s, group, rank, ranks, self._name)
 
     def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:
         """Read pages layer by layer while they are being written: ``cache.reader(tokens).read_layer(0, out)``.
@@ -366,21 +390,7 @@ class PrefixCache:
         Raises:
             InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
         """
-        return Reader(self._node, self.layout, self._asked(tokens, extras), timeout_s)
+        return Reader(self._node, self.layout, self._asked(tokens, extras), timeout_s, self._name)
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("store", "cannot be pickled: call kvstore.connect() in the other process")
-
-
-def _copy(runs: list[Run], target: npt.NDArray[np.uint8], now_ns: int) -> tuple[int, bool]:
-    """Copy proven runs; returns the pages that held still meanwhile, and whether one did not."""
-    pages = 0
-    for run in runs:
-        extent, frame, page, count, words = run
-        stop = frame + count
-        target[page : page + count] = extent.pages[frame:stop]
-        if extent.words[frame:stop].tobytes() != words:
-            return page + run.unchanged(), True
-        extent.last_use[frame:stop] = now_ns
-        pages = page + count
-    return pages, False

@@ -24,6 +24,7 @@ from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.client.nvme import count_stored
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
+from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
 from kvstore.tier.index import IndexDamaged
 from kvstore.transfer.control import BATCH_MAX
 
@@ -197,6 +198,17 @@ def address_runs(
     return [(int(extents[i]), int(frames[i]), i, words[i:j]) for i, j in zip(starts, stops, strict=True)]
 
 
+def tell_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: int) -> None:
+    """Count how long ago one of the ``pages`` that are about to be read was used, for all of them."""
+    if not runs:
+        return
+    chance = now_ns // REUSE_SAMPLED
+    run = runs[chance % len(runs)]
+    used_ns = int(run.extent.last_use[run.frame + chance % run.length])
+    if used_ns:
+        counters.reused(now_ns - used_ns, pages)
+
+
 def equal_rows(left: bytes, right: bytes, width: int) -> int:
     """How many leading rows of ``width`` bytes are equal."""
     rows = min(len(left), len(right)) // width
@@ -204,3 +216,17 @@ def equal_rows(left: bytes, right: bytes, width: int) -> int:
     b = np.frombuffer(right, np.uint8, rows * width).reshape(rows, width)
     differs = (a != b).any(axis=1)
     return int(differs.argmax()) if differs.any() else rows
+
+
+def copy_runs(runs: list[Run], target: npt.NDArray[np.uint8], now_ns: int) -> tuple[int, bool]:
+    """Copy proven runs; returns the pages that held still meanwhile, and whether one did not."""
+    pages = 0
+    for run in runs:
+        extent, frame, page, count, words = run
+        stop = frame + count
+        target[page : page + count] = extent.pages[frame:stop]
+        if extent.words[frame:stop].tobytes() != words:
+            return page + run.unchanged(), True
+        extent.last_use[frame:stop] = now_ns
+        pages = page + count
+    return pages, False

@@ -13,11 +13,13 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore import failpoint
-from kvstore.client.grants import GrantPool, still_ours
+from kvstore.client.buffers import fill
+from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, still_ours
 from kvstore.client.local import Mapped
-from kvstore.errors import NodeUnavailable, Unavailable
+from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
+from kvstore.tier.counters import SessionCounters
 from kvstore.transfer.base import PendingReply
 from kvstore.transfer.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack_addresses
 
@@ -26,6 +28,7 @@ from kvstore.transfer.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack
 BATCH_BYTES = 16 << 20
 
 _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
+_BUSY, _OVER_QUOTA = int(Status.BUSY), int(Status.OVER_QUOTA)
 
 
 class Batch:
@@ -60,6 +63,7 @@ class PendingPut:
         "_new",
         "_failure",
         "_sent_again",
+        "_refused",
     )
 
     def __init__(
@@ -76,11 +80,18 @@ class PendingPut:
         self._new = 0
         self._failure: Unavailable | None = None
         self._sent_again = False
+        self._refused = False  # the tenant may have no more
+
+    @property
+    def counters(self) -> SessionCounters:
+        """What its session counts."""
+        return self._mapped.counters
 
     def result(self) -> int:
         """Pages newly stored, once their seals are acknowledged. Fewer than were given: see ``PrefixCache.put``.
 
         Raises:
+            QuotaExceeded: nothing was stored, because the tenant has all it may have.
             NodeUnavailable, DeadlineExceeded: the node did not acknowledge in time; some pages may be stored.
         """
         with self._lock:
@@ -95,6 +106,8 @@ class PendingPut:
                 self._failure = error
                 self._abandon()
                 raise
+        if self._refused and not self._new:
+            raise QuotaExceeded(OVER_QUOTA)
         return self._new
 
     def send(self, rows: npt.NDArray[np.uint8], stored: int) -> None:
@@ -110,7 +123,10 @@ class PendingPut:
             pool.ask_ahead(total - stored, self._before(stored))  # the node grants while we copy
             while page < total:
                 if not frames:
-                    frames, asked = self._granted(asked, page), None
+                    try:
+                        frames, asked = self._granted(asked, page), None
+                    except QuotaExceeded:
+                        self._refused, asked = True, None
                     if not frames:
                         break  # the store is full of what may not leave
                 part = frames[:limit]
@@ -149,7 +165,7 @@ class PendingPut:
             extent = self._mapped.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
-            extent.pages[frame : frame + j - i] = rows[page + i : page + j]
+            fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
             extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's mark
 
     def _seal(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:
@@ -191,12 +207,19 @@ class PendingPut:
             # It overtook the batch before it, which was lost and has been sent again by now.
             message = self._again(batch)
             statuses = bytes(message.body[:count])
+        deadline = time.monotonic() + self._mapped.timeout_s
+        while _BUSY in statuses and time.monotonic() < deadline:  # the tenant's own pages are being saved to make room
+            time.sleep(BUSY_PAUSE_S)
+            first = statuses
+            statuses = bytes(self._again(batch).body[:count])
+            statuses = bytes(_OK if old == _OK else new for old, new in zip(first, statuses, strict=True))
+        self._refused = self._refused or _OVER_QUOTA in statuses or _BUSY in statuses
         sealed: Sequence[int] = range(batch.page, batch.page + count)
         if statuses.count(_OK) != count:
             sealed = self._sort_out(batch, statuses)
         new = sum(page not in self._known for page in sealed) if self._known else len(sealed)
         self._new += new
-        self._mapped.counters.put(new, self._pool.frame_class.page_bytes)
+        self.counters.put(self._mapped.row(self._pool.frame_class), new)
 
     def _again(self, batch: Batch) -> Any:
         batch.sent_again = self._sent_again = True

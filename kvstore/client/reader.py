@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -54,13 +55,21 @@ class Reader:
         pages: how many pages it reads: those a prompt can match, or all of the given keys.
     """
 
-    def __init__(self, node: LocalNode, layout: Layout, keys: Keys, timeout_s: float) -> None:
+    def __init__(
+        self,
+        node: LocalNode,
+        layout: Layout,
+        keys: Keys,
+        timeout_s: float,
+        name: Callable[[Mapped, bool], None] | None = None,
+    ) -> None:
         if not 0 < timeout_s < 1e6:
             raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
         self.pages = len(keys)
         self._node = node
         self._layout = layout
         self._keys = keys
+        self._name = name  # tells the node whose pages these are
         self._timeout_s = timeout_s
         self._mapped: Mapped | None = None
         self._spans: list[Span] = []
@@ -165,6 +174,8 @@ class Reader:
     def _wish(self, page: int) -> None:
         """Layers are read in DRAM: a page that is on NVMe only has to come there first."""
         if self._mapped is not None and self._span(page) is None:
+            if self._name is not None:
+                self._name(self._mapped, True)
             wish(self._mapped, self._keys.hashes[page:], self._layout.attention == "full")
 
     def _forget(self, page: int) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from kvstore.client.admin import AdminVerbs
 from kvstore.client.local import LocalNode
+from kvstore.client.objects import ObjectVerbs
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.registration import Registrations
+from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.tier.folder import NodeFolder, list_nodes
@@ -22,7 +26,7 @@ ADMIN_TIMEOUT_S = 60.0
 _EMBEDDED = "embedded-"
 
 
-class Store:
+class Store(AdminVerbs, ObjectVerbs):
     """One node, shared by all threads of this process. Made by ``kvstore.open`` or ``kvstore.connect``.
 
     Life: made -> used -> ``close`` (or leaving ``with``, or being dropped together with its caches, or the end of the
@@ -32,6 +36,7 @@ class Store:
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
+        self._registrations = Registrations()
 
     @property
     def name(self) -> str:
@@ -71,44 +76,6 @@ class Store:
             stats = self._header_stats()
         stats["client"] = {"misses": dict(self._node.misses)}
         return stats
-
-    def evict(self, pages: int | None = None, bytes: int | None = None) -> dict[str, Any]:
-        """Make the coldest pages leave: at least so many pages or bytes, if they may. Returns ``{"pages", "bytes"}``.
-
-        Raises:
-            InvalidRequest: neither or both are given, or one is negative.
-            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
-        """
-        if (pages is None) == (bytes is None):
-            raise InvalidRequest("evict", "give either pages or bytes")
-        field, value = ("pages", pages) if pages is not None else ("bytes", bytes)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidRequest(field, f"must be a positive integer, not {value!r}")
-        return self._admin("evict", **{field: value})
-
-    def verify(self, timeout_s: float = 600.0) -> dict[str, Any]:
-        """Have the node verify every page's checksums, record and index entry, then its conservation laws.
-
-        Damaged pages are dropped with their descendants. Returns ``pages_verified``, ``pages_damaged``, ``findings``
-        (one line per broken law; empty where all hold) and ``damage_since_start`` (pages by reason).
-
-        Raises:
-            NodeUnavailable, DeadlineExceeded: the daemon did not answer, or the sweep did not end, in time.
-        """
-        before = self._admin("scrub_status")
-        sweep = self._admin("scrub")["sweep"]
-        deadline = time.monotonic() + timeout_s
-        while (now := self._admin("scrub_status"))["sweeps"] < sweep:
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{self.name}: the sweep did not end within {timeout_s:g} s")
-            time.sleep(0.02)
-        counters = self._admin("stats")["counters"]
-        return {
-            "pages_verified": now["sweep_pages"],
-            "pages_damaged": now["pages_damaged"] - before["pages_damaged"],
-            "findings": self._admin("verify")["findings"],
-            "damage_since_start": {name: n for name, n in counters.items() if name.startswith("damaged_")},
-        }
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the daemon takes requests.
@@ -166,32 +133,62 @@ class Store:
         if mapped is not None:
             header = mapped.header
             stats["incarnation"] = f"{mapped.incarnation:016x}"
-            stats["pages"] = mapped.index.count()
+            stats["pages"], stats["nvme_pages"] = mapped.index.count(), mapped.index.count_nvme()
             capacity = header.positions * header.extent_bytes
             stats["tiers"] = {"dram": {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}}
         return stats
 
 
-def connect(address: str | None = None, timeout_s: float = 5.0) -> Store:
-    """The store of a node of this machine, through shared memory. Reads work while its daemon is down.
+def connect(
+    address: str | None = None,
+    timeout_s: float = 5.0,
+    *,
+    token: str | None = None,
+    tls_ca: str | Path | None = None,
+    tls_cert: str | Path | None = None,
+    tls_key: str | Path | None = None,
+    tls_server_name: str | None = None,
+) -> Store:
+    """The store of a node: of this machine through shared memory, or of any machine over gRPC.
+
+    Through shared memory reads work while the node's daemon is down. Over gRPC every verb needs the node.
 
     Args:
-        address: the node's name; None: ``$KVSTORE_NODE``, else the only live node of this machine.
-        timeout_s: deadline of a request, and of the node's first start where it is just starting.
+        address: a name: that node of this machine. ``kv://HOST:PORT`` or ``kv+unix:///PATH``: where a node's gRPC API
+            listens. None: ``$KVSTORE_NODE``, which may be either, else the only live node of this machine.
+        timeout_s: deadline of a request, and of the node's first start where it is just starting. Streams of data over
+            gRPC get a second more for every 32 MiB.
+        token: shows the node who we are; None: ``$KVSTORE_TOKEN``, else what ``$KVSTORE_TOKEN_FILE`` holds.
+        tls_ca: PEM file of the authorities that the node's certificate is checked against; None: ``$KVSTORE_TLS_CA``.
+            Where it is given, or a name or certificate, the connection is encrypted.
+        tls_cert, tls_key: PEM files of our own certificate and key; None: ``$KVSTORE_TLS_CERT``, ``$KVSTORE_TLS_KEY``.
+        tls_server_name: what the node's certificate names, where that is not the address's host.
 
     Raises:
-        NodeUnavailable: there is no such node, or its files are not there (yet).
-        InvalidRequest: several nodes live here and none was named; the address is malformed or of another scheme.
-        VersionMismatch: the node's files are of another version.
+        NodeUnavailable: there is no such node, or its files are not there (yet); nothing answers at that address.
+        InvalidRequest: several nodes live here and none was named; the address is malformed or of another scheme; a
+            token would travel in clear to another machine.
+        Unauthenticated: the node does not know us.
+        VersionMismatch: the node, or its files, are of another version.
     """
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
         raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+    given = Credentials(token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name)
+    name = address if address is not None else os.environ.get("KVSTORE_NODE") or None
+    if is_remote(name):
+        from kvstore.client.remote.store import connect_remote  # only here: it loads gRPC
+
+        return connect_remote(endpoint(str(name), given, os.environ), timeout_s)
+    if given.given():
+        raise InvalidRequest(given.given(), "goes with kv:// addresses; a node of this machine asks for none")
+    return _connect_local(name, timeout_s)
+
+
+def _connect_local(name: str | None, timeout_s: float) -> Store:
     shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
-    name = address if address is not None else os.environ.get("KVSTORE_NODE") or _only_node(shm_dir)
+    name = name if name is not None else _only_node(shm_dir)
     if not isinstance(name, str) or not name:
-        raise InvalidRequest("address", f"must be a node's name, not {name!r}")
-    if name.startswith("kv://"):
-        raise InvalidRequest("address", "kv:// addresses arrive with the gRPC API; name a node of this machine")
+        raise InvalidRequest("address", f"must be a node's name or kv://HOST:PORT, not {name!r}")
     try:
         folder = NodeFolder(shm_dir, name)
     except InvalidRequest as error:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -14,10 +15,11 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
-from kvstore.client.grants import BUSY_PAUSE_S
+from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.proof import address_runs, stored_pages
-from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, Unavailable
+from kvstore.client.ranges import Ranges
+from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import (
@@ -29,11 +31,14 @@ from kvstore.model.replica import (
     Status,
 )
 from kvstore.transfer.base import PendingReply
-from kvstore.transfer.control import BATCH_MAX, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.transfer.control import ALONE, BATCH_MAX, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
 _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT))
+
+
+PIECES_MAX = 256  # that one page may lie in meanwhile, written by ``write_range``
 
 
 class Span:
@@ -82,6 +87,7 @@ class Writer:
         group: str | int | None,
         rank: int,
         ranks: int,
+        name: Callable[[Mapped], None] | None = None,
     ) -> None:
         if not 0 < ttl_s < 1e6:
             raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
@@ -90,9 +96,11 @@ class Writer:
         heads = layout.shard_heads(rank, ranks)
         self.pages_new: list[int] = []
         self.sealed = 0
+        self.alone = False  # whether another writer of this session may have the same rank and group
         self._node = node
         self._layout = layout
         self._keys = keys
+        self._name = name  # tells the node whose pages these are
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._group = _group_number(group)
         self._rank, self._ranks = rank, ranks
@@ -106,11 +114,13 @@ class Writer:
         self._raw = b""  # addresses of pages_new, end to end
         self._spans: list[Span] = []
         self._written = np.zeros((0, layout.layers), np.bool_)
+        self._ranges: dict[int, Ranges] = {}  # page -> bytes of it written by ``write_range``
 
     def __enter__(self) -> Writer:
         """Reserve frames for the pages that are not stored.
 
         Raises:
+            QuotaExceeded: the tenant may have no more, not even one page.
             OutOfSpace: there is no room for even one page.
             NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
         """
@@ -118,6 +128,8 @@ class Writer:
             raise InvalidRequest("writer", "was entered already: make another")
         self._entered = True
         self._mapped = mapped = self._node.writable()
+        if self._name is not None:
+            self._name(mapped)
         try:
             self._reserve(mapped)
             self._lay_out(mapped)
@@ -173,6 +185,38 @@ class Writer:
                 self._written[span.first + i] = True
                 self._progress([span])
 
+    def write_range(self, page: int, offset: int, data: Any) -> None:
+        """Write some bytes of one page where they lie in it; a layer is written when all bytes of it were.
+
+        Raises:
+            InvalidRequest: no such page among the keys, or the bytes are not in the page, or (of a rank) not in its
+                heads of one layer; nothing was written.
+        """
+        self._open()
+        if not isinstance(page, int) or not 0 <= page < len(self._keys):
+            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
+        layout, row = self._layout, rows_to_read(data, len(data), 1, "data")[0]
+        stop = offset + len(row)
+        first, last = offset // layout.layer_bytes, max(0, stop - 1) // layout.layer_bytes
+        start = first * layout.layer_bytes + self._offset
+        inside = self._width == layout.layer_bytes or start <= offset <= stop <= start + self._width
+        if offset < 0 or stop > layout.page_bytes or not inside:
+            raise InvalidRequest("offset", f"bytes {offset}..{stop} are not this writer's in a page")
+        span = next((span for span in self._spans if 0 <= page - span.page < span.count), None)
+        if span is None or not self._writes or not len(row):
+            return
+        ranges = self._ranges.setdefault(page, Ranges())
+        if len(ranges) >= PIECES_MAX:
+            raise InvalidRequest("offset", f"page {page} lies in more than {PIECES_MAX} pieces: write longer ones")
+        span.pages[page - span.page, offset:stop] = row
+        ranges.add(offset, stop)
+        done = self._written[span.first + page - span.page]
+        for layer in range(first, last + 1):
+            start = layer * layout.layer_bytes + self._offset
+            done[layer] = done[layer] or ranges.covers(start, start + self._width)
+        if done[first] or done[last]:
+            self._progress([span])
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -201,7 +245,7 @@ class Writer:
             mapped.mark_used(last)
         limit = batch_pages(self._class.page_tokens, self._class.layers)
         head = self._group.to_bytes(8, "little") + self._rank.to_bytes(4, "little") + self._ranks.to_bytes(4, "little")
-        full, deadline = False, time.monotonic() + self._node.timeout_s
+        full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
         while page < len(keys) and not full:
             stop = min(page + limit, len(keys))
             body = (
@@ -209,10 +253,9 @@ class Writer:
                 keys.hashes[page - 1] if page else keys.parent,
                 keys.identity_bytes[page * width : stop * width],
             )
-            # May be asked twice: what this very group and rank has reserved already is joined.
-            message = mapped.exchange(
-                Op.RESERVE, count=stop - page, a=pack_class(self._class), b=self._ttl_ms, body=body
-            )
+            # May be asked twice: what this very group and rank has reserved already is joined, unless ``alone``.
+            flags, number = ALONE if self.alone else 0, pack_class(self._class)
+            message = mapped.exchange(Op.RESERVE, count=stop - page, a=number, b=self._ttl_ms, flags=flags, body=body)
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
             if busy >= 0:  # pages are being saved to make room
@@ -224,8 +267,10 @@ class Writer:
                     self.pages_new.append(page + i)
                     self._raw += bytes(message.body[start + i * ADDRESS_BYTES : start + (i + 1) * ADDRESS_BYTES])
                 elif status != Status.PRESENT:
-                    full = True
+                    full, refused = True, refused or status == Status.OVER_QUOTA
             page = stop
+        if refused and not self.pages_new:
+            raise QuotaExceeded(OVER_QUOTA)
         if full and not self.pages_new:
             raise OutOfSpace("no frame could be reserved: the store is full of pages that may not leave")
 
@@ -271,7 +316,7 @@ class Writer:
         for part, request in requests:
             statuses = self._statuses(part, request)
             self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)
-            self._mapped.counters.put(statuses.count(int(Status.OK)), self._layout.page_bytes)
+            self._mapped.counters.put(self._mapped.row(self._class), statuses.count(int(Status.OK)))
             lost = [i for i, status in enumerate(statuses) if status not in _DONE]
             self._revoke(b"".join([part[i * ADDRESS_BYTES : (i + 1) * ADDRESS_BYTES] for i in lost]))
 
@@ -297,7 +342,8 @@ class Writer:
         for part in _parts(raw):
             if mapped is not None:
                 with contextlib.suppress(Unavailable):
-                    mapped.channel.request(Op.REVOKE, count=len(part) // ADDRESS_BYTES, flags=NO_REPLY, body=(part,))
+                    count, shard = len(part) // ADDRESS_BYTES, self._rank + 1
+                    mapped.channel.request(Op.REVOKE, count=count, a=shard, flags=NO_REPLY, body=(part,))
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("writer", "cannot be pickled: it belongs to this process")

@@ -27,13 +27,18 @@ from kvstore.config.values import (
     TIB,
     NvmeTarget,
     Parser,
+    Quota,
     format_size,
+    is_http_address,
     parse_address,
     parse_address_or_none,
     parse_count,
+    parse_listen,
     parse_number,
     parse_nvme,
     parse_path,
+    parse_path_or_none,
+    parse_quotas,
     parse_size,
     parse_size_or_zero,
     parse_switch,
@@ -53,6 +58,7 @@ __all__ = [
     "Config",
     "NodeConfig",
     "NvmeTarget",
+    "Quota",
     "format_size",
     "load",
     "node_config",
@@ -69,12 +75,17 @@ NVME_BYTES_MIN = MIB
 
 _SHM_DIR = Path("/dev/shm")
 ADMISSIONS = ("all", "reused")
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _POLICY = re.compile(r"[a-z0-9_-]+")
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")  # becomes a folder's and a socket's name: 108 bytes is all a socket has
 
 _ENV_PREFIX = "KVSTORE_"
-_ENV_NOT_CONFIG = ("KVSTORE_NODE", "KVSTORE_FAILPOINT")  # where clients find a node; a test's fault to inject
+_ENV_NOT_CONFIG = (
+    # where clients find a node, and how they show who they are
+    *("KVSTORE_NODE", "KVSTORE_TOKEN", "KVSTORE_TOKEN_FILE", "KVSTORE_TLS_CA"),
+    "KVSTORE_FAILPOINT",  # a test's fault to inject
+)
 _ENV_NOT_CONFIG_PREFIX = "KVSTORE_TEST_"
 
 
@@ -95,7 +106,7 @@ class NodeConfig:
     dram: int = _setting(512 * MIB, parse_size)
     """Capacity of the DRAM segment: bytes of frames; records, marks and index come on top."""
     http: str | None = _setting(None, parse_address_or_none)
-    """HOST:PORT of /healthz and /readyz, or None for no HTTP at all."""
+    """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
     shm_dir: Path = _setting(_SHM_DIR, parse_path)
     """The tmpfs that holds the node's folder; absolute, because daemon and clients have different working folders."""
     group: bool = _setting(False, parse_switch)
@@ -130,8 +141,36 @@ class NodeConfig:
     """How many reads from NVMe bring a page back to DRAM."""
     checkpoint_s: float = _setting(30.0, parse_number)
     """How often the index of what NVMe holds is saved there, so that a start need not scan what rested since."""
+    listen: tuple[str, ...] = _setting((), parse_listen)
+    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
+    tls_cert: Path | None = _setting(None, parse_path_or_none)
+    """PEM file with the certificate (and chain) that the gRPC API shows."""
+    tls_key: Path | None = _setting(None, parse_path_or_none)
+    """PEM file with its private key."""
+    tls_client_ca: Path | None = _setting(None, parse_path_or_none)
+    """PEM file with the authorities whose client certificates are asked for."""
+    identities: Path | None = _setting(None, parse_path_or_none)
+    """TOML file of who may call, by token or certificate, and for which salts; must be readable by its owner only."""
+    rpcs_max: int = _setting(256, parse_count)
+    """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
+    rpc_timeout_s_max: float = _setting(60.0, parse_number)
+    """The longest a gRPC call may take, also where its client names no deadline."""
+    rpc_buffers: int = _setting(256 << 20, parse_size)
+    """Memory for what gRPC calls are moving, all together; no opaque object sent or read over gRPC is larger."""
+    quotas: tuple[Quota, ...] = _setting((), parse_quotas)
+    """"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" whoever names no salt."""
+    pins_share_max: float = _setting(0.5, parse_number)
+    """The share of a tier that pins may keep from being evicted."""
+    kv_events: str = _setting("", parse_text)
+    """ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere."""
+    kv_events_replay: str = _setting("", parse_text)
+    """ZMQ address where subscribers ask for events they missed; empty: nowhere."""
     log_level: str = _setting("info", parse_text)
     """debug, info, warning or error."""
+    log_format: str = _setting("text", parse_text)
+    """text, or json: one object per line."""
+    otlp_endpoint: str = _setting("", parse_text)
+    """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
 
     def __post_init__(self) -> None:
         _require("name", _NAME.fullmatch(self.name) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.name)
@@ -148,6 +187,7 @@ class NodeConfig:
         _require("extent", 0 <= self.extent <= self.dram, f"must fit in dram ({format_size(self.dram)})", self.extent)
         _require("eviction", _POLICY.fullmatch(self.eviction) is not None, "must match [a-z0-9_-]+", self.eviction)
         self._check_nvme()
+        self._check_faces()
         # A reservation keeps frames as a lease does, so the bound on leases is a bound on it too.
         _require(
             "lease_ttl_s_max",
@@ -177,6 +217,22 @@ class NodeConfig:
         _require("demote_at", 0 <= self.demote_at <= 1, "must be from 0 to 1", self.demote_at)
         _require("promote_after", 1 <= self.promote_after <= 255, "must be from 1 to 255", self.promote_after)
         _require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
+
+    def _check_faces(self) -> None:
+        _require("log_format", self.log_format in LOG_FORMATS, "must be text or json", self.log_format)
+        traced = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
+        _require("otlp_endpoint", traced, "must be like http://HOST:PORT", self.otlp_endpoint)
+        _require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
+        _require("rpc_timeout_s_max", self.rpc_timeout_s_max > 0, "must be more than zero", self.rpc_timeout_s_max)
+        _require("pins_share_max", 0 <= self.pins_share_max <= 1, "must be from 0 to 1", self.pins_share_max)
+        both = bool(self.kv_events) or not self.kv_events_replay
+        _require("kv_events_replay", both, "needs kv_events", self.kv_events_replay)
+        salts = [quota.salt for quota in self.quotas]
+        _require("quotas", len({*salts}) == len(salts), "must not name a salt twice", ", ".join(map(str, self.quotas)))
+        both = (self.tls_cert is None) == (self.tls_key is None)
+        _require("tls_key", both, "goes with tls_cert", str(self.tls_key))
+        ca = self.tls_client_ca is None or self.tls_cert is not None
+        _require("tls_client_ca", ca, "needs tls_cert and tls_key", str(self.tls_client_ca))
 
     @property
     def file_mode(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvstore.errors import InvalidRequest
 
@@ -20,6 +21,7 @@ KIB, MIB, GIB, TIB = (1 << shift for shift in (10, 20, 30, 40))
 _BINARY_UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB}
 _UNITS = {**_BINARY_UNITS, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+SOCKET_PATH_BYTES_MAX = 107  # all that the kernel has room for
 _SIZE_BYTES_MAX = (1 << 63) - 1  # sizes and offsets are stored as signed 8-byte words
 
 Parser = Callable[[object, str], Any]
@@ -74,10 +76,7 @@ def parse_nvme(value: object, name: str = "nvme") -> tuple[NvmeTarget, ...]:
 
     Relative paths are completed with the working folder. Raises `InvalidRequest`.
     """
-    if value is None or value == "":
-        return ()
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    return tuple(_target(part, name) for part in parts)
+    return tuple(_target(part, name) for part in _parts(value))
 
 
 def _target(value: object, name: str) -> NvmeTarget:
@@ -100,6 +99,80 @@ def parse_address(value: object, name: str = "address") -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_listen(value: object, name: str = "listen") -> tuple[str, ...]:
+    """Addresses to serve at: ``"HOST:PORT"`` or ``"unix:PATH"`` (absolute), several separated by commas, or a list.
+
+    Raises `InvalidRequest`.
+    """
+    addresses = _parts(value)
+    for address in addresses:
+        if isinstance(address, str) and address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            if not path.startswith("/") or "\0" in path or len(path.encode()) > SOCKET_PATH_BYTES_MAX:
+                raise InvalidRequest(name, f"{address!r} is not unix:/PATH of at most {SOCKET_PATH_BYTES_MAX} bytes")
+        else:
+            parse_address(address, name)
+    return tuple(map(str, addresses))
+
+
+NO_SALT = '""'
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many bytes of pages a tenant may have in each tier; None: as many as fit. ``salt`` "*": every other one; as
+    text, "" in quotes: whoever names no salt."""
+
+    salt: str
+    dram: int | None = None
+    nvme: int | None = None
+
+    def __str__(self) -> str:
+        tiers = (("dram", self.dram), ("nvme", self.nvme))
+        return " ".join(
+            [self.salt or NO_SALT, *(f"{tier}={format_size(size)}" for tier, size in tiers if size is not None)]
+        )
+
+
+def parse_quotas(value: object, name: str = "quotas") -> tuple[Quota, ...]:
+    """Quotas of ``"SALT dram=SIZE nvme=SIZE"`` (one of the two may be left out), several separated by commas, or a
+    list of them (for salts with a comma). Raises `InvalidRequest`."""
+    return tuple(_quota(part, name) for part in _parts(value))
+
+
+def _quota(value: object, name: str) -> Quota:
+    if isinstance(value, Quota):
+        return value
+    words = value.split() if isinstance(value, str) else []
+    sizes: dict[str, int] = {}
+    for word in words[1:]:
+        tier, equals, size = word.partition("=")
+        if tier not in ("dram", "nvme") or not equals or tier in sizes:
+            raise InvalidRequest(name, f"{value!r}: {word!r} is not dram=SIZE or nvme=SIZE")
+        sizes[tier] = parse_size(size, name)
+    if not sizes:
+        raise InvalidRequest(name, f"{value!r} is not SALT dram=SIZE nvme=SIZE, such as tenant-a dram=1GiB")
+    return Quota("" if words[0] == NO_SALT else words[0], **sizes)
+
+
+def _parts(value: object) -> list[Any]:
+    """A list as it is; text split at its commas; nothing for None and ""."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def is_http_address(text: str) -> bool:
+    """Whether this is an http or https URL with a host."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+
+
 def parse_size_or_zero(value: object, name: str) -> int:
     """Bytes as `parse_size` reads them, 0 among them."""
     return parse_size(value, name, zero_ok=True)
@@ -117,6 +190,11 @@ def parse_path(value: object, name: str) -> Path:
     if isinstance(value, Path):
         return value
     return Path(parse_text(value, name))
+
+
+def parse_path_or_none(value: object, name: str) -> Path | None:
+    """A path, or None for "" and None."""
+    return parse_path(value, name) if value not in (None, "") else None
 
 
 def parse_address_or_none(value: object, name: str) -> str | None:

@@ -73,8 +73,13 @@ def _from_sequence(tokens: Any) -> npt.NDArray[Any]:
 
 def root_key(layout: Layout, salt: str = "", adapter: str = "") -> bytes:
     """16 bytes that start every chain of this layout, tenant salt and adapter."""
+    return root_of(layout.fingerprint, salt, adapter)
+
+
+def root_of(fingerprint: bytes, salt: str, adapter: str) -> bytes:
+    """``root_key`` by the layout's fingerprint."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvstore.root")
-    for part in (layout.fingerprint, salt.encode(), adapter.encode()):
+    for part in (fingerprint, salt.encode(), adapter.encode()):
         digest.update(len(part).to_bytes(4, "little"))  # lengths, so that ("a", "bc") and ("ab", "c") differ
         digest.update(part)
     return digest.digest()
@@ -93,7 +98,7 @@ class Keys:
     the caller's token array: do not change it afterwards.
     """
 
-    __slots__ = ("__dict__", "extras", "hashes", "page_tokens", "parent", "root", "tokens")
+    __slots__ = ("__dict__", "extras", "hashes", "media", "page_tokens", "parent", "root", "tokens")
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class Keys:
         hashes: list[bytes],
         tokens: Tokens,
         extras: list[bytes] | None,
+        media: Sequence[bytes] | None = None,
     ) -> None:
         self.page_tokens = page_tokens
         self.root = root
@@ -110,6 +116,7 @@ class Keys:
         self.hashes = hashes
         self.tokens = tokens
         self.extras = extras
+        self.media = media  # what ``extras`` are digests of, as the caller gave it
 
     @classmethod
     def of(cls, tokens: Tokens, page_tokens: int, root: bytes, extras: Sequence[bytes] | None = None) -> Keys:
@@ -135,7 +142,7 @@ class Keys:
                 key = digest(key + data[page * step : (page + 1) * step] + extra)
                 append(key)
         digests = [extra_digest(extra) for extra in extras] if extras is not None else None
-        return cls(page_tokens, root, root, hashes, used, digests)
+        return cls(page_tokens, root, root, hashes, used, digests, extras)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -153,7 +160,8 @@ class Keys:
         parent = self.hashes[start - 1] if start else self.parent
         tokens = self.tokens[start * self.page_tokens : stop * self.page_tokens]
         extras = self.extras[start:stop] if self.extras is not None else None
-        return Keys(self.page_tokens, self.root, parent, self.hashes[start:stop], tokens, extras)
+        media = self.media[start:stop] if self.media is not None else None
+        return Keys(self.page_tokens, self.root, parent, self.hashes[start:stop], tokens, extras, media)
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
         """Root and extra of pages ``start`` to ``stop``, 32 bytes each, as they stand between key and tokens."""

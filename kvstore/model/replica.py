@@ -61,6 +61,7 @@ class Status(IntEnum):
     DAMAGED = 7  # its checksum, or its record, does not hold; the page was dropped
     INVALID = 8  # the request makes no sense; body utf-8 "field\0reason"
     FAILED = 9  # the node could not do it; body utf-8 reason
+    OVER_QUOTA = 11  # all that its tenant may have is full of pages that may not leave
     BUSY = 10  # not now, pages are on their way between tiers: ask again in a moment
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+from kvstore.service.kv_events import KvEvents
 from kvstore.service.mover import Mover
 from kvstore.service.node import Node
 from kvstore.service.scanner import Scanner
@@ -23,6 +24,7 @@ class Background:
         self._scrubber = scrubber
         self.mover = Mover(node)
         self.scanner = node.scan = Scanner(node)
+        self._kv_events = KvEvents(node) if node.config.kv_events else None
         self._stopped = threading.Event()
         work = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
@@ -32,7 +34,9 @@ class Background:
         ]
 
     def start(self) -> None:
-        """Begin ticking, populating and scrubbing."""
+        """Begin ticking, populating and scrubbing; and publishing, see ``KvEvents.start`` for what that raises."""
+        if self._kv_events is not None:
+            self._kv_events.start()
         for thread in self._threads:
             thread.start()
 
@@ -42,6 +46,8 @@ class Background:
         ``drain``: what is in DRAM is saved to NVMe first, as far as that may be.
         """
         self._stopped.set()
+        if self._kv_events is not None:
+            self._kv_events.stop()
         self.mover.wake()
         for thread in self._threads:
             thread.join(JOIN_S)

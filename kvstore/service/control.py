@@ -2,16 +2,24 @@
 
 Bounded by construction: a request is one datagram of at most ``MESSAGE_BYTES_MAX``, a connection is served one datagram
 per round, a client that does not read its replies is disconnected when its socket's buffer is full.
+
+Admin calls that may take long, and checksums of many pages, run in ``SLOW_THREADS`` threads of their own: nobody else
+waits for them. Replies of a connection come in the order of its requests, so it is not read on meanwhile, and no more
+calls than connections wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
 
 from kvstore.errors import InvalidRequest
 from kvstore.service.dispatch import Dispatcher
@@ -25,6 +33,10 @@ POLL_S = 0.5
 HELLO_S = 5.0  # a connection that says nothing within this is closed
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
+SLOW_THREADS = 4
+JOIN_S = 5.0
+
+_MAY_BE_SLOW = frozenset((int(control.Op.ADMIN), int(control.Op.SCRUB)))
 
 
 class _Connection:
@@ -34,6 +46,64 @@ class _Connection:
         self.sock = sock
         self.session = 0
         self.since = time.monotonic()
+        self.waits = False  # for a slow call: it is not read until that one is answered
+
+
+class _SlowCalls:
+    """Threads that carry out requests, from the first request to ``stop``. Made, asked and emptied by one thread.
+
+    Args:
+        carry_out: session and request to a reply, None where none is wanted; any thread may call it.
+    """
+
+    def __init__(self, carry_out: Callable[[int, bytes], bytes | None]) -> None:
+        self._carry_out = carry_out
+        self._asked: SimpleQueue[tuple[_Connection, bytes] | None] = SimpleQueue()
+        self._done: deque[tuple[_Connection, bytes | None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._under_way = 0
+        self._stopped = threading.Event()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # to be read from: something is done
+
+    def ask(self, connection: _Connection, request: bytes) -> None:
+        """Begin, as soon as a thread is free."""
+        self._under_way += 1
+        if self._under_way > len(self._threads) < SLOW_THREADS:
+            thread = threading.Thread(target=self._work, name="kvstore-slow-calls", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._asked.put((connection, request))
+
+    def done(self) -> list[tuple[_Connection, bytes | None]]:
+        """What has ended since the last time."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.bell)
+        found = [self._done.popleft() for _ in range(len(self._done))]
+        self._under_way -= len(found)
+        return found
+
+    def stop(self) -> None:
+        """End the threads. A call that is under way gets ``JOIN_S``, then it is left behind."""
+        self._stopped.set()
+        for _ in self._threads:
+            self._asked.put(None)
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self.bell)
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None and not self._stopped.is_set():
+            connection, request = asked
+            try:
+                reply = self._carry_out(connection.session, request)
+            except BaseException:
+                if self._stopped.is_set():
+                    return  # the node ended while it was being looked at
+                raise
+            self._done.append((connection, reply))
+            os.eventfd_write(self.bell, 1)
 
 
 class ControlServer:
@@ -44,6 +114,7 @@ class ControlServer:
         self._dispatcher = dispatcher
         self._connections: dict[int, _Connection] = {}
         self._buffer = bytearray(control.MESSAGE_BYTES_MAX)
+        self._slow = _SlowCalls(self._carry_out)
         self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
         self._listener: socket.socket | None = None
@@ -69,21 +140,27 @@ class ControlServer:
         """Hang up on everyone."""
         self._stopped = True
         self._thread.join(2 * POLL_S + 1)
+        self._slow.stop()
 
     def _serve(self) -> None:
         assert self._listener is not None
-        listening = self._listener.fileno()
+        listening, bell = self._listener.fileno(), self._slow.bell
         with select.epoll() as poll:
             poll.register(listening, select.EPOLLIN)
+            poll.register(bell, select.EPOLLIN)
             swept = time.monotonic()
             while not self._stopped:
                 for fd, _ in poll.poll(POLL_S):
                     if fd == listening:
                         self._accept(poll)
+                    elif fd == bell:
+                        self._answer_slow(poll)
                     else:
                         connection = self._connections.get(fd)
                         if connection is not None and not self._serve_one(connection):
                             self._hang_up(poll, fd, connection)
+                        elif connection is not None and connection.waits:
+                            poll.modify(fd, 0)  # all that is heard of it now is that it hangs up
                 if time.monotonic() - swept > HELLO_S:
                     swept = time.monotonic()
                     for fd, connection in list(self._connections.items()):
@@ -108,24 +185,53 @@ class ControlServer:
 
     def _serve_one(self, connection: _Connection) -> bool:
         """Answer one datagram; False where the connection is over."""
+        if connection.waits:
+            return False  # it hung up
         try:
             size = connection.sock.recv_into(self._buffer)
             if size == 0:
                 return False
             message = control.decode(memoryview(self._buffer)[:size])
-            if connection.session:
-                reply = self._dispatcher.exchange(connection.session, message)
-            else:
+            reply: bytes | None
+            if not connection.session:
                 connection.session, reply = self._dispatcher.hello(message)
+            elif message.op in _MAY_BE_SLOW and self._dispatcher.may_take_long(message):
+                connection.waits = True
+                self._slow.ask(connection, bytes(self._buffer[:size]))
+                return True
+            else:
+                reply = self._dispatcher.exchange(connection.session, message)
+        except (ConnectionError, InvalidRequest) as error:
+            log.info("session %016x: %s", connection.session, error)
+            return False
+        return self._send(connection, reply)
+
+    def _send(self, connection: _Connection, reply: bytes | None) -> bool:
+        """False where the connection is over."""
+        try:
             if reply is not None:
                 connection.sock.send(reply)
         except BlockingIOError:
             log.warning("session %016x does not read its replies: disconnected", connection.session)
             return False
-        except (ConnectionError, InvalidRequest) as error:
+        except ConnectionError as error:
             log.info("session %016x: %s", connection.session, error)
             return False
         return True
+
+    def _carry_out(self, session: int, request: bytes) -> bytes | None:
+        return self._dispatcher.exchange(session, control.decode(memoryview(request)))
+
+    def _answer_slow(self, poll: select.epoll) -> None:
+        for connection, reply in self._slow.done():
+            fd = connection.sock.fileno()
+            if fd < 0:
+                continue  # it hung up meanwhile
+            connection.waits = False
+            if self._send(connection, reply):
+                poll.modify(fd, select.EPOLLIN)
+            else:
+                self._hang_up(poll, fd, connection)
 
     def _hang_up(self, poll: select.epoll, fd: int, connection: _Connection) -> None:
         poll.unregister(fd)

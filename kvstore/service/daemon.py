@@ -9,15 +9,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from kvstore.config import NodeConfig, format_size
+from kvstore.errors import InvalidRequest
+from kvstore.service import logs, tracing
 from kvstore.service.background import Background
 from kvstore.service.control import ControlServer
 from kvstore.service.dispatch import Dispatcher
-from kvstore.service.http import HttpServer
+from kvstore.service.http import HttpServer, routes
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.tier.header import DaemonState
+
+if TYPE_CHECKING:
+    from kvstore.service.api.server import ApiServer
 
 log = logging.getLogger("kvstore.daemon")
 
@@ -33,25 +40,32 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
     Raises:
         NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
     """
-    logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    logs.configure(config)
+    if config.otlp_endpoint:
+        tracing.configure(config.otlp_endpoint, config.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.excepthook = _end
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
+    signal.signal(signal.SIGHUP, lambda *_: None)  # there is nothing to read again, unless there is an API
     started = time.monotonic()
     node = Node(config)
     ready = threading.Event()
-    http = HttpServer(config.http, _routes(ready)) if config.http else None
+    http = HttpServer(config.http, routes(ready)) if config.http else None
     try:
         if http is not None:
             http.start()
-        node.start()
+        with tracing.span("kvstore.start", node=config.name):
+            node.start()
+        logs.event(log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid())
         _run(node, config, http, ready, stopped, announce, started)
     finally:
         if http is not None:
             http.stop()
         node.stop()
+        tracing.shutdown()
+    logs.event(log, logging.INFO, "stop", uptime_s=round(time.monotonic() - started, 3))
 
 
 def _end(failed: threading.ExceptHookArgs) -> None:
@@ -72,26 +86,52 @@ def _run(
 ) -> None:
     scrubber = Scrubber(node, config.scrub_bytes_per_s)
     background = Background(node, scrubber)
-    control = ControlServer(node, Dispatcher(node, scrubber, background.mover.wake))
+    dispatcher = Dispatcher(node, scrubber, background.mover.wake)
+    control = ControlServer(node, dispatcher)
+    api = _api(config, node, dispatcher)
     node.populate_next()
     control.start()
     background.start()
     node.performer.header.state = DaemonState.READY
+    if api is not None:
+        try:
+            api.start()
+        except InvalidRequest:
+            _end_serving(node, api, control, background)
+            raise
+        signal.signal(signal.SIGHUP, lambda *_: api.reload())
+    if http is not None:
+        from kvstore.service.metrics import Metrics  # only here: a daemon without HTTP needs no prometheus_client
+
+        queues = {"rpcs": api.under_way} if api is not None else {}
+        http.routes["/metrics"] = Metrics(node, scrubber, queues, api.calls if api is not None else None).route
     ready.set()
     tiers = node.stats()["tiers"]
     sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
     pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
     where = f", http on {http.address}" if http is not None else ""
-    took = f"{time.monotonic() - started:.2f} s"
-    announce(f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took}{where}")
+    where += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
+    took_s = time.monotonic() - started
+    announce(f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{where}")
+    logs.event(log, logging.INFO, "ready", took_s=round(took_s, 3), pages=sum(tier["pages"] for tier in tiers.values()))
+    watch = logs.Watch(node, api.calls if api is not None else None)
     while not stopped.wait(SIGNAL_LOOK_S):
-        pass
+        watch.look()
+    _end_serving(node, api, control, background)
+    watch.look(last=True)
+
+
+def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | None:
+    if not config.listen:
+        return None
+    from kvstore.service.api.server import ApiServer  # only here: it loads gRPC
+
+    return ApiServer(config, node, dispatcher)
+
+
+def _end_serving(node: Node, api: ApiServer | None, control: ControlServer, background: Background) -> None:
+    node.ending = True  # before anything waits: calls that take long break off
+    if api is not None:
+        api.stop()
     control.stop()
     background.stop()
-
-
-def _routes(ready: threading.Event) -> dict[str, Callable[[], tuple[int, str, str]]]:
-    def readyz() -> tuple[int, str, str]:
-        return (200, "text/plain", "ready\n") if ready.is_set() else (503, "text/plain", "starting\n")
-
-    return {"/healthz": lambda: (200, "text/plain", "ok\n"), "/readyz": readyz}

@@ -11,13 +11,12 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status
+from kvstore.service.admin import Admin
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
 from kvstore.transfer import control
 from kvstore.transfer.control import BATCH_MAX, Message, Op
-
-EVICT_PAGES_MAX = 4096  # of one event; a larger wish is met in several, so that others get a turn
 
 
 class Dispatcher:
@@ -38,15 +37,10 @@ class Dispatcher:
             Op.RELEASE: self._release,
             Op.SCRUB: self._scrub,
             Op.PREFETCH: self._prefetch,
+            Op.DELETE: self._delete,
             Op.ADMIN: self._admin,
         }
-        self._calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "stats": lambda _: {**node.stats(), "scrubber": scrubber.stats()},
-            "evict": self._evict,
-            "verify": lambda _: {"findings": node.verify()},
-            "scrub": lambda _: {"sweep": scrubber.request_sweep()},
-            "scrub_status": lambda _: scrubber.stats(),
-        }
+        self.admin = Admin(node, scrubber, wake)
 
     def hello(self, message: Message) -> tuple[int, bytes]:
         """(session, reply) of a first message; session 0 where it is refused."""
@@ -84,6 +78,15 @@ class Dispatcher:
             failpoint.hit("node.reply")
         return None if message.flags & control.NO_REPLY else reply
 
+    def may_take_long(self, message: Message) -> bool:
+        """Whether an ``Op.ADMIN`` or ``Op.SCRUB`` request is one for a thread of its own."""
+        if message.op == Op.SCRUB:
+            return message.entries > 1  # a page of some MiB takes a millisecond or two
+        try:
+            return self.admin.may_take_long(control.unpack_json(message.body))
+        except InvalidRequest:
+            return False  # it is refused at once
+
     # --- verbs ------------------------------------------------------------------------------------------------------
 
     def _grant(self, session: int, message: Message, now_ns: int) -> bytes:
@@ -118,7 +121,14 @@ class Dispatcher:
                 raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
         continues = bool(message.flags & control.CONTINUES)
         event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues)
-        return _statuses(message, self.node.handle(event))
+        if message.flags & control.OBJECT:
+            if count != 1 or sums is not None:
+                raise InvalidRequest("count", "one object at a time, without checksums")
+            event.replaces = control.unpack_addresses(body, 1, start + width)[0]
+        reply = self.node.handle(event)
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        return _statuses(message, reply)
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
@@ -133,7 +143,8 @@ class Dispatcher:
             raise InvalidRequest("group", "must not be 0")
         rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
-        event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
+        again = not message.flags & control.ALONE
+        event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows, again)
         reply = _accepted(self.node.handle(event))
         if Status.BUSY in reply.statuses:
             self.wake()
@@ -146,7 +157,8 @@ class Dispatcher:
 
     def _revoke(self, session: int, message: Message, now_ns: int) -> bytes:
         addresses = control.unpack_addresses(message.body, message.entries)
-        return _statuses(message, self.node.handle(ev.Revoke(now_ns, session, addresses)))
+        shard = message.a - 1 if message.a else None
+        return _statuses(message, self.node.handle(ev.Revoke(now_ns, session, addresses, shard)))
 
     def _lease(self, session: int, message: Message, now_ns: int) -> bytes:
         addresses = control.unpack_addresses(message.body, message.entries)
@@ -173,37 +185,19 @@ class Dispatcher:
         self.wake()
         return _statuses(message, reply)
 
+    def _delete(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, _at_least_one(message))
+        reply = self.node.handle(ev.Delete(now_ns, addresses))
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        return _statuses(message, reply)
+
     def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
-        request = control.unpack_json(message.body)
-        call = self._calls.get(str(request.get("call")))
-        if call is None:
-            raise InvalidRequest("call", f"{request.get('call')!r} is not one of {', '.join(self._calls)}")
-        body = control.pack_json(call(request))
+        body = control.pack_json(self.admin.call(control.unpack_json(message.body)))
         limit = control.MESSAGE_BYTES_MAX - control.HEAD.size
         if len(body) > limit:  # thousands of findings: the first ones tell the story
             body = control.pack_json({"findings": ["too many to list"], "truncated": True})
         return control.encode(Status.OK, message.request_id, body=[body])
-
-    def _evict(self, request: dict[str, Any]) -> dict[str, Any]:
-        wish = {}
-        for name in ("pages", "bytes"):
-            value = request.get(name) or 0
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidRequest(name, f"must be a whole number of {name}, not {value!r}")
-            wish[name] = value
-        if not wish["pages"] and not wish["bytes"]:
-            raise InvalidRequest("evict", "say how many pages or bytes")
-        pages = size = 0
-        while pages < wish["pages"] or size < wish["bytes"]:
-            step = min(EVICT_PAGES_MAX, max(1, wish["pages"] - pages))
-            by_bytes = wish["bytes"] - size if wish["bytes"] else 0
-            event = ev.Evict(time.monotonic_ns(), step if not by_bytes else 1, min(by_bytes, 1 << 30))
-            gone = self.node.handle(event).detail
-            self.wake()  # what has to be saved before it may leave was set aside
-            if not gone["pages"]:
-                break
-            pages, size = pages + gone["pages"], size + gone["bytes"]
-        return {"pages": pages, "bytes": size}
 
 
 def _at_least_one(message: Message) -> int:

@@ -98,7 +98,11 @@ class EmbeddedNode:
     def start(self) -> None:
         """See ``Node.start``."""
         self.node.start()
-        self._background.start()
+        try:
+            self._background.start()
+        except InvalidRequest:  # what is configured cannot be had
+            self.node.stop(remove=self.folder.name.startswith(EMBEDDED_PREFIX))
+            raise
         self.node.performer.header.state = DaemonState.READY
 
     @property

@@ -85,6 +85,16 @@ class IndexKeeper:
         except IndexDamaged:
             return None
 
+    def look(self, keys: list[bytes], tier: Tier) -> list[Address | None] | None:
+        """Where these pages were last known to be; None where the index cannot tell now. For any thread."""
+        if self.wanted:
+            return None
+        try:
+            raws = self._index.find_many(keys) if tier == Tier.DRAM else self._index.find_many_nvme(keys)
+        except IndexDamaged:
+            return None
+        return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
+
     def commit(self, ops: list[IndexOp]) -> None:
         """Follow the records, in one transaction. Where that cannot be, the index is rebuilt from them."""
         if failpoint.ACTIVE:
@@ -132,6 +142,11 @@ class IndexKeeper:
         """All entries of the index about one tier, by key."""
         entries = self._index.scan() if tier == Tier.DRAM else self._index.scan_nvme()
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in entries)
+
+    def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
+        """All entries, key and raw address, as of now however late they are read; see ``Index.hold``."""
+        dram, nvme = self._index.hold()
+        return {Tier.DRAM: dram, Tier.NVME: nvme}
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
         """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""

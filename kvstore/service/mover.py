@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.model.replica import FrameState
+from kvstore.service import tracing
 from kvstore.service.node import Node
 from kvstore.service.nvme_pages import Copied, NvmePages
 from kvstore.service.stats import today
@@ -74,9 +75,11 @@ class Mover:
             if failpoint.ACTIVE:
                 failpoint.hit("mover.copy")
             if isinstance(copy, ev.Save):
-                self._save(nvme, copy)
+                with tracing.span("kvstore.demote", pages=len(copy.pages)):
+                    self._save(nvme, copy)
             else:
-                self._load(nvme, copy)
+                with tracing.span("kvstore.promote", pages=len(copy.pages)):
+                    self._load(nvme, copy)
             if failpoint.ACTIVE:
                 failpoint.hit("mover.reported")
         return busy

@@ -10,18 +10,20 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore.config import NodeConfig, format_size
-from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.model.replica import MARKS_ROW_BYTES, Address, FrameClass, FrameState, RecordFormat, Tier
-from kvstore.service import startup
+from kvstore.service import logs, startup
+from kvstore.service.event_log import EventLog
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.performer import Performer
-from kvstore.service.stats import Scan, node_stats
+from kvstore.service.stats import Scan, node_stats, tenants_stats
 from kvstore.state import events as ev
 from kvstore.state import integrity
 from kvstore.state.node_state import NodeState
@@ -39,6 +41,8 @@ NVME_TABLE_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # rec
 
 log = logging.getLogger("kvstore.node")
 
+Looked = TypeVar("Looked")
+
 
 class Node:
     """Threads: anyone may call ``handle``; one event is decided and performed at a time."""
@@ -53,6 +57,9 @@ class Node:
         self.scan: Scan | None = None  # of NVMe, where there is one
         self.nvme_failures: dict[str, str] = {}  # path -> why that target is not used, or not written to any more
         self.started_ns = 0
+        self.events = EventLog()
+        self.ending = False  # nobody is served any more: calls that take long break off
+        self.kv_last: Callable[[], int] | None = None  # number of the last KV event published, where there are any
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -64,6 +71,8 @@ class Node:
             InvalidRequest: the segment does not fit, or the folder holds one of another size.
         """
         self._performer, self._state = startup.start(self.config, self.nvme_failures)
+        self.events = self._performer.events
+        self.events.salt_of = self._state.tenants.salt
         self._sessions = Sessions(self._performer.folder)
         self._sessions.sweep()
         self.started_ns = time.monotonic_ns()
@@ -121,6 +130,11 @@ class Node:
                 session = self._performer.sessions_to_check.pop()
                 if not self.sessions.alive(session):
                     self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
+            broken, self._performer.erase_failures = self._performer.erase_failures, {}
+        if broken:
+            self.device_failed(broken)
+            if type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None):
+                raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
         return reply if reply is not None else ev.Reply()
 
     def check_class(self, frame_class: FrameClass) -> None:
@@ -267,7 +281,8 @@ class Node:
             path = nvme.path(position)
             if path not in self.nvme_failures:
                 self.nvme_failures[path] = str(error)
-                log.error("%s takes no more writes, the node goes on without: %s", path, error)
+                said = "device failed: it takes no more writes, the node goes on without"
+                logs.event(log, logging.ERROR, said, path=path, reason=str(error))
                 self.handle(ev.TierFailed(time.monotonic_ns(), nvme.devices.neighbours(position)))
 
     def nvme_tables(self) -> list[ExtentTable]:
@@ -289,6 +304,13 @@ class Node:
             if self._state is not None:
                 self._state.counters[what] += 1
 
+    def look(self, at: Callable[[Performer, NodeState], Looked]) -> Looked:
+        """Look at a node that holds still meanwhile: be quick, change nothing, keep no reference to the state."""
+        with self._mutex:
+            if self._performer is None:
+                raise Unavailable("the node is stopping")
+            return at(self.performer, self.state)
+
     # --- looking in -------------------------------------------------------------------------------------------------
 
     def verify(self) -> list[str]:
@@ -302,6 +324,17 @@ class Node:
                     self.state, tier, space.records.snapshots(), performer.index.addresses(tier)
                 )
             ]
+
+    def tenants(self) -> dict[str, Any]:
+        """Per salt: pages, bytes, quota, evicted and refused pages in each tier, and how many pins."""
+        with self._mutex:
+            return tenants_stats(self.state)
+
+    def pins(self) -> dict[str, Any]:
+        """All pins, and the bytes they keep per tier."""
+        with self._mutex:
+            pins = self.state.pins
+            return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
 
     def stats(self) -> dict[str, Any]:
         """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""

@@ -327,6 +327,28 @@ class NvmePages:
         except OSError as error:
             log.error("an extent's checkpoint could not be withdrawn: %s", error)
 
+    def erase(self, frames: list[tuple[int, FrameClass, int]]) -> dict[int, OSError]:
+        """Overwrite the headers of these frames (position, class, frame), durably; positions where that failed.
+
+        An extent's checkpoint is withdrawn first: its directory names the frames.
+        """
+        failed: dict[int, OSError] = {}
+        for position in {position for position, _, _ in frames if position not in self._planned}:
+            here = [(frame_class, frame) for at, frame_class, frame in frames if at == position]
+            device, local = self.devices.place(position)
+            try:
+                self.devices.open_for_writing([position])
+                try:
+                    for frame_class, frame in here:
+                        device.erase_header(local, frame, frame_class)
+                    device.sync()
+                finally:
+                    self.devices.close_for_writing([position])
+            except OSError as error:
+                log.error("objects could not be erased: %s", error)
+                failed[position] = error
+        return failed
+
     def is_clean(self, position: int) -> bool:
         """The extent's last checkpoint is younger than the last write there."""
         device, local = self.devices.place(position)

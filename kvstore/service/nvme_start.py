@@ -26,6 +26,7 @@ from kvstore.tier.records import ExtentTable
 
 log = logging.getLogger("kvstore.nvme")
 
+LOADING = "nvme-loading"  # a file that is there while tables are being filled
 EXTENTS_AIMED_AT = 64  # of a device: few enough to keep tables of, enough for several classes of frames
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 16 * MIB, 4096 * MIB
 
@@ -115,7 +116,7 @@ def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTab
     ``tables`` holds what is mapped so far, NVMe's included; those of extents that no device knows are taken out.
     """
     known = {extent.number: extent for extent in nvme.devices.extents.values()}
-    loading = folder.path / "nvme-loading"  # tables that are only half filled must not be taken for the truth
+    loading = folder.path / LOADING  # tables that are only half filled must not be taken for the truth
     for number, table in list(tables.items()):
         if table.tier == Tier.NVME and (loading.exists() or not _is_same(table, known.get(number))):
             tables.pop(number).unlink()

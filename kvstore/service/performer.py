@@ -5,6 +5,7 @@ It is also what the state reads back through (``RecordView``, ``PageIndex``). On
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,16 +14,20 @@ import numpy as np
 import xxhash
 
 from kvstore import failpoint
+from kvstore.model.objects import HEAD_TAG, is_object_class
 from kvstore.model.replica import (
     SHARDS_MAX,
     STAMPED,
     Address,
+    FrameClass,
     FrameState,
     Tier,
     info_word,
     standing_of,
     word_of,
 )
+from kvstore.service import book
+from kvstore.service.event_log import EventLog
 from kvstore.service.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.state import events as ev
@@ -36,6 +41,8 @@ from kvstore.tier.records import ExtentTable
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
 UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+
+log = logging.getLogger("kvstore.node")
 
 
 class Performer:
@@ -60,6 +67,8 @@ class Performer:
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
         self.sessions_to_check: list[int] = []
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
+        self.events = EventLog(staged=True)
+        self.erase_failures: dict[int, OSError] = {}  # positions where an object's head could not be made unreadable
         self._index_ops: list[IndexOp] = []  # of one decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
@@ -77,6 +86,9 @@ class Performer:
             ev.WriteStamp: self._write_stamp,
             ev.Move: self._move,
             ev.WriteUse: self._write_use,
+            ev.WriteName: lambda said: self._write_book(book.add_name, said.root, said.about),
+            ev.WriteNames: self._write_names,
+            ev.WritePins: lambda said: self._write_book(book.write_pins, said.pins),
             ev.Save: self.copies.append,
             ev.Load: self.copies.append,
         }
@@ -94,6 +106,10 @@ class Performer:
     def root(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
         return self.tables[extent].rows[frame, 24:40].tobytes()
+
+    def extra(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 40:56].tobytes()
 
     def parent(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
@@ -152,6 +168,7 @@ class Performer:
         if self._index_ops:
             ops, self._index_ops = self._index_ops, []
             self.index.commit(ops)
+            self.events.publish()  # whoever hears of a page finds it in the index
         return reply
 
     def _carve(self, instruction: ev.Carve) -> None:
@@ -247,6 +264,8 @@ class Performer:
                 # a kill in between leaves wrong, is a hint.
                 table.column(fmt.info)[frames] = np.array(infos, np.uint64)
         self._index_ops.append((PUT[tier], instruction.keys, addresses))
+        root = self.root(addresses[0].extent, addresses[0].frame)
+        self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)
         if sums is None and tier == Tier.DRAM:
             self.unstamped.extend(addresses)
 
@@ -256,8 +275,22 @@ class Performer:
         table.column(table.fmt.info)[instruction.address.frame] = info
 
     def _write_state(self, instruction: ev.WriteState) -> None:
+        self._erase_objects(instruction)
         for table, frames, places in self._by_extent(instruction.addresses):
             self._write_words(table, frames, instruction.addresses, places, instruction.state)
+
+    def _erase_objects(self, instruction: ev.WriteState) -> None:
+        """Objects' heads that leave NVMe are made unreadable there first, or a reboot might bring one back that was
+        deleted since. So are frames that one was perhaps written into in vain."""
+        erased: list[tuple[int, FrameClass, int]] = []
+        for number, frame, _ in instruction.addresses:
+            table = self.tables[number]
+            if table.tier == Tier.NVME and is_object_class(table.frame_class):
+                state = int(table.words[frame]) & 0xFF
+                if state == RESERVED or (state == SEALED and table.rows[frame, 40:48].tobytes() == HEAD_TAG):
+                    erased.append((table.position, table.frame_class, frame))
+        if erased:
+            self.erase_failures |= self._nvme.erase(erased)
 
     @staticmethod
     def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
@@ -266,6 +299,7 @@ class Performer:
 
     def _unindex(self, instruction: ev.Unindex) -> None:
         self._index_ops.append((DELETE[instruction.tier], instruction.keys, []))
+        self.events.append(instruction.kind, instruction.tier, instruction.reason, instruction.keys, instruction.roots)
 
     def _unpend(self, instruction: ev.Unpend) -> None:
         if instruction.heir is None:
@@ -288,6 +322,18 @@ class Performer:
         used = np.array(instruction.used_ns, np.uint64)
         for table, frames, places in self._by_extent(instruction.addresses):
             table.last_use[frames] = used[places]
+
+    def _write_names(self, instruction: ev.WriteNames) -> None:
+        """Names were forgotten: whoever said one of them says it again before it puts, or its quota would not hold."""
+        self.header.names_forgotten += 1
+        self._write_book(book.write_names, instruction.named)
+
+    def _write_book(self, write: Callable[..., None], *what: Any) -> None:
+        """What a full folder refuses holds as long as this daemon, and is lost to the next one after a kill."""
+        try:
+            write(self.folder, self.header.incarnation, *what)
+        except OSError as error:
+            log.error("names and pins cannot be written, and would not outlive a kill: %s", error)
 
     def _move(self, instruction: ev.Move) -> None:
         """Data and body first, then the new word, then the index; the old word goes last."""
@@ -329,7 +375,7 @@ class NvmeView:
     def __init__(self, performer: Performer) -> None:
         self._performer = performer
         self.find = performer.index.find_nvme
-        self.key, self.parent, self.root = performer.key, performer.parent, performer.root
+        self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
         self.standing, self.last_use_ns = performer.standing, performer.last_use_ns
 
     def snapshots(self) -> list[Snapshot]:

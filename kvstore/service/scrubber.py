@@ -63,12 +63,14 @@ class Scrubber:
         self._pages_damaged = 0
         self._walk_pages = 0  # verified by the sweep that is going on
         self._sweep_pages = 0  # verified by the last sweep that ended
+        self._asked_pages = 0  # verified by the last one that ended of those asked for, which also read NVMe
 
     def stats(self) -> dict[str, Any]:
-        """Sweeps ended, pages of the last one; pages verified, stamped and found damaged since start."""
+        """Sweeps ended, pages of the last one and of the last asked for; pages verified, stamped and damaged so far."""
         return {
             "sweeps": self._sweeps,
             "sweep_pages": self._sweep_pages,
+            "asked_pages": self._asked_pages,
             "sweep_pages_left": sum(len(frames) for _, frames in list(self._walk)),
             "pages_scrubbed": self._pages_scrubbed,
             "pages_stamped": self._pages_stamped,
@@ -125,6 +127,8 @@ class Scrubber:
         with self._mutex:
             if not walk and walk is self._walk:  # a sweep that was asked for meanwhile starts a walk of its own
                 self._sweep_pages = self._walk_pages
+                if self._sweeps < self._sweep_wanted:
+                    self._asked_pages = self._walk_pages
                 self._sweeps += 1
 
     def scrub(self, address: Address) -> Status:

@@ -18,6 +18,7 @@ from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Tier, nvme_frames
+from kvstore.service import book
 from kvstore.service.index_keeper import snapshot
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.nvme_start import open_nvme, open_tables
@@ -140,7 +141,7 @@ def _recover_tiers(
         nvme.devices.write_map(folder)
     else:
         folder.nvme.unlink(missing_ok=True)
-    state = _state(config, header, performer)
+    state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     found = [_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns())
     if failpoint.ACTIVE:
@@ -149,10 +150,11 @@ def _recover_tiers(
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)
+    book.restore_pins(state, folder, header.incarnation)
     return performer, state
 
 
-def _state(config: NodeConfig, header: Header, performer: Performer) -> NodeState:
+def _state(config: NodeConfig, header: Header, performer: Performer, named: dict[bytes, Any]) -> NodeState:
     if config.eviction not in POLICIES:
         raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
     segment = Segment(header.extent_bytes, header.positions, policy=config.eviction)
@@ -178,6 +180,9 @@ def _state(config: NodeConfig, header: Header, performer: Performer) -> NodeStat
         lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
         sessions_max=config.sessions_max,
         nvme=parts,
+        quotas=config.quotas,
+        named=named,
+        pins_share_max=config.pins_share_max,
     )
 
 

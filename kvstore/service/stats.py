@@ -13,18 +13,22 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.model.replica import FRAME_ALIGN, FrameState
-from kvstore.state.frames import Segment
+from kvstore.service.answers import fitted
+from kvstore.state.frames import Extent, Segment
+from kvstore.tier.counters import LATENCY_BOUNDS_S, Histogram
 from kvstore.tier.header import DaemonState
 
 if TYPE_CHECKING:
     from kvstore.service.node import Node
+    from kvstore.state.node_state import NodeState
     from kvstore.state.space import Space
 
 _EVICTED = "evicted_"
+TENANTS_BYTES, TENANTS_MAX = 32 << 10, 200  # of a whole answer, which is one message
 
 
 class Scan(Protocol):
@@ -38,7 +42,8 @@ class Scan(Protocol):
 def node_stats(node: Node) -> dict[str, Any]:
     """See ``Node.stats``. The node's mutex is held."""
     state, performer = node.state, node.performer
-    clients = node.sessions.totals()
+    counted = node.sessions.totals()
+    clients = counted.counts
     return {
         "name": node.config.name,
         "pid": os.getpid(),
@@ -47,6 +52,7 @@ def node_stats(node: Node) -> dict[str, Any]:
         "uptime_s": (time.monotonic_ns() - node.started_ns) / 1e9,
         "tiers": {"dram": _dram(node, clients), **_nvme(node, clients)},
         "clients": clients,
+        "latency": {name: _latency(took) for name, took in counted.latency.items()},
         "sessions": len(state.sessions),
         "sessions_connected": sum(s.connected for s in state.sessions.values()),
         "leases": len(state.leases),
@@ -57,7 +63,59 @@ def node_stats(node: Node) -> dict[str, Any]:
             "rebuilds": dict(performer.index.rebuilds),
         },
         "counters": dict(state.counters),
+        **_tenants(state),
+        "unclaimed_bytes": state.tenants.unclaimed(),
+        "queues": _queues(node),
+        "event_log": {"entries": node.events.entries, "overwritten": node.events.overwritten},
     }
+
+
+def _latency(took: Histogram) -> dict[str, Any]:
+    """``buckets``: [upper end in seconds, None of the last; operations], those that are not empty."""
+    ends = (*LATENCY_BOUNDS_S, None)
+    buckets = [[end, count] for end, count in zip(ends, took.counts, strict=True) if count]
+    return {"count": sum(took.counts), "sum_s": took.sum_s, "buckets": buckets}
+
+
+def _queues(node: Node) -> dict[str, int]:
+    """What waits, and how much of it: see ``kvstore_queue_length`` in ``service.metrics``."""
+    pools = [pool for space in node.state.spaces.values() for pool in space.segment.pools.values()]
+    return {
+        "copies": len(node.performer.copies),
+        "unsaved": sum(len(pool.unsaved) for pool in pools),
+        "ready": sum(len(pool.ready) for pool in pools),
+        "checksums": len(node.performer.unstamped),
+        "scan": max(0, node.scan.pages - node.scan.pages_done) if node.scan is not None else 0,
+    }
+
+
+def _tenants(state: NodeState) -> dict[str, Any]:
+    """``tenants``: those with the most bytes, as many as fit an answer; and how many that leaves off."""
+    sizes: Counter[str] = Counter()
+    for salt, _, size, *_ in tenant_rows(state):
+        sizes[salt] += size
+    largest = [salt for salt, _ in sizes.most_common(TENANTS_MAX)]
+    found = tenants_stats(state, largest)
+    told = dict(fitted(((salt, found[salt]) for salt in largest), TENANTS_BYTES)) if largest else {}
+    return {"tenants": told, "tenants_left_off": len(sizes) - len(told)}
+
+
+def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, int]]:
+    """(salt, tier, bytes, quota, pages refused, pages evicted for the quota) of all. The node's mutex is held."""
+    rows: list[tuple[str, str, int, int | None, int, int]] = []
+    for name, holdings in ((str(tier), holdings) for tier, holdings in state.tenants.holdings.items()):
+        rows += [
+            (share.salt, name, share.bytes, share.quota, share.refused, share.evicted)
+            for share in holdings.shares.values()
+            if share.salt is not None
+        ]
+    return rows
+
+
+def tenants_stats(state: NodeState, salts: Iterable[str] | None = None) -> dict[str, Any]:
+    """Per salt (None: of all): see ``Tenants.stats``; and ``pins``, how many. The node's mutex is held."""
+    pins = Counter(pin["salt"] for pin in state.pins.listing())
+    return {salt: {**tiers, "pins": pins[salt]} for salt, tiers in state.tenants.stats(salts).items()}
 
 
 def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
@@ -99,19 +157,35 @@ def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, A
     """What every tier says."""
     ages = {f"p{percent}": age_quantile(space.ages, percent / 100) for percent in (50, 90)}
     evicted = {name.removeprefix(_EVICTED): n for name, n in counters.items() if name.startswith(_EVICTED) and n}
-    return {**_contents(space.segment), "eviction": policy, "evicted": evicted, "age_at_eviction_s": ages}
+    return {
+        **_contents(space.segment),
+        "eviction": policy,
+        "evicted": evicted,
+        "extents_reclaimed": counters.get("extents_reclaimed", 0),
+        "age_at_eviction_s": ages,
+        "ages_at_eviction": dict(space.ages),  # pages by the bit length of those whole seconds
+        "ages_at_eviction_sum_s": space.ages_sum_s,
+    }
 
 
 def _no_tier(policy: str) -> dict[str, Any]:
     ages = {"p50": None, "p90": None}
-    return {**_contents(Segment(FRAME_ALIGN, 0)), "eviction": policy, "evicted": {}, "age_at_eviction_s": ages}
+    return {
+        **_contents(Segment(FRAME_ALIGN, 0)),
+        "eviction": policy,
+        "evicted": {},
+        "extents_reclaimed": 0,
+        "age_at_eviction_s": ages,
+        "ages_at_eviction": {},
+        "ages_at_eviction_sum_s": 0,
+    }
 
 
 def _contents(segment: Segment) -> dict[str, Any]:
     frames: Counter[str] = Counter()
     classes: list[dict[str, Any]] = []
     for pool in segment.pools.values():
-        counts = {state.name.lower(): sum(e.count(state) for e in pool.extents.values()) for state in FrameState}
+        counts = _frames(pool.extents.values())
         frames.update(counts)
         classes.append(
             {
@@ -133,6 +207,18 @@ def _contents(segment: Segment) -> dict[str, Any]:
         "frames": dict(frames),
         "classes": classes,
     }
+
+
+def _frames(extents: Iterable[Extent]) -> dict[str, int]:
+    """Frames by state. Free and sealed ones are counted already, and mostly there are no others."""
+    counts = dict.fromkeys([state.name.lower() for state in FrameState], 0)
+    for extent in extents:
+        counts["free"] += len(extent.free)
+        counts["sealed"] += extent.sealed
+        if len(extent.free) + extent.sealed != extent.frames:
+            for state in (FrameState.RESERVED, FrameState.RETIRING, FrameState.QUARANTINED):
+                counts[state.name.lower()] += extent.count(state)
+    return counts
 
 
 def _devices(node: Node, space: Space | None) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state import events as ev
 from kvstore.state.space import Space
+from kvstore.state.tenants import Tenants
 from kvstore.state.views import Rows
 
 NODE_SESSION = (1 << 64) - 1  # writer of frames that pages are copied into: no client has it, and it dies with the node
@@ -53,7 +54,8 @@ class Arrival:
 class Copies:
     """All batches under way. Part of ``Tiering``."""
 
-    def __init__(self, dram: Space, nvme: Space) -> None:
+    def __init__(self, dram: Space, nvme: Space, tenants: Tenants) -> None:
+        self.tenants = tenants
         self.dram = dram
         self.nvme = nvme
         self.saving: dict[int, Batch] = {}
@@ -76,8 +78,14 @@ class Copies:
             self.nvme.hold(page.source)
             batch.held_nvme.append(page.source)
             self.up.add(page.key)
+            self.dram.expect([page.target], self.owner(self.nvme, page.source))
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Load(self._enter(self.loading, batch), batch.pages))
+
+    @staticmethod
+    def owner(space: Space, address: Address) -> int:
+        """Number of the root of a page."""
+        return space.segment.extents[address.extent].owner[address.frame]
 
     def _enter(self, table: dict[int, Batch], batch: Batch) -> int:
         number, self._next = self._next, self._next + 1

@@ -124,6 +124,10 @@ class Demotion:
         """See ``Below.coming``."""
         return bool(pool.unsaved) or self.copies.moving(pool.frame_class)
 
+    def held(self) -> list[Address]:
+        """See ``Below.held``."""
+        return self.copies.held(self.dram)
+
     @property
     def writable(self) -> bool:
         """A device is up, and today's writes are not used up."""
@@ -225,7 +229,17 @@ class Demotion:
             if not climb.pages:
                 pool.ready[slot] = pool.unsaved.pop(slot)
                 continue
-            targets = self.nvme.take_after(climb.anchor, nvme_pool, climb.count(room), out)
+            wanted = climb.count(room)
+            owner = self.copies.owner(self.dram, climb.leaf)
+            fits = self.nvme.quotas.fit(owner, pool.frame_class, wanted, climb.anchor, out, aside_ms)
+            if wanted and not fits:
+                if self.nvme.holdings.roots[owner].share.coming:  # when this batch is there, it can make room
+                    continue
+                # Its tenant may have no more there: it leaves as it is.
+                pool.ready[slot] = pool.unsaved.pop(slot)
+                self.counters["save_refused_quota"] += 1
+                continue
+            targets = self.nvme.take_after(climb.anchor, nvme_pool, fits, out)
             if not targets:
                 if not batch.pages:  # NVMe is full of what may not leave: nothing can be saved now
                     self._refused.add(pool.frame_class)
@@ -258,6 +272,7 @@ class Demotion:
             batch.held_nvme.append(held)
         for (key, source), target in zip(chain, targets, strict=True):
             batch.pages.append(ev.Copying(key, source, target))
+            self.nvme.expect([target], self.copies.owner(self.dram, source))
             self.copies.down.add(key)
 
     def saved(self, event: ev.Saved) -> list[ev.Instruction]:
@@ -274,7 +289,7 @@ class Demotion:
                 self.nvme.leaf(page.target, page.key, used // 1_000_000)
             out.append(ev.WriteUse(targets, used_ns))
             heads = event.heads[arrival.places]
-            out.append(ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents))
+            out.append(ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save"))
             self.counters["pages_saved"] += len(arrived)
             self.counters["bytes_saved"] += len(arrived) * batch.frame_class.page_bytes
         for reason in event.failed.values():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from kvstore.state.instructions import (
     Unpend,
     WriteGranted,
     WriteLease,
+    WriteName,
+    WriteNames,
+    WritePins,
     WriteReserved,
     WriteSealed,
     WriteShards,
@@ -39,15 +43,19 @@ __all__ = [
     "CheckSession",
     "Copying",
     "Damaged",
+    "Delete",
     "Demote",
     "Drop",
     "Event",
     "Evict",
+    "EvictChosen",
     "Grant",
     "Instruction",
     "Load",
     "Loaded",
     "Move",
+    "NameRoot",
+    "Pin",
     "Populated",
     "PopulationFailed",
     "Prefetch",
@@ -69,8 +77,12 @@ __all__ = [
     "TierFailed",
     "Unindex",
     "Unpend",
+    "Unpin",
     "WriteGranted",
     "WriteLease",
+    "WriteName",
+    "WriteNames",
+    "WritePins",
     "WriteReserved",
     "WriteSealed",
     "WriteShards",
@@ -129,6 +141,15 @@ class SealGranted:
     rows: Rows
     checksums: npt.NDArray[np.uint32] | None = None
     continues: bool = False  # more of a put whose first pages came before, not a later request
+    replaces: Address | None = None  # it is the head of an object, and replaces this one; all zero: none
+
+
+@dataclass(slots=True)
+class Delete:
+    """Objects whose heads are at these addresses are deleted, from both tiers."""
+
+    now_ns: int
+    addresses: list[Address]
 
 
 @dataclass(slots=True)
@@ -144,6 +165,7 @@ class Reserve:
     ttl_ns: int
     parent: bytes
     rows: Rows
+    again: bool = True  # what this session reserved for this shard before is told once more
 
 
 @dataclass(slots=True)
@@ -163,6 +185,7 @@ class Revoke:
     now_ns: int
     session: int
     addresses: list[Address]
+    shard: int | None = None  # of reserved ones; None: all that are this session's
 
 
 @dataclass(slots=True)
@@ -224,6 +247,18 @@ class Evict:
     now_ns: int
     pages: int = 0
     bytes: int = 0
+
+
+@dataclass(slots=True)
+class EvictChosen:
+    """An operator wants these pages of one tier to leave: leaves first, children before their parents.
+
+    ``save``: of DRAM only what the tier below has, or would not take; the rest is set aside to be saved.
+    """
+
+    now_ns: int
+    addresses: list[Address]
+    save: bool = True
 
 
 @dataclass(slots=True)
@@ -304,6 +339,40 @@ class TierFailed:
 
 
 @dataclass(slots=True)
+class NameRoot:
+    """A client said whose a root is: ``about`` has its salt, adapter, model, fingerprint and layout."""
+
+    now_ns: int
+    root: bytes
+    about: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Pin:
+    """Keep what is stored of these consecutive pages, from the first on, until ``until_ns``.
+
+    ``pin``: its number, 0 for a new one; ``restore``: it was granted by an earlier daemon.
+    """
+
+    now_ns: int
+    pin: int
+    keys: list[bytes]
+    root: bytes
+    until_ns: int
+    until_s: float
+    restore: bool = False
+
+
+@dataclass(slots=True)
+class Unpin:
+    """End this pin, or all whose last page is the last of ``keys``."""
+
+    now_ns: int
+    pin: int = 0
+    keys: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Tick:
     """Time went on."""
 
@@ -332,6 +401,7 @@ Event = (
     | SessionDead
     | Grant
     | SealGranted
+    | Delete
     | Reserve
     | Seal
     | Revoke
@@ -341,6 +411,7 @@ Event = (
     | Damaged
     | Stamped
     | Evict
+    | EvictChosen
     | Demote
     | Saved
     | Prefetch
@@ -349,6 +420,9 @@ Event = (
     | Adopted
     | TierFailed
     | Tick
+    | NameRoot
+    | Pin
+    | Unpin
     | Populated
     | PopulationFailed
 )

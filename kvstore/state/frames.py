@@ -19,7 +19,7 @@ _FREE = FrameState.FREE
 
 
 class Extent:
-    """Frames of one carved position. 13 bytes of state per frame; everything else is in the records."""
+    """Frames of one carved position. 17 bytes of state per frame; everything else is in the records."""
 
     def __init__(self, number: int, position: int, pool: ClassPool, slot_base: int) -> None:
         self.number = number
@@ -30,6 +30,7 @@ class Extent:
         self.generation = array("Q", bytes(8 * self.frames))
         self.state = bytearray(self.frames)
         self.children = array("I", bytes(4 * self.frames))
+        self.owner = array("I", bytes(4 * self.frames))  # number of the page's root, see ``Tenants``; 0: nobody's
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
         self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
@@ -174,9 +175,13 @@ class Segment:
         return self._frames_in(self.extent_bytes, frame_class)
 
     def pool(self, frame_class: FrameClass) -> ClassPool:
-        """The pool of a class, made on first use (without extents)."""
+        """The pool of a class, made on first use (without extents). Of very many classes, as clients may think of them,
+        those that never got an extent, or lost their last one, are forgotten again; but for the newest."""
         pool = self.pools.get(frame_class)
         if pool is None:
+            if len(self.pools) >= CLASSES_MAX:
+                for other in [other for other, pool in self.pools.items() if not pool.extents][:-CLASSES_KEPT]:
+                    del self.pools[other]
             frames = self.frames_per_extent(frame_class)
             policy = make_policy(self.policy, frames * self.positions)
             pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
@@ -242,6 +247,7 @@ class Segment:
         return None
 
 
+CLASSES_MAX, CLASSES_KEPT = 1024, 64  # a class costs some 20 KiB, and every event looks at each
 IDLE_NS = 600 * 10**9  # a class nobody asked for in ten minutes may lose its last extent
 STEAL_MARGIN_NS = 100_000_000  # below a tenth of a second, ages are noise
 

@@ -79,6 +79,7 @@ class WriteSealed:
     rows: Rows | None = None
     parents: list[bytes] | None = None
     checksums: npt.NDArray[np.uint32] | None = None
+    cause: str = field(default="put", compare=False)  # or save, load, scan: what page events tell
 
 
 @dataclass(slots=True)
@@ -104,6 +105,9 @@ class Unindex:
 
     keys: list[bytes]
     tier: Tier = Tier.DRAM
+    kind: str = field(default="evicted", compare=False)  # or dropped: what page events tell
+    reason: str = field(default="space", compare=False)
+    roots: list[bytes] | None = field(default=None, compare=False)  # of each page, where that is known
 
 
 @dataclass(slots=True)
@@ -175,6 +179,28 @@ class WriteUse:
 
 
 @dataclass(slots=True)
+class WriteName:
+    """A root has this name: it has to outlive the daemon."""
+
+    root: bytes
+    about: dict[str, Any]
+
+
+@dataclass(slots=True)
+class WriteNames:
+    """These names are all there are."""
+
+    named: dict[bytes, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class WritePins:
+    """The pins changed: they have to outlive the daemon."""
+
+    pins: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
 class CheckSession:
     """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
 
@@ -211,6 +237,9 @@ Instruction = (
     | Save
     | Load
     | WriteUse
+    | WriteName
+    | WriteNames
+    | WritePins
     | CheckSession
     | Reply
 )

@@ -23,7 +23,13 @@ def check(state: NodeState, tier: Tier, snapshots: list[Snapshot], index: Iterab
     """All laws of DESIGN section 3 that concern one tier of a node. ``snapshots`` and ``index`` as of this moment."""
     space = state.spaces[tier]
     tables = _tables(state) if tier == Tier.DRAM else _copies(state, space)
-    found = [*_frames(space, snapshots), *tables, *_closure(state, space, snapshots), *_index(snapshots, index)]
+    found = [
+        *_frames(space, snapshots),
+        *_tenants(state, space, snapshots),
+        *tables,
+        *_closure(state, space, snapshots),
+        *_index(snapshots, index),
+    ]
     return [f"{tier}: {finding}" for finding in found]
 
 
@@ -87,6 +93,44 @@ def _tables(state: NodeState) -> list[str]:
     return wrong
 
 
+def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
+    """Bytes per tenant and tier sum to the tier's; every sealed page counts for the root that its record names."""
+    wrong: list[str] = []
+    holdings, by_extent = space.holdings, {snapshot.extent: snapshot for snapshot in snapshots}
+    pages: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
+    coming: Counter[int] = Counter()
+    for number, extent in space.segment.extents.items():
+        size = extent.pool.frame_class.frame_bytes
+        roots = by_extent[number].roots if number in by_extent else None
+        for frame, owner in enumerate(extent.owner):
+            if extent.state[frame] == SEALED:
+                pages[owner] += 1
+                sizes[owner] += size
+                root = bytes(roots[frame]).ljust(16, b"\0") if roots is not None else b""
+                if not owner or holdings.roots[owner].root != root:
+                    wrong.append(f"extent {number} frame {frame}: counts for root number {owner}, is {root.hex()}'s")
+            elif owner:
+                coming[owner] += size
+    shares: dict[str | None, Counter[str]] = {}
+    for number, held in enumerate(holdings.roots):
+        counted, true = (held.pages, held.bytes, held.coming), (pages[number], sizes[number], coming[number])
+        if counted != true:
+            wrong.append(f"root {held.root.hex()}: counts (pages, bytes, coming) {counted}, has {true}")
+        if number and (held.share.salt or "") != state.tenants.salt(held.root) and any(true):
+            wrong.append(f"root {held.root.hex()}: counts for {held.share.salt!r}, is another's")
+        sums = shares.setdefault(held.share.salt, Counter())
+        sums.update(pages=held.pages, bytes=held.bytes, coming=held.coming)
+    for salt, share in holdings.shares.items():
+        sums = shares.get(salt, Counter())
+        if (share.pages, share.bytes, share.coming) != (sums["pages"], sums["bytes"], sums["coming"]):
+            wrong.append(f"tenant {salt!r}: {share.pages} pages, {share.bytes} bytes are not the sum of its roots'")
+    used = sum(extent.sealed * extent.pool.frame_class.frame_bytes for extent in space.segment.extents.values())
+    if used != sum(share.bytes for share in holdings.shares.values()):
+        wrong.append("bytes per tenant do not sum to the tier's")
+    return wrong
+
+
 def _copies(state: NodeState, space: Space) -> list[str]:
     """Reserved frames of NVMe are exactly those that pages are being saved into."""
     flying = state.tiering.copies.frames() if state.tiering is not None else []
@@ -114,6 +158,7 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
     holds = Counter(state.writing.held() if space is state.space else ())
     if state.tiering is not None:
         holds.update(state.tiering.copies.held(space))
+    holds.update(state.pins.held(space))
     for i, count in enumerate(counts.tolist()):
         address = links.address(i)
         extent = space.segment.extents[address.extent]

@@ -8,18 +8,22 @@ records alone, read through ``PageIndex`` and ``RecordView``: a million pages co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.model.replica import Address, Status, Tier, position_of
 from kvstore.state import events as ev
+from kvstore.state.choosing import Choosing
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Segment
 from kvstore.state.leases import LeaseTable
+from kvstore.state.objects import Objects
 from kvstore.state.pages import standings_of
 from kvstore.state.pending import PendingTable
+from kvstore.state.pins import Pins
 from kvstore.state.space import Space
+from kvstore.state.tenants import Quota, Tenants
 from kvstore.state.tiering import Tiering, TieringRules
 from kvstore.state.views import PageIndex, RecordView
 from kvstore.state.writing import Writing, named_twice
@@ -28,6 +32,7 @@ from kvstore.state.writing import Writing, named_twice
 # is not bounded by it.
 GRANTED_AHEAD_SHARE = 8
 CHECK_SESSIONS_PER_TICK = 64
+_OK, _PRESENT = int(Status.OK), int(Status.PRESENT)
 
 
 @dataclass(slots=True)
@@ -62,6 +67,9 @@ class NodeState:
         lease_ttl_ns_max: int = 3600 * 10**9,
         sessions_max: int = 256,
         nvme: NvmeParts | None = None,
+        quotas: Iterable[Quota] = (),
+        named: dict[bytes, dict[str, Any]] | None = None,
+        pins_share_max: float = 0.5,
     ) -> None:
         self.segment = segment
         self.records = records
@@ -71,18 +79,30 @@ class NodeState:
         self.lease_ttl_ns_max = lease_ttl_ns_max
         self.sessions_max = sessions_max
         self._checked = 0
-        self.space = Space(segment, index, records, self.leases, self.counters, generation)
-        self.writing = Writing(self.space, self.counters, lease_ttl_ns_max)
+        tiers = (Tier.DRAM, Tier.NVME) if nvme is not None else (Tier.DRAM,)
+        self.tenants = Tenants(tiers, quotas)
+        self.tenants.named.update(named or {})
+        dram = self.tenants.holdings[Tier.DRAM]
+        self.space = Space(segment, index, records, self.leases, self.counters, generation, Tier.DRAM, dram)
+        self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)
         self.nvme: Space | None = None
         self.tiering: Tiering | None = None
         self.spaces = {Tier.DRAM: self.space}
         if nvme is not None:
             parts = nvme.segment, nvme.index, nvme.records
-            self.nvme = Space(*parts, self.leases, Counter(), nvme.generation, Tier.NVME)
-            self.tiering = Tiering(self.space, self.nvme, self.writing, self.counters, nvme.rules)
+            held = self.tenants.holdings[Tier.NVME]
+            self.nvme = Space(*parts, self.leases, Counter(), nvme.generation, Tier.NVME, held)
+            self.tiering = Tiering(self.space, self.nvme, self.writing, self.tenants, self.counters, nvme.rules)
             self.spaces[Tier.NVME] = self.nvme
-        self._handlers: dict[type, Callable[[Any], list[ev.Instruction]]] = {
-            ev.SealGranted: self._seal_granted,
+        self.objects = Objects(self, self._seal_granted)
+        self.pins = Pins(self.spaces, self.tenants, pins_share_max)
+        self._handlers = self._table()
+
+    def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
+        """Who decides about which event."""
+        handlers: dict[type, Callable[[Any], list[ev.Instruction]]] = {
+            ev.SealGranted: self._seal,
+            ev.Delete: self.objects.delete,
             ev.Grant: self._grant,
             ev.Reserve: self._reserve,
             ev.Seal: self.writing.seal,
@@ -96,12 +116,16 @@ class NodeState:
             ev.Damaged: self._damaged,
             ev.Stamped: self._stamped,
             ev.Evict: self._evict,
+            ev.EvictChosen: Choosing(self.space_of).evict,
             ev.Tick: self._tick,
+            ev.NameRoot: self._name_root,
+            ev.Pin: self.pins.pin,
+            ev.Unpin: self.pins.unpin,
             ev.Populated: self._populated,
             ev.PopulationFailed: self._population_failed,
         }
         if self.tiering is not None:
-            self._handlers |= {
+            handlers |= {
                 ev.Demote: self.tiering.demotion.demote,
                 ev.Saved: self.tiering.saved,
                 ev.Prefetch: self.tiering.promotion.prefetch,
@@ -110,6 +134,7 @@ class NodeState:
                 ev.Adopted: self.tiering.adopted,
                 ev.TierFailed: self.tiering.failed,
             }
+        return handlers
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
@@ -147,6 +172,7 @@ class NodeState:
         out: list[ev.Instruction] = []
         self._free_granted(session, list(session.granted), out)
         self.writing.end_session(event.session, out)
+        self.objects.end_session(event.session, out)
         for name in self.leases.of_session(event.session):
             self._end_lease(name, out)
         self.counters["sessions_dead"] += 1
@@ -160,10 +186,23 @@ class NodeState:
         count = event.count
         if event.ahead:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
-        addresses = self._grant_frames(event, pool, count, out) if count else []
-        status = Status.OK if addresses else self.writing.no_space() if count else Status.NO_SPACE
+        fits = self._fit(event, count, out) if self.space.holdings.limited and event.anchor else count
+        addresses = self._grant_frames(event, pool, fits, out) if fits else []
+        none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
+        status = Status.OK if addresses else none if count else Status.NO_SPACE
         out.append(ev.Reply(status, addresses=addresses))
         return out
+
+    def _fit(self, event: ev.Grant, count: int, out: list[ev.Instruction]) -> int:
+        """How many of these frames the tenant, told by what the pages will hang on, may fill."""
+        page = self.space.find(event.anchor)
+        root = event.anchor if page is None else self.records.root(page.extent, page.frame)
+        if not self.tenants.known(root):  # a page that has left: the seal will tell whose they are
+            return count
+        number = self.tenants.number(root)
+        if event.ahead:
+            return self.space.quotas.spare(number, event.frame_class, count)
+        return self.space.quotas.fit(number, event.frame_class, count, event.anchor, out)
 
     def _grant_frames(self, event: ev.Grant, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
         addresses = self.space.take_after(event.anchor, pool, count, out)
@@ -173,9 +212,19 @@ class NodeState:
             out.append(ev.WriteGranted(addresses, event.session))
         return addresses
 
+    def _seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
+        if event.replaces is not None:
+            return self.objects.seal(event)
+        out = self._seal_granted(event)
+        if event.frame_class.layers == 1 and type(reply := out[-1]) is ev.Reply:
+            self.objects.sealed(event, reply)
+        return out
+
     def _seal_granted(self, event: ev.SealGranted) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
-        session = self.sessions.setdefault(event.session, Session())
+        session = self.sessions.get(event.session)
+        if session is None:
+            session = self.sessions[event.session] = Session()
         granted = session.granted
         data = event.rows[:, :32].tobytes()
         keys = [data[i : i + 16] for i in range(0, len(data), 32)]
@@ -193,8 +242,14 @@ class NodeState:
         if parent_ok:
             rest = event.addresses[first:]
             last = count if granted.issuperset(rest) else first + [a in granted for a in rest].index(False)
-        statuses = [int(Status.PRESENT)] * first + [int(Status.OK)] * (last - first)
-        statuses += [int(Status.NO_PARENT if a in granted else Status.STALE) for a in event.addresses[last:]]
+        number, whole = self.tenants.number(data[16:32]), last
+        if last > first and self.space.holdings.limited:
+            anchor = keys[first - 1] if first else event.parent
+            last = first + self.space.quotas.fit(number, event.frame_class, last - first, anchor, out)
+        statuses = [_PRESENT] * first + [_OK] * (last - first)
+        if last < count:
+            statuses += [int(self.writing.no_space(Status.OVER_QUOTA))] * (whole - last)
+            statuses += [int(Status.NO_PARENT if a in granted else Status.STALE) for a in event.addresses[whole:]]
         if last > first:
             addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
             granted.difference_update(addresses)
@@ -203,10 +258,10 @@ class NodeState:
             infos = standings_of(position, turns, last - first)
             leaf_key = int.from_bytes(keys[last - 1][:8], "little")
             leaf = Page(event.now_ns // 1_000_000, leaf_key, position_of(infos[-1]), turns)
-            self.space.seal_chain(addresses, parent, leaf)
+            self.space.seal_chain(addresses, parent, leaf, number)
             sums = event.checksums[first:last] if event.checksums is not None else None
             out.append(ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums))
-            self.segment.pool(event.frame_class).granted_ahead -= len(addresses)
+            self.segment.extents[addresses[0].extent].pool.granted_ahead -= len(addresses)
             self.counters["pages_sealed"] += len(addresses)
             if self.pending:
                 self.space.show(keys[first:last], addresses, infos)
@@ -236,7 +291,7 @@ class NodeState:
         session = self.sessions.setdefault(event.session, Session())
         granted = set(event.addresses) & session.granted
         self._free_granted(session, sorted(granted), out)
-        theirs = self.writing.revoke(event.session, event.addresses, out)
+        theirs = self.writing.revoke(event.session, event.addresses, out, event.shard)
         statuses = [
             int(Status.OK if written or address in granted else Status.STALE)
             for address, written in zip(event.addresses, theirs, strict=True)
@@ -291,12 +346,24 @@ class NodeState:
             held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
             if self.tiering is not None:
                 held += self.tiering.copies.held(space)
-            space.drop(family, held, out)
+            self.pins.lost(space, family.values())
+            held += self.pins.held(space)
+            space.drop(family, held, out, event.reason)
             if space is self.nvme:
                 self.space.reconsider(set(family.values()))
             self.counters["pages_dropped"] += len(family)
         out.append(ev.Reply())
         return out
+
+    def _name_root(self, event: ev.NameRoot) -> list[ev.Instruction]:
+        tenants, forgotten = self.tenants, self.tenants.forgotten
+        news = tenants.name(event.root, event.about)
+        out: list[ev.Instruction] = []
+        if tenants.forgotten != forgotten:
+            out.append(ev.WriteNames(dict(tenants.named)))
+        elif news:
+            out.append(ev.WriteName(event.root, event.about))
+        return [*out, ev.Reply(detail={"named": event.root in tenants.named})]
 
     def _stamped(self, event: ev.Stamped) -> list[ev.Instruction]:
         return [ev.WriteStamp(event.address, event.checksums)] if self.space.sealed(event.address) else []
@@ -312,6 +379,9 @@ class NodeState:
         for name in self.leases.expired(event.now_ns):
             self._end_lease(name, out)
         self.writing.expire(event.now_ns, out)
+        out += self.pins.expire(event.now_ns)
+        for space in self.spaces.values():
+            space.quotas.trim(out)
         lost = [number for number, session in self.sessions.items() if not session.connected]
         start = self._checked % len(lost) if lost else 0  # in turn: paused ones must not hide dead ones
         self._checked += CHECK_SESSIONS_PER_TICK

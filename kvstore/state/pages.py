@@ -21,8 +21,9 @@ from kvstore.model.replica import Address, FrameState, Tier, position_of, standi
 from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool, Segment
+from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
+from kvstore.state.tenants import Holdings
 from kvstore.state.views import PageIndex, RecordView
 
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
@@ -50,6 +51,7 @@ class Pages:
         counters: Counter[str],
         generation: int,
         tier: Tier,
+        holdings: Holdings,
     ) -> None:
         self.segment = segment
         self.index = index
@@ -58,6 +60,7 @@ class Pages:
         self.counters = counters
         self.generation = generation
         self.tier = tier
+        self.holdings = holdings
         self.now_ns = 0
         self._fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
         self._standings: dict[Address, int] = {}  # of those
@@ -120,25 +123,40 @@ class Pages:
     # --- sealing and holding ----------------------------------------------------------------------------------------
 
     def seal(self, address: Address, key: bytes, parent: Address | None, info: int) -> None:
-        """The frame holds a sealed page now. The caller writes the instruction, and calls ``leaf`` for chain ends.
+        """The frame, for which a page was expected, holds it now, sealed.
+
+        The caller writes the instruction, and calls ``leaf`` for chain ends.
 
         ``info`` is the page's ``standing``.
         """
         extent = self.segment.extents[address.extent]
         extent.state[address.frame] = SEALED
         extent.sealed += 1
+        self.holdings.arrived(extent.owner[address.frame], extent.pool.frame_class.frame_bytes)
         self._fresh[key] = address
         self._standings[address] = info
         if parent is not None:
             self.hold(parent)
 
-    def seal_chain(self, addresses: list[Address], parent: Address | None, page: Page) -> None:
-        """Consecutive pages of one chain, sealed at once; the last, ``page``, is evictable. Not found by this event."""
+    def expect(self, addresses: list[Address], number: int) -> None:
+        """A page of root ``number`` will be sealed in each of these frames, unless they are freed before."""
+        for address in addresses:
+            extent = self.segment.extents[address.extent]
+            extent.owner[address.frame] = number
+            self.holdings.expect(number, extent.pool.frame_class.frame_bytes)
+
+    def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
+        """Nothing hangs on this page any more: for whoever keeps lists of such pages."""
+
+    def seal_chain(self, addresses: list[Address], parent: Address | None, page: Page, root: int) -> None:
+        """Consecutive pages of one chain, whose root has that number, sealed at once; the last, ``page``, is evictable.
+        Not found by this event."""
         extents = self.segment.extents
         for number, frame, _ in addresses:
             extent = extents[number]
             extent.state[frame] = _SEALED
             extent.children[frame] = 1
+            extent.owner[frame] = root
             extent.sealed += 1
         number, frame, _ = addresses[-1]
         extents[number].children[frame] = 0
@@ -146,6 +164,9 @@ class Pages:
             self.hold(parent)
         extent = extents[number]
         extent.pool.offer(extent.slot_base + frame, page)
+        self.holdings.add(root, len(addresses), len(addresses) * extent.pool.frame_class.frame_bytes)
+        if self.holdings.limited:
+            self.listed(extent, frame, page.used_ms)
 
     def show(self, keys: list[bytes], addresses: list[Address], standings: list[int]) -> None:
         """Pages of ``seal_chain`` are found by the rest of this event."""
@@ -168,6 +189,8 @@ class Pages:
         extent.children[address.frame] -= 1
         if extent.children[address.frame] == 0:
             slot = extent.slot_base + address.frame
+            if self.holdings.limited:
+                self.listed(extent, address.frame, self.used_ms(extent.pool, slot))
             if saved_ms is not None:
                 extent.pool.ready[slot] = saved_ms
             else:
@@ -180,6 +203,8 @@ class Pages:
             info = self._standings[address]
             page = Page(used_ms, int.from_bytes(key[:8], "little"), position_of(info), turns_of(info))
             extent.pool.offer(extent.slot_base + address.frame, page)
+            if self.holdings.limited:
+                self.listed(extent, address.frame, used_ms)
 
     # --- freeing ----------------------------------------------------------------------------------------------------
 
@@ -197,6 +222,8 @@ class Pages:
         extent = self.segment.extents[address.extent]
         extent.sealed -= 1
         extent.state[address.frame] = QUARANTINED
+        self.holdings.add(extent.owner[address.frame], -1, -extent.pool.frame_class.frame_bytes)
+        extent.owner[address.frame] = 0
 
     def free_quarantined(self, number: int, out: list[ev.Instruction]) -> None:
         """Frames of this extent that nobody adopted a page in are free."""
@@ -216,8 +243,13 @@ class Pages:
 
     def _renew(self, address: Address, state: FrameState) -> Address:
         extent, frame = self.segment.extents[address.extent], address.frame
+        owner = extent.owner[frame]
         if extent.state[frame] == SEALED:
             extent.sealed -= 1
+            self.holdings.add(owner, -1, -extent.pool.frame_class.frame_bytes)
+        elif owner:
+            self.holdings.expect(owner, -extent.pool.frame_class.frame_bytes)
+        extent.owner[frame] = 0
         extent.children[frame] = 0
         extent.state[frame] = state
         self.generation += 1
@@ -239,13 +271,15 @@ class Pages:
         gone = np.flatnonzero(closure.doomed(links, seeds))
         return {links.address(i): links.key(i) for i in gone.tolist()}
 
-    def drop(self, family: dict[Address, bytes], held: list[Address], out: list[ev.Instruction]) -> None:
+    def drop(
+        self, family: dict[Address, bytes], held: list[Address], out: list[ev.Instruction], reason: str = "damaged"
+    ) -> None:
         """Retire these pages whatever hangs on them (leased frames wait for their leases), and recount the rest.
 
         ``held`` are pages that something hangs on beside their children, one entry per hold.
         """
         self.retire(list(family), out)
-        out.append(ev.Unindex(list(family.values()), self.tier))
+        out.append(ev.Unindex(list(family.values()), self.tier, "dropped", reason))
         self.recount([address for address in held if self.sealed(address)])
 
     def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
@@ -265,6 +299,7 @@ class Pages:
 
     def recount(self, held: list[Address]) -> None:
         """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""
+        self.holdings.recount()
         snapshots = self.records.snapshots()
         for snapshot in snapshots:  # what this event decided is not in the records yet
             extent = self.segment.extents[snapshot.extent]

@@ -79,6 +79,10 @@ class Promotion:
             return 0
         records = self.nvme.records
         parents = [records.parent(address.extent, address.frame) for _, address in wanted[:count]]
+        number = self.copies.owner(self.nvme, wanted[0][1])
+        count = self.dram.quotas.fit(number, frame_class, count, parents[0], out)
+        if not count:
+            return 0
         targets = self.dram.take_after(parents[0], self.dram.segment.pool(frame_class), count, out)
         if not targets:
             return 0
@@ -111,7 +115,7 @@ class Promotion:
                 self.dram.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
             out.append(ev.WriteUse(targets, [event.now_ns] * len(places)))
             rows, sums = event.rows[places], event.checksums[places]
-            out.append(ev.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums))
+            out.append(ev.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums, "load"))
             self.counters["pages_promoted"] += len(places)
             self.counters["bytes_promoted"] += len(places) * batch.frame_class.page_bytes
             self._hold_for_others(dict(zip(keys, targets, strict=True)))

@@ -17,9 +17,11 @@ from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, Fr
 from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.copying import NODE_SESSION
+from kvstore.state.frames import Extent
 from kvstore.state.node_state import NodeState, Session
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
+from kvstore.state.tenants import Tenants
 from kvstore.state.views import Snapshot
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
@@ -59,7 +61,7 @@ def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns
     for space in state.spaces.values():
         space.begin(now_ns)
     for table in found:
-        _carve(state.spaces[table.tier], table, out)
+        _carve(state.spaces[table.tier], state.tenants, table, out)
         if table.tier == Tier.DRAM:
             _writers(state, table, out)
             _retiring_and_leased(state, table, now_ns, out)
@@ -68,7 +70,7 @@ def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns
     return out
 
 
-def _carve(space: Space, table: ExtentFound, out: list[ev.Instruction]) -> None:
+def _carve(space: Space, tenants: Tenants, table: ExtentFound, out: list[ev.Instruction]) -> None:
     """An extent as its words say. On NVMe nobody but the dead daemon wrote, so a frame that is neither sealed nor
     waiting for the scan (QUARANTINED) holds nothing; in DRAM one whose word says nothing may be somebody's."""
     segment = space.segment
@@ -87,9 +89,25 @@ def _carve(space: Space, table: ExtentFound, out: list[ev.Instruction]) -> None:
     extent.generation = array("Q", (words >> np.uint64(8)).astype(np.uint64).tobytes())
     extent.state[:] = states.tobytes()
     extent.sealed = int((states == SEALED).sum())
+    _own(space, tenants, table, extent)
     extent.restore(np.flatnonzero(states == FREE).tolist())
     space.generation = max(space.generation, int((words >> np.uint64(8)).max(initial=0)))
     space.free([Address(table.number, frame, 0) for frame in ended.tolist()], out)
+
+
+def _own(space: Space, tenants: Tenants, table: ExtentFound, extent: Extent) -> None:
+    """Sealed pages belong to the tenants of the roots that their records name."""
+    sealed = np.flatnonzero(np.frombuffer(extent.state, np.uint8) == SEALED)
+    if not len(sealed):
+        return
+    roots, which, counts = np.unique(table.snapshot.roots[sealed], return_inverse=True, return_counts=True)
+    numbers: list[int] = []
+    for root, pages in zip(roots, counts.tolist(), strict=True):  # counted at once: a root without pages is forgotten
+        numbers.append(tenants.number(bytes(root).ljust(KEY_BYTES, b"\0"), found=True))
+        space.holdings.add(numbers[-1], pages, pages * extent.pool.frame_class.frame_bytes)
+    owners = np.zeros(extent.frames, np.uint32)
+    owners[sealed] = np.array(numbers, np.uint32)[which]
+    extent.owner = array("I", owners.tobytes())
 
 
 def settle(state: NodeState) -> None:
@@ -144,6 +162,7 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
             doomed=doomed,
         )
         state.pending.add(page)
+        state.space.expect([address], state.tenants.number(root, found=True))
     state.space.free(unowned, out)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import repeat
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.model.replica import Address, FrameState, Tier, standing
 from kvstore.state import events as ev
@@ -22,6 +22,8 @@ from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import FREE, SEALED, Pages
+from kvstore.state.quotas import Quotas
+from kvstore.state.tenants import Holdings
 from kvstore.state.views import PageIndex, RecordView
 
 RESERVED = FrameState.RESERVED
@@ -45,6 +47,19 @@ class Below(Protocol):
         """Pages of this class wait for being saved, or are on their way: frames may be free soon."""
         ...
 
+    def held(self) -> list[Address]:
+        """Pages that may not leave while they, or what will hang on them, are on their way."""
+        ...
+
+
+class Leaving(NamedTuple):
+    """Pages that leave by one decision: their frames, renewed; keys; roots; copies below, with the use they inherit."""
+
+    retired: list[Address]
+    keys: list[bytes]
+    roots: list[bytes]
+    copies: list[tuple[Address, int]]
+
 
 class Space(Pages):
     """Frames of one tier under closure. Part of ``NodeState``; every change leaves as instructions in ``out``.
@@ -52,7 +67,7 @@ class Space(Pages):
     Attributes:
         below: the tier that pages are saved to before they leave; None: those that leave are gone.
         in_flight: extents whose pages must keep their addresses now.
-        ages: pages that left for space, by the bit length of the seconds since their last use.
+        ages: pages that left, by the bit length of the whole seconds since their last use; ``ages_sum_s`` of them all.
         waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
     """
 
@@ -65,11 +80,15 @@ class Space(Pages):
         counters: Counter[str],
         generation: int,
         tier: Tier = Tier.DRAM,
+        holdings: Holdings | None = None,
     ) -> None:
-        super().__init__(segment, index, records, leases, counters, generation, tier)
+        holdings = holdings if holdings is not None else Holdings(tier, {})
+        super().__init__(segment, index, records, leases, counters, generation, tier, holdings)
+        self.quotas = Quotas(self)
         self.below: Below | None = None
         self.in_flight: Callable[[], set[int]] = set
         self.ages: Counter[int] = Counter()
+        self.ages_sum_s = 0
         self.waiting = False
         self._stolen = False  # once per event: what was moved is in no record yet and must not be evicted by it
 
@@ -159,11 +178,16 @@ class Space(Pages):
         if children == 0:
             source.pool.offer(target.slot_base + place, page)
         old = Address(source.number, frame, source.generation[frame])
+        owner = source.owner[frame]
         freed = self._renew(old, FREE)
         self.generation += 1
         target.generation[place], target.state[place] = self.generation, SEALED
         target.children[place] = children
         target.sealed += 1
+        target.owner[place] = owner
+        self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
+        if children == 0 and self.holdings.limited:
+            self.listed(target, place, page.used_ms)
         new = Address(target.number, place, self.generation)
         self._fresh[key] = new
         self._standings[new] = standing(page.position, page.turns)
@@ -201,12 +225,10 @@ class Space(Pages):
 
         Pages of a device that takes no more writes leave in their turn, but make no room: a bounded number at a time.
         """
-        retired: list[Address] = []
-        keys: list[bytes] = []
+        leaving = self.leaving()
         leased: list[int] = []
-        copies: list[tuple[Address, int]] = []  # in the tier below, with the last use that they inherit
         room = 0
-        while room < count and len(retired) < count + CLOSED_MAX:
+        while room < count and len(leaving.retired) < count + CLOSED_MAX:
             slot = self._next_to_leave(pool, min(UNSAVED_MAX, count + EVICT_STEP))
             if slot is None:
                 break
@@ -214,32 +236,69 @@ class Space(Pages):
             if self.leases.holds(extent.number, frame):
                 leased.append(slot)
                 continue
-            key = self.records.key(extent.number, frame)
-            used_ns = self.records.last_use_ns(extent.number, frame)
-            self.ages[max(0, (self.now_ns - used_ns) // 10**9).bit_length()] += 1
-            copy = self.below.find(key) if self.below is not None else None
-            if copy is not None:
-                copies.append((copy, used_ns))
-            keys.append(key)
-            parent_key = self.records.parent(extent.number, frame)
-            at_root = parent_key == self.records.root(extent.number, frame)
-            pool.forget(slot, int.from_bytes(key[:8], "little"))
-            retired.append(self._renew(Address(extent.number, frame, extent.generation[frame]), FREE))
+            self.leave(extent, frame, leaving)
             room += not extent.closed
-            parent = None if at_root else self.find(parent_key)
-            if parent is not None:
-                self.unhold(parent)
         for slot in leased:
             pool.offer(slot, self.page(pool, slot)._replace(used_ms=self.now_ns // 1_000_000))
-        if copies:
-            out.append(ev.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
-            self.counters["demoted"] += len(copies)
-        if retired:
-            out += [ev.WriteState(retired, FREE), ev.Unindex(keys, self.tier)]
-            self.counters[f"evicted_{reason}"] += len(retired) - len(copies)
+        self.left(leaving, reason, out)
         if room < count and self.below is not None and self.below.coming(pool):
             self.waiting = True
         return room
+
+    def leaving(self) -> Leaving:
+        """Pages that leave by one decision, none yet."""
+        return Leaving([], [], [], [])
+
+    def leave(self, extent: Extent, frame: int, leaving: Leaving) -> None:
+        """This page, that nothing hangs on and no lease holds, leaves. ``left`` has to follow."""
+        pool = extent.pool
+        key = self.records.key(extent.number, frame)
+        used_ns = self.records.last_use_ns(extent.number, frame)
+        age_s = max(0, self.now_ns - used_ns) // 10**9
+        self.ages[age_s.bit_length()] += 1
+        self.ages_sum_s += age_s
+        copy = self.below.find(key) if self.below is not None else None
+        if copy is not None:
+            leaving.copies.append((copy, used_ns))
+        leaving.keys.append(key)
+        parent_key, root = self.records.parent(extent.number, frame), self.records.root(extent.number, frame)
+        at_root = parent_key == root
+        leaving.roots.append(root)
+        pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
+        leaving.retired.append(self._renew(Address(extent.number, frame, extent.generation[frame]), FREE))
+        parent = None if at_root else self.find(parent_key)
+        if parent is not None:
+            self.unhold(parent)
+
+    def left(self, leaving: Leaving, reason: str, out: list[ev.Instruction]) -> None:
+        """Write down what ``leave`` decided."""
+        copies = leaving.copies
+        if copies:
+            out.append(ev.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
+            self.counters["demoted"] += len(copies)
+        if leaving.retired:
+            forgotten = ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots)
+            out += [ev.WriteState(leaving.retired, FREE), forgotten]
+            self.counters[f"evicted_{reason}"] += len(leaving.retired) - len(copies)
+
+    def may_leave(self, pool: ClassPool, slot: int) -> bool:
+        """A page that nothing hangs on may leave at once; otherwise it is set aside to be saved first."""
+        if self.below is None or slot in pool.ready:
+            return True
+        extent, frame = pool.locate(slot)
+        page = self.page(pool, slot)
+        if slot not in pool.unsaved and not self.below.may_leave(pool, self.records.key(extent.number, frame), page):
+            pool.policy.remove(slot)
+            pool.unsaved[slot] = page.used_ms
+        return slot not in pool.unsaved
+
+    def is_moved(self, extent: int, frame: int) -> bool:
+        """The page came there by this very event: nothing can be read there yet."""
+        return (extent, frame) in self._moved
+
+    def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
+        """See ``Pages.listed``."""
+        self.quotas.listed(extent, frame, used_ms)
 
     def _next_to_leave(self, pool: ClassPool, unsaved_max: int) -> int | None:
         """The next page that may leave at once, offered no more; None where there is none.

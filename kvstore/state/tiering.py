@@ -23,6 +23,7 @@ from kvstore.state.copying import NODE_SESSION, Copies
 from kvstore.state.demotion import ADMISSIONS, Demotion, TieringRules
 from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
 from kvstore.state.space import Space
+from kvstore.state.tenants import Tenants
 from kvstore.state.writing import Writing
 
 __all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Tiering", "TieringRules"]
@@ -31,12 +32,15 @@ __all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Tiering", "Tierin
 class Tiering:
     """Decides about copies between ``dram`` and ``nvme``. Part of ``NodeState``."""
 
-    def __init__(self, dram: Space, nvme: Space, writing: Writing, counters: Counter[str], rules: TieringRules) -> None:
+    def __init__(
+        self, dram: Space, nvme: Space, writing: Writing, tenants: Tenants, counters: Counter[str], rules: TieringRules
+    ) -> None:
         self.dram = dram
         self.nvme = nvme
+        self.tenants = tenants
         self.counters = counters
         self.rules = rules
-        self.copies = Copies(dram, nvme)
+        self.copies = Copies(dram, nvme, tenants)
         self.demotion = Demotion(self.copies, counters, rules)
         self.promotion = Promotion(self.copies, writing, counters, rules.promote_after)
         dram.below = self.demotion
@@ -66,15 +70,18 @@ class Tiering:
                 self.counters["pages_not_adopted"] += 1
                 continue
             self.nvme.segment.extents[address.extent].generation[address.frame] = address.generation
+            self.nvme.expect([address], self.tenants.number(event.heads[i, 16:32].tobytes(), found=True))
             self.nvme.seal(address, key, parent, event.standings[i])
             kept.append(i)
         for i in kept:
             self.nvme.leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)
+        self.nvme.holdings.suspect = self.nvme.holdings.limited
         if kept:
             addresses = [event.addresses[i] for i in kept]
             out.append(ev.WriteUse(addresses, [event.now_ns] * len(kept)))
             parents, infos = [event.parents[i] for i in kept], [event.standings[i] for i in kept]
-            out.append(ev.WriteSealed(addresses, [keys[i] for i in kept], infos, event.heads[kept], parents))
+            kept_keys, heads = [keys[i] for i in kept], event.heads[kept]
+            out.append(ev.WriteSealed(addresses, kept_keys, infos, heads, parents, cause="scan"))
             self.counters["pages_adopted"] += len(kept)
         return out
 

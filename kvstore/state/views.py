@@ -48,6 +48,10 @@ class RecordView(Protocol):
         """Root of the page's chain."""
         ...
 
+    def extra(self, extent: int, frame: int) -> bytes:
+        """What stands beside the page for media digests; of an object's page what says so."""
+        ...
+
     def standing(self, extent: int, frame: int) -> int:
         """The page's place in its chain and turns; see ``replica.standing``."""
         ...

@@ -12,6 +12,7 @@ from kvstore.model.replica import Address, FrameState, Status, standing
 from kvstore.state import events as ev
 from kvstore.state.pending import Pending, PendingTable
 from kvstore.state.space import Space
+from kvstore.state.tenants import Tenants
 
 QUARANTINED = FrameState.QUARANTINED
 
@@ -19,8 +20,9 @@ QUARANTINED = FrameState.QUARANTINED
 class Writing:
     """The reserved pages of a node. Part of ``NodeState``; every change leaves as instructions."""
 
-    def __init__(self, space: Space, counters: Counter[str], ttl_ns_max: int) -> None:
+    def __init__(self, space: Space, tenants: Tenants, counters: Counter[str], ttl_ns_max: int) -> None:
         self.space = space
+        self.tenants = tenants
         self.counters = counters
         self.ttl_ns_max = ttl_ns_max
         self.pending = PendingTable()
@@ -47,7 +49,9 @@ class Writing:
                 statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
                 continue
             absent = True
-            if joined is not None and joined.open_to(event.shard, event.shards, event.session):
+            ask = event.shard, event.shards, event.session, event.again
+            # Who does not ask again would not know what it joined after pages that there may be no room for now.
+            if joined is not None and joined.open_to(*ask) and (event.again or not new):
                 statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
                 joined.writing[event.shard] = event.session
                 out.append(ev.WriteWriter([joined.address], event.shard, event.session))
@@ -56,10 +60,13 @@ class Writing:
             else:
                 new.append(i)
         until_ns = event.now_ns + min(event.ttl_ns, self.ttl_ns_max)
-        taken = self.space.take_after(anchor, pool, len(new), out) if new else []
+        number = self.tenants.number(root)
+        fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
+        taken = self.space.take_after(anchor, pool, fits, out) if fits else []
+        self.space.expect(taken, number)
         done = new[: len(taken)]
         for i in new[len(taken) :]:
-            statuses[i] = self.no_space()
+            statuses[i] = self.no_space(Status.OVER_QUOTA if len(taken) == fits else Status.NO_SPACE)
         for i, address in zip(done, taken, strict=True):
             statuses[i], addresses[i] = Status.OK, address
             page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
@@ -74,9 +81,9 @@ class Writing:
         out.append(ev.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
         return out
 
-    def no_space(self) -> Status:
+    def no_space(self, otherwise: Status = Status.NO_SPACE) -> Status:
         """Why this event got no frame: pages are on their way and frames come soon, or none may leave."""
-        return Status.BUSY if self.space.waiting else Status.NO_SPACE
+        return Status.BUSY if self.space.waiting else otherwise
 
     def _holdable(self, key: bytes, group: int) -> bool:
         return self.space.find(key) is not None or self.pending.find(key, group) is not None
@@ -155,12 +162,15 @@ class Writing:
         self.counters["pages_sealed"] += 1
         return Status.OK
 
-    def revoke(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> list[bool]:
-        """A session writes no more into these pages, unsealed; per address whether it was one of its writers."""
+    def revoke(
+        self, session: int, addresses: list[Address], out: list[ev.Instruction], shard: int | None = None
+    ) -> list[bool]:
+        """A session, or one shard of it, writes no more into these pages; per address whether it was a writer there."""
         theirs = []
         for address in addresses:
             page = self.pending.by_address.get(address)
-            shards = [s for s, owner in page.writing.items() if owner == session] if page is not None else []
+            writing = page.writing.items() if page is not None else ()
+            shards = [s for s, owner in writing if owner == session and shard in (None, s)]
             if page is not None and shards:
                 self._silence(page, shards, out)
             theirs.append(bool(shards))

@@ -1,13 +1,22 @@
 """SessionCounters: what one client did, counted in a page of words that its node reads. No message is sent for it.
 
-A client's session file (``sessions/<id>``, see ``tier.sessions``) is one page of 8-byte words: a magic number, then one
-word per name of ``NAMES``. Each word has one writing party, the client; the node reads them whenever it likes. Threads
-of one client share its words without a lock, so two that add in the same moment may lose one of the two; no word is
-ever torn or goes back.
+A client's session file (``sessions/<id>``, see ``tier.sessions``) is one page of 8-byte words: a magic number, pages
+missed by reason, how long each operation took, how long ago it was that pages which were hit had been used before, and
+one row per page geometry with its gets and the pages hit and put. Each word has one writing party, the client; the node
+reads them whenever it likes. Threads of one client share its words without a lock: between the read and the write of
+one word no other thread of CPython gets a turn.
 
-Worked example: a get asks for 32 pages of 64 KiB, finds 20 in DRAM and 8 more in NVMe, and the next one fails its
-checksum: ``gets`` +1, ``pages_asked`` +32, ``hit_dram`` +20, ``hit_nvme`` +8, ``missed_checksum`` +4,
-``read_dram_bytes`` +20 * 65536, ``read_nvme_bytes`` +8 * 65536. So pages asked are always those hit plus those missed.
+Worked example: a get asks for 32 pages of 64 KiB and 64 tokens, finds 20 in DRAM and 8 more in NVMe, and the next one
+fails its checksum, all of which takes 300 us: in the row of that geometry one get, 20 pages hit in DRAM and 8 in NVMe;
+``missed_checksum`` +4; and where this get is timed and 9 before it were not, 10 more in the bucket from 262.144 us to
+393.216 us. What follows from that is not counted again: ``pages_asked`` are those hit and missed,
+``read_dram_bytes`` 20 * 65536.
+
+A get of one page takes 8 us, and counting it may not take 0.16. So a get that finds everything in DRAM adds to one word
+(``ONE_GET`` and the pages) and is mostly not timed. The first one after ``TIMED_NS`` (up to twice that, by chance) is,
+and counts for all gets of its geometry since the last one that was: who asks seldom has every get timed. Other
+operations are timed always.
+
 A lookup reads no page: it counts as a lookup and as nothing else, or the get that follows it would count twice.
 Layer-wise readers wait for their pages, and are not counted.
 """
@@ -16,39 +25,74 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.tier.folder import allocate
 
 COUNTERS_BYTES: Final = 4096
 MISS_REASONS: Final = ("absent", "generation", "identity", "checksum", "extent", "io")
+OPERATIONS: Final = ("get", "put", "put_async", "lookup", "lease")
+TIMED_NS: Final = 1_000_000  # between gets that are timed
+REUSE_SAMPLED: Final = 4  # one timed get in so many says how long ago its pages were last used
+
+# Two buckets per octave of nanoseconds: [1024, 1536), [1536, 2048), [2048, 3072) ..; one below, one above.
+_OCTAVE_MIN, _OCTAVE_MAX = 10, 37
+_FAST_NS, _SLOW_NS = 1 << _OCTAVE_MIN, 1 << _OCTAVE_MAX
+LATENCY_BOUNDS_S: Final = (
+    *(step * (1 << octave) / 2e9 for octave in range(_OCTAVE_MIN, _OCTAVE_MAX) for step in (2, 3)),
+    _SLOW_NS / 1e9,
+)
+"""Upper ends of all buckets of ``Histogram.counts`` but the last, which has none: 1.024 us to 137 s."""
+_BUCKETS = len(LATENCY_BOUNDS_S) + 1
+REUSE_BOUNDS_S: Final = tuple((1 << bits) / 1000 for bits in range(32))
+"""The same for gaps between uses: 1 ms to 25 days."""
+
+# --- The page ------------------------------------------------------------------------------------------------------
+
+_MAGIC: Final = int.from_bytes(b"KVCOUNT3", "little")
+_MISSED = {reason: 1 + i for i, reason in enumerate(MISS_REASONS)}
+_LATENCY = 1 + len(MISS_REASONS)  # per operation: nanoseconds in all, then the buckets
+_REUSE = _LATENCY + len(OPERATIONS) * (1 + _BUCKETS)  # milliseconds in all, then the buckets
+_ROWS = _REUSE + 1 + len(REUSE_BOUNDS_S) + 1
+# Of a row: gets and pages hit in DRAM in one word; a page's bytes and tokens; gets and pages carried out of the first
+# word; pages hit in NVMe, put, and missed.
+_ROW_GOT, _ROW_BYTES, _ROW_TOKENS, _ROW_GETS, _ROW_DRAM, _ROW_NVME, _ROW_PUT, _ROW_MISSED, _ROW_WORDS = range(9)
+ONE_GET: Final = 1 << 40  # carried long before gets reach 2^24; by then no pages reach 2^40
+ROWS_MAX: Final = 23  # page geometries of one client; those beyond are counted as the last one
+_WORDS: Final = _ROWS + ROWS_MAX * _ROW_WORDS
+assert 8 * _WORDS <= COUNTERS_BYTES
+
+_FIRST = {name: _LATENCY + i * (1 + _BUCKETS) for i, name in enumerate(OPERATIONS)}
+GET, PUT, PUT_ASYNC, LOOKUP, LEASE = (_FIRST[name] for name in OPERATIONS)
+"""Operations, as ``SessionCounters.took`` takes them."""
+_HALF_OCTAVES = 2 - 2 * (_OCTAVE_MIN + 1)  # from an operation's first word to what bucket 2 * bit length counts from
+
 NAMES: Final = (
     "lookups",
     "gets",
     "leases",
+    "puts",
+    "puts_async",
     "pages_asked",  # by gets and leases
     "hit_dram",
     "hit_nvme",
+    "hit_dram_tokens",
+    "hit_nvme_tokens",
+    "missed_tokens",
     *(f"missed_{reason}" for reason in MISS_REASONS),  # pages after the match, by why it ended
     "read_dram_bytes",  # copied or lent
     "read_nvme_bytes",
     "pages_put",  # new ones, acknowledged
     "put_bytes",
 )
-_MAGIC: Final = int.from_bytes(b"KVCOUNT1", "little")
-_WORDS: Final = 1 + len(NAMES)
-_unpack = struct.Struct(f"<{_WORDS}Q").unpack_from
-assert 8 * _WORDS <= COUNTERS_BYTES
-
-_PLACES = {name: 1 + i for i, name in enumerate(NAMES)}
-_LOOKUPS, _GETS, _LEASES, _ASKED = (_PLACES[name] for name in ("lookups", "gets", "leases", "pages_asked"))
-_HIT_DRAM, _HIT_NVME = _PLACES["hit_dram"], _PLACES["hit_nvme"]
-_READ_DRAM, _READ_NVME = _PLACES["read_dram_bytes"], _PLACES["read_nvme_bytes"]
-_PAGES_PUT, _PUT_BYTES = _PLACES["pages_put"], _PLACES["put_bytes"]
-_MISSED = {reason: _PLACES[f"missed_{reason}"] for reason in MISS_REASONS}
-_ABSENT = _MISSED["absent"]
 
 
 class SessionCounters:
@@ -58,13 +102,17 @@ class SessionCounters:
 
     Attributes:
         words: the page, word 0 the magic number.
+        rows: where a geometry is counted, by ``page_bytes << 32 | page_tokens``; see ``row``.
     """
 
-    __slots__ = ("words", "_attached")
+    __slots__ = ("words", "rows", "_timed", "_attached", "_lock")
 
     def __init__(self) -> None:
         self.words: memoryview[int] = memoryview(bytearray(8 * _WORDS)).cast("Q")
+        self.rows: dict[int, int] = {}
+        self._timed: dict[int, int] = {}  # row -> its gets when one was last timed
         self._attached = False
+        self._lock = threading.Lock()
 
     def attach(self, path: Path) -> None:
         """Count in this file from now on. What was counted in memory so far goes with it; what an earlier file holds
@@ -80,53 +128,178 @@ class SessionCounters:
             words: memoryview[int] = memoryview(mmap.mmap(fd, COUNTERS_BYTES)).cast("Q")
         finally:
             os.close(fd)
-        counted = self.words
-        if words[0] != _MAGIC:
-            for place in range(1, _WORDS):
-                words[place] = 0
-            words[0] = _MAGIC
-        self.words = words
-        if not self._attached:
-            self._attached = True
-            for place in range(1, _WORDS):
-                words[place] += counted[place]
+        with self._lock:
+            counted = self.words
+            if words[0] != _MAGIC:
+                for place in range(1, _WORDS):
+                    words[place] = 0
+                for row in self.rows.values():
+                    for place in (row + _ROW_BYTES, row + _ROW_TOKENS):
+                        words[place] = counted[place]
+                words[0] = _MAGIC
+            self.words = words
+            if not self._attached:
+                self._attached = True
+                for place in range(1, _WORDS):
+                    if place < _ROWS or (place - _ROWS) % _ROW_WORDS not in (_ROW_BYTES, _ROW_TOKENS):
+                        words[place] += counted[place]
 
-    def looked_up(self) -> None:
-        """A lookup was answered."""
-        self.words[_LOOKUPS] += 1
+    def row(self, page_bytes: int, page_tokens: int) -> int:
+        """Where pages of this geometry are counted."""
+        geometry = page_bytes << 32 | page_tokens
+        row = self.rows.get(geometry)
+        if row is None:
+            with self._lock:
+                row = self.rows.get(geometry)
+                if row is None:
+                    taken = len({*self.rows.values()})
+                    row = _ROWS + min(taken, ROWS_MAX - 1) * _ROW_WORDS
+                    if taken < ROWS_MAX:
+                        self.words[row + _ROW_BYTES], self.words[row + _ROW_TOKENS] = page_bytes, page_tokens
+                    self.rows[geometry] = row
+        return row
 
-    def got(self, asked: int, dram: int, nvme: int, page_bytes: int, reason: str, verb: int = _GETS) -> None:
-        """A get of ``asked`` pages found ``dram + nvme`` of them, and no more for ``reason``."""
+    def got(self, row: int, asked: int, dram: int, nvme: int, reason: str) -> None:
+        """A get of ``asked`` pages found ``dram + nvme`` of them, and no more for ``reason``.
+
+        Where all were in DRAM, ``PrefixCache.get`` does itself what this would: ``words[row] += ONE_GET + asked``.
+        """
         words = self.words
-        words[verb] += 1
-        words[_ASKED] += asked
-        if dram:
-            words[_HIT_DRAM] += dram
-            words[_READ_DRAM] += dram * page_bytes
-        if nvme:
-            words[_HIT_NVME] += nvme
-            words[_READ_NVME] += nvme * page_bytes
-        if dram + nvme < asked:
-            words[_MISSED.get(reason, _ABSENT)] += asked - dram - nvme
+        words[row] += ONE_GET + dram
+        if dram != asked:
+            words[row + _ROW_NVME] += nvme
+            words[row + _ROW_MISSED] += asked - dram - nvme
+            words[_MISSED.get(reason, 1)] += asked - dram - nvme
 
-    def leased(self, asked: int, pages: int, page_bytes: int, reason: str) -> None:
+    def timed(self, row: int, start_ns: int) -> None:
+        """A get that is timed is done, since ``start_ns``. It was counted before, as those were that it stands for."""
+        words = self.words
+        got = words[row]
+        gets = words[row + _ROW_GETS] + got // ONE_GET
+        self.took(GET, start_ns, max(1, gets - self._timed.get(row, 0)))
+        self._timed[row] = gets
+        if got >> 63:
+            words[row] = 0
+            words[row + _ROW_GETS] += got // ONE_GET
+            words[row + _ROW_DRAM] += got % ONE_GET
+
+    def took(self, operation: int, start_ns: int, weight: int = 1) -> None:
+        """One of ``GET`` .. ``LEASE`` was done, since ``start_ns``; it counts for ``weight`` of them."""
+        words, ns = self.words, time.monotonic_ns() - start_ns
+        words[operation] += ns * weight
+        if _FAST_NS <= ns < _SLOW_NS:
+            bits = ns.bit_length()
+            place = _HALF_OCTAVES + 2 * bits + (ns >> bits - 2 & 1)
+        else:
+            place = 1 if ns < _FAST_NS else _BUCKETS
+        words[operation + place] += weight
+
+    def leased(self, row: int, asked: int, pages: int, reason: str, start_ns: int) -> None:
         """A lease of ``asked`` pages lends ``pages`` of them, and no more for ``reason``."""
-        self.got(asked, pages, 0, page_bytes, reason, _LEASES)
+        self.words[row + _ROW_DRAM] += pages
+        if pages != asked:
+            self.words[row + _ROW_MISSED] += asked - pages
+            self.words[_MISSED.get(reason, 1)] += asked - pages
+        self.took(LEASE, start_ns)
 
-    def put(self, pages: int, page_bytes: int) -> None:
+    def put(self, row: int, pages: int) -> None:
         """So many new pages were acknowledged as sealed."""
-        self.words[_PAGES_PUT] += pages
-        self.words[_PUT_BYTES] += pages * page_bytes
+        self.words[row + _ROW_PUT] += pages
 
-    def values(self) -> dict[str, int]:
-        """All counts by name."""
-        return dict(zip(NAMES, self.words[1:_WORDS].tolist(), strict=True))
+    def reused(self, gap_ns: int, pages: int) -> None:
+        """So many pages that were hit had last been used ``gap_ns`` ago. For one timed get in ``REUSE_SAMPLED``."""
+        gap_ms = max(0, gap_ns) // 1_000_000
+        self.words[_REUSE] += gap_ms * pages
+        self.words[_REUSE + 1 + min(gap_ms.bit_length(), len(REUSE_BOUNDS_S))] += pages
+
+    def tally(self) -> Tally:
+        """All counts."""
+        return Tally.of([_vector(np.frombuffer(self.words, np.uint64, _WORDS))])
+
+    def vector(self) -> Vector:
+        """The same for ``Tally.of``."""
+        return _vector(np.frombuffer(self.words, np.uint64, _WORDS))
 
 
-def read_counters(fd: int) -> dict[str, int] | None:
+# --- Reading -------------------------------------------------------------------------------------------------------
+
+Vector = npt.NDArray[np.uint64]
+"""The counts of ``NAMES``, then the page's words of latency and reuse: what can be added up over sessions."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts per bucket, as many as the bounds and one more, and the sum of all that was counted, in seconds."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+    def minus(self, other: Histogram) -> Histogram:
+        """What came since ``other``."""
+        pairs = zip(self.counts, other.counts, strict=True)
+        return Histogram(tuple(max(0, a - b) for a, b in pairs), max(0.0, self.sum_s - other.sum_s))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What some sessions counted together.
+
+    Attributes:
+        counts: by the names of ``NAMES``.
+        latency: of each of ``OPERATIONS``.
+        reuse: pages by the time since their last use, of one timed get in ``REUSE_SAMPLED``.
+    """
+
+    counts: dict[str, int]
+    latency: dict[str, Histogram]
+    reuse: Histogram
+
+    @classmethod
+    def of(cls, vectors: Iterable[Vector]) -> Tally:
+        """The sum."""
+        total: list[int] = sum(vectors, start=NOTHING).tolist()
+        words = total[len(NAMES) :]
+        latency = {}
+        for name, first in _FIRST.items():
+            at = first - _LATENCY
+            latency[name] = Histogram(tuple(words[at + 1 : at + 1 + _BUCKETS]), words[at] / 1e9)
+        reuse = words[_REUSE - _LATENCY :]
+        counts = dict(zip(NAMES, total, strict=False))
+        return cls(counts, latency, Histogram(tuple(reuse[1:]), reuse[0] / 1e3))
+
+    def minus(self, other: Tally) -> Tally:
+        """What came since ``other`` was taken."""
+        return Tally(
+            {name: max(0, count - other.counts[name]) for name, count in self.counts.items()},
+            {name: latency.minus(other.latency[name]) for name, latency in self.latency.items()},
+            self.reuse.minus(other.reuse),
+        )
+
+
+_VECTOR_WORDS = len(NAMES) + _ROWS - _LATENCY
+NOTHING: Final = np.zeros(_VECTOR_WORDS, np.uint64)
+
+
+def _vector(words: Vector) -> Vector:
+    rows = words[_ROWS:_WORDS].reshape(ROWS_MAX, _ROW_WORDS)
+    gets = (rows[:, _ROW_GETS] + rows[:, _ROW_GOT] // np.uint64(ONE_GET)).sum()
+    pages = rows[:, _ROW_DRAM:].copy()
+    pages[:, 0] += rows[:, _ROW_GOT] % np.uint64(ONE_GET)
+    dram, nvme, put, _ = pages.sum(axis=0)
+    dram_tokens, nvme_tokens, _, missed_tokens = (pages * rows[:, _ROW_TOKENS, None]).sum(axis=0)
+    dram_bytes, nvme_bytes, put_bytes, _ = (pages * rows[:, _ROW_BYTES, None]).sum(axis=0)
+    missed = words[1:_LATENCY]
+    times: Any = {name: words[first + 1 : first + 1 + _BUCKETS].sum() for name, first in _FIRST.items()}
+    asked = dram + nvme + missed.sum()
+    head = [times["lookup"], gets, times["lease"], times["put"], times["put_async"]]
+    head += [asked, dram, nvme, dram_tokens, nvme_tokens, missed_tokens]
+    return np.array([*head, *missed, dram_bytes, nvme_bytes, put, put_bytes, *words[_LATENCY:_ROWS]], np.uint64)
+
+
+def read_counters(fd: int) -> Vector | None:
     """The counts in a session's file; None where there are none (yet), or those of another version."""
     page = os.pread(fd, 8 * _WORDS, 0)
     if len(page) < 8 * _WORDS:
         return None
-    magic, *counts = _unpack(page)
-    return dict(zip(NAMES, counts, strict=True)) if magic == _MAGIC else None
+    words = np.frombuffer(page, np.uint64)
+    return _vector(words) if int(words[0]) == _MAGIC else None

@@ -27,6 +27,7 @@ import shutil
 import stat
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -207,6 +208,24 @@ class NodeFolder:
         self._lock_fd = fd
         _locked.add(self)
         self._remove_temporaries()
+
+    @contextlib.contextmanager
+    def kept_from_starting(self) -> Iterator[None]:
+        """While this lasts no daemon owns the folder, and none can begin to. Nothing is changed, and others may do the
+        same at the same time.
+
+        Raises:
+            NodeBusy: its daemon runs, or is just starting.
+            FileNotFoundError: it was just being purged.
+        """
+        fd = os.open(self.lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise NodeBusy(f"node {self.name!r} is held by {_holder(fd)} ({self.path})") from None
+        finally:
+            os.close(fd)
 
     @property
     def locked(self) -> bool:

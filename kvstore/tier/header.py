@@ -19,7 +19,7 @@ from kvstore.tier.folder import NodeFolder
 HEADER_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 14  # those in use
+_WORDS: Final = 15  # those in use
 
 
 class DaemonState(IntEnum):
@@ -63,6 +63,7 @@ class Header:
     populated_bytes = _Word(11)  # of the segment: memory that has its pages already
     next_extent = _Word(12)  # numbers below were used: none is used twice, whatever a restart forgets
     verify_reads = _Word(13)  # 1: clients verify checksums on every read
+    names_forgotten = _Word(14)  # times that the node forgot names of roots: clients say theirs again
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

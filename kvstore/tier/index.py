@@ -218,6 +218,17 @@ class Index:
                 return
             start = batch[-1][0] + b"\0"  # the least key above
 
+    def hold(self) -> tuple[Iterator[tuple[bytes, bytes]], Iterator[tuple[bytes, bytes]]]:
+        """The same of both, pages in DRAM and pages on NVMe, all as of now however late they are read.
+
+        Read them soon and in this thread, or drop them: until then no page of the file is used again.
+        """
+        try:
+            transaction = self._begin()
+        except lmdb.Error as error:
+            translate(error)
+        return _held(transaction, self._sealed), _held(transaction, self._nvme)
+
     def _entries(self, table: Any) -> int:
         try:
             return int(self._begin(table).stat(table)["entries"])
@@ -268,6 +279,14 @@ class Index:
             return info
         except lmdb.Error as error:
             translate(error)
+
+
+def _held(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:
+    try:
+        with transaction.cursor(table) as cursor:
+            yield from cursor
+    except lmdb.Error as error:
+        translate(error)
 
 
 def _leading(get: Any, keys: Sequence[bytes]) -> tuple[int, bytes | None]:

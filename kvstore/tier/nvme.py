@@ -216,6 +216,17 @@ class NvmeDevice:
         assert header.nbytes == frame_class.nvme_header_bytes, header.nbytes
         self.disk.read(frame_offset(self.superblock, position, frame_class, frame), [header])
 
+    def erase_header(self, position: int, frame: int, frame_class: FrameClass) -> None:
+        """Overwrite a frame's header with zeros: nobody takes for a page what lies there. Durable after ``sync``.
+
+        Raises:
+            OSError: the header may or may not be there.
+        """
+        assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
+        blank = aligned_buffer(frame_class.nvme_header_bytes)
+        self.disk.write(frame_offset(self.superblock, position, frame_class, frame), [blank])
+        self._unsynced = True
+
     def sync(self) -> None:
         """See ``FrameStore``. Costs nothing where nothing was written since.
 

@@ -53,16 +53,10 @@ class NvmeMap:
     @classmethod
     def open(cls, folder: NodeFolder) -> NvmeMap | None:
         """The devices that the node's ``nvme`` file names; None where there is none, or it makes no sense."""
-        try:
-            digest, _, text = folder.nvme.read_bytes().partition(b"\n")
-            if digest != xxhash.xxh3_64_hexdigest(text).encode():
-                return None
-            stored = json.loads(text)
-            if stored["version"] != VERSION:
-                return None
-            incarnation, named = int(stored["incarnation"]), [_named(device) for device in stored["devices"]]
-        except (OSError, ValueError, KeyError, TypeError):
+        stored = _stored(folder)
+        if stored is None:
             return None
+        incarnation, named = stored
         return cls(incarnation, [(_opened(path, superblock), superblock) for path, superblock in named])
 
     @property
@@ -120,6 +114,25 @@ def runs(places: Sequence[tuple[int, int]], stride: int, bytes_max: int = RUN_BY
                 continue
         yield slice(start, at)
         start = at
+
+
+def named_devices(folder: NodeFolder) -> list[tuple[str, Superblock]]:
+    """Path and expected superblock of each device that the node's ``nvme`` file names; none where it makes no sense."""
+    stored = _stored(folder)
+    return stored[1] if stored is not None else []
+
+
+def _stored(folder: NodeFolder) -> tuple[int, list[tuple[str, Superblock]]] | None:
+    try:
+        digest, _, text = folder.nvme.read_bytes().partition(b"\n")
+        if digest != xxhash.xxh3_64_hexdigest(text).encode():
+            return None
+        stored = json.loads(text)
+        if stored["version"] != VERSION:
+            return None
+        return int(stored["incarnation"]), [_named(device) for device in stored["devices"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def map_text(incarnation: int, devices: Sequence[tuple[str, Superblock]]) -> bytes:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections import Counter
 
-from kvstore.tier.counters import NAMES, SessionCounters, read_counters
+import numpy as np
+
+from kvstore.tier.counters import NOTHING, SessionCounters, Tally, Vector, read_counters
 from kvstore.tier.folder import NodeFolder
 
 
@@ -29,7 +30,8 @@ class Sessions:
     def __init__(self, folder: NodeFolder) -> None:
         self._folder = folder
         self._here: dict[int, SessionCounters] = {}  # clients in this process: they live as long as we do
-        self._ended: Counter[str] = Counter()
+        self._ended: Vector = NOTHING
+        self._told: Vector = NOTHING
         self._lock = threading.Lock()  # held from adding a session's counts to removing its file: none counts twice
 
     def join(self, session: int, counters: SessionCounters) -> None:
@@ -42,12 +44,12 @@ class Sessions:
         with self._lock:
             counters = self._here.pop(session, None)
             if counters is not None:
-                self._ended.update(counters.values())
+                self._ended = self._ended + counters.vector()
 
     def alive(self, session: int) -> bool:
         """Whether the process that holds the session's lock lives. A dead one's file is removed."""
         with self._lock:
-            return session in self._here or self._look(session) is not None
+            return session in self._here or self._living(session)[0]
 
     def sweep(self) -> None:
         """Remove the files of all that ended."""
@@ -55,14 +57,14 @@ class Sessions:
             for session in self._files():
                 self._look(session)
 
-    def totals(self) -> dict[str, int]:
-        """What all sessions counted together, living and ended, by the names of ``tier.counters``."""
+    def totals(self) -> Tally:
+        """What all sessions counted together, living and ended. No count is lower than it was."""
         with self._lock:
-            living = [self._look(session) or {} for session in self._files()]  # first: it may find that some ended
-            sums = self._ended.copy()
-            for counts in [*living, *(counters.values() for counters in self._here.values())]:
-                sums.update(counts)
-        return {name: sums[name] for name in NAMES}
+            living = [self._look(session) for session in self._files()]  # first: it may find that some ended
+            here = [counters.vector() for counters in self._here.values()]
+            found = sum([*here, *(counts for counts in living if counts is not None)], start=self._ended)
+            self._told = np.maximum(self._told, found)  # a file may go that was not added up: somebody removed it
+            return Tally.of([self._told])
 
     def _files(self) -> list[int]:
         try:
@@ -71,24 +73,30 @@ class Sessions:
             return []
         return [int(name, 16) for name in names if _is_session(name)]
 
-    def _look(self, session: int) -> dict[str, int] | None:
-        """What a living session counted; None for one that has ended, whose file is removed. ``_lock`` is held."""
+    def _look(self, session: int) -> Vector | None:
+        """What a living session counted; None where it counted nothing, or has ended."""
+        return self._living(session)[1]
+
+    def _living(self, session: int) -> tuple[bool, Vector | None]:
+        """Whether a session lives, and what it counted. The file of one that has ended goes. ``_lock`` is held."""
         path = self._folder.session(session)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return None
+            return False, None
         except PermissionError:  # of another user, who does not share it: nothing tells that it ended
-            return {}
+            return True, None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._ended.update(read_counters(fd) or {})
+            counts = read_counters(fd)
+            if counts is not None:
+                self._ended = self._ended + counts
             path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
         except BlockingIOError:
-            return read_counters(fd) or {}
+            return True, read_counters(fd)
         finally:
             os.close(fd)
-        return None
+        return False, None
 
 
 def _is_session(name: str) -> bool:

@@ -36,6 +36,8 @@ NO_REPLY = 1  # flag
 CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CONTINUES = 16  # flag: SEAL_GRANTED brings more of a put whose first pages came before; it is no later request
+OBJECT = 32  # flag: SEAL_GRANTED brings the head of an object; at the end of its body the address that it replaces
+ALONE = 64  # flag: RESERVE joins no page whose shard this session writes already; without, it is the same request again
 HINT = 8  # flag: PREFETCH tells what was read from NVMe just now; whether it is worth DRAM is the node's to decide
 
 _CLASS = struct.Struct("<IHH")
@@ -51,7 +53,8 @@ class Op(IntEnum):
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
     #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from some page on
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
-    REVOKE = 6  # body addresses [n], reserved or granted ones given back. Reply: statuses [n]
+    REVOKE = 6  # a=shard + 1, 0: all of the session's; body addresses [n], reserved or granted ones given back.
+    #             Reply: statuses [n]
     LEASE = 7  # a=lease id (chosen by the client), b=ttl_ms; body addresses [n]. Reply: statuses [n]
     RENEW = 8  # a=lease id, b=ttl_ms. Reply: status
     RELEASE = 9  # a=lease id; usually NO_REPLY
@@ -60,6 +63,7 @@ class Op(IntEnum):
     PREFETCH = 12  # body addresses [n] of NVMe pages of one chain, in its order, to bring to DRAM. a=0: a wish, usually
     #                NO_REPLY, with HINT or without. a=1: an order; asked again while pages are on their way.
     #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
+    DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
 
 
 class Message(NamedTuple):
@@ -158,7 +162,7 @@ def unpack_json(body: memoryview) -> dict[str, Any]:
     """JSON object in ``body``. Raises InvalidRequest where it is none."""
     try:
         value = json.loads(bytes(body))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # the latter: thousands of brackets
         raise InvalidRequest("message", f"is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise InvalidRequest("message", "is not a JSON object")

@@ -354,7 +354,9 @@ def test_reads_that_fail(failing: str, embedded: Embedded) -> None:
     embedded.faults.add("preadv", errno.EIO, path)
     whole = there(store, seeds)
     assert (0 < whole < len(seeds)) if path else whole == 0
-    assert store.stats()["client"]["misses"] == {"io": len(seeds) - whole}
+    misses = store.stats()["client"]["misses"]
+    gone = misses.pop("generation", 0)  # the node looked as well, and dropped the page before this client had read it
+    assert misses.get("io", 0) + gone == len(seeds) - whole and misses.keys() <= {"io"}
     there(store, seeds)  # a second read: the node tries for itself
     wait_until("they are dropped", lambda: there(store, seeds) == whole and dropped(store, seeds) == whole)
     assert counted(store, "damaged_").keys() == {"damaged_io"}

@@ -249,10 +249,10 @@ def read(a: Arguments) -> None:
 
 def stopped_get(a: Arguments) -> None:
     """A get that stops itself (SIGSTOP) when its pages are proven and nothing is copied; then it goes on."""
-    copy = prefix_cache._copy
+    copy = prefix_cache.copy_runs
 
     def stop_and_copy(*args: Any) -> Any:
-        prefix_cache._copy = copy
+        prefix_cache.copy_runs = copy
         log("proven")
         os.kill(os.getpid(), signal.SIGSTOP)
         return copy(*args)
@@ -260,7 +260,7 @@ def stopped_get(a: Arguments) -> None:
     with opened(a) as (_, cache):
         keys = keys_of(a, a["seed"], a["pages"])
         out = np.zeros((a["pages"], cache.page_bytes), np.uint8)
-        prefix_cache._copy = stop_and_copy
+        prefix_cache.copy_runs = stop_and_copy
         match = cache.get(keys, out if a["given"] else None)
         found = out[: match.pages] if a["given"] else match.data
         assert found is not None

@@ -68,7 +68,7 @@ class NvmeView:
 
     def __init__(self, shell: MemoryShell) -> None:
         self._shell = shell
-        self.key, self.parent, self.root = shell.key, shell.parent, shell.root
+        self.key, self.parent, self.root, self.extra = shell.key, shell.parent, shell.root, shell.extra
         self.standing, self.last_use_ns = shell.standing, shell.last_use_ns
 
     def find(self, key: bytes) -> Address | None:
@@ -100,6 +100,8 @@ class MemoryShell:
         self.ops: list[tuple[str, bytes, Address | None, Tier]] = []
         self.to_check: list[int] = []
         self.reply: ev.Reply | None = None
+        self.names: dict[bytes, dict[str, Any]] = {}  # of roots
+        self.pins: list[dict[str, Any]] = []
         self.verbs: dict[type, Callable[[Any], Iterator[None]]] = {
             ev.Carve: self._carve,
             ev.Drop: self._drop,
@@ -115,6 +117,9 @@ class MemoryShell:
             ev.WriteStamp: self._write_stamp,
             ev.Move: self._move,
             ev.WriteUse: self._write_use,
+            ev.WriteName: self._write_name,
+            ev.WriteNames: self._write_names,
+            ev.WritePins: self._write_pins,
             ev.Save: self._copy,
             ev.Load: self._copy,
             ev.CheckSession: self._check_session,
@@ -134,6 +139,10 @@ class MemoryShell:
     def root(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
         return self.tables[extent].rows[frame, 16:32].tobytes()
+
+    def extra(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 32:48].tobytes()
 
     def parent(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
@@ -416,6 +425,18 @@ class MemoryShell:
             yield
             self.tables[address.extent].last_use[address.frame] = used_ns
 
+    def _write_name(self, instruction: ev.WriteName) -> Iterator[None]:
+        yield
+        self.names[instruction.root] = instruction.about
+
+    def _write_names(self, instruction: ev.WriteNames) -> Iterator[None]:
+        yield
+        self.names = instruction.named
+
+    def _write_pins(self, instruction: ev.WritePins) -> Iterator[None]:
+        yield
+        self.pins = instruction.pins
+
     def _copy(self, instruction: ev.Save | ev.Load) -> Iterator[None]:
         down = isinstance(instruction, ev.Save)
         for page in instruction.pages:
@@ -454,7 +475,7 @@ class MemoryShell:
             )
             below.populated.update(range(disk.positions))
             parts = NvmeParts(below, NvmeView(self), NvmeView(self), disk.starts << 32, self.nvme.rules)
-        return NodeState(segment, self, self, nvme=parts, **options)
+        return NodeState(segment, self, self, nvme=parts, named=dict(self.names), **options)
 
     def found(self) -> list[recovery.ExtentFound]:
         """What the daemon sees of the tables when it starts."""
@@ -464,6 +485,7 @@ class MemoryShell:
         """Everything but the disk is gone; NVMe's tables are made again from it."""
         assert self.nvme is not None
         self.tables, self.index, self.nvme_index, self.pend, self.content = {}, {}, {}, {}, {}
+        self.names, self.pins = {}, []
         self.copies.clear()
         self.next_extent = 1
         for table in self.disk.power_loss():
@@ -500,6 +522,12 @@ class MemoryShell:
                     if key not in self.pend or address.generation < self.pend[key].generation:
                         self.pend[key] = address
         recovery.settle(state)
+        for pin in self.pins:
+            raw, until_ns = bytes.fromhex(pin["keys"]), int(pin["until"] * 1e9)  # there is one clock here
+            if until_ns > now_ns:
+                keys = [raw[i : i + 16] for i in range(0, len(raw), 16)]
+                root = bytes.fromhex(pin["root"])
+                state.handle(ev.Pin(now_ns, pin["pin"], keys, root, until_ns, pin["until"], restore=True))
         return state
 
     def _indexed(self, tier: Tier) -> dict[bytes, Address]:

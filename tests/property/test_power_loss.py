@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import grants, prefetch
-from kvstore.service import mover, nvme_pages, nvme_start
+from kvstore.service import mover, nvme_pages, nvme_start, page_calls
 from kvstore.tier import nvme_map
 from tests.property.power_world import Clock, Disks, InlineIo, World
 from tests.unit.faulty_disk import PowerCut
@@ -40,8 +40,16 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
     monkeypatch.setattr(nvme_map, "FileDisk", found)
     monkeypatch.setattr(nvme_pages, "IoThreads", lambda threads: InlineIo())
     monkeypatch.setattr(mover, "BATCH_BYTES", BATCH_BYTES)
-    for module, name in ((grants, "BUSY_PAUSE_S"), (prefetch, "PAUSE_MIN_S"), (prefetch, "PAUSE_MAX_S")):
-        monkeypatch.setattr(module, name, 0.0)  # what they wait for comes when they ask
+    waits = (
+        (grants, "BUSY_PAUSE_S"),
+        (prefetch, "PAUSE_MIN_S"),
+        (prefetch, "PAUSE_MAX_S"),
+        (page_calls, "SAVE_WAIT_S"),
+    )
+    for module, name in waits:
+        monkeypatch.setattr(
+            module, name, 0.0
+        )  # what they wait for comes when they ask, or when this one thread is back
     return found
 
 

@@ -67,6 +67,7 @@ class Simulation:
             self._lease: 6,
             self._end_of_client: 2,
             self._trouble: 2,
+            self._pin: 1,
         }
         self.random.choices(list(kinds), list(kinds.values()))[0]()
 
@@ -138,6 +139,15 @@ class Simulation:
             else:
                 world.release(session, lease)
         world.lease(session, self.random.randint(1, 3), chain.keys, self.random.choice([50, 1000]) * MS)
+
+    def _pin(self) -> None:
+        world, chance = self.world, self.random
+        if world.pins and chance.random() < 0.4:
+            world.unpin(chance.choice(sorted(world.pins)))
+        elif chance.random() < 0.2:
+            world.name(chance.choice(self.classes), chance.choice(["a", "b"]))
+        else:
+            world.pin(self._chain(), chance.choice([50, 1000]) * MS)
 
     def _end_of_client(self) -> None:
         session = self._session()

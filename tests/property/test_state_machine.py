@@ -152,6 +152,22 @@ class NodeMachine(RuleBasedStateMachine):
         for key in chain.keys:
             self.world.use(key)
 
+    # --- tenants ----------------------------------------------------------------------------------------------------
+
+    @rule(frame_class=st.sampled_from([SMALL, MIDDLE, LARGE]), salt=st.sampled_from(["a", "b"]))
+    def named(self, frame_class: FrameClass, salt: str) -> None:
+        self.world.name(frame_class, salt)
+
+    @rule(chain=chains, ttl_ns=ttls)
+    def pinned(self, chain: Chain, ttl_ns: int) -> None:
+        self.world.pin(chain, ttl_ns)
+
+    @precondition(lambda self: self.world.pins)
+    @rule(which=fractions)
+    def unpinned(self, which: float) -> None:
+        numbers = sorted(self.world.pins)
+        self.world.unpin(numbers[int(which * len(numbers))])
+
     # --- the daemon -------------------------------------------------------------------------------------------------
 
     @rule(elapsed_ms=st.sampled_from([1, 60, 700, 6000, 700_000]))

@@ -61,6 +61,7 @@ class TierSimulation(Simulation):
             self._trouble: 2,
             self._trouble_below: 1,
             self._checkpoint: 4,
+            self._pin: 2,
         }
         self.random.choices(list(kinds), list(kinds.values()))[0]()
         for _ in range(self.random.randrange(4)):

@@ -20,7 +20,6 @@ from tests.property.tables import Table
 from tests.property.world import MAY_LOSE, Chain, World
 
 ROUNDS_MAX = 300  # of the mover until nothing is left to do
-NVME_MAY_LOSE = (ev.Demote, ev.Damaged)
 
 
 @dataclass
@@ -50,6 +49,7 @@ class TieredWorld(World):
     """See the module. ``lossless``: NVMe is large enough, so no page may be lost but by damage."""
 
     may_lose = (*MAY_LOSE, ev.Prefetch)
+    nvme_may_lose: tuple[type, ...] = (ev.Demote, ev.Damaged)
 
     def __init__(
         self, extent_bytes: int, positions: int, nvme: Nvme, *, now_ns: int = 10**12, lossless: bool = False
@@ -72,7 +72,7 @@ class TieredWorld(World):
 
     def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
         below = self.gone(instructions, Tier.NVME)
-        assert not below or isinstance(event, NVME_MAY_LOSE), f"{type(event).__name__} takes pages of NVMe away"
+        assert not below or isinstance(event, self.nvme_may_lose), f"{type(event).__name__} takes pages of NVMe away"
         if type(event) is not ev.Damaged:
             self.nvme_evicted += len(below)
         before = set(self.stored)
@@ -300,6 +300,7 @@ class TieredWorld(World):
         self.reboots += 1
         durable = (self.shell.nvme_index.keys() | self.hidden) - self.rotten
         self.clients.clear()
+        self.pins.clear()
         self.claims.clear()
         self.groups.clear()
         self.stored &= durable

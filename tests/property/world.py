@@ -21,6 +21,7 @@ from tests.property.memory_shell import FREE, RETIRING, MemoryShell, Nvme
 
 MS = 1_000_000
 LEASE_TTL_NS_MAX = 60_000 * MS
+PIN_ROUNDING_NS = 1000  # a pin's deadline is kept in seconds
 MAY_LOSE = (ev.Grant, ev.Reserve, ev.Evict, ev.Damaged)  # events that may cost acknowledged pages
 
 
@@ -74,6 +75,15 @@ class Reservation:
 
 
 @dataclass
+class Pinned:
+    """What an operator was promised: these pages, the front of ``keys``, stay until then."""
+
+    keys: list[bytes]
+    kept: list[bytes]
+    until_ns: int
+
+
+@dataclass
 class Client:
     """One process. ``granted``: frames to write ahead; ``writing``: (address, shard) it may store into."""
 
@@ -109,6 +119,7 @@ class World:
         self.tried: set[bytes] = set()  # ever submitted
         self.roots: set[bytes] = set()
         self.groups: dict[tuple[int, bytes], Reservation] = {}
+        self.pins: dict[int, Pinned] = {}
         self.crash_at: list[float] = []  # of the next decision, then of the recoveries that follow
         self.crashes = 0
         self.dropped_at_start = 0
@@ -177,8 +188,10 @@ class World:
         for instruction in instructions:
             if type(instruction) is ev.WriteSealed:
                 assert self.tried.issuperset(instruction.keys)
-        if type(event) is ev.Damaged and gone:
-            gone.add(event.key)
+        if type(event) is ev.Damaged:
+            self._unpromise(event.key)
+            if gone:
+                gone.add(event.key)
         assert not gone or isinstance(event, self.may_lose), f"{type(event).__name__} takes pages away"
         self.stored -= self.lost(gone, instructions)
         for name, page in list(self.groups.items()):
@@ -231,6 +244,11 @@ class World:
                 if whole:
                     self.stored.add(page.key)
                     del self.groups[name]
+        here = self.shell.index.keys() | self.shell.nvme_index.keys()
+        for number, pin in self.pins.items():
+            if pin.until_ns > self.now_ns + PIN_ROUNDING_NS:
+                assert number in self.state.pins.pins or not pin.kept, "a pin is forgotten"
+                assert here.issuperset(pin.kept), "a pinned page is gone"
         for client in self.clients.values():
             for held in client.leases.values():
                 for address, until_ns in held.items():
@@ -340,7 +358,8 @@ class World:
             elif status == Status.STALE:
                 assert in_doubt, f"{address} was granted to {client.session}, and is not any more"
             else:
-                assert status in (Status.PRESENT, Status.NO_PARENT)
+                assert status in (Status.PRESENT, Status.NO_PARENT, Status.OVER_QUOTA, Status.BUSY)
+                assert self.state.space.holdings.limited or status not in (Status.OVER_QUOTA, Status.BUSY)
                 still = self.shell.tables[address.extent].words[address.frame] == address.generation << 8 | 1
                 assert still or in_doubt
                 if still:
@@ -467,11 +486,47 @@ class World:
         self.clients[session].leases.pop(-lease, None)
         self.send(ev.ReleaseLease(self.now_ns, session, lease))
 
+    # --- tenants ----------------------------------------------------------------------------------------------------
+
+    def name(self, frame_class: FrameClass, salt: str) -> None:
+        """A client says whose the chains of a class are."""
+        self.send(ev.NameRoot(self.now_ns, root_of(frame_class), {"salt": salt}))
+
+    def pin(self, chain: Chain, ttl_ns: int) -> int:
+        """Keep what is stored of a chain; returns how many pages that are."""
+        tiers = (self.shell.index, self.shell.nvme_index)
+        stored = max(next((i for i, k in enumerate(chain.keys) if k not in tier), len(chain.keys)) for tier in tiers)
+        until_ns, root = self.now_ns + ttl_ns, root_of(chain.frame_class)
+        reply = self.send(ev.Pin(self.now_ns, 0, list(chain.keys), root, until_ns, until_ns / 1e9))
+        if reply is None:  # the deadline before, or the new one
+            for pin in self.pins.values():
+                if pin.keys == chain.keys:
+                    pin.until_ns = min(pin.until_ns, until_ns)
+            return 0
+        if "refused" in reply.detail:
+            return 0
+        assert reply.detail["pages"] == stored
+        if stored:
+            self.pins[reply.detail["pin"]] = Pinned(chain.keys, chain.keys[:stored], until_ns)
+        return stored
+
+    def unpin(self, number: int) -> None:
+        """End a pin."""
+        self.pins.pop(number, None)
+        self.send(ev.Unpin(self.now_ns, number))
+
+    def _unpromise(self, key: bytes) -> None:
+        """This page is damaged, in one tier at least: no pin keeps it, nor what follows."""
+        for pin in self.pins.values():
+            if key in pin.kept:
+                del pin.kept[pin.kept.index(key) :]
+
     # --- the daemon's own -------------------------------------------------------------------------------------------
 
     def tick(self, elapsed_ns: int) -> None:
         """Time goes on."""
         self.now_ns += elapsed_ns
+        self.pins = {number: pin for number, pin in self.pins.items() if pin.until_ns > self.now_ns + PIN_ROUNDING_NS}
         for name, page in list(self.groups.items()):
             if page.until_ns <= self.now_ns:
                 del self.groups[name]

@@ -280,7 +280,7 @@ def run_quick(rows: list[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_quick_rows_from_end_to_end(tmp_path: Path) -> None:
-    rows = ["keys_128k", "get_one_256k", "put_one_256k"]
+    rows = ["keys_128k", "get_one_256k", "put_one_256k", "object_put_256k", "object_get_256k"]
     lines = run_quick(rows, tmp_path)
     assert set(rows) <= set(lines)
     assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())

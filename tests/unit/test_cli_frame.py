@@ -55,7 +55,7 @@ def test_failure_is_one_line(error: Exception, code: int, line: str, capsys: pyt
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["--size", "big"], "kvstore: --size: 'big' is not a valid integer."),
+        (["--size", "big"], "kvstore: --size: 'big' is not a whole number"),
         (["--sise", "1"], "kvstore: --sise: no such option; did you mean --size?"),
         (["--size"], "kvstore: --size: Option '--size' requires an argument."),
     ],
@@ -209,6 +209,7 @@ def test_table_aligns_text_left_and_numbers_right() -> None:
         "lookup     -",
     ]
     assert output.table_text(["empty"], []) == "empty\n-----"
+    assert output.table_text(["key"], [["0" * 32]]).splitlines()[0] == "key"
 
 
 def test_pairs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,11 +128,11 @@ def test_daemon_down(
     args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"capacity_bytes": 64 * MIB, "populated_bytes": 32 * MIB}
-    stats = {"name": "n", "state": "down", "pages": 7, "tiers": {"dram": about}, "client": {}}
+    stats = {"name": "n", "state": "down", "pages": 7, "nvme_pages": 5, "tiers": {"dram": about}, "client": {}}
     monkeypatch.setattr(kvstore, "connect", lambda node: FakeStore(stats))
     assert run(cli, ["tiers", *args]) == 0
     text = capsys.readouterr().out
     if args:
         assert json.loads(text) == {"name": "n", "state": "down", "tiers": {"dram": about}}
     else:
-        assert lines(text) == ["node n (down)", "dram 64 MiB, 32 MiB populated", "pages 7"]
+        assert lines(text) == ["node n (down)", "dram 64 MiB, 32 MiB populated", "pages 7 in DRAM, 5 on NVMe"]

@@ -16,7 +16,7 @@ import pytest
 from kvstore.client.channel import OUTSTANDING_MAX, SocketChannel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
-from kvstore.tier.counters import read_counters
+from kvstore.tier.counters import Tally, read_counters
 from kvstore.transfer import control
 from kvstore.transfer.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
@@ -150,7 +150,8 @@ def test_session_file_is_locked_until_close(server: Server, channel: SocketChann
 
 def test_begin_takes_the_session_file_alone(server: Server, channel: SocketChannel) -> None:
     """So that what is only read is counted: no connection is made."""
-    channel.counters.put(1, 10)
+    row = channel.counters.row(4096, 16)
+    channel.counters.put(row, 1)
     channel.begin()
     channel.begin()
     path = server.folder / "sessions" / f"{channel.session:016x}"
@@ -158,16 +159,16 @@ def test_begin_takes_the_session_file_alone(server: Server, channel: SocketChann
         with pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         channel.request(Op.ADMIN).result()
-        channel.counters.put(2, 10)
+        channel.counters.put(row, 2)
         counts = read_counters(file.fileno())
-        assert counts is not None and counts["pages_put"] == 3
+        assert counts is not None and Tally.of([counts]).counts["pages_put"] == 3
     assert server.sessions == [channel.session]
 
 
 def test_begin_without_a_node_is_no_failure(tmp_path: Path) -> None:
     channel = SocketChannel(tmp_path / "kvstore-none")
     channel.begin()
-    channel.counters.put(1, 10)
+    channel.counters.put(channel.counters.row(4096, 16), 1)
     assert list(tmp_path.iterdir()) == []
     channel.close()
 

@@ -373,7 +373,7 @@ def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVSTORE_NODE", "y")
     with pytest.raises(NodeUnavailable, match="no node named 'y'"):
         kvstore.connect()
-    for address in ("kv://host:7070", "", "../etc", "a/b", 5):
+    for address in ("kv://host", "kv://:7070", "other://host:7070", "", "../etc", "a/b", 5):
         with pytest.raises(InvalidRequest, match="^address: "):
             kvstore.connect(address)
     monkeypatch.delenv("KVSTORE_NODE")
@@ -411,3 +411,12 @@ def test_verify_counts_the_pages_of_its_own_sweep(shm: Path) -> None:
         for _ in range(3):
             found = store.verify(30.0)
             assert (found["pages_verified"], found["pages_damaged"], found["findings"]) == (3, 0, [])
+
+
+def test_verify_counts_both_tiers(shm: Path, tmp_path: Path) -> None:
+    """Also where sweeps of the background, over DRAM alone, end between the one asked for and the answer."""
+    with kvstore.open(dram="8MiB", nvme=f"{tmp_path}/kv:64MiB", shm_dir=shm) as store:
+        store.cache(LAYOUT).put(prompt(3), content(3))
+        assert store.evict(pages=3)["pages"] == 3  # to NVMe
+        store.cache(LAYOUT).put(prompt(3), content(3))  # a copy in DRAM
+        assert [store.verify(30.0)["pages_verified"] for _ in range(5)] == [6] * 5

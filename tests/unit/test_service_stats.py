@@ -59,9 +59,14 @@ def test_every_verb_of_a_client_is_counted(store: kvstore.Store) -> None:
         "lookups": 1,
         "gets": 2,
         "leases": 1,
+        "puts": 2,  # the layer-wise writer is none, its pages count below
+        "puts_async": 0,
         "pages_asked": 16 + 20 + 20,
         "hit_dram": 32,
         "hit_nvme": 0,
+        "hit_dram_tokens": 32 * LAYOUT.page_tokens,
+        "hit_nvme_tokens": 0,
+        "missed_tokens": 24 * LAYOUT.page_tokens,
         "missed_absent": 16 + 4 + 4,
         "missed_generation": 0,
         "missed_identity": 0,
@@ -161,7 +166,9 @@ class FakeNode:
         for frame in range(3):
             extent.state[frame] = FrameState.SEALED
         extent.sealed = 3
-        space = SimpleNamespace(segment=segment, counters=Counter(evicted_space=2, other=1), ages=Counter({0: 2}))
+        extent.restore(list(range(3, extent.frames)))
+        counted = {"counters": Counter(evicted_space=2, other=1), "ages": Counter({0: 2}), "ages_sum_s": 0}
+        space = SimpleNamespace(segment=segment, **counted)
         counters = Counter(pages_saved=5, bytes_saved=5 * 4096, pages_promoted=1, bytes_promoted=4096)
         self.state: Any = SimpleNamespace(nvme=space, counters=counters)
 

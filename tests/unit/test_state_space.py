@@ -11,7 +11,7 @@ import pytest
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
-from kvstore.state.frames import IDLE_NS, ClassPool
+from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment
 from kvstore.state.policy_base import Page, UsedMs
 from tests.property.memory_shell import MemoryShell
 from tests.property.world import MS, Chain, World, root_of
@@ -463,3 +463,20 @@ def test_the_cost_of_an_eviction_does_not_depend_on_how_many_pages_there_are() -
         costs.append((dict(policy.operations), dict(reads)))
     assert costs[0] == costs[1]
     assert max(max(counts.values()) for counts in costs[0]) <= 400, "a few steps per page"
+
+
+def test_of_very_many_classes_those_without_extents_are_forgotten() -> None:
+    """Clients may ask for frames of any geometry: what that leaves behind is bounded, and those in use stay."""
+    segment = Segment(1 << 20, 8)
+    classes = [FrameClass(4096 * (1 + number % 16), 16 * (1 + number // 16), 1) for number in range(3 * CLASSES_MAX)]
+    used = [segment.pool(frame_class) for frame_class in classes[:4]]
+    extents = [segment.carve(pool, position) for position, pool in enumerate(used)]
+    for frame_class in classes:
+        assert segment.pool(frame_class).frame_class == frame_class
+        assert len(segment.pools) <= CLASSES_MAX
+    assert [segment.pool(frame_class) for frame_class in classes[:4]] == used
+    assert segment.pool(classes[-1]) is segment.pool(classes[-1])
+    segment.uncarve(extents[0])
+    for frame_class in classes:
+        segment.pool(frame_class)
+    assert used[0] not in segment.pools.values() and used[1] in segment.pools.values()

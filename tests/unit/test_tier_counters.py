@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,21 @@ import pytest
 from kvstore.client.session import SessionFile
 from kvstore.errors import OutOfSpace
 from kvstore.tier import counters as module
-from kvstore.tier.counters import COUNTERS_BYTES, NAMES, SessionCounters, read_counters
+from kvstore.tier.counters import (
+    COUNTERS_BYTES,
+    LATENCY_BOUNDS_S,
+    LEASE,
+    LOOKUP,
+    NAMES,
+    ONE_GET,
+    PUT,
+    PUT_ASYNC,
+    REUSE_BOUNDS_S,
+    ROWS_MAX,
+    SessionCounters,
+    Tally,
+    read_counters,
+)
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.sessions import Sessions
 
@@ -45,49 +60,143 @@ def client(folder: NodeFolder) -> Iterator[SessionFile]:
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
+def put(counters: SessionCounters, pages: int, page_bytes: int) -> None:
+    """New pages of that size and one token each."""
+    counters.put(counters.row(page_bytes, 1), pages)
+
+
 def test_the_worked_example() -> None:
     counters = SessionCounters()
-    counters.got(32, 20, 8, 65536, "checksum")
-    assert counters.values() == ZERO | {
-        "gets": 1,
+    row = counters.row(65536, 64)
+    counters.got(row, 32, 20, 8, "checksum")
+    before_ns = time.monotonic_ns() - 300_000
+    for _ in range(9):
+        counters.got(row, 0, 0, 0, "")
+    counters.timed(row, before_ns)
+    tally = counters.tally()
+    assert tally.counts == ZERO | {
+        "gets": 10,
         "pages_asked": 32,
         "hit_dram": 20,
         "hit_nvme": 8,
+        "hit_dram_tokens": 20 * 64,
+        "hit_nvme_tokens": 8 * 64,
         "missed_checksum": 4,
+        "missed_tokens": 4 * 64,
         "read_dram_bytes": 20 * 65536,
         "read_nvme_bytes": 8 * 65536,
     }
+    took = tally.latency["get"]
+    (bucket,) = [i for i, count in enumerate(took.counts) if count]
+    assert took.counts[bucket] == 10 and LATENCY_BOUNDS_S[bucket] >= 300e-6
+    assert took.sum_s >= 10 * 300e-6
+    counters.got(row, 0, 0, 0, "")
+    counters.timed(row, before_ns)
+    assert sum(counters.tally().latency["get"].counts) == 11
 
 
 def test_every_verb_counts() -> None:
-    counters = SessionCounters()
-    counters.looked_up()
-    counters.got(4, 4, 0, 10, "")
-    counters.leased(4, 1, 10, "generation")
-    counters.leased(0, 0, 10, "")
-    counters.got(3, 0, 0, 10, "whatever else")
-    counters.put(5, 10)
-    counters.put(0, 10)
-    assert counters.values() == ZERO | {
+    counters, start_ns = SessionCounters(), time.monotonic_ns()
+    row, other = counters.row(10, 2), counters.row(1000, 16)
+    counters.took(LOOKUP, start_ns)
+    counters.got(row, 4, 4, 0, "")
+    counters.leased(row, 4, 1, "generation", start_ns)
+    counters.leased(row, 0, 0, "", start_ns)
+    counters.got(row, 3, 0, 0, "whatever else")
+    counters.got(other, 2, 1, 1, "")
+    counters.put(row, 5)
+    counters.put(row, 0)
+    counters.took(PUT, start_ns)
+    counters.took(PUT_ASYNC, start_ns)
+    tally = counters.tally()
+    assert tally.counts == ZERO | {
         "lookups": 1,
-        "gets": 2,
+        "gets": 3,
         "leases": 2,
-        "pages_asked": 11,
-        "hit_dram": 5,
-        "read_dram_bytes": 50,
+        "puts": 1,
+        "puts_async": 1,
+        "pages_asked": 13,
+        "hit_dram": 6,
+        "hit_nvme": 1,
+        "hit_dram_tokens": 5 * 2 + 16,
+        "hit_nvme_tokens": 16,
+        "read_dram_bytes": 50 + 1000,
+        "read_nvme_bytes": 1000,
+        "missed_tokens": 6 * 2,
         "missed_generation": 3,
         "missed_absent": 3,
         "pages_put": 5,
         "put_bytes": 50,
     }
+    assert {name: sum(took.counts) for name, took in tally.latency.items()} == {
+        "get": 0,
+        "put": 1,
+        "put_async": 1,
+        "lookup": 1,
+        "lease": 2,
+    }
+
+
+def test_what_a_get_that_finds_everything_adds_itself() -> None:
+    """As ``PrefixCache.get`` does; the row is emptied before its pages or gets could run into each other."""
+    counters = SessionCounters()
+    row = counters.row(4096, 16)
+    for _ in range(1000):
+        counters.words[row] += ONE_GET + 3
+    assert (counters.tally().counts["gets"], counters.tally().counts["hit_dram"]) == (1000, 3000)
+    counters.words[row] += ONE_GET << 23
+    counters.timed(row, time.monotonic_ns())
+    assert counters.words[row] == 0
+    counts = counters.tally().counts
+    assert (counts["gets"], counts["hit_dram"]) == (1000 + (1 << 23), 3000)
+    assert (counts["hit_dram_tokens"], counts["read_dram_bytes"]) == (3000 * 16, 3000 * 4096)
+
+
+def test_geometries_beyond_the_last_row_share_it() -> None:
+    counters = SessionCounters()
+    rows = [counters.row(1000 + i, 1) for i in range(ROWS_MAX + 10)]
+    assert len({*rows}) == ROWS_MAX and rows[ROWS_MAX - 1 :] == [rows[-1]] * 11
+    for row in rows:
+        counters.put(row, 1)
+    counts = counters.tally().counts
+    assert counts["pages_put"] == ROWS_MAX + 10
+    assert counts["put_bytes"] == sum(1000 + min(i, ROWS_MAX - 1) for i in range(ROWS_MAX + 10))
+
+
+@pytest.mark.parametrize(
+    ("ns", "bound_s"), [(0, 1.024e-6), (1023, 1.024e-6), (1024, 1.536e-6), (1536, 2.048e-6), (2048, 3.072e-6)]
+)
+def test_buckets_of_latency(ns: int, bound_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "monotonic_ns", lambda: ns)
+    counters = SessionCounters()
+    counters.took(LEASE, 0)
+    (bucket,) = [i for i, count in enumerate(counters.tally().latency["lease"].counts) if count]
+    assert pytest.approx(bound_s) == LATENCY_BOUNDS_S[bucket]
+
+
+def test_what_takes_longer_than_the_last_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "monotonic_ns", lambda: int(1000e9))
+    counters = SessionCounters()
+    counters.took(LEASE, 0, 3)
+    took = counters.tally().latency["lease"]
+    assert took.counts[-1] == sum(took.counts) == 3 and took.sum_s == 3000
+
+
+def test_buckets_of_reuse_gaps() -> None:
+    counters = SessionCounters()
+    for gap_ns in (-5, 999_999, 1_000_000, 1_999_999, 2_000_000, int(4e18)):
+        counters.reused(gap_ns, 2)
+    counts = counters.tally().reuse.counts
+    assert (*counts[:3], counts[-1], sum(counts)) == (4, 4, 2, 2, 12)
+    assert REUSE_BOUNDS_S[:3] == (0.001, 0.002, 0.004)
 
 
 @pytest.mark.parametrize("reason", module.MISS_REASONS)
 def test_pages_asked_are_hit_or_missed(reason: str) -> None:
     counters = SessionCounters()
     for asked, dram, nvme in ((5, 0, 0), (5, 5, 0), (5, 2, 3), (5, 2, 2), (0, 0, 0)):
-        counters.got(asked, dram, nvme, 1, reason)
-    values = counters.values()
+        counters.got(counters.row(1, 1), asked, dram, nvme, reason)
+    values = counters.tally().counts
     missed = sum(values[f"missed_{name}"] for name in module.MISS_REASONS)
     assert values["pages_asked"] == values["hit_dram"] + values["hit_nvme"] + missed
     assert missed == values[f"missed_{reason}"] == 6
@@ -98,26 +207,29 @@ def test_pages_asked_are_hit_or_missed(reason: str) -> None:
 
 def test_counts_before_the_file_go_with_it(folder: NodeFolder) -> None:
     file = SessionFile(folder.path, 7)
-    file.counters.put(3, 100)
+    put(file.counters, 3, 100)
     file.lock()
-    file.counters.put(1, 100)
+    put(file.counters, 1, 100)
     path = folder.session(7)
     assert path.stat().st_size == COUNTERS_BYTES and path.stat().st_mode & 0o777 == 0o660
     with open(path, "rb") as other:
-        assert read_counters(other.fileno()) == file.counters.values() == ZERO | {"pages_put": 4, "put_bytes": 400}
+        vector = read_counters(other.fileno())
+        assert vector is not None
+        assert Tally.of([vector]) == file.counters.tally()
+        assert file.counters.tally().counts == ZERO | {"pages_put": 4, "put_bytes": 400}
     file.close()
 
 
 def test_a_file_that_was_removed_is_replaced_and_counts_from_zero(
     folder: NodeFolder, sessions: Sessions, client: SessionFile
 ) -> None:
-    client.counters.put(3, 1)
+    put(client.counters, 3, 1)
     folder.session(7).unlink()
     client.lock()
-    client.counters.put(1, 1)
-    assert sessions.totals()["pages_put"] == 1
+    put(client.counters, 1, 1)
+    assert sessions.totals().counts["pages_put"] == 1
     client.lock()  # nothing to do
-    assert client.counters.values()["pages_put"] == 1
+    assert client.counters.tally().counts["pages_put"] == 1
 
 
 def test_the_map_keeps_no_lock(folder: NodeFolder, client: SessionFile) -> None:
@@ -125,7 +237,7 @@ def test_the_map_keeps_no_lock(folder: NodeFolder, client: SessionFile) -> None:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         client.close()
-        client.counters.put(1, 1)  # a thread that was late: harmless
+        put(client.counters, 1, 1)  # a thread that was late: harmless
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -136,10 +248,10 @@ def test_no_memory_for_the_page_costs_the_counts_alone(folder: NodeFolder, monke
     monkeypatch.setattr(module, "allocate", full)
     file = SessionFile(folder.path, 7)
     file.lock()
-    file.counters.put(1, 1)
-    assert file.counters.values()["pages_put"] == 1
+    put(file.counters, 1, 1)
+    assert file.counters.tally().counts["pages_put"] == 1
     sessions = Sessions(folder)
-    assert sessions.alive(7) and sessions.totals() == ZERO
+    assert sessions.alive(7) and sessions.totals().counts == ZERO
     file.close()
     assert not sessions.alive(7)
 
@@ -150,9 +262,9 @@ def test_a_file_of_something_else_counts_nothing(folder: NodeFolder, sessions: S
     with open(folder.session(9), "rb") as file:
         assert read_counters(file.fileno()) is None
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert sessions.totals() == ZERO
+        assert sessions.totals().counts == ZERO
         assert sessions.alive(9)
-    assert sessions.totals() == ZERO
+    assert sessions.totals().counts == ZERO
     assert not folder.session(9).exists()
 
 
@@ -165,76 +277,88 @@ def test_totals_of_living_ended_and_those_in_this_process(
     here, other = SessionCounters(), SessionFile(folder.path, 8)
     sessions.join(1, here)
     other.lock()
-    here.put(1, 1)
-    client.counters.put(10, 1)
-    other.counters.put(100, 1)
-    assert sessions.totals()["pages_put"] == 111
+    put(here, 1, 1)
+    put(client.counters, 10, 1)
+    put(other.counters, 100, 1)
+    assert sessions.totals().counts["pages_put"] == 111
     other.close()
-    assert sessions.totals()["pages_put"] == 111, "it ended, its counts stay"
+    assert sessions.totals().counts["pages_put"] == 111, "it ended, its counts stay"
     assert not folder.session(8).exists()
     sessions.leave(1)
     sessions.leave(1)
-    here.put(5, 1)  # too late
-    assert sessions.totals() == ZERO | {"pages_put": 111, "put_bytes": 111}
-    assert sessions.totals()["pages_put"] == 111, "looking changes nothing"
+    put(here, 5, 1)  # too late
+    assert sessions.totals().counts == ZERO | {"pages_put": 111, "put_bytes": 111}
+    assert sessions.totals().counts["pages_put"] == 111, "looking changes nothing"
+
+
+def test_totals_never_go_down(folder: NodeFolder, sessions: Sessions, client: SessionFile) -> None:
+    put(client.counters, 5, 1)
+    assert sessions.totals().counts["pages_put"] == 5
+    folder.session(7).unlink()
+    client.lock()
+    put(client.counters, 2, 1)
+    assert sessions.totals().counts["pages_put"] == 5
+    put(client.counters, 4, 1)
+    assert sessions.totals().counts["pages_put"] == 6
 
 
 def test_alive(folder: NodeFolder, sessions: Sessions, client: SessionFile) -> None:
     sessions.join(1, SessionCounters())
     assert sessions.alive(1) and sessions.alive(7) and not sessions.alive(99)
-    client.counters.put(4, 1)
+    put(client.counters, 4, 1)
     client.close()
     sessions.leave(1)
     assert not sessions.alive(7) and not sessions.alive(7) and not sessions.alive(1)
-    assert sessions.totals()["pages_put"] == 4
+    assert sessions.totals().counts["pages_put"] == 4
 
 
 def test_sweep_removes_the_dead_alone(folder: NodeFolder, sessions: Sessions, client: SessionFile) -> None:
     dead = SessionFile(folder.path, 8)
     dead.lock()
-    dead.counters.put(2, 1)
+    put(dead.counters, 2, 1)
     dead.close()
     (folder.sessions / "notes.txt").write_text("none of our business")
     sessions.sweep()
     assert sorted(os.listdir(folder.sessions)) == [f"{7:016x}", "notes.txt"]
-    assert sessions.totals()["pages_put"] == 2
+    assert sessions.totals().counts["pages_put"] == 2
 
 
 def test_counts_of_the_living_survive_the_node(folder: NodeFolder, client: SessionFile) -> None:
-    client.counters.put(2, 1)
-    assert Sessions(folder).totals()["pages_put"] == 2
-    assert Sessions(folder).totals()["pages_put"] == 2
+    put(client.counters, 2, 1)
+    assert Sessions(folder).totals().counts["pages_put"] == 2
+    assert Sessions(folder).totals().counts["pages_put"] == 2
     client.close()
     after = Sessions(folder)
     after.sweep()
-    assert after.totals()["pages_put"] == 2, "it ended while there was no node"
-    assert Sessions(folder).totals()["pages_put"] == 0
+    assert after.totals().counts["pages_put"] == 2, "it ended while there was no node"
+    assert Sessions(folder).totals().counts["pages_put"] == 0
 
 
 def test_a_node_without_its_folder(tmp_path: Path) -> None:
     sessions = Sessions(NodeFolder(tmp_path, "gone"))
     sessions.sweep()
-    assert sessions.totals() == ZERO and not sessions.alive(1)
+    assert sessions.totals().counts == ZERO and not sessions.alive(1)
 
 
 def test_a_killed_client_is_counted_once(folder: NodeFolder, sessions: Sessions) -> None:
     """Whoever looks first, and however many look at once."""
     script = (
         "import sys, time; from pathlib import Path; from kvstore.client.session import SessionFile\n"
-        f"file = SessionFile(Path({str(folder.path)!r}), 3); file.lock(); file.counters.put(6, 1)\n"
+        f"file = SessionFile(Path({str(folder.path)!r}), 3); file.lock()\n"
+        "file.counters.put(file.counters.row(1, 1), 6)\n"
         "print('counted', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert sessions.alive(3) and sessions.totals()["pages_put"] == 6
+        assert sessions.alive(3) and sessions.totals().counts["pages_put"] == 6
         child.kill()
     seen: list[int] = []
 
     def look() -> None:
         for _ in range(50):
             sessions.sweep()
-            seen.append(sessions.totals()["pages_put"])
+            seen.append(sessions.totals().counts["pages_put"])
 
     threads = [threading.Thread(target=look) for _ in range(4)]
     for thread in threads:
@@ -255,7 +379,7 @@ def test_clients_come_and_go_while_the_node_looks(folder: NodeFolder, sessions: 
     looker = threading.Thread(target=look)
     looker.start()
     try:
-        for number in range(1, 301):
+        for number in range(1, 101):
             file = SessionFile(folder.path, number)
             while True:
                 try:
@@ -263,11 +387,11 @@ def test_clients_come_and_go_while_the_node_looks(folder: NodeFolder, sessions: 
                     break
                 except OSError:
                     continue
-            file.counters.put(1, 1)
+            put(file.counters, 1, 1)
             assert sessions.alive(number)
             file.close()
     finally:
         stopped.set()
         looker.join(30)
-    assert sessions.totals()["pages_put"] == 300
+    assert sessions.totals().counts["pages_put"] == 100
     assert os.listdir(folder.sessions) == []

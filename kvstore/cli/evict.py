@@ -1,0 +1,97 @@
+"""``kvstore evict``: make pages leave, and say which did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import kvstore
+from kvstore.cli.node import node_option
+from kvstore.cli.output import bytes_text, json_option, print_json, print_table
+from kvstore.cli.prompt import PromptOptions, prompt_options
+from kvstore.cli.values import Duration, Percent, Size
+from kvstore.errors import InvalidRequest
+
+NAMES_SHOWN = 20  # of tenants or models; --json has up to a hundred
+WHY = {
+    "leased": "a reader holds a lease on them",
+    "pinned": "see `kvstore pin --list`",
+    "held": "something is written behind them, or they are being copied",
+    "children": "pages that stay come after them",
+    "changed": "they left or moved meanwhile",
+    "time": "there were too many for one call: evict again",
+    "unsaved": "NVMe did not take them in time",
+}
+
+
+@click.command()
+@node_option
+@click.option(
+    "--tier",
+    type=click.Choice(["dram", "nvme", "all"]),
+    default="dram",
+    show_default=True,
+    help="dram: saved to NVMe first, where the node has it and admits them; all: gone.",
+)
+@click.option("--pages", "count", type=click.IntRange(min=1), metavar="N", help="So many.")
+@click.option("--bytes", "size", type=Size(), metavar="SIZE", help="So much: 512MiB.")
+@click.option("--percent", type=Percent(), metavar="P", help="So much of what is chosen from.")
+@click.option("--age", "age_s", type=Duration(), metavar="DURATION", help="Only those unused for so long: 10m, 1h30m.")
+@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's; of a prompt: whose it is.")
+@click.option("--dry-run", is_flag=True, help="Say what would leave; change nothing.")
+@prompt_options
+@json_option
+def evict(
+    node: str | None,
+    tier: str,
+    count: int | None,
+    size: int | None,
+    percent: float | None,
+    age_s: float | None,
+    salt: str | None,
+    dry_run: bool,
+    prompt: PromptOptions,
+    as_json: bool,
+) -> None:
+    """Make pages leave, the coldest tails of chains first.
+
+    Say how much (--pages, --bytes or --percent; without, all that fits) and of what: --age, --tenant, a prompt. At
+    least one of these has to be said. What is leased, pinned, being written, or has pages behind it that stay does not
+    leave.
+    """
+    amounts = {"--pages": count, "--bytes": size, "--percent": percent}
+    said = [option for option, value in amounts.items() if value is not None]
+    if len(said) > 1:
+        raise InvalidRequest(said[1], f"cannot be said together with {said[0]}")
+    named = prompt.given
+    if not said and age_s is None and salt is None and not named:
+        raise InvalidRequest("evict", "say what or how much: --pages, --bytes, --percent, --age, --tenant or a prompt")
+    if named:
+        prompt.check()
+    with kvstore.connect(node) as store:
+        keys = prompt.find(store, salt).some() if named else None
+        salt = None if named else salt
+        found = store.evict(count, size, percent=percent, tier=tier, age_s=age_s, salt=salt, keys=keys, dry_run=dry_run)
+        name = store.name
+    if as_json:
+        print_json({"node": name, **found})
+        return
+    click.echo(f"{'would evict' if dry_run else 'evicted'} {found['pages']} pages ({bytes_text(found['bytes'])})")
+    if found["pages"]:
+        print_table(("by", "name", "pages", "size"), list(_rows(found)))
+    for reason, pages in sorted(found["stayed"].items(), key=lambda item: -item[1]):
+        click.echo(f"{pages} {'would stay' if dry_run else 'stayed'}: {reason}, {WHY.get(reason, 'as the node says')}")
+
+
+def _rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Sums by tier, tenant and model, the largest first; of many the rest together."""
+    rows: list[tuple[object, ...]] = []
+    for by in ("tier", "tenant", "model"):
+        sums = sorted(found[f"by_{by}"].items(), key=lambda item: -item[1]["bytes"])
+        rows += [(by, name or "(none)", of["pages"], bytes_text(of["bytes"])) for name, of in sums[:NAMES_SHOWN]]
+        rest = [of for _, of in sums[NAMES_SHOWN:]]
+        if rest:
+            pages, size = (sum(of[unit] for of in rest) for unit in ("pages", "bytes"))
+            rows.append((by, f"({len(rest)} more)", pages, bytes_text(size)))
+    return rows

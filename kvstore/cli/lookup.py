@@ -1,0 +1,209 @@
+"""``kvstore lookup``: which pages of a prompt are stored, page by page, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import click
+
+import kvstore
+from kvstore.cli.node import node_option
+from kvstore.cli.output import duration_text, json_option, print_json, print_table
+from kvstore.cli.prompt import SALT_HELP, Prompt, PromptOptions, prompt_options
+from kvstore.client.store import Store
+from kvstore.errors import NodeUnavailable, PermissionDenied
+from kvstore.model.replica import Tier
+
+Told = dict[str, Any]
+
+TEXTS = {
+    "identity": "another page has this key",
+    "gap": "stored, but after a page that is not",
+    "parent": "the pages before it are not stored",
+    "scanning": "not found yet: NVMe is still being scanned",
+    "elsewhere": "not stored under this tenant, adapter and layout",
+    "absent": "not stored",
+    "unknown": "not found; only operators, and only while the node is up, are told why",
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page's row: ``reason`` "" for a hit, else a code, with what ``detail`` there is."""
+
+    page: int
+    key: str
+    hit: bool
+    tiers: list[str]
+    reason: str
+    detail: Told
+
+
+@click.command()
+@node_option
+@click.option("--salt", "--tenant", "salt", metavar="SALT", help=SALT_HELP)
+@prompt_options
+@json_option
+def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
+    """Say page by page whether a prompt is stored, in which tier, or why it is not.
+
+    The prompt is given as token ids (--tokens, --file) or as text with a tokenizer. Nothing is read, marked as used or
+    changed. Pages with equal answers share a line; --json has every page.
+    """
+    prompt.check()
+    with kvstore.connect(node) as store:
+        found = prompt.find(store, salt)
+        told, explained = _told(store, found)
+        pages = _pages(found, told, explained)
+        name = store.name
+    document = _document(name, found, pages, told, explained)
+    if as_json:
+        print_json(document)
+        return
+    if pages:
+        headers = ("pages", "tokens", "key of the first", "found", "tiers", "why, and what keeps it")
+        print_table(headers, list(_rows(pages, found.cache.layout.page_tokens)))
+        click.echo()
+    click.echo(_summary(document))
+    for other in document["elsewhere"]:
+        click.echo(f"these tokens are stored under {_other(other)}")
+
+
+def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
+    """What the node says of each page, and whether it said why; else only how much of the prompt is found."""
+    try:
+        if store.stats()["state"] == "down":  # known at once, while a call would wait for the daemon
+            raise NodeUnavailable(store.name)
+        return store.explain(prompt.keys), True
+    except (NodeUnavailable, PermissionDenied):  # reading works without the daemon, and for tenants
+        match = prompt.cache.lookup(prompt.keys)
+        dram = match.tiers.get(Tier.DRAM, 0)
+        tiers = [["dram"]] * dram + [["nvme"]] * (match.pages - dram) + [[]] * (len(prompt.keys) - match.pages)
+        return {
+            "pages": [{"tiers": found} for found in tiers],
+            "elsewhere": [],
+            "events_s": 0,
+            "scanning": False,
+        }, False
+
+
+def _pages(prompt: Prompt, told: Told, explained: bool) -> list[Page]:
+    pages: list[Page] = []
+    complete = True  # so far
+    for number, (key, about) in enumerate(zip(prompt.keys.hashes, told["pages"], strict=True)):
+        hit = complete and bool(about["tiers"])
+        reason = "" if hit else _reason(about, number, complete, told, explained)
+        detail = {name: value for name, value in about.items() if name != "tiers"}
+        pages.append(Page(number, key.hex(), hit, about["tiers"], reason, detail))
+        complete = hit
+    return pages
+
+
+def _reason(about: Told, number: int, complete: bool, told: Told, explained: bool) -> str:
+    """Why it is not found. What is known of the page itself goes before what is known of others."""
+    event = about.get("event", {})
+    if not explained:
+        return "unknown"
+    if about["tiers"]:
+        return "gap"
+    for fact in ("writing", "identity"):
+        if fact in about:
+            return fact
+    if event.get("kind") in ("evicted", "dropped"):
+        return str(event["kind"])
+    if not complete:
+        return "parent"
+    if number == 0 and told["elsewhere"]:
+        return "elsewhere"
+    return "scanning" if told["scanning"] else "absent"
+
+
+def _document(name: str, prompt: Prompt, pages: list[Page], told: Told, explained: bool) -> Told:
+    """What --json prints."""
+    layout = prompt.cache.layout
+    stored = sum(page.hit for page in pages)
+    asked = (len(prompt.tokens) - 1) // layout.page_tokens
+    dram = sum(page.hit and "dram" in page.tiers for page in pages)
+    return {
+        "node": name,
+        "layout": asdict(layout),
+        "fingerprint": layout.fingerprint.hex(),
+        "salt": prompt.cache.salt,
+        "adapter": prompt.cache.adapter,
+        "root": prompt.cache.root.hex(),
+        "tokens": len(prompt.tokens),
+        "page_tokens": layout.page_tokens,
+        "full_pages": len(pages),
+        "stored_pages": stored,
+        "stored_tokens": stored * layout.page_tokens,
+        "dram_pages": dram,
+        "nvme_only_pages": stored - dram,
+        "match_pages": min(stored, asked),
+        "match_tokens": min(stored, asked) * layout.page_tokens,
+        "reason": next((page.reason for page in pages if not page.hit), ""),
+        "explained": explained,
+        "events_s": told["events_s"],
+        "scanning": told["scanning"],
+        "elsewhere": told["elsewhere"],
+        "pages": [asdict(page) for page in pages],
+    }
+
+
+def _summary(document: Told) -> str:
+    full, stored, tokens = document["full_pages"], document["stored_pages"], document["tokens"]
+    if not full:
+        return f"{tokens} tokens fill no page of {document['page_tokens']}: nothing of this prompt can be stored"
+    where = f": {document['dram_pages']} in DRAM, {document['nvme_only_pages']} more on NVMe" if stored else ""
+    rest = tokens - full * document["page_tokens"]
+    lines = [f"{stored} of {full} pages are stored ({document['stored_tokens']} of {tokens} tokens){where}"]
+    if rest:
+        lines.append(f"the last {rest} tokens fill no page")
+    elif stored == full:
+        lines.append(f"a request with this prompt gets {document['match_pages']} of them: its last token is computed")
+    if document["reason"] == "absent":
+        lines.append(f"the node knows of no such page leaving in the last {duration_text(document['events_s'])}")
+    return "\n".join(lines)
+
+
+def _rows(pages: Iterable[Page], page_tokens: int) -> Iterable[tuple[object, ...]]:
+    """A row per run of pages with the same answer."""
+    for _, run in groupby(pages, key=_alike):
+        first, *others = run
+        last = others[-1] if others else first
+        tokens = f"{first.page * page_tokens}-{(last.page + 1) * page_tokens - 1}"
+        numbers = str(first.page) if first is last else f"{first.page}-{last.page}"
+        yield numbers, tokens, first.key, "hit" if first.hit else "miss", "+".join(first.tiers) or "-", _note(first)
+
+
+def _alike(page: Page) -> tuple[object, ...]:
+    event = page.detail.get("event", {})
+    cause = (event.get("kind"), event.get("tier"), event.get("reason")) if page.reason in ("evicted", "dropped") else ()
+    writing = page.detail.get("writing", {})
+    how = writing.get("shards"), writing.get("sealed")
+    held = page.detail.get("leased", False), page.detail.get("pinned", False)
+    return page.hit, tuple(page.tiers), page.reason, cause, how, held
+
+
+def _note(page: Page) -> str:
+    """Why it is not found, or what keeps it."""
+    if page.hit:
+        return ", ".join(fact for fact in ("leased", "pinned") if page.detail.get(fact))
+    if page.reason in ("evicted", "dropped"):
+        event = page.detail["event"]
+        cause = f" ({event['reason']})" if event["reason"] else ""
+        damaged = "damaged: " if page.reason == "dropped" and event["reason"] != "deleted" else ""
+        return f"{damaged}{page.reason} from {event['tier']} {duration_text(event['ago_s'])} ago{cause}"
+    if page.reason == "writing":
+        writing = page.detail["writing"]
+        ranks = f", {writing['sealed']} of {writing['shards']} ranks are done" if writing["shards"] > 1 else ""
+        return f"reserved: being written{ranks}, for {duration_text(writing['left_s'])} at most"
+    return TEXTS[page.reason]
+
+
+def _other(about: Told) -> str:
+    parts = [f"salt {about['salt']!r}"]
+    parts += [f"{name} {about[name]!r}" for name in ("adapter", "model") if about[name]]
+    return f"{', '.join(parts)}, layout {about['fingerprint'][:12]}"

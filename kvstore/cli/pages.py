@@ -1,0 +1,76 @@
+"""``kvstore pages``: which pages a node has stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import kvstore
+from kvstore.cli.node import node_option
+from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table
+from kvstore.cli.prompt import PromptOptions, prompt_options
+from kvstore.cli.values import Duration
+
+LIMIT_MAX = 1_000_000
+
+
+@click.command()
+@node_option
+@click.option("--tier", type=click.Choice(["dram", "nvme", "all"]), default="all", show_default=True)
+@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's; of a prompt: whose it is.")
+@click.option("--age", "age_s", type=Duration(), metavar="DURATION", help="Only those unused for so long: 10m, 1h30m.")
+@click.option("--order", type=click.Choice(["coldest", "recent", "place"]), default="coldest", show_default=True)
+@click.option("--limit", type=click.IntRange(1, LIMIT_MAX), default=50, show_default=True, help="At most so many.")
+@click.option("--after", metavar="PLACE", help="Go on after another list, by its `next`.")
+@prompt_options
+@json_option
+def pages(
+    node: str | None,
+    tier: str,
+    salt: str | None,
+    age_s: float | None,
+    order: str,
+    limit: int,
+    after: str | None,
+    prompt: PromptOptions,
+    as_json: bool,
+) -> None:
+    """List stored pages, those not used for longest first.
+
+    A page in two tiers is listed twice. With a prompt only its pages are listed; `lookup` tells of those that are not
+    stored as well.
+    """
+    named = prompt.given
+    if named:
+        prompt.check()
+    with kvstore.connect(node) as store:
+        keys = prompt.find(store, salt).some() if named else None
+        salt = None if named else salt
+        found = store.pages(limit, tier=tier, order=order, salt=salt, age_s=age_s, keys=keys, after=after)
+        name = store.name
+    if as_json:
+        print_json({"node": name, "next": None, **found})
+        return
+    if found["pages"]:
+        headers = ("key", "tier", "page", "size", "unused for", "tenant", "model", "hangs on it", "kept")
+        print_table(headers, [_row(page) for page in found["pages"]])
+        click.echo()
+    shown = len(found["pages"])
+    click.echo(f"{shown} of {found['total']} pages ({bytes_text(found['bytes'])} in all)")
+    if "next" in found:
+        click.echo(f"go on with --after {found['next']}")
+
+
+def _row(page: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        page["key"],
+        page["tier"],
+        page["position"],
+        bytes_text(page["bytes"]),
+        duration_text(page["unused_s"]),
+        page["tenant"] or "-",
+        page["model"] or "-",
+        page["holds"],
+        ", ".join(fact for fact in ("leased", "pinned") if page[fact]) or "-",
+    )

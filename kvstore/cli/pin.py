@@ -1,0 +1,104 @@
+"""``kvstore pin`` and ``kvstore unpin``: keep the stored pages of a prompt from leaving, and let them go again."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+import kvstore
+from kvstore.cli.node import node_option
+from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table
+from kvstore.cli.prompt import SALT_HELP, PromptOptions, prompt_options
+from kvstore.cli.values import Duration
+from kvstore.errors import InvalidRequest
+
+
+@click.command()
+@node_option
+@click.option("--list", "listed", is_flag=True, help="Show the pins there are; takes no prompt.")
+@click.option("--ttl", "ttl_s", type=Duration(days_max=30), metavar="DURATION", help="For how long: 30m, 1h, 2d.")
+@click.option("--salt", "--tenant", "salt", metavar="SALT", help=SALT_HELP)
+@prompt_options
+@json_option
+def pin(
+    node: str | None, listed: bool, ttl_s: float | None, salt: str | None, prompt: PromptOptions, as_json: bool
+) -> None:
+    """Keep the stored pages of a prompt from leaving for some time, or list what is kept.
+
+    Kept is what is stored now, from the first page on, in DRAM and on NVMe. A pin outlives the command and the daemon,
+    not a reboot; pinning the same prompt again moves its end. All pins keep at most `pins_share_max` of a tier.
+    """
+    named = prompt.given
+    if listed:
+        if named or ttl_s is not None or salt is not None:
+            raise InvalidRequest("--list", "takes no prompt, --ttl or --salt")
+        _list(node, as_json)
+        return
+    if not named:
+        raise InvalidRequest("prompt", "give one: --tokens, --file, --text or --text-file; or say --list")
+    if ttl_s is None:
+        raise InvalidRequest("--ttl", "say for how long: 30m, 1h, 2d")
+    prompt.check()
+    with kvstore.connect(node) as store:
+        keys = prompt.find(store, salt).some()
+        found = store.pin(keys, ttl_s)
+        name = store.name
+    if as_json:
+        print_json({"node": name, "asked_pages": len(keys), **found})
+        return
+    until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["until"]))
+    click.echo(
+        f"pin {found['pin']}: {found['pages']} of {len(keys)} pages ({bytes_text(found['bytes'])}) until {until}"
+    )
+
+
+def _list(node: str | None, as_json: bool) -> None:
+    with kvstore.connect(node) as store:
+        found = store.pins()
+        name = store.name
+    if as_json:
+        print_json({"node": name, **found})
+        return
+    if found["pins"]:
+        headers = ("pin", "tenant", "pages", "size", "tiers", "ends in", "last page")
+        print_table(headers, [_row(entry) for entry in found["pins"]])
+        click.echo()
+    kept = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in found["bytes"].items() if size)
+    count = len(found["pins"])
+    click.echo(f"{count} pin{'s' if count != 1 else ''}" + (f", keeping {kept}" if kept else ""))
+
+
+def _row(entry: dict[str, Any]) -> tuple[object, ...]:
+    tiers = " ".join(f"{tier}:{pages}" for tier, pages in entry["tiers"].items())
+    left_s = max(0.0, entry["until"] - time.time())
+    size = bytes_text(entry["bytes"])
+    return entry["pin"], entry["salt"] or "-", entry["pages"], size, tiers, duration_text(left_s), entry["last"]
+
+
+@click.command()
+@click.argument("number", metavar="[ID]", required=False)
+@node_option
+@click.option("--salt", "--tenant", "salt", metavar="SALT", help=SALT_HELP)
+@prompt_options
+@json_option
+def unpin(node: str | None, number: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
+    """End a pin: by its ID as `pin --list` shows it, or all pins of a prompt."""
+    named = prompt.given
+    if named == (number is not None):
+        reason = "cannot be said together with a prompt" if named else "give the number of a pin, or a prompt"
+        raise InvalidRequest("ID", reason)
+    if number is not None and (not number.isdecimal() or not 0 < int(number) < 10**19):
+        raise InvalidRequest("ID", f"{number!r} is not the number of a pin")
+    if number is not None and salt is not None:
+        raise InvalidRequest("--salt", "goes with a prompt")
+    if named:
+        prompt.check()
+    with kvstore.connect(node) as store:
+        found = store.unpin(keys=prompt.find(store, salt).some()) if named else store.unpin(number)
+        name = store.name
+    if as_json:
+        print_json({"node": name, **found})
+        return
+    click.echo(f"{found['unpinned']} pin{'s' if found['unpinned'] != 1 else ''} ended")

@@ -1,0 +1,195 @@
+"""Parts of the object verbs: heads as they are found, pieces and heads as they are put, values in several buffers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import failpoint
+from kvstore.client.buffers import Rows, flat_bytes
+from kvstore.client.local import Extent, Mapped
+from kvstore.client.put import Batch, PendingPut, frame_runs
+from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
+from kvstore.model.objects import About, is_object_class, key_hash, read_row
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Status, word_of
+from kvstore.tier.index import IndexDamaged
+from kvstore.transfer.control import OBJECT, Op, pack_addresses
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Scattered:
+    """One value over several flat buffers, laid end to end."""
+
+    def __init__(self, parts: list[Bytes]) -> None:
+        self.parts = parts
+        self.nbytes = sum(part.size for part in parts)
+
+    @classmethod
+    def of(cls, value: Any, field: str, writable: bool) -> Scattered:
+        """A caller's buffer, or list of buffers. Raises InvalidRequest naming ``field``."""
+        parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
+        if writable and not all(part.flags.writeable for part in parts):
+            raise InvalidRequest(field, "must be writable")
+        return cls(parts)
+
+    def write(self, start: int, data: Bytes) -> None:
+        """Copy ``data`` to ``start`` of the value."""
+        for part, low, high, at in self._cut(start, data.size):
+            part[low:high] = data[at : at + high - low]
+
+    def read(self, start: int, into: Bytes) -> None:
+        """Copy from ``start`` of the value as much as ``into`` takes and there is."""
+        for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
+            into[at : at + high - low] = part[low:high]
+
+    def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
+        """As many of these rows from ``start`` on as lie in one buffer, as a view; None where the first does not."""
+        for part, low, _, _ in self._cut(start, 1):
+            fit = min(rows, (part.size - low) // row_bytes)
+            return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None
+        return None
+
+    def _cut(self, start: int, count: int) -> list[tuple[Bytes, int, int, int]]:
+        """(buffer, low, high, place in ``start .. start + count``) of every buffer that has some of it."""
+        cut, base, stop = [], 0, start + count
+        for part in self.parts:
+            low, high = max(start - base, 0), min(stop - base, part.size)
+            if low < high:
+                cut.append((part, low, high, base + low - start))
+            base += part.size
+        return cut
+
+
+class Found(NamedTuple):
+    """An object's head, proven. ``extent`` None: it is on NVMe."""
+
+    about: About
+    frame_class: FrameClass
+    address: bytes
+    extent: Extent | None
+    frame: int
+    word: int
+
+    def copy_to(self, into: Scattered, start: int) -> bool:
+        """Copy what the head holds of the value, from DRAM; False where it changed meanwhile."""
+        assert self.extent is not None
+        into.write(start, self.extent.pages[self.frame, : self.about.value_bytes - start])
+        self.extent.last_use[self.frame] = time.monotonic_ns()
+        return int(self.extent.words[self.frame]) == self.word
+
+
+def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
+    """The head of the object of that name, wherever it is; None where there is none, or another string's."""
+    key = key_hash(root, name)
+    try:
+        raw = mapped.index.find_many([key])[0]
+        found = _in_dram(mapped, raw) if raw is not None else None
+        if found is None:
+            raw = mapped.index.find_many_nvme([key])[0]
+            found = mapped.nvme.object_head(raw) if raw is not None else None
+            if found is None or raw is None:
+                return None
+            frame_class, row = found
+            found = frame_class, row, raw, None, 0, 0
+    except IndexDamaged:
+        return None
+    about = read_row(found[1])
+    if about is None or about[0] != root or about[1].name != name or found[1][:16] != key:
+        return None
+    return Found(about[1], found[0], *found[2:])
+
+
+def _in_dram(mapped: Mapped, raw: bytes) -> Any:
+    number, frame, generation = ADDRESS.unpack(raw)
+    extent = mapped.extents.get(number) or mapped.extent(number)
+    word = word_of(generation, FrameState.SEALED)
+    if extent is None or frame >= len(extent.words) or int(extent.words[frame]) != word:
+        return None
+    row = extent.identity[frame].tobytes()
+    if not is_object_class(extent.frame_class) or int(extent.words[frame]) != word:
+        return None
+    return extent.frame_class, row, raw, extent, frame, word
+
+
+class _FromSource(PendingPut):
+    """Pages whose bytes come from a value in several buffers; see ``PendingPut``."""
+
+    _source: Scattered
+    _start = 0
+
+    def settled(self) -> int:
+        """``result``, but that it is 0 where the tenant may have no more; see ``refused``."""
+        try:
+            return self.result()
+        except QuotaExceeded:
+            return 0
+
+    @property
+    def refused(self) -> bool:
+        """Its tenant may have no more."""
+        return self._refused
+
+    def _copy(self, rows: Rows, page: int, addresses: list[Address]) -> None:
+        page_bytes = self._pool.frame_class.page_bytes
+        for number, frame, i, j in frame_runs(addresses):
+            extent = self._mapped.extent(number)
+            if extent is None:
+                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+            for place in range(i, j):
+                at = self._start + (page + place) * page_bytes
+                self._source.read(at, extent.pages[frame + place - i])
+            extent.last_use[frame : frame + j - i] = time.monotonic_ns()
+
+
+class PiecesPut(_FromSource):
+    """The pieces of an object, on their way in."""
+
+    pieces = 0
+
+    def send_from(self, source: Scattered, pieces: int) -> None:
+        """Copy them and send their seals."""
+        self._source, self.pieces = source, pieces
+        self.send(np.empty((pieces, 0), np.uint8), 0)
+
+    def last_address(self) -> bytes | None:
+        """Where the last piece that is stored is."""
+        try:
+            found = [raw for raw in self._mapped.index.find_many(self._keys.hashes) if raw is not None]
+        except IndexDamaged:
+            return None
+        return found[-1] if found else None
+
+
+class HeadPut(_FromSource):
+    """The head of an object, on its way in. ``busy``, ``present``: why it is not stored, after ``result``."""
+
+    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, replaces: bytes) -> None:
+        super().__init__(mapped, keys, frame_class)
+        self._replaces = replaces
+        self.busy = self.present = False
+
+    def send_from(self, source: Scattered, start: int) -> None:
+        """Copy it and send its seal."""
+        self._source, self._start = source, start
+        self.send(np.empty((1, 0), np.uint8), 0)
+
+    def _seal(self, rows: Rows, page: int, addresses: list[Address]) -> None:
+        body = (self._keys.parent, pack_addresses(addresses), self._keys.identity_bytes, self._replaces)
+        batch = Batch(page, addresses, body)
+        self._batches.append(batch)
+        self._request(batch)
+
+    def _request(self, batch: Batch) -> None:
+        number = self._pool.class_number
+        batch.reply = self._mapped.channel.request(Op.SEAL_GRANTED, count=1, a=number, flags=OBJECT, body=batch.body)
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
+
+    def _sort_out(self, batch: Batch, statuses: bytes) -> list[int]:
+        self.busy, self.present = Status.BUSY in statuses, Status.PRESENT in statuses
+        return super()._sort_out(batch, statuses)

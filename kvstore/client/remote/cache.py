@@ -1,0 +1,240 @@
+"""RemoteCache: the pages of one layout, salt and adapter in a node reached over gRPC."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.match import ABSENT, Match
+from kvstore.client.prefix_cache import PUTS_UNREAD_MAX, PrefixCache
+from kvstore.client.put import PendingPut
+from kvstore.client.remote.fetch import Rows, fetch
+from kvstore.client.remote.lease import RemoteLease
+from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode
+from kvstore.client.remote.put import RemotePut
+from kvstore.client.remote.reader import RemoteReader
+from kvstore.client.remote.writer import RemoteWriter
+from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys, root_key
+from kvstore.model.replica import FrameClass
+from kvstore.pb import store_pb2 as pb
+
+PREFETCH_GRACE_S = 0.5  # for the answer, after the node has stopped waiting
+
+
+class RemoteCache(PrefixCache):
+    """Pages of one layout, tenant salt and adapter. Made by ``RemoteStore.cache``; lives as long as its store.
+
+    Every verb is as in ``PrefixCache``, with these differences: each is at least one round trip, so that reading too
+    needs the node and raises ``NodeUnavailable`` or ``DeadlineExceeded`` where it does not answer; leases hold copies;
+    a reader gets layers when their pages are sealed.
+    """
+
+    def __init__(self, node: RemoteNode, layout: Layout, salt: str, adapter: str) -> None:
+        self.layout = layout
+        self.salt = salt
+        self.adapter = adapter
+        self.root = root_key(layout, salt, adapter)
+        self.page_bytes = layout.page_bytes
+        self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+        self._page_tokens = layout.page_tokens
+        self._remote = node
+        self._chain = pb.Pages(layout=pb.Layout(**asdict(layout)), salt=salt, adapter=adapter, whole_pages=True)
+        self._puts: deque[PendingPut] = deque()
+
+    def named(self, keys: Keys) -> pb.Pages:
+        """Pages as requests name them."""
+        pages = pb.Pages(tokens=keys.tokens.tobytes(), extras=keys.media or ())
+        pages.MergeFrom(self._chain)
+        if keys.extras is not None and keys.media is None:
+            raise InvalidRequest("extras", "these keys hold digests of them only; make keys with cache.keys()")
+        if keys.parent != keys.root:
+            pages.parent = keys.parent
+        return pages
+
+    def parts(self, keys: Keys) -> Iterator[Keys]:
+        """Keys in parts that each fit a request; none where there are none."""
+        most = self._remote.request_bytes // (4 * self._page_tokens + _widest(keys))
+        most = max(1, min(most, REQUEST_PAGES))
+        return (keys[start : start + most] for start in range(0, len(keys), most))
+
+    def _one_call(self, keys: Keys) -> Keys:
+        """Raises InvalidRequest where these do not fit a request."""
+        part = next(self.parts(keys), keys)
+        if len(part) < len(keys):
+            raise InvalidRequest(
+                "tokens", f"{len(keys)} pages are too many for one call over gRPC: {len(part)} at most"
+            )
+        return keys
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Match:
+        """See ``PrefixCache.lookup``.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time.
+        """
+        keys = self._asked(tokens, extras)
+        self._remote.check_open()
+        return self._match(keys, self._looked_up)
+
+    def get(
+        self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
+    ) -> Match:
+        """See ``PrefixCache.get``. What arrives goes straight into ``out``, and is verified before it counts.
+
+        Args:
+            verify: have the node compare checksums of pages in DRAM too before it sends them.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: no answer, or the stream broke; some pages may be in ``out``.
+        """
+        keys = self._asked(tokens, extras)
+        asked = len(keys)
+        target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
+        node = self._remote
+        node.check_open()
+        if not asked:
+            return Match(0, 0, "")
+        pages, nvme_pages, reason, parts = 0, 0, "", []
+        for part in self.parts(keys):
+            rows = target[pages : pages + len(part)] if target is not None else None
+            request = pb.ReadRequest(pages=self.named(part), verify=bool(verify))
+            found = fetch(node, request, len(part), self.page_bytes, rows)
+            parts.append(found.rows[: found.pages])
+            pages, nvme_pages, reason = pages + found.pages, nvme_pages + found.nvme_pages, found.reason
+            if reason:
+                node.missed(reason)
+                break
+        data = (parts[0] if len(parts) == 1 else np.concatenate(parts)) if out is None else None
+        return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
+
+    def get_async(
+        self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
+    ) -> Future[Match]:
+        """See ``PrefixCache.get_async``."""
+        return self._remote.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
+
+    def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
+        """See ``PrefixCache.prefetch``."""
+        if not 0 < timeout_s < 1e6:
+            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+        keys = self._asked(tokens, extras)
+        self._remote.check_open()
+        deadline = time.monotonic() + timeout_s
+
+        def brought(part: Keys) -> pb.LookupReply:
+            left_s = max(0.0, deadline - time.monotonic()) + PREFETCH_GRACE_S
+            return self._remote.call("Prefetch", pb.LookupRequest(pages=self.named(part)), pb.LookupReply, left_s)
+
+        return self._match(keys, brought)
+
+    def _looked_up(self, keys: Keys) -> pb.LookupReply:
+        return self._remote.call("Lookup", pb.LookupRequest(pages=self.named(keys)), pb.LookupReply)
+
+    def _match(self, keys: Keys, ask: Callable[[Keys], pb.LookupReply]) -> Match:
+        """What ``ask`` says of all parts, up to the first that is not whole."""
+        pages, nvme_pages = 0, 0
+        for part in self.parts(keys):
+            reply = ask(part)
+            found = min(reply.pages, len(part))
+            pages, nvme_pages = pages + found, nvme_pages + min(reply.nvme_pages, found)
+            if found < len(part):
+                return Match(pages * self._page_tokens, pages, reply.reason or ABSENT, None, nvme_pages)
+        return Match(pages * self._page_tokens, pages, "", None, nvme_pages)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
+        """See ``PrefixCache.put``. One round trip asks what is stored already, a stream brings the rest.
+
+        Args:
+            checksum: has no effect: what arrives is verified in any case.
+        """
+        keys = self._named(tokens, extras)
+        rows = rows_to_read(pages, self.page_bytes, len(keys))
+        new = done = 0
+        self._remote.check_open()
+        for part in self.parts(keys):
+            found, whole = self._put(part, rows[done : done + len(part)])
+            new, done = new + found, done + len(part)
+            if not whole:
+                break
+        return new
+
+    def put_async(
+        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
+    ) -> PendingPut:
+        """See ``PrefixCache.put_async``. Returns when the connection has taken all pages."""
+        keys = self._one_call(self._named(tokens, extras))
+        put, _ = self._sent(keys, rows_to_read(pages, self.page_bytes, len(keys)))
+        self._puts.append(put)
+        while len(self._puts) > PUTS_UNREAD_MAX:
+            try:
+                self._puts.popleft().result()
+            except Unavailable:  # kept for whoever asks for that result
+                pass
+        return put
+
+    def _put(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
+        """How many pages are new, and whether all are stored now."""
+        put, first = self._sent(keys, rows)
+        try:
+            new = put.result()
+        except NodeUnavailable:  # the connection was lost: what was stored meanwhile is ours
+            put, second = self._sent(keys, rows)
+            new = put.result() + max(0, second - first)
+            first = second
+        return new, first + put.stored == len(keys)
+
+    def _sent(self, keys: Keys, rows: Rows) -> tuple[RemotePut, int]:
+        """A put of what is not in DRAM yet, and how many leading pages are there."""
+        self._remote.check_open()
+        put, stored = RemotePut(self._remote), 0
+        if len(keys):
+            found = self._looked_up(keys)
+            stored = min(found.pages - found.nvme_pages, len(keys))
+        if stored < len(keys):
+            put.start(pb.WriteBegin(pages=self.named(keys[stored:])), rows[stored:])
+        return put, stored
+
+    def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> RemoteLease:
+        """See ``PrefixCache.lease``. The pages are fetched: read-only copies, right whatever happens to the lease."""
+        keys = self._one_call(self._asked(tokens, extras))
+        return RemoteLease(self._remote, self.layout, keys, ttl_s, self.named)
+
+    def writer(
+        self,
+        tokens: Any,
+        ttl_s: float = 30.0,
+        group: str | int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        extras: Sequence[bytes] | None = None,
+    ) -> RemoteWriter:
+        """See ``PrefixCache.writer``. Each layer is one stream, which has arrived when ``write_layer`` returns.
+
+        Args:
+            group: ranks on the node's own machine that are to join must name theirs by the same text.
+        """
+        keys = self._one_call(self._named(tokens, extras))
+        return RemoteWriter(self._remote, self.layout, keys, ttl_s, group, rank, ranks, self.named)
+
+    def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> RemoteReader:
+        """See ``PrefixCache.reader``. Layers come once their page is sealed; pages are fetched whole and kept."""
+        keys = self._one_call(self._asked(tokens, extras))
+        return RemoteReader(self._remote, self.layout, keys, timeout_s, self.named)
+
+
+def _widest(keys: Keys) -> int:
+    """Bytes of the longest media digest of a page, and around it."""
+    return 8 + max(map(len, keys.media), default=0) if keys.media is not None else 0

@@ -1,0 +1,233 @@
+"""RemoteNode: one gRPC channel to a node, with credentials, deadlines and one retry. Threads may share it."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.experimental
+
+from kvstore.client.channel import AFTER_FORK
+from kvstore.client.remote.endpoint import Endpoint
+from kvstore.client.remote.trace import traceparent
+from kvstore.client.workers import Workers
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
+from kvstore.pb import store_pb2 as pb
+from kvstore.transfer.grpc_errors import ERROR_KEY, error_of
+
+SERVICE: Final = "/kvstore.v1.Store/"
+MESSAGE_BYTES_MAX: Final = 64 << 20  # received; the largest is a chunk of data, or a list of pages
+STREAM_BYTES_PER_S_MIN: Final = 32 << 20  # a stream's deadline grows by its bytes at this speed
+OVERHEAD_BYTES: Final = 64 << 10  # of a message beside its data or tokens
+REQUEST_BYTES: Final = 2 << 20  # of tokens in one request: half a million of them
+REQUEST_PAGES: Final = 1 << 15
+DATA_BYTES: Final = 2 << 20  # of one message; its size hardly matters, but whole pages save the node a copy
+
+# Reconnecting starts at once and never waits longer than a second: a restarted daemon is soon found.
+OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.enable_retries", 0),  # ours know what may be asked twice
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a store's connection is its own, and so are its credentials
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
+)
+
+Reply = TypeVar("Reply")
+
+
+class _Ends:
+    """What has to be ended with a RemoteNode, also when it is merely dropped or the process exits."""
+
+    def __init__(self, channel: grpc.Channel, workers: Workers) -> None:
+        self.pid = os.getpid()
+        self.channel = channel
+        self.workers = workers
+
+    def end(self) -> None:
+        """Close both. In a forked child nothing is done: gRPC's threads are the parent's."""
+        if os.getpid() == self.pid:
+            self.workers.close()
+            self.channel.close()
+
+
+class RemoteNode:
+    """A node at the other end of a connection.
+
+    Life: made (nothing is sent) -> connected by the first call, and again by itself after the connection is lost ->
+    ``close``, being dropped, or the end of the process. In a forked child every call is refused.
+
+    Args:
+        endpoint: where it is, and who we are.
+        timeout_s: deadline of a call; streams of data get more by their size.
+
+    Attributes:
+        about: what the node said of itself; set by ``ask_about``.
+        misses: reason -> how often a match ended for it; threads may lose a count.
+    """
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self.timeout_s = timeout_s
+        self.refusal = ""
+        self.misses: dict[str, int] = {}
+        self.about = pb.AboutReply()
+        self.workers = Workers("kvstore-remote")
+        self._pid = os.getpid()
+        self._metadata = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
+        self._channel = _channel(endpoint)
+        self._methods: dict[str, Callable[..., Any]] = {}
+        self._finalizer = weakref.finalize(self, _Ends(self._channel, self.workers).end)
+        _nodes.add(self)
+
+    @property
+    def data_bytes(self) -> int:
+        """The most data to be sent in one message."""
+        most = self.about.message_bytes_max
+        return max(1, min(DATA_BYTES, most - OVERHEAD_BYTES)) if most else DATA_BYTES
+
+    @property
+    def request_bytes(self) -> int:
+        """The most bytes of tokens and media in one request."""
+        return min(self.about.message_bytes_max or REQUEST_BYTES, REQUEST_BYTES + OVERHEAD_BYTES) - OVERHEAD_BYTES
+
+    def ask_about(self, timeout_s: float | None = None) -> None:
+        """Ask the node what it is. Raises as ``call``."""
+        self.about = self.call("About", pb.AboutRequest(), pb.AboutReply, timeout_s)
+
+    def call(
+        self, name: str, request: Any, reply: type[Reply], timeout_s: float | None = None, again: bool = True
+    ) -> Reply:
+        """One request, one reply.
+
+        Args:
+            again: ask once more where the connection was lost meanwhile; for what may be asked twice.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time.
+            KVStoreError: whatever the node refused it for, as a local one would.
+        """
+        method = self._method(name, "unary_unary", type(request).SerializeToString, reply.FromString)  # type: ignore[attr-defined]
+        found: Reply = self._tried(lambda left_s: method(request, **self._how(left_s)), timeout_s, again)
+        return found
+
+    def receive(self, name: str, request: bytes, timeout_s: float) -> Iterator[bytes]:
+        """One request, many replies, as raw messages. Raises grpc.RpcError while iterating; ``cancel`` ends it."""
+        self.check_open()
+        stream: Iterator[bytes] = self._method(name, "unary_stream", None, None)(request, **self._how(timeout_s))
+        return stream
+
+    def send(self, name: str, messages: Iterator[bytes], timeout_s: float) -> Any:
+        """Many raw requests, one raw reply: a ``grpc.Future`` of it. Requests are drawn by a thread of gRPC."""
+        self.check_open()
+        return self._method(name, "stream_unary", None, None).future(messages, **self._how(timeout_s))  # type: ignore[attr-defined]
+
+    def _method(self, name: str, kind: str, serializer: Any, deserializer: Any) -> Callable[..., Any]:
+        self.check_open()
+        found = self._methods.get(name)
+        if found is None:
+            found = getattr(self._channel, kind)(
+                SERVICE + name, request_serializer=serializer, response_deserializer=deserializer
+            )
+            self._methods[name] = found
+        return found
+
+    def _how(self, timeout_s: float) -> dict[str, Any]:
+        return {"timeout": timeout_s, "metadata": (*self._metadata, *traceparent())}
+
+    def _tried(self, attempt: Callable[[float], Reply], timeout_s: float | None, again: bool) -> Reply:
+        """Make the attempt within the deadline, and once more where it may be and the connection was lost."""
+        deadline = time.monotonic() + (timeout_s if timeout_s is not None else self.timeout_s)
+        while True:
+            try:
+                return attempt(max(0.001, deadline - time.monotonic()))
+            except grpc.RpcError as error:
+                if not (again and lost(error)):
+                    self.refuse(error)
+                again = False
+            except ValueError:  # gRPC's word for a channel that was closed by another thread
+                self.check_open()
+                raise
+
+    def refuse(self, error: grpc.RpcError) -> NoReturn:
+        """Raise what a failed call means."""
+        self.check_open()
+        raise self.meaning(error) from None
+
+    def meaning(self, error: grpc.RpcError) -> KVStoreError:
+        """What a failed call means, with the node named where it did not say so itself."""
+        call = _call_of(error)
+        if call is None:
+            return Unavailable(f"{self.endpoint.address}: {error}")
+        meant = error_of(call.code().name, call.details() or "", call.trailing_metadata() or ())
+        if call.code() is grpc.StatusCode.UNIMPLEMENTED and type(meant) is VersionMismatch:
+            return VersionMismatch(f"{self.endpoint.address}: is no kvstore node, or one of another version ({meant})")
+        if type(meant) in (NodeUnavailable, DeadlineExceeded):
+            return type(meant)(f"{self.endpoint.address}: {meant}")
+        return meant
+
+    def stream_s(self, size_bytes: int) -> float:
+        """The deadline of a stream of so many bytes."""
+        return self.timeout_s + size_bytes / STREAM_BYTES_PER_S_MIN
+
+    def missed(self, reason: str) -> None:
+        """Count why a match ended early."""
+        self.misses[reason] = self.misses.get(reason, 0) + 1
+
+    def check_open(self) -> None:
+        """Raises InvalidRequest where the store is closed, or this is a forked child."""
+        if self.refusal:
+            raise InvalidRequest("store", self.refusal)
+
+    def close(self) -> None:
+        """End the connection; later calls are refused, and those under way fail."""
+        if not self.refusal:
+            self.refusal = "is closed"
+            self._finalizer()
+
+    def _after_fork(self) -> None:
+        self.refusal = AFTER_FORK.format(self._pid)
+        _kept.append(self._channel)  # dropping it would wait for gRPC's threads, which are the parent's
+
+
+def lost(error: grpc.RpcError) -> bool:
+    """Whether a call failed because there was no connection, or it broke; not because the node refused it."""
+    call = _call_of(error)
+    if call is None or call.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return not any(key == ERROR_KEY for key, _ in call.trailing_metadata() or ())
+
+
+def _call_of(error: Any) -> Any:
+    """The call that failed: gRPC raises one object that is both. None where it is an error alone."""
+    return error if isinstance(error, grpc.Call) else None
+
+
+def _channel(endpoint: Endpoint) -> grpc.Channel:
+    options = list(OPTIONS)
+    if not endpoint.tls:
+        return grpc.insecure_channel(endpoint.target, options=options)
+    if endpoint.server_name:
+        options.append(("grpc.ssl_target_name_override", endpoint.server_name))  # type: ignore[arg-type]
+    credentials = grpc.ssl_channel_credentials(endpoint.ca, endpoint.key, endpoint.cert)
+    return grpc.secure_channel(endpoint.target, credentials, options=options)
+
+
+_nodes: weakref.WeakSet[RemoteNode] = weakref.WeakSet()
+_kept: list[grpc.Channel] = []
+
+
+def _forked() -> None:
+    for node in list(_nodes):
+        node._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)

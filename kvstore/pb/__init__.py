@@ -1,0 +1,1 @@
+"""Generated from ``proto/`` by ``make proto``; `make check` compares. Import nothing from here that must start fast."""

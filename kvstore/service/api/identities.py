@@ -1,0 +1,249 @@
+"""Identities: who may call a node over gRPC, and for which salts.
+
+A TOML file, readable by its owner only::
+
+    [[identity]]
+    name = "team-a"
+    token_sha256 = "9f86d0..."       # sha256 of the token, 64 hex digits; or
+    certificate = "team-a.example"   # common name or alternative name of the client's certificate; or both, then both
+    salts = ["team-a", "shared"]     # whose pages it may read and write; ["*"]: all
+    operator = false                 # whether it may also evict, list, verify, ...
+    expires = 2027-01-31             # the last day (UTC), or a moment; absent: never
+
+The file is read again when it changes and on SIGHUP. One that cannot be used then is logged, and the identities read
+before hold on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import os
+import re
+import stat
+import time
+import tomllib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
+
+ALL_SALTS: Final = "*"
+LOOK_S: Final = 0.5  # how often the file is looked at, at most
+IDENTITIES_MAX: Final = 4096
+FILE_BYTES_MAX: Final = 8 << 20
+
+_HEX = re.compile(r"[0-9a-fA-F]{64}")
+_KEYS: Final = ("name", "token_sha256", "certificate", "salts", "operator", "expires")
+UNKNOWN: Final = "the node does not know this caller: give a valid token or certificate"  # never which part was wrong
+
+log = logging.getLogger("kvstore.api")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One who may call. ``expires_s``: seconds since the epoch, or None."""
+
+    name: str
+    salts: frozenset[str]
+    operator: bool = False
+    token_digest: bytes | None = field(default=None, repr=False)
+    certificate: str | None = None
+    expires_s: float | None = None
+
+    def may_use(self, salt: str) -> bool:
+        """Whether pages under ``salt`` are this caller's."""
+        return ALL_SALTS in self.salts or salt in self.salts
+
+    def check_salt(self, salt: str) -> None:
+        """Raises PermissionDenied where ``may_use`` says no."""
+        if not self.may_use(salt):
+            raise PermissionDenied(f"salt {salt!r} is not one of {self.name}'s")
+
+    def check_operator(self) -> None:
+        """Raises PermissionDenied for everybody but operators."""
+        if not self.operator:
+            raise PermissionDenied(f"{self.name} is no operator")
+
+
+LOCAL: Final = Identity("local", frozenset({ALL_SALTS}), operator=True)
+"""Whoever may open the unix socket; or reach loopback, where nobody is asked who they are."""
+
+
+def is_tenant(identity: Identity) -> bool:
+    """One of several, of which none may take everything: neither an operator nor whoever is here without a name."""
+    return not identity.operator
+
+
+class Identities:
+    """The identities of a file, or of no file: then every caller is ``LOCAL``. Any thread may ask.
+
+    Raises:
+        InvalidRequest: the file cannot be read, can be read by others, or says something that makes no sense.
+    """
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self._state: tuple[int, ...] = ()
+        self._looked_s = time.monotonic()
+        self._known: frozenset[Identity] = frozenset()
+        self._by_digest: dict[bytes | None, list[Identity]] = {}  # None: those without a token
+        if path is not None:
+            found, self._state = _read(path)
+            self._keep(found)
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether callers have to say who they are."""
+        return self.path is not None
+
+    @property
+    def by_certificate(self) -> bool:
+        """Whether some are known by their certificate."""
+        return any(identity.certificate is not None for identity in self._known)
+
+    def find(self, token: str | None, certificates: Iterable[str]) -> Identity:
+        """Who calls with this token and a certificate of these names.
+
+        Looked up by the token's digest: how long that takes tells nothing about a token that is not known.
+
+        Raises:
+            Unauthenticated: nobody that is known, or one who has expired.
+        """
+        if self.path is None:
+            return LOCAL
+        self._look()
+        digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest() if token is not None else None
+        names = set(certificates)
+        found = next(
+            (i for i in self._by_digest.get(digest, ()) if i.certificate is None or i.certificate in names), None
+        )
+        if found is None:
+            raise Unauthenticated(UNKNOWN)
+        self._check_time(found)
+        return found
+
+    def check(self, identity: Identity) -> None:
+        """Raises Unauthenticated where a caller found before has expired, or is no longer in the file."""
+        if identity is LOCAL:
+            return
+        self._look()
+        if identity not in self._known:
+            raise Unauthenticated(UNKNOWN)
+        self._check_time(identity)
+
+    def reload(self) -> None:
+        """Read the file now (SIGHUP). Where it cannot be used, what was read before holds on."""
+        if self.path is None:
+            return
+        try:
+            found, self._state = _read(self.path)
+        except InvalidRequest as error:
+            log.error("%s; the identities read before hold on", error)
+            self._state = _state_of(self.path)
+        else:
+            self._keep(found)
+            log.info("%d identities read from %s", len(found), self.path)
+
+    def _keep(self, found: tuple[Identity, ...]) -> None:
+        by_digest: dict[bytes | None, list[Identity]] = {}
+        for identity in found:
+            by_digest.setdefault(identity.token_digest, []).append(identity)
+        self._known, self._by_digest = frozenset(found), by_digest
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if self.path is not None and now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            if _state_of(self.path) != self._state:
+                self.reload()
+
+    def _check_time(self, identity: Identity) -> None:
+        if identity.expires_s is not None and self._clock() >= identity.expires_s:
+            raise Unauthenticated(UNKNOWN)
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _read(path: Path) -> tuple[tuple[Identity, ...], tuple[int, ...]]:
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise InvalidRequest("identities", f"{path} is not a file")
+            if found.st_mode & 0o077:
+                raise InvalidRequest("identities", f"{path} can be read or written by others: chmod 600 {path}")
+            if found.st_uid not in (0, os.geteuid()):
+                raise InvalidRequest("identities", f"{path} belongs to another user: chown it to the daemon's")
+            if found.st_size > FILE_BYTES_MAX:
+                raise InvalidRequest("identities", f"{path} has more than {FILE_BYTES_MAX} bytes")
+            document = tomllib.loads(file.read(FILE_BYTES_MAX).decode())
+    except OSError as error:
+        raise InvalidRequest("identities", f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("identities", f"{path} is not TOML: {error}") from None
+    state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return parse(document, str(path)), state
+
+
+def parse(document: dict[str, Any], where: str) -> tuple[Identity, ...]:
+    """The identities in a TOML document. Raises InvalidRequest naming the entry that makes no sense."""
+    entries = document.get("identity", [])
+    _require(set(document) <= {"identity"}, f"{where}: write [[identity]] tables and nothing else")
+    _require(isinstance(entries, list) and entries != [], f"{where} has no [[identity]]: nobody could call")
+    _require(len(entries) <= IDENTITIES_MAX, f"{where} has more than {IDENTITIES_MAX} identities")
+    found: list[Identity] = []
+    for number, entry in enumerate(entries, 1):
+        _require(isinstance(entry, dict), f"{where}: write [[identity]] with double brackets")
+        found.append(_parse_one(entry, f"{where}, identity {number}"))
+    for what, values in (
+        ("name", [identity.name for identity in found]),
+        ("token and certificate", [(identity.token_digest, identity.certificate) for identity in found]),
+    ):
+        _require(len(set(values)) == len(values), f"{where}: two identities have the same {what}")
+    return tuple(found)
+
+
+def _parse_one(entry: dict[str, Any], where: str) -> Identity:
+    unknown = sorted(set(entry) - set(_KEYS))
+    _require(not unknown, f"{where}: {', '.join(unknown)} is not one of {', '.join(_KEYS)}")
+    name, token, certificate = entry.get("name"), entry.get("token_sha256"), entry.get("certificate")
+    _require(isinstance(name, str) and name != "", f"{where}: name must be text")
+    where = f"{where} ({name})"
+    _require(token is not None or certificate is not None, f"{where}: needs token_sha256 or certificate")
+    is_digest = token is None or (isinstance(token, str) and _HEX.fullmatch(token) is not None)
+    _require(is_digest, f"{where}: token_sha256 must be 64 hex digits: printf %s TOKEN | sha256sum")
+    is_name = certificate is None or (isinstance(certificate, str) and certificate != "")
+    _require(is_name, f"{where}: certificate must be a common or alternative name")
+    salts = entry.get("salts")
+    _require(isinstance(salts, list) and all(isinstance(s, str) for s in salts), f"{where}: salts must list texts")
+    operator = entry.get("operator", False)
+    _require(isinstance(operator, bool), f"{where}: operator must be true or false")
+    digest = bytes.fromhex(token) if token is not None else None
+    return Identity(str(name), frozenset(salts or ()), operator, digest, certificate, _expiry(entry, where))
+
+
+def _expiry(entry: dict[str, Any], where: str) -> float | None:
+    value = entry.get("expires")
+    if value is None:
+        return None
+    if isinstance(value, datetime.datetime):
+        return (value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)).timestamp()
+    _require(isinstance(value, datetime.date), f"{where}: expires must be a date, such as 2027-01-31")
+    after = datetime.datetime.combine(value, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
+    return after.timestamp()
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise InvalidRequest("identities", reason)

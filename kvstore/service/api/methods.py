@@ -1,0 +1,133 @@
+"""Methods: from the names in store.proto to the code that serves them. Messages pass as bytes; the code parses them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from kvstore.service.api.admin import AdminCalls
+from kvstore.service.api.gate import Call, Gate
+from kvstore.service.api.objects import ObjectCalls
+from kvstore.service.api.pages import PageCalls
+from kvstore.service.api.reservations import Leases, Reservations
+
+SERVICE: Final = "kvstore.v1.Store"
+
+Unary = Callable[[Call, bytes], Awaitable[bytes]]
+Sending = Callable[[Call, bytes], Awaitable[None]]
+Taking = Callable[[Call, AsyncIterator[bytes]], Awaitable[bytes]]
+
+
+def handlers(
+    gate: Gate, pages: PageCalls, reservations: Reservations, leases: Leases, objects: ObjectCalls, admin: AdminCalls
+) -> grpc.GenericRpcHandler:
+    """The whole service, every call through the gate."""
+    unary: dict[str, Unary] = {
+        "About": pages.about,
+        "Lookup": pages.lookup,
+        "Prefetch": pages.prefetch,
+        "Reserve": reservations.reserve,
+        "Seal": reservations.seal,
+        "Revoke": reservations.revoke,
+        "Lease": leases.lease,
+        "Renew": leases.renew,
+        "Release": leases.release,
+        "ContainsObjects": objects.contains,
+        "DeleteObjects": objects.delete,
+        "RemoveObjects": objects.remove,
+        "Stats": admin.stats,
+        "Pages": admin.pages,
+        "Evict": admin.evict,
+        "Pin": admin.pin,
+        "Unpin": admin.unpin,
+        "Pins": admin.pins,
+        "Verify": admin.verify,
+        "Admin": admin.admin,
+    }
+    sending: dict[str, Sending] = {"Read": pages.read, "GetObject": objects.get, "Watch": admin.watch}
+    taking: dict[str, Taking] = {"Write": pages.write, "PutObject": objects.put}
+    table: dict[str, Any] = {
+        **{name: grpc.unary_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
+        **{name: grpc.unary_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
+        **{name: grpc.stream_unary_rpc_method_handler(_taking(gate, name, work)) for name, work in taking.items()},
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, table)
+
+
+def _unary(gate: Gate, name: str, work: Unary) -> Any:
+    async def serve(message: bytes, context: Any) -> bytes:
+        gate.calls.received_bytes += len(message)
+        with gate.calls.watch(name, context):
+            async with gate.admit(context, message) as call:
+                reply = await work(call, message)
+                gate.calls.sent_bytes += len(reply)
+                return reply
+
+    return serve
+
+
+def _sending(gate: Gate, name: str, work: Sending) -> Any:
+    async def serve(message: bytes, context: Any) -> None:
+        gate.calls.received_bytes += len(message)
+        with gate.calls.watch(name, context):
+            async with gate.admit(context, message) as call:
+                await work(call, message)
+
+    return serve
+
+
+def _taking(gate: Gate, name: str, work: Taking) -> Any:
+    async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
+        with gate.calls.watch(name, context):
+            async with gate.admit(context) as call:
+                reply = await work(call, aiter(messages))
+                gate.calls.sent_bytes += len(reply)
+                return reply
+
+    return serve
+
+
+class GateOthers(grpc.aio.ServerInterceptor):
+    """Health and reflection pass the gate as well: a stranger learns nothing. Their handlers come ready made."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(f"/{SERVICE}/"):
+            return handler
+        name = handler_call_details.method.lstrip("/")
+        serializers = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._replying(name, handler.unary_unary), *serializers)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._streaming(name, handler.unary_stream), *serializers)
+        assert handler.stream_stream is not None, "health and reflection have no other kind"
+        return grpc.stream_stream_rpc_method_handler(self._streaming(name, handler.stream_stream), *serializers)
+
+    def _replying(self, name: str, work: Any) -> Any:
+        async def serve(request: Any, context: Any) -> Any:
+            with self._gate.calls.watch(name, context):
+                async with self._gate.admit(context):
+                    return await work(request, context)
+
+        return serve
+
+    def _streaming(self, name: str, work: Any) -> Any:
+        async def serve(request: Any, context: Any) -> None:
+            with self._gate.calls.watch(name, context):
+                async with self._gate.admit(context) as call:
+                    replies = work(request, context)
+                    if isinstance(replies, Awaitable):
+                        await replies
+                        return
+                    async for reply in replies:
+                        call.check()
+                        await context.write(reply)
+
+        return serve

@@ -1,0 +1,164 @@
+"""Opaque objects over gRPC. A value is stored or sent whole, so its bytes are the buffer of its call."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.store import Store
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.pb import store_pb2 as pb
+from kvstore.service.api import streams
+from kvstore.service.api.gate import Call, parse
+from kvstore.service.api.wire import check_text
+from kvstore.transfer.data_messages import OBJECT_DATA_FIELD, pack_data
+
+KEYS_MAX: Final = 16384  # of one call
+PATTERN_BYTES_MAX: Final = 1000
+MATCH_S: Final = 10.0  # how long a pattern may take over all keys
+
+# Python's re can take years over a few words, and lets nobody else run meanwhile. So strangers' patterns run elsewhere.
+_MATCHER: Final = """
+import json, re, sys
+asked = json.load(sys.stdin)
+match = re.compile(asked["pattern"]).fullmatch
+json.dump([i for i, key in enumerate(asked["keys"]) if match(key)], sys.stdout)
+"""
+
+
+class ObjectCalls:
+    """The calls about objects, through a client of the node in this process.
+
+    Args:
+        buffer_bytes: of all calls together.
+
+    Attributes:
+        bytes_max: a value passes through the buffers as a whole, so none is larger.
+    """
+
+    def __init__(self, store: Store, buffer_bytes: int) -> None:
+        self._store = store
+        self.bytes_max = buffer_bytes - streams.BATCH_BYTES
+
+    async def put(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
+        """Take a value in, then store it."""
+        first = await streams.first_of(requests, call)
+        begin = parse(pb.PutObjectBegin, first.begin or b"")
+        check_text("salt", begin.salt)
+        call.caller.check_salt(begin.salt)
+        self._check_size("size_bytes", begin.size_bytes)
+        there = await call.quick(self._store.contains, begin.key, begin.salt)
+        if there and not begin.replace:
+            return pb.PutObjectReply(stored=False).SerializeToString()
+        async with call.buffers(begin.size_bytes + streams.BATCH_BYTES):
+            value: npt.NDArray[np.uint8] = np.empty(begin.size_bytes, np.uint8)
+            filled = 0
+            async for batch in streams.batches(first, requests, call):
+                filled = await call.run(_fill, value, filled, batch)
+            if filled < len(value):
+                raise InvalidRequest("data", f"ended after {filled} of {len(value)} bytes; nothing was stored")
+            stored = await call.wait(self._store.put, begin.key, value, begin.salt, begin.replace)
+        return pb.PutObjectReply(stored=stored).SerializeToString()
+
+    async def get(self, call: Call, message: bytes) -> None:
+        """A value's size, then its bytes."""
+        request = parse(pb.GetObjectRequest, message)
+        check_text("salt", request.salt)
+        call.caller.check_salt(request.salt)
+        size = await call.quick(self._store.size, request.key, request.salt)
+        if size is None:
+            await call.send(pb.GetObjectReply(found=False).SerializeToString())
+            return
+        self._check_size("key", size)
+        async with call.buffers(size + streams.BATCH_BYTES):
+            value = await call.run(partial(self._store.get, request.key, salt=request.salt))
+            if value is None:  # it left meanwhile
+                await call.send(pb.GetObjectReply(found=False).SerializeToString())
+                return
+            await call.send(pb.GetObjectReply(found=True, size_bytes=len(value)).SerializeToString())
+            pack = partial(pack_data, field=OBJECT_DATA_FIELD)
+            for start in range(0, len(value), streams.BATCH_BYTES):
+                part = value[start : start + streams.BATCH_BYTES].data
+                for packed in await call.run(streams.pack_pages, part, pack):
+                    await call.send(packed)
+
+    def _check_size(self, field: str, size: int) -> None:
+        if size > self.bytes_max:
+            reason = f"a value of {size} bytes: over gRPC there may be {self.bytes_max}, see rpc_buffers"
+            raise InvalidRequest(field, reason)
+
+    async def contains(self, call: Call, message: bytes) -> bytes:
+        """Which of these keys have a value."""
+        request = _keys(call, message)
+        found = await call.quick(self._store.contains, list(request.keys), request.salt)
+        return pb.ObjectsFound(found=found).SerializeToString()
+
+    async def delete(self, call: Call, message: bytes) -> bytes:
+        """Delete these."""
+        request = _keys(call, message)
+        removed = await call.wait(self._store.delete, list(request.keys), request.salt)
+        return pb.ObjectsRemoved(removed=removed).SerializeToString()
+
+    async def remove(self, call: Call, message: bytes) -> bytes:
+        """Delete those whose key matches."""
+        request = parse(pb.RemoveObjectsRequest, message)
+        check_text("salt", request.salt)
+        call.caller.check_salt(request.salt)
+        if len(request.pattern.encode()) > PATTERN_BYTES_MAX:
+            raise InvalidRequest("pattern", f"has more than {PATTERN_BYTES_MAX} bytes")
+        keys = await call.wait(self._store.object_keys, request.salt)
+        matched = await call.wait(matching, request.pattern, keys, min(MATCH_S, call.left_s))
+        removed = await call.wait(self._store.delete, matched, request.salt) if matched else 0
+        return pb.ObjectsRemoved(removed=removed).SerializeToString()
+
+
+def matching(pattern: str, keys: list[str], timeout_s: float) -> list[str]:
+    """Those of ``keys`` that match as a whole, found by a process of its own.
+
+    Raises:
+        InvalidRequest: it is no regular expression, or one that takes longer than ``MATCH_S``.
+        DeadlineExceeded: there was no time to find out.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InvalidRequest("pattern", f"is no regular expression ({error})") from None
+    asked = json.dumps({"pattern": pattern, "keys": keys})
+    command = [sys.executable, "-I", "-S", "-c", _MATCHER]
+    try:
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except subprocess.TimeoutExpired:
+        if timeout_s >= MATCH_S:
+            raise InvalidRequest("pattern", f"takes longer than {MATCH_S:g} s; nothing was deleted") from None
+        raise DeadlineExceeded("the pattern takes longer than the call may; nothing was deleted") from None
+    except subprocess.CalledProcessError as error:
+        raise InvalidRequest("pattern", f"cannot be matched: {error.stderr.strip()[-200:]}") from None
+    return [keys[i] for i in json.loads(done.stdout)]
+
+
+def _keys(call: Call, message: bytes) -> pb.ObjectKeys:
+    request = parse(pb.ObjectKeys, message)
+    check_text("salt", request.salt)
+    call.caller.check_salt(request.salt)
+    if not 1 <= len(request.keys) <= KEYS_MAX:
+        raise InvalidRequest("keys", f"must be from 1 to {KEYS_MAX}, not {len(request.keys)}")
+    return request
+
+
+def _fill(value: npt.NDArray[np.uint8], filled: int, batch: list[streams.Data]) -> int:
+    for message in batch:
+        message.check()
+        size = len(message.data)
+        if size > len(value) - filled:
+            raise InvalidRequest("data", f"is more than the {len(value)} bytes of size_bytes; nothing was stored")
+        value[filled : filled + size] = np.frombuffer(message.data, np.uint8)
+        filled += size
+    return filled

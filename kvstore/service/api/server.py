@@ -1,0 +1,204 @@
+"""ApiServer: the gRPC server of a daemon, in a thread and an event loop of its own.
+
+It is a client of its own node: one store on an in-process channel serves all remote callers, so pages are proven, read
+and written by the same code as on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.client.local import LocalNode
+from kvstore.client.store import Store
+from kvstore.config import NodeConfig
+from kvstore.errors import InvalidRequest
+from kvstore.service.api import listening
+from kvstore.service.api.admin import AdminCalls
+from kvstore.service.api.gate import CALLS_OUTSIDE, Gate, Threads
+from kvstore.service.api.holdings import sweep_forever
+from kvstore.service.api.identities import Identities
+from kvstore.service.api.methods import SERVICE, GateOthers, handlers
+from kvstore.service.api.objects import ObjectCalls
+from kvstore.service.api.pages import PageCalls
+from kvstore.service.api.reservations import Leases, Reservations
+from kvstore.service.api.watching import Calls
+from kvstore.service.api.wire import MESSAGE_BYTES_MAX
+from kvstore.service.dispatch import Dispatcher
+from kvstore.service.embedded import InProcessChannel
+from kvstore.service.node import Node
+
+START_S: Final = 10.0
+GRACE_S: Final = 2.0  # for calls under way when the daemon ends
+STOP_S: Final = 10.0
+CONNECTIONS_MAX: Final = 2048
+BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
+
+log = logging.getLogger("kvstore.api")
+
+
+class _Here:
+    """This daemon's node, as the client library knows an embedded one. It does not end with its client."""
+
+    def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
+        self._node = node
+        self._dispatcher = dispatcher
+
+    def channel(self) -> InProcessChannel:
+        """See ``client.local.Embedded``."""
+        return InProcessChannel(self._node, self._dispatcher)
+
+    def close(self) -> None:
+        """The daemon ends its node itself."""
+
+
+class ApiServer:
+    """Serves from ``start`` to ``stop``.
+
+    Raises:
+        InvalidRequest: what is configured would let strangers in, or show tokens; names the setting and the remedy.
+    """
+
+    def __init__(self, config: NodeConfig, node: Node, dispatcher: Dispatcher) -> None:
+        self.addresses: list[str] = []
+        self.identities = Identities(config.identities)
+        self._plan = listening.plan(config, self.identities)
+        self._config = config
+        self._node = node
+        self._dispatcher = dispatcher
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="kvstore-api", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._gate: Gate | None = None
+
+    def start(self) -> None:
+        """Listen and serve. ``addresses`` says where then. Raises InvalidRequest where an address cannot be had."""
+        self._thread.start()
+        if not self._started.wait(START_S):
+            raise InvalidRequest("listen", f"did not begin within {START_S:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def under_way(self) -> int:
+        """Calls that were admitted and have not ended."""
+        return self._gate.under_way if self._gate is not None else 0
+
+    @property
+    def calls(self) -> Calls | None:
+        """What became of all calls; None before ``start``."""
+        return self._gate.calls if self._gate is not None else None
+
+    def reload(self) -> None:
+        """Read the identities again. For a signal handler: it only asks the loop to."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self.identities.reload)
+
+    def stop(self) -> None:
+        """Take no more calls, and end those under way: by themselves within ``GRACE_S``, or cancelled."""
+        if self._loop is not None and self._stopping is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except InvalidRequest as error:
+            if self._started.is_set():
+                raise
+            self._failure = error
+            self._started.set()
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(_log_unexpected)
+        config, threads = self._config, Threads()
+        folder = self._node.folder
+        with contextlib.ExitStack() as ends:
+            store = Store(LocalNode(folder, embedded=_Here(self._node, self._dispatcher)))
+            ends.callback(store.close)
+            ends.callback(threads.close)
+            extent_bytes = self._node.look(lambda _, state: state.segment.extent_bytes)
+            buffers = max(config.rpc_buffers, BUFFER_PAGES * extent_bytes)
+            gate = Gate(self.identities, threads, config.rpcs_max, config.rpc_timeout_s_max, buffers)
+            self._gate = gate
+            reservations = Reservations(store, self._node, self.identities)
+            leases = Leases(store, self._node, self.identities)
+
+            def sweep(everything: bool = False) -> None:
+                reservations.held.sweep(everything)
+                leases.held.sweep(everything)
+
+            # The gate refuses politely; this bounds what strangers may have on its way there.
+            outside = CALLS_OUTSIDE * config.rpcs_max
+            gating = [GateOthers(gate)]
+            server = grpc.aio.server(options=_options(config), interceptors=gating, maximum_concurrent_rpcs=outside)
+            admin = AdminCalls(store, self._node, self._dispatcher.admin)
+            objects = ObjectCalls(store, buffers)
+            pages = PageCalls(store, self._node, reservations, objects.bytes_max)
+            server.add_generic_rpc_handlers((handlers(gate, pages, reservations, leases, objects, admin),))
+            alive = await _add_others(server)
+            ends.callback(sweep, True)
+            await self._serve_until_stopped(server, alive, sweep)
+
+    async def _serve_until_stopped(
+        self, server: grpc.aio.Server, alive: health.aio.HealthServicer, sweep: Callable[[], None]
+    ) -> None:
+        assert self._stopping is not None
+        self.addresses = self._plan.bind(server)
+        await server.start()
+        self._started.set()
+        sweeping = asyncio.create_task(sweep_forever(sweep))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            ended, _ = await asyncio.wait({stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)
+            if sweeping in ended:
+                sweeping.result()  # it failed: without it leases would never end, so the daemon does
+        finally:
+            sweeping.cancel()
+            await alive.enter_graceful_shutdown()
+            await server.stop(GRACE_S)
+            self._plan.unlink()
+
+
+def _options(config: NodeConfig) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", config.rpcs_max + 16),  # of one connection; more wait at the client
+        ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+        ("grpc.so_reuseport", 0),  # two daemons on one port would each get some of the calls
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.keepalive_time_ms", 60000),  # finds clients whose machine has gone
+        ("grpc.keepalive_timeout_ms", 20000),
+        ("grpc.default_compression_algorithm", 0),
+    ]
+
+
+async def _add_others(server: grpc.aio.Server) -> health.aio.HealthServicer:
+    """Health and reflection."""
+    alive = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(alive, server)
+    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    await alive.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection(names, server)
+    return alive
+
+
+def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    log.error("%s", context.get("message"), exc_info=context.get("exception"))

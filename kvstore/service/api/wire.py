@@ -1,0 +1,154 @@
+"""Wire: between the messages of store.proto and what the client library takes: layouts, caches, keys."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf import struct_pb2
+
+from kvstore.client.match import Match
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Tier
+from kvstore.pb import store_pb2 as pb
+from kvstore.service.node import Node
+
+MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
+PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and its reply, are bounded
+LAYOUT_BYTES_KEPT: Final = 8 << 10  # of a message; a larger one has fields that nobody knows
+LAYOUTS_KEPT: Final = 256  # made once: to check one and to hash it costs as much as a short lookup
+TEXT_BYTES_MAX: Final = 1024  # of a salt, an adapter, a model's name
+
+_TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "rope", "group")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a request's ``Pages`` mean: consecutive pages in one cache. ``orphan``: their parent is not stored here."""
+
+    cache: PrefixCache
+    keys: Keys
+    orphan: bool = False
+
+
+def layout_of(message: pb.Layout) -> Layout:
+    """The layout of a message. Raises InvalidRequest naming the field."""
+    packed = message.SerializeToString()
+    return _layout_of(packed) if len(packed) <= LAYOUT_BYTES_KEPT else _layout_of.__wrapped__(packed)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _layout_of(packed: bytes) -> Layout:
+    message = pb.Layout.FromString(packed)
+    for name in _TEXTS:
+        check_text(f"layout.{name}", getattr(message, name))
+    return Layout(
+        model=message.model,
+        layers=message.layers,
+        kv_heads=message.kv_heads or 1,
+        head_dim=message.head_dim,
+        dtype=message.dtype or "bfloat16",
+        page_tokens=message.page_tokens or 64,
+        revision=message.revision,
+        weights_digest=message.weights_digest,
+        mla_latent=message.mla_latent,
+        mla_rope=message.mla_rope,
+        attention=message.attention or "full",
+        window=message.window,
+        rope=message.rope,
+        group=message.group,
+    )
+
+
+def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> Prompt:
+    """The pages of a request. Blocks: it hashes, and may look the parent up.
+
+    Args:
+        to_match: the pages that a prompt can match, all but the one with its last token; else all full pages.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    if not pages.HasField("layout"):
+        raise InvalidRequest("pages.layout", "is missing")
+    layout = layout_of(pages.layout)
+    check_text("salt", pages.salt)
+    check_text("adapter", pages.adapter)
+    if len(pages.tokens) % 4 or not pages.tokens:
+        raise InvalidRequest("tokens", f"{len(pages.tokens)} bytes are no uint32 in little-endian order, or none")
+    tokens = np.frombuffer(pages.tokens, "<u4")
+    full = len(tokens) // layout.page_tokens
+    if full > PAGES_MAX:
+        raise InvalidRequest("tokens", f"{full} pages, one call names {PAGES_MAX} at most: continue after a parent")
+    if pages.whole_pages and len(tokens) % layout.page_tokens:
+        raise InvalidRequest("tokens", f"{len(tokens)} tokens are no whole pages of {layout.page_tokens}")
+    extras = list(pages.extras) or None
+    if extras is not None and len(extras) != full:
+        raise InvalidRequest("extras", f"must be {full} values, one per full page, or none")
+    cache = store.cache(layout, pages.salt, pages.adapter)
+    if to_match and not pages.whole_pages:
+        full = (len(tokens) - 1) // layout.page_tokens
+        extras = extras[:full] if extras is not None else None
+    used = np.ascontiguousarray(tokens[: full * layout.page_tokens])
+    if not pages.parent:
+        return Prompt(cache, Keys.of(used, layout.page_tokens, cache.root, extras))
+    if len(pages.parent) != KEY_BYTES:
+        raise InvalidRequest("parent", f"must be a key of {KEY_BYTES} bytes, not {len(pages.parent)}")
+    chain = Keys.of(used, layout.page_tokens, pages.parent, extras)
+    keys = Keys(layout.page_tokens, cache.root, pages.parent, chain.hashes, chain.tokens, chain.extras)
+    orphan = pages.parent != cache.root and root_of(node, pages.parent) != cache.root
+    return Prompt(cache, keys, orphan)
+
+
+def root_of(node: Node, key: bytes) -> bytes | None:
+    """The root of the page of that key, stored or being written; None where there is none."""
+
+    def look(performer: Any, state: Any) -> bytes | None:
+        index = performer.index
+        for address in (index.find(key), index.find_nvme(key), index.find_pending(key)):
+            table = performer.tables.get(address.extent) if address is not None else None
+            if table is not None and address.frame < len(table.rows):
+                head = table.rows[address.frame, 8 : 8 + IDENTITY_HEAD_BYTES].tobytes()
+                if head[:KEY_BYTES] == key:
+                    return head[KEY_BYTES : 2 * KEY_BYTES]
+        return None
+
+    return node.look(look)
+
+
+def lookup_reply(match: Match, prompt: Prompt, with_keys: bool = True) -> pb.LookupReply:
+    """A match as a message."""
+    keys = prompt.keys.hashes if with_keys else ()
+    nvme_pages = match.tiers.get(Tier.NVME, 0)
+    return pb.LookupReply(pages=match.pages, tokens=match.tokens, nvme_pages=nvme_pages, reason=match.reason, keys=keys)
+
+
+def document(value: dict[str, Any]) -> bytes:
+    """A JSON document as a packed Struct. Numbers that are names in it become text, as JSON has them.
+
+    Of one that is larger than a message may be only that it is, as over the socket of this machine.
+    """
+    packed = struct_pb2.Struct()
+    packed.update(json.loads(json.dumps(value)))  # several times faster than json_format
+    data = packed.SerializeToString()
+    if len(data) <= MESSAGE_BYTES_MAX:
+        return data
+    return document({"findings": ["too many to list"], "truncated": True})
+
+
+def keys_argument(prompt: Prompt) -> dict[str, Any]:
+    """Pages as an admin call names them."""
+    return {"keys": [key.hex() for key in prompt.keys.hashes], "root": prompt.keys.root.hex()}
+
+
+def check_text(field: str, text: str) -> None:
+    """Raises InvalidRequest where it is longer than a salt, an adapter or a name may be: some are remembered."""
+    if len(text.encode()) > TEXT_BYTES_MAX:
+        raise InvalidRequest(field, f"has more than {TEXT_BYTES_MAX} bytes")

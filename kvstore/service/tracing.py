@@ -1,0 +1,105 @@
+"""Tracing: OpenTelemetry spans of what a daemon does, sent over OTLP/HTTP where ``otlp_endpoint`` says so.
+
+``with tracing.span("kvstore.demote", pages=7) as span: ... span.set_attribute("bytes", 458752)`` costs a function call
+where nothing is configured, and the packages (the ``otel`` extra) are imported only where something is.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from importlib import metadata
+from types import TracebackType
+from typing import Any, Protocol
+
+from kvstore.errors import InvalidRequest
+
+SPANS_WAITING_MAX = 2048  # beyond, spans are dropped
+EXPORT_TIMEOUT_S = 5.0
+FLUSH_S = 3.0
+
+
+class Span(Protocol):
+    """What ``span`` hands out."""
+
+    def set_attribute(self, key: str, value: Any) -> None:
+        """Say more about it."""
+        ...
+
+
+class _Nothing:
+    """The span where none are made. Stateless, so one serves all."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing."""
+
+    def set_attribute(self, key: str, value: Any) -> None:
+        """Nothing."""
+
+
+_NOTHING = _Nothing()
+_tracer: Any = None
+_provider: Any = None
+_propagator: Any = None
+_kinds: Any = None
+
+
+def configure(endpoint: str, node: str) -> None:
+    """Send spans of this process to ``endpoint`` (such as ``http://127.0.0.1:4318``) until ``shutdown``.
+
+    Raises:
+        InvalidRequest: the packages are not installed.
+    """
+    global _tracer, _provider, _propagator, _kinds
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError as error:
+        raise InvalidRequest("otlp_endpoint", f"needs the extra kvstore[otel]: {error}") from None
+    resource = Resource.create({"service.name": "kvstore", "service.instance.id": node})
+    _provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
+    _provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=SPANS_WAITING_MAX))
+    _kinds = SpanKind
+    _propagator = TraceContextTextMapPropagator()
+    _tracer = _provider.get_tracer("kvstore", metadata.version("kvstore"))
+
+
+def shutdown() -> None:
+    """Send what waits, as far as ``FLUSH_S`` allow, and make no more spans."""
+    global _tracer, _provider
+    provider, _tracer, _provider = _provider, None, None
+    if provider is not None:
+        ending = threading.Thread(target=provider.shutdown, name="kvstore-tracing", daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)  # its own deadline is half a minute
+
+
+def enabled() -> bool:
+    """Whether spans are made."""
+    return _tracer is not None
+
+
+def span(name: str, traceparent: str | None = None, **attributes: Any) -> AbstractContextManager[Span]:
+    """A span around what happens inside ``with``; an exception marks it as failed and goes on.
+
+    ``traceparent``: of a call from another process, what that says of its own span (W3C Trace Context; "": nothing),
+    the parent of this one.
+    """
+    tracer = _tracer
+    if tracer is None:
+        return _NOTHING
+    kind, context = _kinds.INTERNAL, None
+    if traceparent is not None:
+        kind, context = _kinds.SERVER, _propagator.extract({"traceparent": traceparent})
+    found: AbstractContextManager[Span] = tracer.start_as_current_span(name, context, kind, attributes)
+    return found

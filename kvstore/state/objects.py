@@ -1,0 +1,169 @@
+"""Objects: what the node decides about opaque objects; see ``model.objects``. Part of ``NodeState``.
+
+Unlike a page, an object has contents that its key does not name. So both tiers together hold one version of it at most:
+a head is sealed only where neither has one, or where the one that is there is the one to be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvstore.model import objects
+from kvstore.model.objects import HEAD_TAG, PIECE_TAG, is_object_class, read_row
+from kvstore.model.replica import Address, FrameState, Status
+from kvstore.state import events as ev
+from kvstore.state.space import Space
+
+if TYPE_CHECKING:
+    from kvstore.state.node_state import NodeState
+
+Seal = Callable[[ev.SealGranted], list[ev.Instruction]]
+NOWHERE = Address(0, 0, 0)
+LOOSE_MAX = 4096  # pieces of that many unfinished objects are remembered; others leave as they get cold
+
+
+class Objects:
+    """Seals and deletes whole objects. ``seal_chain`` is how the node seals pages of one chain."""
+
+    def __init__(self, state: NodeState, seal_chain: Seal) -> None:
+        self._state = state
+        self._seal_chain = seal_chain
+        self._scanning = state.nvme is not None
+        self._loose: dict[bytes, int] = {}  # last pieces whose head is yet to come, and who is putting them
+
+    def seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
+        """A head, ``event.replaces`` being the head it replaces, if any.
+
+        Per head: OK, PRESENT (another is there), BUSY (what it replaces is on its way between tiers, or it is not known
+        yet what NVMe holds), NO_PARENT, STALE.
+        """
+        key = event.rows[0, :16].tobytes()
+        assert event.replaces is not None and len(event.rows) == 1
+        current = self._find(key)
+        status = Status.OK
+        if not is_object_class(event.frame_class):
+            return [ev.Reply(Status.INVALID, detail={"field": "frame_class", "reason": "holds no objects"})]
+        about = read_row(event.rows[0].tobytes())
+        if about is None or objects.key_hash(about[0], about[1].name) != key:
+            return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "this is no object's head"})]
+        if self._scans():
+            status = Status.BUSY
+        elif (current or NOWHERE) != event.replaces:
+            status = Status.PRESENT
+        elif current is not None and self._moving(key):
+            status = Status.BUSY
+        if status != Status.OK:
+            return [ev.Reply(statuses=[int(status)])]
+        space, granted = self._state.space, self._state.sessions.get(event.session)
+        parent_ok = event.parent == event.rows[0, 16:32].tobytes() or space.find(event.parent) is not None
+        mine = granted is not None and event.addresses[0] in granted.granted
+        out: list[ev.Instruction] = []
+        if current is not None and parent_ok and mine:
+            self._drop(key, out)
+        self._loose.pop(event.parent, None)
+        return out + self._seal_chain(event)
+
+    def sealed(self, event: ev.SealGranted, reply: ev.Reply) -> None:
+        """Pages of one layer were sealed; where they are pieces, they go with their writer if no head follows."""
+        count = reply.statuses.count(Status.OK)
+        if count and event.rows[0, 32:40].tobytes() == PIECE_TAG and is_object_class(event.frame_class):
+            last = len(reply.statuses) - 1 - reply.statuses[::-1].index(Status.OK)
+            self._loose.pop(event.parent, None)
+            if len(self._loose) >= LOOSE_MAX:
+                self._loose = {key: session for key, session in self._loose.items() if self._find(key) is not None}
+            if len(self._loose) < LOOSE_MAX:
+                self._loose[event.rows[last, :16].tobytes()] = event.session
+
+    def end_session(self, session: int, out: list[ev.Instruction]) -> None:
+        """A writer is dead: what it put of objects without coming to their heads is of no use to anybody."""
+        for key in [key for key, owner in self._loose.items() if owner == session]:
+            del self._loose[key]
+            if self._find(key) is not None and not self._moving(key):  # else it leaves when it is cold
+                self._drop(key, out)
+
+    def delete(self, event: ev.Delete) -> list[ev.Instruction]:
+        """The chain that ends with each of these pages goes, in both tiers, as far as nothing else hangs on it."""
+        out: list[ev.Instruction] = []
+        statuses = []
+        for address in event.addresses:
+            space = self._state.space_of(address.extent)
+            status = Status.OK
+            if not space.sealed(address) or not self._is_objects(space, address):
+                status = Status.STALE
+            else:
+                extent = space.segment.extents[address.extent]
+                key = space.records.key(address.extent, address.frame)
+                if self._scans() or self._moving(key):
+                    status = Status.BUSY
+                elif extent.children[address.frame]:
+                    status = Status.STALE
+                else:
+                    self._drop(key, out)
+                    self._state.counters["objects_deleted"] += 1
+            statuses.append(int(status))
+        out.append(ev.Reply(statuses=statuses))
+        return out
+
+    @staticmethod
+    def _is_objects(space: Space, address: Address) -> bool:
+        """A head or a piece. Pages of a prompt may have the same class; what stands beside them is a digest, or zeros,
+        and begins with these words as seldom as a forged one would."""
+        tag = space.records.extra(address.extent, address.frame)[: len(HEAD_TAG)]
+        frame_class = space.segment.extents[address.extent].pool.frame_class
+        return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)
+
+    def _find(self, key: bytes) -> Address | None:
+        found = self._state.space.find(key)
+        return found if found is not None or self._state.nvme is None else self._state.nvme.find(key)
+
+    def _scans(self) -> bool:
+        """It is not known yet which objects NVMe holds: one that would be deleted now could be found later."""
+        if self._scanning and self._state.nvme is not None:
+            self._scanning = any(
+                is_object_class(extent.pool.frame_class) and extent.count(FrameState.QUARANTINED)
+                for extent in self._state.nvme.segment.extents.values()
+            )
+        return self._scanning
+
+    def _chain(self, space: Space, key: bytes) -> list[bytes]:
+        """Keys from this one up to the first of its chain, in that tier."""
+        keys: list[bytes] = []
+        address = space.find(key)
+        while address is not None:
+            keys.append(key)
+            key = space.records.parent(*address[:2])
+            at_root = key == space.records.root(*address[:2])
+            address = None if at_root else space.find(key)
+        return keys
+
+    def _moving(self, key: bytes) -> bool:
+        """A page of this object is on its way between the tiers."""
+        tiering = self._state.tiering
+        if tiering is None or not (tiering.copies.down or tiering.copies.up):
+            return False
+        keys = {one for space in self._state.spaces.values() for one in self._chain(space, key)}
+        return not keys.isdisjoint(tiering.copies.down) or not keys.isdisjoint(tiering.copies.up)
+
+    def _drop(self, key: bytes, out: list[ev.Instruction]) -> None:
+        """The object goes from both tiers, NVMe first: what is left of it then is found by no reboot."""
+        spaces = [space for space in (self._state.nvme, self._state.space) if space is not None]
+        keys = max((self._chain(space, key) for space in spaces), key=len)
+        for space in spaces:
+            gone: list[bytes] = []
+            addresses: list[Address] = []
+            for one in keys:
+                address = space.find(one)
+                if address is None:
+                    continue
+                if space.segment.extents[address.extent].children[address.frame] != (1 if gone else 0):
+                    break
+                gone.append(one)
+                addresses.append(address)
+            if not gone:
+                continue
+            parent = space.find(keys[keys.index(gone[-1]) + 1]) if gone[-1] != keys[-1] else None
+            if parent is not None:
+                space.unhold(parent)
+            space.retire(addresses, out)
+            out.append(ev.Unindex(gone, space.tier, "dropped", "deleted"))

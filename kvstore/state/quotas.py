@@ -1,0 +1,175 @@
+"""Quotas: a tenant that has all it may have makes room for itself, and for nobody else.
+
+Its own coldest tails leave first; never what the new pages will hang on. Where a tail has to be saved to the tier below
+first, it is set aside for that and whoever asks is told to ask again (``Space.waiting``). What still does not fit is
+refused.
+
+A tenant can come to have more than it may without storing anything: the node was started with a smaller quota, a scan
+found pages again, or somebody said late whose they are. Then its tails leave by and by (``trim``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.model.replica import Address, FrameClass, FrameState
+from kvstore.state import events as ev
+from kvstore.state.frames import Extent
+from kvstore.state.tenants import Leaf, Share
+
+if TYPE_CHECKING:
+    from kvstore.state.space import Space
+
+TRIM_LOOKS = 256  # leaves of a tenant that are looked at by one ``trim``
+LEAVES_SPARE = 64  # outdated entries of a tenant's heap that are not worth looking for
+SEALED = int(FrameState.SEALED)
+
+
+class Quotas:
+    """What tenants may add to one tier. Part of ``Space``."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    def fit(
+        self,
+        number: int,
+        frame_class: FrameClass,
+        count: int,
+        anchor: bytes,
+        out: list[ev.Instruction],
+        used_ms: int | None = None,
+    ) -> int:
+        """How many of ``count`` pages the tenant of root ``number`` may add, when its own coldest tails have left.
+
+        ``anchor``: key of the page that they will hang on, which stays. ``used_ms``: when the new pages were last used,
+        where that is not now: what was used later does not leave for them.
+        """
+        space, share = self.space, self.space.holdings.roots[number].share
+        if share.quota is None:
+            return count
+        size = frame_class.frame_bytes
+        wanted = min(count, share.quota // size)
+        short = share.bytes + share.coming + wanted * size - share.quota
+        if wanted and short > 0:
+            held = space.find(anchor) if anchor else None
+            if held is not None:
+                space.hold(held)
+            self._shrink(share, short, out, before_ms=used_ms)
+            if held is not None:
+                space.unhold(held)
+        room = (share.quota - share.bytes - share.coming) // size
+        fits = max(0, min(wanted, room))
+        if fits < wanted and not space.waiting and space.below is not None:
+            space.waiting = any(self._is_its(address, share) for address in space.below.held())
+        if fits < count and not space.waiting:
+            share.refused += count - fits
+        return fits
+
+    def _is_its(self, address: Address, share: Share) -> bool:
+        owner = self.space.segment.extents[address.extent].owner[address.frame]
+        return self.space.holdings.roots[owner].share is share
+
+    def spare(self, number: int, frame_class: FrameClass, count: int) -> int:
+        """How many of ``count`` pages it may add without anything leaving."""
+        share = self.space.holdings.roots[number].share
+        if share.quota is None:
+            return count
+        return max(0, min(count, (share.quota - share.bytes - share.coming) // frame_class.frame_bytes))
+
+    def trim(self, out: list[ev.Instruction]) -> None:
+        """Bring tenants that have more than their quota nearer to it, a bounded step each."""
+        holdings = self.space.holdings
+        if not holdings.suspect:
+            return
+        holdings.suspect = False
+        for share in holdings.shares.values():
+            over = share.bytes + share.coming - share.quota if share.quota is not None else 0
+            if over > 0:
+                holdings.suspect = True
+                self._shrink(share, over, out, TRIM_LOOKS)
+
+    def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
+        """Nothing hangs on this page any more."""
+        share = self.space.holdings.roots[extent.owner[frame]].share
+        if share.quota is not None and share.complete:
+            heapq.heappush(share.leaves, (used_ms, extent.number, frame, extent.generation[frame]))
+            if len(share.leaves) > 2 * share.pages + LEAVES_SPARE:
+                share.leaves = sorted({leaf for leaf in share.leaves if self._is_leaf(leaf, share)})
+
+    def _is_leaf(self, leaf: Leaf, share: Share) -> bool:
+        _, number, frame, generation = leaf
+        extent = self.space.segment.extents.get(number)
+        return (
+            extent is not None
+            and extent.generation[frame] == generation
+            and extent.state[frame] == SEALED
+            and extent.children[frame] == 0
+            and self.space.holdings.roots[extent.owner[frame]].share is share
+        )
+
+    def _scan(self, share: Share) -> None:
+        """List all leaves of a tenant: after a start, damage, or when one of its roots is named late."""
+        space = self.space
+        numbers = [number for number, held in enumerate(space.holdings.roots) if held.share is share]
+        leaves: list[Leaf] = []
+        for extent in space.segment.extents.values():
+            owners = np.frombuffer(extent.owner, np.uint32)
+            mask = np.isin(owners, numbers) & (np.frombuffer(extent.state, np.uint8) == SEALED)
+            mask &= np.frombuffer(extent.children, np.uint32) == 0
+            for frame in np.flatnonzero(mask).tolist():
+                used_ms = space.used_ms(extent.pool, extent.slot_base + frame)
+                leaves.append((used_ms, extent.number, frame, extent.generation[frame]))
+        share.leaves = sorted(leaves)
+        share.complete = True
+
+    def _shrink(
+        self,
+        share: Share,
+        size: int,
+        out: list[ev.Instruction],
+        looks: int | None = None,
+        before_ms: int | None = None,
+    ) -> None:
+        """Have ``size`` bytes of a tenant's own coldest pages leave, as far as they may.
+
+        ``looks``: at so many pages at most. ``before_ms``: only those last used before then.
+        """
+        space = self.space
+        if not share.complete:
+            self._scan(share)
+        leaving = space.leaving()
+        aside: list[Leaf] = []
+        waits = 0
+        while size > 0 and waits < size and share.leaves and looks != 0:
+            looks = looks - 1 if looks is not None else None
+            leaf = heapq.heappop(share.leaves)
+            if not self._is_leaf(leaf, share):
+                continue
+            used_ms, number, frame, _ = leaf
+            extent = space.segment.extents[number]
+            slot, pool = extent.slot_base + frame, extent.pool
+            frame_bytes = pool.frame_class.frame_bytes
+            now_used_ms = space.used_ms(pool, slot)
+            if space.is_moved(number, frame) or space.leases.holds(number, frame):
+                aside.append((space.now_ns // 1_000_000, *leaf[1:]))
+            elif now_used_ms > used_ms:
+                heapq.heappush(share.leaves, (now_used_ms, *leaf[1:]))
+            elif before_ms is not None and used_ms >= before_ms:
+                aside.append(leaf)
+                break
+            elif not space.may_leave(pool, slot):
+                waits += frame_bytes
+                aside.append(leaf)
+            else:
+                space.leave(extent, frame, leaving)
+                size -= frame_bytes
+                share.evicted += 1
+        for leaf in aside:
+            heapq.heappush(share.leaves, leaf)
+        space.left(leaving, "quota", out)
+        if waits:
+            space.waiting = True

@@ -1,0 +1,249 @@
+"""Gate: what waits can be cancelled and keeps nothing, what was made for a caller who has gone is undone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvstore.errors import DeadlineExceeded, LeaseBroken, TooManyCalls
+from kvstore.service.api.gate import Budget, Call, Gate, Lane, Threads
+from kvstore.service.api.holdings import Holdings
+from kvstore.service.api.identities import LOCAL, Identities, Identity
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run it in an event loop, for 10 s at most."""
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until that is so."""
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_what_was_made_for_a_caller_who_has_gone_is_undone() -> None:
+    async def test() -> None:
+        lane, go, began, undone = Lane(1, "test"), threading.Event(), threading.Event(), []
+
+        def work() -> int:
+            began.set()
+            go.wait(5)
+            return 7
+
+        call = asyncio.create_task(lane.run(lambda _: None, work, undone.append))
+        await asyncio.to_thread(began.wait, 5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert undone == []
+        go.set()
+        await until(lambda: undone == [7])
+        assert await lane.run(lambda _: None, lambda: 8, undone.append) == 8  # its thread is free again
+        assert undone == [7]
+        lane.close()
+
+    run(test)
+
+
+def test_cancelled_calls_that_waited_for_a_thread_leave_nothing() -> None:
+    async def test() -> None:
+        lane, go, ran = Lane(1, "test"), threading.Event(), []
+        first = asyncio.create_task(lane.run(lambda _: None, lambda: go.wait(5), None))
+        waiting = [asyncio.create_task(lane.run(lambda _: None, lambda: ran.append(1), None)) for _ in range(100)]
+        await asyncio.sleep(0.05)
+        for call in waiting:
+            call.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert lane._pool._work_queue.qsize() == 0
+        go.set()
+        assert await first
+        assert await lane.run(lambda _: None, lambda: 1, None) == 1
+        assert not ran
+        lane.close()
+
+    run(test)
+
+
+def test_the_budget_is_shared_waited_for_and_given_back() -> None:
+    async def test() -> None:
+        budget = Budget(10)
+        await budget.take(8, 1.0)
+        began = time.monotonic()
+        with pytest.raises(TooManyCalls) as refused:
+            await budget.take(3, 0.1)
+        assert 0.05 < time.monotonic() - began < 2 and refused.value.retry_after_s > 0
+        waiting = asyncio.create_task(budget.take(3, 5.0))
+        gone = asyncio.create_task(budget.take(3, 5.0))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        budget.give(8)
+        await waiting
+        assert budget.free_bytes == 7 and not budget._waiting
+        budget.give(3)
+        assert await budget.take(1000, 1.0) == 10  # more than all is all
+        assert budget.free_bytes == 0
+        budget.give(10)
+        assert budget.free_bytes == 10
+
+    run(test)
+
+
+def test_no_tenant_takes_everything() -> None:
+    async def test() -> None:
+        a, b, op = (Identity(name, frozenset(), operator=name == "op") for name in ("a", "b", "op"))
+        budget = Budget(100)
+        await budget.take(30, 1.0, a)
+        with pytest.raises(TooManyCalls):
+            await budget.take(30, 0.05, a)
+        await budget.take(30, 1.0, b)
+        budget.give(30, a)
+        await budget.take(70, 1.0, a)  # alone one call may be as large as there is room
+        budget.give(70, a)
+        budget.give(30, b)
+        for _ in range(10):
+            await budget.take(10, 1.0, op)
+        for _ in range(10):
+            budget.give(10, op)
+        assert budget.free_bytes == 100 and not budget._of
+
+        gate = Gate(Identities(None), Threads(), 4, 60.0, 1000)
+        caller = a
+        gate._identify = lambda _: caller  # type: ignore[method-assign]
+        async with AsyncExitStack() as under_way:
+            for _ in range(3):
+                await under_way.enter_async_context(gate.admit(Context()))
+            refused = Context()
+            with pytest.raises(grpc.aio.AbortError):
+                await under_way.enter_async_context(gate.admit(refused))
+            caller = b
+            await under_way.enter_async_context(gate.admit(Context()))
+        assert refused.said is not None and refused.said[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert gate.under_way == 0 and not gate._of
+        gate.threads.close()
+
+    run(test)
+
+
+class Context:
+    """A connection that takes nothing."""
+
+    def __init__(self) -> None:
+        self.said: tuple[Any, ...] | None = None
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def abort(self, *said: Any) -> None:
+        self.said = said
+        raise grpc.aio.AbortError
+
+    async def write(self, message: bytes) -> None:
+        await asyncio.sleep(60)
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    """A stream that brings nothing."""
+    await asyncio.sleep(60)
+    yield b""
+
+
+def test_a_stream_that_stands_still_ends_and_gives_its_buffers_back() -> None:
+    async def test() -> None:
+        gate = Gate(Identities(None), Threads(), 8, 60.0, 1 << 20)
+        gate.stall_s = 0.1
+        for stall in (lambda call: call.send(b"x"), lambda call: call.receive(aiter(nothing()))):
+            call = Call(gate, LOCAL, Context(), time.monotonic() + 60)
+            with pytest.raises(DeadlineExceeded, match="nothing for too long"):
+                async with call.buffers(1000):
+                    await stall(call)
+            assert gate.budget.free_bytes == 1 << 20
+        gate.threads.close()
+
+    run(test)
+
+
+def test_buffers_count_as_taken_until_the_last_step_has_ended() -> None:
+    async def test() -> None:
+        gate, go = Gate(Identities(None), Threads(), 8, 60.0, 1000), threading.Event()
+
+        async def serve() -> None:
+            call = Call(gate, LOCAL, Context(), time.monotonic() + 60)
+            async with call.buffers(600):
+                await call.wait(go.wait, 5)
+
+        task = asyncio.create_task(serve())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert gate.budget.free_bytes == 400  # a thread is in them
+        go.set()
+        await until(lambda: gate.budget.free_bytes == 1000)
+        gate.threads.close()
+
+    run(test)
+
+
+class Thing:
+    """Something held."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_holdings_are_bounded_their_owners_own_and_end() -> None:
+    held: Holdings[Any] = Holdings("lease", lambda _: None, held_max=3)
+    a, b = Identity("a", frozenset("a"), token_digest=b"a"), Identity("b", frozenset("b"), token_digest=b"b")
+    things = [Thing() for _ in range(4)]
+    numbers = [held.add(a, thing, 60.0) for thing in things[:3]]
+    with pytest.raises(TooManyCalls):
+        held.add(b, things[3], 60.0)
+    assert things[3].ended == 1
+    assert held.find(a, numbers[0]).thing is things[0]
+    for owner, number in ((b, numbers[0]), (a, bytes(16)), (a, b"")):
+        with pytest.raises(LeaseBroken):
+            held.find(owner, number)
+    held.abandon(numbers[0])
+    held.abandon(numbers[0])
+    held.drop(numbers[1])  # by its owner, who has ended it
+    assert (things[0].ended, things[1].ended, len(held)) == (1, 0, 1)
+    short = held.add(b, Thing(), 0.0)
+    held.sweep()
+    with pytest.raises(LeaseBroken):
+        held.find(b, short)
+    assert len(held) == 1
+    held.sweep(everything=True)
+    assert things[2].ended == 1 and len(held) == 0
+
+
+def test_a_large_request_may_still_have_all_buffers_for_its_pages() -> None:
+    async def test() -> None:
+        a = Identity("a", frozenset())
+        gate = Gate(Identities(None), Threads(), 4, 60.0, 1 << 20)
+        gate.buffers_wait_s = 0.05
+        for caller in (a, LOCAL):
+            gate._identify = lambda _, caller=caller: caller  # type: ignore
+            async with gate.admit(Context(), bytes(70_000)) as call, call.buffers(1 << 20):
+                assert gate.budget.free_bytes == 0
+            assert gate.budget.free_bytes == 1 << 20 and not gate.budget._of
+            async with gate.admit(Context()) as before, before.buffers(10):
+                refused = Context()
+                with pytest.raises(grpc.aio.AbortError):
+                    async with gate.admit(refused, bytes(70_000)) as call, call.buffers(1 << 20):
+                        pass
+                assert refused.said is not None and refused.said[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert gate.budget.free_bytes == 1 << 20 and not gate.budget._of
+
+    run(test)

@@ -1,0 +1,344 @@
+"""What operators type about pages: durations, percentages, prompts, layouts; and how a lookup is printed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+
+from kvstore.cli import lookup, prompt_layout, prompt_tokens
+from kvstore.cli.main import cli, run
+from kvstore.cli.prompt_layout import find_layout, parse_layout
+from kvstore.cli.prompt_tokens import from_file, from_list, from_text
+from kvstore.cli.values import Duration, Percent, Size, parse_duration
+from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
+from kvstore.model.layout import Layout
+
+LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("90", 90.0), ("0", 0.0), ("1.5h", 5400.0), ("1h30m", 5400.0), ("1h 30m 5s", 5405.0)),
+        *(("2d", 172_800.0), ("250ms", 0.25), ("10min", 600.0), (" 3 s ", 3.0), ("1w", 604_800.0)),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "x", "3x", "-1s", "1h30", "h", "1e3", "1,5h", "nan", "inf", "1s!", "9" * 400])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration(text)
+
+
+def converted(kind: click.ParamType, value: str) -> Any:
+    return kind.convert(value, None, None)
+
+
+def test_percentages_sizes_and_bounded_durations() -> None:
+    assert converted(Percent(), "25%") == converted(Percent(), " 25 ") == 25.0
+    assert converted(Percent(), "100") == 100.0 and converted(Percent(), "0.5") == 0.5
+    assert converted(Size(), "1MiB") == 1 << 20
+    assert converted(Duration(days_max=1), "24h") == 86_400.0 and converted(Duration(), "0s") == 0.0
+    bad = [(Percent(), text) for text in ("0", "-1", "100.1", "nan", "inf", "x", "%")]
+    bad += [(Size(), text) for text in ("0", "-1", "1XB", "x", "1.5B")]
+    bad += [(Duration(days_max=1), text) for text in ("0", "25h", "x")]
+    for kind, text in bad:
+        with pytest.raises(click.BadParameter):
+            converted(kind, text)
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_lists_and_ranges() -> None:
+    assert from_list("1,2,3").tolist() == [1, 2, 3]
+    assert from_list(" 5, 7 10-12\n0").tolist() == [5, 7, 10, 11, 12, 0]
+    assert from_list("4294967295").dtype == np.uint32
+
+
+@pytest.mark.parametrize("text", ["", ",", "a", "1-", "-1", "3-1", "1.5", "4294967296", "0-4294967295", "1--2", "0x10"])
+def test_no_lists(text: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        from_list(text)
+    assert error.value.field == "--tokens"
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [3, 1, 4, 1, 5]
+    np.save(tmp_path / "a.npy", np.array(ids, np.int64))
+    written = {"a.json": json.dumps(ids), "b.json": json.dumps({"tokens": ids, "x": 1}), "a.txt": "3 1\n4,1 5\n"}
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    for name in ("a.npy", *written):
+        assert from_file(str(tmp_path / name)).tolist() == ids, name
+        data = (tmp_path / name).read_bytes()
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        assert from_file("-").tolist() == ids, name
+
+
+def test_no_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "float.npy", np.zeros(3))
+    np.save(tmp_path / "two.npy", np.zeros((3, 3), int))
+    np.save(tmp_path / "object.npy", np.array([{}], object), allow_pickle=True)
+    written = {"cut.json": b"[1, 2", "none.json": b"{}", "text.json": b'["a"]', "nested.json": b"[[1]]"}
+    written |= {"big.json": b"[4294967296]", "empty.txt": b"", "binary.txt": b"\xff\xfe", "cut.npy": b"\x93NUMPY"}
+    for name, data in written.items():
+        (tmp_path / name).write_bytes(data)
+    names = ["float.npy", "two.npy", "object.npy", *written, "absent", "."]
+    for name in names:
+        with pytest.raises(InvalidRequest) as error:
+            from_file(str(tmp_path / name))
+        assert error.value.field == "--file", name
+        assert "\n" not in error.value.reason, name
+
+
+def test_text_in_bytes() -> None:
+    assert from_text("aé", "bytes", True).tolist() == [97, 195, 169]
+    for text, tokenizer, field in (("", "bytes", "--text"), ("a", None, "--tokenizer")):
+        with pytest.raises(InvalidRequest) as error:
+            from_text(text, tokenizer, True)
+        assert error.value.field == field
+
+
+class FakeTokenizer:
+    """As `tokenizers.Tokenizer`: ids of a text's words are their lengths; 0 begins a prompt."""
+
+    @classmethod
+    def from_file(cls, path: str) -> FakeTokenizer:
+        if not Path(path).read_text().startswith("{"):
+            raise Exception("expected value at line 1\nand more")
+        return cls()
+
+    def encode(self, text: str, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(ids=[0] * add_special_tokens + [len(word) for word in text.split()])
+
+
+def test_text_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("tokenizers")
+    module.Tokenizer = FakeTokenizer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokenizers", module)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for path in (tmp_path / "tokenizer.json", tmp_path):
+        assert from_text("a bcd", str(path), True).tolist() == [0, 1, 3]
+        assert from_text("a bcd", str(path), False).tolist() == [1, 3]
+    (tmp_path / "tokenizer.json").write_text("x")
+    with pytest.raises(InvalidRequest, match="^--tokenizer: .* cannot be used \\(expected value at line 1\\)$"):
+        from_text("a", str(tmp_path), True)
+
+
+def test_text_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def from_pretrained(name: str, local_files_only: bool) -> Any:
+        asked.append((name, local_files_only))
+        return SimpleNamespace(encode=lambda text, add_special_tokens: [1, *text.encode()])
+
+    module = ModuleType("transformers")
+    module.AutoTokenizer = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    assert from_text("a", "some/model", True).tolist() == [1, 97]
+    assert asked == [("some/model", True)]  # nothing is downloaded
+
+
+def test_tokenizers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for path, package in ((tmp_path / "tokenizer.json", "tokenizers"), ("some/model", "transformers")):
+        with pytest.raises(InvalidRequest, match=f"^--tokenizer: needs the Python package '{package}', not found"):
+            from_text("a", str(path), True)
+    for path in (tmp_path / "none", "none.json"):
+        with pytest.raises(InvalidRequest, match=f"^--tokenizer: {path}: No such file or directory$"):
+            from_text("a", str(path), True)
+
+
+def test_an_array_of_something_else_is_said_once(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with pytest.raises(InvalidRequest, match="^--file: must be integers, not float64$"):
+        from_file(str(tmp_path / "a.npy"))
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+PAIRS = "model=m, layers=2,kv_heads=1,head_dim=16,page_tokens=16"
+
+
+def test_layouts(tmp_path: Path) -> None:
+    said = {name: getattr(LAYOUT, name) for name in ("model", "layers", "kv_heads", "head_dim", "page_tokens")}
+    (tmp_path / "a.json").write_text(json.dumps(said))
+    (tmp_path / "b.json").write_text(json.dumps({"layout": asdict(LAYOUT)}))
+    (tmp_path / "a.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in said.items()))
+    (tmp_path / "b.toml").write_text("[layout]\n" + (tmp_path / "a.toml").read_text())
+    for text in (PAIRS, *(str(path) for path in tmp_path.iterdir())):
+        assert parse_layout(text) == LAYOUT, text
+
+
+def test_no_layouts(tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"model": "m"')
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "cut.toml").write_text("model = ")
+    (tmp_path / "type.json").write_text('{"model": "m", "layers": "2", "head_dim": 16}')
+    bad = ["model=m", "layers=2", f"{PAIRS},colour=red", f"{PAIRS},layers=3", "model=m,layers=x", "model=m,layers=0"]
+    bad += ["model=m,layers=2,head_dim", "absent.json", *(str(path) for path in tmp_path.iterdir())]
+    for text in bad:
+        with pytest.raises(InvalidRequest) as error:
+            parse_layout(text)
+        assert error.value.field == "--layout" and "\n" not in error.value.reason, text
+
+
+class Knows:
+    """A store that has met these layouts."""
+
+    def __init__(self, *layouts: Layout, refusal: Exception | None = None) -> None:
+        self._met = layouts
+        self._refusal = refusal
+
+    def layouts(self, model: str | None = None) -> list[dict[str, Any]]:
+        if self._refusal is not None:
+            raise self._refusal
+        return [
+            {"fingerprint": met.fingerprint.hex(), "layout": asdict(met), "pages": 1, "tenants": 1}
+            for met in self._met
+            if model in (None, met.model)
+        ]
+
+
+def test_a_layout_that_the_node_has_met() -> None:
+    other = Layout(model="n", layers=1, head_dim=16)
+    window = Layout(model="n", layers=1, head_dim=16, group="window")
+    store: Any = Knows(LAYOUT, other, window)
+    assert find_layout(store, None, "m") == LAYOUT
+    assert find_layout(store, window.fingerprint.hex()[:8], None) == window
+    assert find_layout(Knows(other), None, None) == other  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="^--layout: the node has met 2 of model 'n', say which: .*group window"):
+        find_layout(store, None, "n")
+    for given, model in ((None, "o"), ("00000000", None)):
+        with pytest.raises(InvalidRequest, match="^--layout: is needed: the node has met none"):
+            find_layout(store, given, model)
+    with pytest.raises(InvalidRequest, match="^--model"):
+        find_layout(store, PAIRS, "n")
+    for refusal in (PermissionDenied("no"), NodeUnavailable("down")):
+        silent: Any = Knows(refusal=refusal)
+        assert find_layout(silent, PAIRS, None) == LAYOUT  # nobody has to be asked
+        with pytest.raises(InvalidRequest, match="^--layout: is needed"):
+            find_layout(silent, None, None)
+
+
+def test_a_layout_that_nobody_has_said_whole() -> None:
+    met = [{"fingerprint": "ab" * 16, "layout": None, "pages": 3, "tenants": 1}]
+    with pytest.raises(InvalidRequest, match="^--layout: is needed: nobody"):
+        find_layout(SimpleNamespace(layouts=lambda model: met), None, None)  # type: ignore[arg-type]
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+
+def page(number: int, tiers: str = "", reason: str = "", **detail: Any) -> lookup.Page:
+    return lookup.Page(number, f"{number:032x}", bool(tiers) and not reason, tiers.split(), reason, detail)
+
+
+def test_runs_of_equal_answers_share_a_line() -> None:
+    event = {"kind": "evicted", "tier": "nvme", "reason": "space", "ago_s": 90.0}
+    writing = {"shards": 2, "sealed": 1, "left_s": 12.0}
+    pages = [page(0, "dram nvme", pinned=True), page(1, "dram nvme", pinned=True), page(2, "dram"), page(3, "nvme")]
+    pages += [page(4, reason="evicted", event=event), page(5, reason="evicted", event=event | {"ago_s": 91.0})]
+    pages += [page(6, reason="writing", writing=writing), page(7, reason="parent"), page(8, reason="parent")]
+    rows = [(row[0], row[1], row[3], row[4], row[5]) for row in lookup._rows(pages, 16)]
+    assert rows == [
+        ("0-1", "0-31", "hit", "dram+nvme", "pinned"),
+        ("2", "32-47", "hit", "dram", ""),
+        ("3", "48-63", "hit", "nvme", ""),
+        ("4-5", "64-95", "miss", "-", "evicted from nvme 1 min 30 s ago (space)"),
+        ("6", "96-111", "miss", "-", "reserved: being written, 1 of 2 ranks are done, for 12 s at most"),
+        ("7-8", "112-143", "miss", "-", "the pages before it are not stored"),
+    ]
+
+
+def test_every_reason_has_a_text() -> None:
+    about: dict[str, Any] = {"tiers": []}
+    told: dict[str, Any] = {"elsewhere": [], "scanning": False}
+    event = {"event": {"kind": "dropped", "tier": "dram", "reason": "checksum", "ago_s": 1.0}}
+    met = {
+        lookup._reason(about, 0, True, told, True),
+        lookup._reason(about, 0, True, told, False),
+        lookup._reason(about, 0, True, {**told, "elsewhere": [{}]}, True),
+        lookup._reason(about, 0, True, {**told, "scanning": True}, True),
+        lookup._reason(about, 4, False, told, True),
+        lookup._reason({"tiers": ["dram"]}, 4, False, told, True),
+        lookup._reason({**about, "identity": True}, 4, True, told, True),
+    }
+    assert met == set(lookup.TEXTS)
+    assert lookup._reason({**about, **event}, 4, False, told, True) == "dropped"
+    assert lookup._reason({**about, "writing": {}}, 4, False, told, True) == "writing"
+
+
+# --- flags ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("lookup", "prompt: give one"),
+        ("lookup --tokens 1 --file x", "--file: cannot be said together with --tokens"),
+        ("lookup --tokens 1 --tokenizer bytes", "--tokenizer: goes with --text"),
+        ("lookup --text a", "--tokenizer: text needs one"),
+        ("evict", "evict: say what or how much"),
+        ("evict --pages 0", "--pages: 0 is not"),
+        ("evict --pages 1 --bytes 1MiB", "--bytes: cannot be said together with --pages"),
+        ("evict --percent 0", "--percent: '0' is not above 0"),
+        ("evict --age soon", "--age: 'soon' is not a duration"),
+        ("evict --tier tape --pages 1", "--tier: 'tape' is not one of"),
+        ("evict --pages 1 --layout model=m", "--layout: goes with a prompt"),
+        ("pages --limit 0", "--limit: 0 is not"),
+        ("pages --order hottest", "--order: 'hottest' is not one of"),
+        ("pages --model m", "--model: goes with a prompt"),
+        ("pin", "prompt: give one"),
+        ("pin --tokens 1", "--ttl: say for how long"),
+        ("pin --tokens 1 --ttl 31d", "--ttl: '31d' is not above zero"),
+        ("pin --list --tokens 1", "--list: takes no prompt"),
+        ("unpin", "ID: give the number of a pin"),
+        ("unpin x", "ID: 'x' is not the number"),
+        ("unpin 1 --tokens 1", "ID: cannot be said together with a prompt"),
+        ("unpin 1 --salt s", "--salt: goes with a prompt"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_before_any_node_is_asked(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def connect(*_: object) -> None:
+        raise AssertionError("no node is asked")
+
+    monkeypatch.setattr("kvstore.connect", connect)
+    assert run(cli, command.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"kvstore: {said}") and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_bounds_of_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("1 " * 20)
+    (tmp_path / "a.json").write_text(json.dumps(asdict(LAYOUT)))
+    monkeypatch.setattr(prompt_tokens, "TOKENS_MAX", 19)
+    with pytest.raises(InvalidRequest, match="^--file: has more than 19 tokens"):
+        from_file(str(tmp_path / "a.txt"))
+    monkeypatch.setattr(prompt_tokens, "FILE_BYTES_MAX", 39)
+    with pytest.raises(InvalidRequest, match="^--file: .* has more than 39 bytes"):
+        from_file(str(tmp_path / "a.txt"))
+    monkeypatch.setattr(prompt_layout, "FILE_BYTES_MAX", 39)
+    with pytest.raises(InvalidRequest, match="^--layout: .*more than 39 bytes"):
+        parse_layout(str(tmp_path / "a.json"))

@@ -1,0 +1,184 @@
+"""Opaque objects in one process: sizes around every border, keys, buffers, replacing, deleting, forged keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout, Store
+from kvstore.client.object_parts import find_head
+from kvstore.errors import InvalidRequest, LeaseBroken
+from kvstore.model import objects
+from kvstore.model.replica import ADDRESS, Status
+
+SIZES = [0, 1, *(size + step for size in objects.PAGE_SIZES for step in (-1, 0, 1)), 3 << 20, 50 << 20]
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with kvstore.open(dram="128MiB") as store:
+        yield store
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_value_of_any_size_comes_back(store: Store, size: int) -> None:
+    data = os.urandom(size)
+    assert store.put("key", data)
+    assert not store.put("key", b"other"), "the first one stays"
+    out = bytearray(size + 1)
+    assert store.get("key").tobytes() == data
+    assert store.get("key", out=out) == size and out[:size] == data
+    assert store.size("key") == size and store.contains("key")
+    assert store.delete("key") == 1 and store.get("key") is None
+    assert store.stats()["tiers"]["dram"]["frames"]["sealed"] == 0, "its pieces went with it"
+    assert store.verify()["findings"] == []
+
+
+@pytest.mark.parametrize("key", ["", "x" * 1001, "é" * 501, "\ud800", 3, b"x"])
+def test_what_is_no_key_is_refused_by_name(store: Store, key: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        store.put(key, b"1")  # type: ignore[arg-type]
+    assert refused.value.field == "key" and store.object_keys() == []
+
+
+def test_keys_of_any_text_and_length(store: Store) -> None:
+    keys = ["a", "x" * 104, "x" * 105, "y" * 1000, "schlüssel/日本", "a\0b"]
+    assert store.put_many(keys, [key.encode() for key in keys]) == [True] * len(keys)
+    assert [store.get(key).tobytes().decode() for key in keys] == keys
+    assert store.object_keys() == sorted(keys, key=str.encode)
+    assert store.remove("x+") == 2 and store.contains(keys) == [True, False, False, True, True, True]
+
+
+def test_salts_keep_objects_apart(store: Store) -> None:
+    assert store.put("k", b"one", salt="a") and store.put("k", b"two", salt="b")
+    assert store.get("k") is None and store.delete("k", salt="a") == 1
+    assert store.get("k", salt="b").tobytes() == b"two" and store.object_keys("a") == []
+
+
+def test_values_from_and_into_several_buffers(store: Store) -> None:
+    data = os.urandom((3 << 20) + 7)
+    assert store.put_many(["k"], [[data[:5], data[5 : 1 << 20], data[1 << 20 :]]]) == [True]
+    outs = [np.zeros(3, np.uint8), np.zeros(1_500_000, np.uint8), np.zeros(2 << 20, np.uint8)]
+    assert store.get_many(["k", "none"], [outs, [bytearray(1)]]) == [len(data), -1]
+    assert b"".join(out.tobytes() for out in outs)[: len(data)] == data
+
+
+def test_replace_puts_the_new_value_in_place_of_the_old(store: Store) -> None:
+    for size in (10, 3 << 20, 0, 5000):
+        assert store.put("k", bytes([size % 251]) * size, replace=True)
+        assert store.get("k").tobytes() == bytes([size % 251]) * size
+    assert store.stats()["tiers"]["dram"]["frames"]["sealed"] == 2, "of the last one alone"
+
+
+def test_equal_hashes_of_two_strings_are_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "key_hash", lambda root, name: b"collision-of-all")
+    monkeypatch.setattr("kvstore.client.object_parts.key_hash", lambda root, name: b"collision-of-all")
+    assert store.put("mine", b"1")
+    assert store.get("other") is None and not store.contains("other") and store.delete("other") == 0
+    assert not store.put("other", b"2") and store.get("mine").tobytes() == b"1"
+
+
+def test_out_too_small_or_read_only_is_refused(store: Store) -> None:
+    store.put("k", b"12345")
+    for out in (bytearray(4), b"12345", [bytearray(2), bytearray(2)]):
+        with pytest.raises(InvalidRequest) as refused:
+            store.get("k", out=out)
+        assert refused.value.field == "out"
+
+
+def test_registered_buffers(store: Store) -> None:
+    buffer = np.zeros(4096, np.uint8)
+    with store.register(buffer):
+        assert store.registered(buffer[10:20]) and not store.registered(bytearray(5))
+        with pytest.raises(InvalidRequest, match="overlaps"):
+            store.register(buffer[:1])
+        assert store.put("k", buffer) and store.get("k", out=buffer) == 4096
+    assert not store.registered(buffer)
+    for bad in (b"read only", buffer[::2], bytearray()):
+        with pytest.raises(InvalidRequest, match="buffer"):
+            store.register(bad)
+
+
+def test_pages_of_a_layout_that_looks_like_an_objects_cannot_be_deleted(store: Store) -> None:
+    """A model with one layer may have pages of the same shape, in the same extents."""
+    layout = Layout(model="small", layers=1, head_dim=64, dtype="uint8", page_tokens=32)
+    assert layout.page_bytes == 4096 and store.put("k", b"1")
+    cache = store.cache(layout)
+    keys = cache.keys(np.arange(64), extras=[objects.HEAD_TAG, objects.PIECE_TAG])
+    assert cache.put(keys, np.ones((2, 4096), np.uint8)) == 2
+    mapped = store._node.writable()
+    head = find_head(mapped, objects.object_root(""), b"k")
+    pages = [raw for raw in mapped.index.find_many(keys.hashes) if raw is not None]
+    assert head is not None and ADDRESS.unpack(head.address)[0] == ADDRESS.unpack(pages[1])[0], "in one extent"
+    assert store._drop(pages) == bytes([Status.STALE] * 2) and cache.lookup(keys).pages == 2
+    assert store._drop([head.address]) == bytes([Status.OK]) and store.get("k") is None
+    assert cache.get(keys).pages == 2
+
+
+def test_only_a_head_is_sealed_as_one(store: Store) -> None:
+    """The node checks what the key says it is: nobody replaces an object with a page of a prompt, or another key's."""
+    from kvstore.client import object_parts
+
+    assert store.put("k", b"1")
+    genuine = object_parts.About.head_keys
+    forged = {
+        "other key": lambda about, root, width: _with_key(genuine(about, root, width), b"x" * 16),
+        "no tag": lambda about, root, width: _without_tag(genuine(about, root, width)),
+    }
+    for what, head_keys in forged.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(object_parts.About, "head_keys", head_keys)
+            with pytest.raises(InvalidRequest, match="object's head"):
+                store.put("k2", b"2")
+        assert store.get("k").tobytes() == b"1" and not store.contains("k2"), what
+    assert store.put("k2", b"2") and store.verify()["findings"] == []
+
+
+def _with_key(keys: kvstore.Keys, key: bytes) -> kvstore.Keys:
+    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, [key], keys.tokens, keys.extras)
+
+
+def _without_tag(keys: kvstore.Keys) -> kvstore.Keys:
+    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, keys.hashes, keys.tokens, [bytes(16)])
+
+
+def test_a_deleted_object_stays_for_who_leased_it(store: Store) -> None:
+    assert store.put("k", b"leased")
+    mapped = store._node.writable()
+    found = find_head(mapped, objects.object_root(""), b"k")
+    assert found is not None
+    cache = store._object_cache("", found.frame_class)
+    keys = found.about.head_keys(cache.root, found.frame_class.page_tokens)
+    with pytest.raises(LeaseBroken), cache.lease(keys) as lease:  # its holder hears that the page is no more
+        assert store.delete("k") == 1 and store.get("k") is None
+        assert store.put("k", b"later") and store.get("k").tobytes() == b"later"
+        assert lease.pages[0][:6].tobytes() == b"leased"
+        assert store.stats()["tiers"]["dram"]["frames"]["retiring"] == 1
+    assert store.stats()["tiers"]["dram"]["frames"]["retiring"] == 0
+    assert store.verify()["findings"] == []
+
+
+def test_objects_count_for_their_salt(store: Store) -> None:
+    assert store.put("k", bytes(300_000), salt="a") and store.put("k", b"1")
+    tenants = store.stats()["tenants"]
+    assert tenants["a"]["dram"]["bytes"] >= 300_000 and tenants[""]["dram"]["pages"] == 1
+    assert store.evict(salt="a")["by_model"].keys() == {objects.OBJECTS_MODEL}
+    assert store.get("k", salt="a") is None and store.get("k").tobytes() == b"1"
+
+
+def test_what_makes_no_sense_is_refused_by_name_and_changes_nothing(store: Store) -> None:
+    for field, call in {
+        "keys": lambda: store.put_many(["a", "a"], [b"1", b"2"]),
+        "values": lambda: store.put_many(["a", "b"], [b"1"]),
+        "data": lambda: store.put("a", np.zeros((4, 4), np.uint8)[:, ::2]),
+        "salt": lambda: store.put("a", b"1", salt="\ud800"),
+        "outs": lambda: store.get_many(["a"], []),
+    }.items():
+        with pytest.raises(InvalidRequest) as refused:
+            call()
+        assert refused.value.field == field
+    assert store.object_keys() == [] and store.stats()["tiers"]["dram"]["pages"] == 0

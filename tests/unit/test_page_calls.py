@@ -1,0 +1,133 @@
+"""Which pages fit a description, which of those leave, and that a dry run says the same and changes nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout, Store
+from kvstore.errors import InvalidRequest
+from kvstore.service import page_calls
+
+LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with kvstore.open(dram="16MiB") as opened:
+        yield opened
+
+
+def put(store: Store, first: int, pages: int, salt: str = "") -> Any:
+    cache = store.cache(LAYOUT, salt=salt)
+    tokens = np.arange(first * 10_000, first * 10_000 + pages * 16)
+    assert cache.put(tokens, np.zeros((pages, LAYOUT.page_bytes), np.uint8)) == pages
+    return cache.keys(tokens)
+
+
+def stored(store: Store) -> int:
+    return int(store.stats()["tiers"]["dram"]["pages"])
+
+
+def test_a_dry_run_says_what_leaves_and_changes_nothing(store: Store) -> None:
+    cold, warm = put(store, 1, 4), put(store, 2, 4)
+    store.cache(LAYOUT).get(warm)
+    would = store.evict(pages=3, dry_run=True)
+    assert stored(store) == 8
+    did = store.evict(pages=3)
+    assert did["listed"] == would["listed"] and did["by_tier"] == would["by_tier"]
+    assert [page["key"] for page in did["listed"]] == [key.hex() for key in reversed(cold.hashes[1:])]
+    assert store.cache(LAYOUT).lookup(cold).pages == 1 and store.cache(LAYOUT).lookup(warm).pages == 4
+    assert store.verify()["findings"] == []
+
+
+def test_a_tenant_leaves_and_others_stay(store: Store) -> None:
+    put(store, 1, 3, "a"), put(store, 1, 5, "b")
+    gone = store.evict(salt="a")
+    assert gone["pages"] == 3 and gone["by_tenant"] == {"a": {"pages": 3, "bytes": 3 * LAYOUT.page_bytes}}
+    assert store.pages(salt="a")["total"] == 0 and store.pages(salt="b")["total"] == 5
+
+
+def test_a_prompt_leaves_but_for_what_other_pages_hang_on(store: Store) -> None:
+    keys = put(store, 1, 4)
+    gone = store.evict(keys=keys[:2])
+    assert gone["pages"] == 0 and gone["stayed"] == {"children": 2}
+    assert store.evict(keys=keys[2:])["pages"] == 2
+    assert store.cache(LAYOUT).lookup(keys).pages == 2
+
+
+def test_leased_and_pinned_pages_stay(store: Store) -> None:
+    leased, pinned = put(store, 1, 3), put(store, 2, 3)
+    pin = store.pin(pinned, 60.0)
+    with store.cache(LAYOUT).lease(leased):
+        gone = store.evict(percent=100.0)
+        assert gone["pages"] == 0 and sum(gone["stayed"].values()) == 6, gone
+    store.unpin(pin["pin"])
+    assert store.evict(percent=50.0)["pages"] == 3 and stored(store) == 3
+
+
+def test_age_and_bytes(store: Store) -> None:
+    put(store, 1, 4)
+    assert store.evict(age_s=3600.0)["pages"] == 0
+    assert store.evict(bytes=LAYOUT.page_bytes + 1)["pages"] == 2
+    assert store.evict(age_s=0.0)["pages"] == 2
+
+
+def test_a_call_ends_in_time_and_says_what_it_left(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, 1, 5)
+    monkeypatch.setattr(page_calls, "EVICT_STEP", 2)
+    monkeypatch.setattr(page_calls, "EVICT_S", -1.0)
+    found = store.evict(percent=100.0)
+    assert (found["pages"], found["by_tier"], found["stayed"]) == (0, {}, {"time": 5}) and stored(store) == 5
+    monkeypatch.setattr(page_calls, "EVICT_S", 40.0)
+    assert store.evict(percent=100.0)["pages"] == 5
+
+
+def test_pages_are_listed_in_parts(store: Store) -> None:
+    put(store, 1, 7)
+    found = store.pages(limit=5)
+    assert found["total"] == 7 and len(found["pages"]) == 5
+    rest = store._admin("pages", limit=5, tier="all", after=found["next"])
+    assert len(rest["pages"]) == 2 and "next" not in rest
+    assert sorted(page["position"] for page in found["pages"] + rest["pages"]) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({}, "evict"),
+        ({"pages": 0}, "pages"),
+        ({"pages": 1, "bytes": 1}, "bytes"),
+        ({"percent": 101}, "percent"),
+        ({"percent": float("nan")}, "percent"),
+        ({"age_s": -1}, "age_s"),
+        ({"age_s": 1, "tier": "tape"}, "tier"),
+        ({"salt": 5}, "salt"),
+        ({"pages": 1, "dry_run": "yes"}, "dry_run"),
+        ({"keys": ["xy"]}, "keys"),
+        ({"keys": []}, "keys"),
+    ],
+)
+def test_bad_wishes_are_refused_and_nothing_leaves(store: Store, wish: dict[str, Any], field: str) -> None:
+    put(store, 1, 4)
+    with pytest.raises(InvalidRequest, match=f"^{field}"):
+        store._admin("evict", **wish)
+    assert stored(store) == 4
+
+
+def test_an_eviction_from_dram_is_saved_first_and_from_all_is_gone(tmp_path: Path) -> None:
+    name = f"b{secrets.token_hex(4)}"
+    with kvstore.open(dram="16MiB", nvme=f"{tmp_path}/{name}:64MiB") as store:
+        keys = put(store, 1, 6)
+        gone = store.evict(percent=100.0)
+        assert gone["pages"] == 6 and stored(store) == 0, gone
+        assert store.cache(LAYOUT).get(keys).pages == 6
+        assert store.evict(keys=keys, tier="all")["by_tier"]["nvme"]["pages"] == 6
+        assert store.cache(LAYOUT).lookup(keys).pages == 0
+        assert store.verify()["findings"] == []
