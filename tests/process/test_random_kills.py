@@ -126,7 +126,7 @@ def test_random_kills(machine: Machine, capsys: pytest.CaptureFixture[str]) -> N
         daemon = crowd.end()
         with machine.connect(NODE) as store:
             found = check(store, crowd, everything_kept=fits)
-            assert found > 100, f"round {number}: only {found} pages were stored: too little happened"
+            assert found > 30, f"round {number}: only {found} pages were stored: too little happened"
             pages += found
         with machine.connect(NODE) as store:
             wait_settled(store)
