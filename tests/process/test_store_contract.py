@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import kvstore
 from kvstore import Layout, PrefixCache, Store, Tier
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace
 from tests.process.content import SMALL, contents, layer_of
-from tests.process.harness import Machine, wait_settled
+from tests.process.harness import Machine
 
 WAYS = ("embedded", "daemon", "kv", "kv+unix")
 MLA = Layout(model="contract-mla", layers=3, mla_latent=64, mla_rope=16, page_tokens=8)
@@ -327,17 +328,22 @@ def test_reader(cache: PrefixCache) -> None:
         np.testing.assert_array_equal(out, layer_of(data, layer))
 
 
+class _Enough(Exception):
+    """Ends writers without sealing."""
+
+
 def test_no_room_is_said(store: Store, salt: str) -> None:
-    """Everything is reserved; a writer finds no frame, a put stores less."""
-    wait_settled(store)  # frames that were granted ahead to the tests before would come back in the middle
+    """A writer gets what can be had, until everything is reserved; then it is told so, and a put stores nothing."""
     cache = store.cache(LONG, salt=salt)
-    keys = cache.keys(tokens(64, layout=LONG))
-    other = cache.keys(tokens(1, 99_000, LONG))
-    with cache.writer(keys) as writer:
-        assert 0 < len(writer.pages_new) < 64
-        with pytest.raises(OutOfSpace), cache.writer(other):
-            pass
+    other = cache.keys(tokens(1, 99_000_000, LONG))
+    with pytest.raises(_Enough), ExitStack() as writers:
+        with pytest.raises(OutOfSpace):
+            for number in range(100):
+                writers.enter_context(cache.writer(cache.keys(tokens(64, number * 100_000, LONG))))
         assert cache.put(other, contents(other, LONG)) == 0
+        raise _Enough
+    with cache.writer(cache.keys(tokens(64, layout=LONG))) as writer:
+        assert 0 < len(writer.pages_new) < 64
         for layer in range(LONG.layers):
             writer.write_layer(layer, np.zeros((64, LONG.layer_bytes), np.uint8))
     assert writer.sealed == len(writer.pages_new)
