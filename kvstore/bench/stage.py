@@ -115,7 +115,9 @@ class Stage:
         chain_bytes = Work(geometry, 0, 1).chain_bytes
         work = Work(geometry, seed=1, chains=settings.walk_bytes // chain_bytes)
         # One extent more than the pages: the daemon keeps frames granted ahead beside them.
-        daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes)
+        # lru: what was put last stays, as the rows count on it
+        lru = {"eviction": "lru"}
+        daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes, settings=lru)
         with Peer(daemon.name, settings.shm_dir) as writer:
             if recycled:
                 self._wear(daemon, work)
