@@ -116,7 +116,8 @@ class Dispatcher:
         for number in {address.extent for address in addresses}:
             table = tables.get(number)
             if table is None:  # dropped since: its addresses can be nobody's
-                addresses = [a if a.extent != number else Address(0, 0, 0) for a in addresses]
+                # Each still an address of its own: one that is named twice is another's mistake, and refused.
+                addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
             elif table.frame_class != frame_class:
                 raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
         continues = bool(message.flags & control.CONTINUES)

@@ -28,6 +28,7 @@ from tests.process.harness import (
     wait_settled,
 )
 
+PAGES_MIN = 100  # looked at per round, or the round shows nothing
 KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "240"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 ROUNDS = 6
@@ -120,20 +121,23 @@ def test_random_kills(machine: Machine, capsys: pytest.CaptureFixture[str]) -> N
         if number:
             machine.run("purge", NODE)
         crowd = Crowd(machine, name_dram, first=1_000_000 * (number + 1))
-        for _ in range(KILLS // ROUNDS + (number < KILLS % ROUNDS)):
+        wanted = KILLS // ROUNDS + (number < KILLS % ROUNDS)
+        for kill in range(3 * wanted):  # more than wanted where a busy machine let little happen in between
+            if kill >= wanted and sum(crowd.acknowledged().values()) > PAGES_MIN + 20:
+                break
             time.sleep(rng.uniform(*PAUSE_S))
             kills[crowd.kill(rng)] += 1
         daemon = crowd.end()
         with machine.connect(NODE) as store:
             found = check(store, crowd, everything_kept=fits)
-            assert found > 30, f"round {number}: only {found} pages were stored: too little happened"
+            assert found > PAGES_MIN, f"round {number}: only {found} pages were stored: too little happened"
             pages += found
         with machine.connect(NODE) as store:
             wait_settled(store)
             evict_all(store)
             check_laws(store)
         assert daemon.terminate() == 0
-    assert sum(kills.values()) == KILLS
+    assert sum(kills.values()) >= KILLS
     with capsys.disabled():
         took = time.monotonic() - began
         print(f"\n{KILLS} kills ({dict(kills)}), seed {SEED}: {pages} pages compared byte for byte in {took:.0f} s")
