@@ -140,4 +140,5 @@ def test_random_kills(machine: Machine, capsys: pytest.CaptureFixture[str]) -> N
     assert sum(kills.values()) >= KILLS
     with capsys.disabled():
         took = time.monotonic() - began
-        print(f"\n{sum(kills.values())} kills ({dict(kills)}), seed {SEED}: {pages} pages compared byte for byte in {took:.0f} s")
+        total = sum(kills.values())
+        print(f"\n{total} kills ({dict(kills)}), seed {SEED}: {pages} pages compared byte for byte in {took:.0f} s")
