@@ -17,7 +17,7 @@ from kvstore.client.remote.trace import traceparent
 from kvstore.client.workers import Workers
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.grpc_errors import ERROR_KEY, error_of
+from kvstore.transfer.grpc_errors import ERROR_KEY, from_rpc
 
 SERVICE: Final = "/kvstore.v1.Store/"
 MESSAGE_BYTES_MAX: Final = 64 << 20  # received; the largest is a chunk of data, or a list of pages
@@ -167,7 +167,7 @@ class RemoteNode:
         call = _call_of(error)
         if call is None:
             return Unavailable(f"{self.endpoint.address}: {error}")
-        meant = error_of(call.code().name, call.details() or "", call.trailing_metadata() or ())
+        meant = from_rpc(call)
         if call.code() is grpc.StatusCode.UNIMPLEMENTED and type(meant) is VersionMismatch:
             return VersionMismatch(f"{self.endpoint.address}: is no kvstore node, or one of another version ({meant})")
         if type(meant) in (NodeUnavailable, DeadlineExceeded):
