@@ -53,7 +53,7 @@ def test_a_rank_that_gives_up_leaves_nobody_a_frame_that_others_get(machine: Mac
             found = store.cache(SMALL, salt="victim").get(keys)
             assert found.data is not None and np.array_equal(found.data, contents(keys)[: found.pages])
         assert a.call("Seal", pb.ReservationRequest(reservation=second)).new_pages == 0
-        assert frames(store)["quarantined"] == 0
+        wait_until("all frames are back", lambda: frames(store)["quarantined"] == 0)
     check_laws(store)
     a.close()
 
