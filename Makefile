@@ -22,7 +22,7 @@ PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 
 .PHONY: demo test check bench proto clean
 
-demo: $(VENV)/.base
+demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
 
 test: $(VENV)/.dev
@@ -34,7 +34,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(check-stubs)
 
-bench: $(VENV)/.base
+bench: $(VENV)/.engine
 	$(BIN)/kvstore bench
 
 proto: $(VENV)/.dev
@@ -46,20 +46,22 @@ clean:
 
 # --- The environment. The stamps are written last: where one is missing, whatever is there is completed or made anew.
 
-# Everything `kvstore` needs to run. setuptools comes first and builds without isolation, so that it is pinned as well.
-$(VENV)/.base: pyproject.toml constraints.txt
+# Everything `kvstore` and its engines need to run. setuptools comes first and builds without isolation, so that it is
+# pinned as well; torch comes before all else and alone: see constraints.txt.
+$(VENV)/.engine: pyproject.toml constraints.txt
 	@$(make-venv)
 	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation -e .
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --no-build-isolation -e '.[engine]'
 	@touch $@
 
-# The same and what tests and checks need. torch first and alone: see constraints.txt.
+# The same and what tests and checks need.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	@$(make-venv)
 	$(PIP_INSTALL) setuptools
 	$(PIP_INSTALL) torch
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
-	@touch $(VENV)/.base $@
+	@touch $(VENV)/.engine $@
 
 define make-venv
 $(BIN)/python -m pip --version >/dev/null 2>&1 || { \

@@ -20,10 +20,13 @@ class PageRows(list[Rows]):
 _U8 = np.dtype(np.uint8)
 
 
-def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out") -> Rows:
+def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out", *, apart: bool = False) -> Rows:
     """``buffer`` as uint8 ``[>= rows, row_bytes]`` to be written into; shares the caller's memory.
 
     Any dtype and shape of at least ``rows * row_bytes`` bytes will do, where it is C-contiguous and writable.
+
+    Args:
+        apart: arrays and tensors ``[>= rows, ...]`` will do as well whose rows of ``row_bytes`` are each contiguous.
 
     Raises:
         InvalidRequest: too small, read-only, not contiguous, not host memory, or no buffer at all; names ``field``.
@@ -37,6 +40,15 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out") -> 
         and buffer.flags.carray
     ):
         return buffer
+    found = _rows_apart(buffer, row_bytes, field) if apart else None
+    if found is not None:
+        if not found.flags.writeable:
+            raise InvalidRequest(field, "must be writable")
+        if len(found) < rows:
+            raise InvalidRequest(field, f"has {len(found)} rows, {rows} are needed")
+        if len(found) > 1 and abs(found.strides[0]) < row_bytes:
+            raise InvalidRequest(field, "must not have rows over each other")
+        return found
     flat = flat_bytes(buffer, field)
     if not flat.flags.writeable:
         raise InvalidRequest(field, "must be writable")
@@ -47,8 +59,11 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out") -> 
     return flat[:usable].reshape(-1, row_bytes)
 
 
-def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages") -> Rows:
+def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:
     """``buffer`` as uint8 ``[rows, row_bytes]`` to be read from; shares the caller's memory.
+
+    Args:
+        apart: arrays and tensors ``[rows, ...]`` will do as well whose rows of ``row_bytes`` are each contiguous.
 
     Raises:
         InvalidRequest: not exactly ``rows * row_bytes`` bytes, not contiguous, not host memory, or no buffer at all.
@@ -56,9 +71,14 @@ def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages") -
     if type(buffer) is PageRows:
         return buffer  # type: ignore[return-value]  # by our own server, which has made them so
     if type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.shape == (rows, row_bytes):
-        if buffer.flags.c_contiguous:
+        if buffer.flags.c_contiguous or (apart and buffer.strides[1] == 1):
             return buffer
         raise InvalidRequest(field, "must be C-contiguous")
+    found = _rows_apart(buffer, row_bytes, field) if apart else None
+    if found is not None:
+        if len(found) != rows:
+            raise InvalidRequest(field, f"has {len(found)} rows, {rows} are expected")
+        return found
     flat = flat_bytes(buffer, field)
     need = rows * row_bytes
     if flat.size != need:
@@ -88,10 +108,40 @@ def flat_bytes(buffer: Any, field: str) -> Rows:
     return buffer.reshape(-1).view(np.uint8)
 
 
-def _flat_tensor(tensor: Any, field: str) -> Rows:
-    """A torch tensor's bytes. numpy knows no bfloat16, so the tensor is seen as bytes on torch's side first."""
+def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
+    """An array or tensor ``[n, ...]`` that is not contiguous, but its rows of ``row_bytes`` are, as uint8
+    ``[n, row_bytes]``; None: it is contiguous, or no array.
+
+    Raises:
+        InvalidRequest: its rows are not contiguous, or of another size; it is not host memory.
+    """
+    if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
+        torch = sys.modules["torch"]
+        _check_host(buffer, field)
+        if buffer.layout is not torch.strided or buffer.is_contiguous():
+            return None
+        if buffer.dim() < 2 or not buffer[0].is_contiguous():
+            raise InvalidRequest(field, "must be C-contiguous, or rows that each are")
+        found: Rows = buffer.detach().view(len(buffer), -1).view(torch.uint8).numpy()
+    elif isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
+        if buffer.dtype.hasobject or buffer.ndim < 2 or not buffer[0].flags.c_contiguous:
+            raise InvalidRequest(field, "must be plain numbers, C-contiguous, or rows that each are")
+        found = buffer.reshape(len(buffer), -1).view(np.uint8)
+    else:
+        return None
+    if found.shape[1] != row_bytes:
+        raise InvalidRequest(field, f"has rows of {found.shape[1]} bytes, {row_bytes} are expected")
+    return found
+
+
+def _check_host(tensor: Any, field: str) -> None:
     if tensor.device.type != "cpu":
         raise InvalidRequest(field, f"is on {tensor.device}; device memory comes with the HBM tier, pass host memory")
+
+
+def _flat_tensor(tensor: Any, field: str) -> Rows:
+    """A torch tensor's bytes. numpy knows no bfloat16, so the tensor is seen as bytes on torch's side first."""
+    _check_host(tensor, field)
     if tensor.layout is not sys.modules["torch"].strided or not tensor.is_contiguous():
         raise InvalidRequest(field, "must be C-contiguous")
     flat: Rows = tensor.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()

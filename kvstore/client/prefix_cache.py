@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.layer_verbs import LayerVerbs
 from kvstore.client.lease import Lease
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
@@ -30,8 +31,6 @@ from kvstore.client.proof import (
     tell_reuse,
 )
 from kvstore.client.put import PendingPut, checksums_of
-from kvstore.client.reader import Reader
-from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, root_key
@@ -46,7 +45,7 @@ PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames 
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
-class PrefixCache:
+class PrefixCache(LayerVerbs):
     """Pages of one layout, tenant salt and adapter. Made by ``Store.cache``; lives as long as its store.
 
     Holds no pages and no session of its own. Threads may share it. ``tokens`` in every verb is a prompt (any integer
@@ -359,38 +358,6 @@ class PrefixCache:
             InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
         """
         return Lease(self._node, self.layout, self._asked(tokens, extras), ttl_s, self._name)
-
-    def writer(
-        self,
-        tokens: Any,
-        ttl_s: float = 30.0,
-        group: str | int | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        extras: Sequence[bytes] | None = None,
-    ) -> Writer:
-        """Write the full pages layer by layer: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
-
-        Args:
-            ttl_s: the reservation's deadline; what is not sealed by then is given up.
-            group: what the ranks of one write have in common (a request id, say). None: a writer of its own.
-            rank, ranks: which share of the KV heads this writer writes; see ``Layout.shard_heads``.
-
-        Raises:
-            InvalidRequest: as ``keys``; ``rank``, ``ranks``, ``group`` or ``ttl_s`` make no sense.
-        """
-        return Writer(self._node, self.layout, self._named(tokens, extras), ttl_s, group, rank, ranks, self._name)
-
-    def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:
-        """Read pages layer by layer while they are being written: ``cache.reader(tokens).read_layer(0, out)``.
-
-        Args:
-            timeout_s: how long one ``read_layer`` may wait.
-
-        Raises:
-            InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
-        """
-        return Reader(self._node, self.layout, self._asked(tokens, extras), timeout_s, self._name)
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("store", "cannot be pickled: call kvstore.connect() in the other process")

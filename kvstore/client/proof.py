@@ -24,6 +24,7 @@ from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.client.nvme import count_stored
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
+from kvstore.model.shard import Shard
 from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
 from kvstore.tier.index import IndexDamaged
 from kvstore.transfer.control import BATCH_MAX
@@ -218,13 +219,20 @@ def equal_rows(left: bytes, right: bytes, width: int) -> int:
     return int(differs.argmax()) if differs.any() else rows
 
 
-def copy_runs(runs: list[Run], target: npt.NDArray[np.uint8], now_ns: int) -> tuple[int, bool]:
-    """Copy proven runs; returns the pages that held still meanwhile, and whether one did not."""
+def copy_runs(
+    runs: list[Run], target: npt.NDArray[np.uint8], now_ns: int, shard: Shard | None = None
+) -> tuple[int, bool]:
+    """Copy proven runs; returns the pages that held still meanwhile, and whether one did not.
+
+    Args:
+        target: ``[pages, page_bytes]``; of a shard its part of each page, ``[pages, layers, width]``.
+    """
     pages = 0
     for run in runs:
         extent, frame, page, count, words = run
         stop = frame + count
-        target[page : page + count] = extent.pages[frame:stop]
+        source = extent.pages[frame:stop]
+        target[page : page + count] = source if shard is None else shard.part(source)
         if extent.words[frame:stop].tobytes() != words:
             return page + run.unchanged(), True
         extent.last_use[frame:stop] = now_ns

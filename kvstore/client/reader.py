@@ -75,18 +75,20 @@ class Reader:
         self._spans: list[Span] = []
         self._wish_s = 0.0  # when to tell the node next what we wait for
 
-    def read_layer(self, layer: int, out: Any) -> None:
+    def read_layer(self, layer: int, out: Any, heads: tuple[int, int] | None = None) -> None:
         """Copy one layer of every page into ``out`` as soon as all its writers have written it.
 
         Args:
-            out: ``[pages, layer_bytes]``, any C-contiguous writable buffer as for ``PrefixCache.get``.
+            out: ``[pages, layer_bytes]``, any C-contiguous writable buffer as for ``PrefixCache.get``; or an array or
+                tensor whose rows lie apart, each contiguous: ``arena[first:last, layer]`` of a page-major arena.
+            heads: only these, ``[start, stop)``, as ``Layout.held_heads`` says; ``out`` has only them then.
 
         Raises:
             DeadlineExceeded: names the layer and the first page that did not come; pages before it are in ``out``.
-            InvalidRequest: the layer is not in the layout; ``out`` is too small, read-only or not contiguous.
+            InvalidRequest: layer or heads are not in the layout; ``out`` is too small, read-only or not contiguous.
         """
-        start, stop = self._layout.byte_range(layer)
-        target = rows_to_fill(out, stop - start, self.pages)
+        start, stop = layer_range(self._layout, layer, heads)
+        target = rows_to_fill(out, stop - start, self.pages, apart=True)
         deadline = time.monotonic() + self._timeout_s
         page, pause_s = 0, POLL_MIN_S
         while page < self.pages:
@@ -183,6 +185,16 @@ class Reader:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("reader", "cannot be pickled: it belongs to this process")
+
+
+def layer_range(layout: Layout, layer: int, heads: tuple[int, int] | None) -> tuple[int, int]:
+    """``[start, stop)`` of a layer, or of some of its heads, in a page. Raises InvalidRequest where there are none."""
+    if heads is None:
+        return layout.byte_range(layer)
+    pair = tuple(heads) if isinstance(heads, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(head, int) for head in pair):
+        raise InvalidRequest("heads", f"must be two integers, the first and the one after the last, not {heads!r}")
+    return layout.byte_range(layer, *pair)
 
 
 def _same(extent: Extent, frame: int, generations: Words) -> int:

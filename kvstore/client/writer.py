@@ -20,7 +20,6 @@ from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.proof import address_runs, stored_pages
 from kvstore.client.ranges import Ranges
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
-from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import (
     ADDRESS_BYTES,
@@ -30,6 +29,7 @@ from kvstore.model.replica import (
     FrameState,
     Status,
 )
+from kvstore.model.shard import Shard
 from kvstore.transfer.base import PendingReply
 from kvstore.transfer.control import ALONE, BATCH_MAX, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
 
@@ -55,7 +55,7 @@ class Span:
         generations: npt.NDArray[np.uint64],
     ) -> None:
         self.pages = pages  # [count, page_bytes]
-        self.marks = marks  # [count], this rank's progress
+        self.marks = marks  # [count], this shard's progress
         self.page = page
         self.count = len(pages)
         self.first = first  # of its pages among the writer's own
@@ -69,45 +69,40 @@ class Writer:
     sealed. Other ends: leaving by an exception, or without having written everything, revokes all of it; the deadline
     ``ttl_s`` or the death of this process do the same. Never is a page readable that was not written whole.
 
-    Several ranks of one write give the same ``group``, and each its ``rank`` of ``ranks``: a page is sealed when every
-    rank has sealed its share of the heads. A rank whose heads are another one's to write (MLA, more ranks than heads)
-    makes the same calls; nothing of its data is used.
+    Several shards of one write give the same ``group``, and each its ``rank`` of ``ranks`` (its heads) and ``stage`` of
+    ``stages`` (its layers): a page is sealed when every shard has sealed its part. A rank whose heads are another one's
+    to write (MLA, more ranks than heads) makes the same calls; nothing of its data is used. A reader follows once all
+    shards have entered: before, nobody knows which layers they leave to others.
 
     Attributes (once entered):
         pages_new: indices of the pages to be written, ascending; the others are stored already, or had no room.
-        sealed: after leaving, how many pages this rank sealed (those still waiting for other ranks included).
+        sealed: after leaving, how many pages this shard sealed (those still waiting for other shards included).
     """
 
     def __init__(
         self,
         node: LocalNode,
-        layout: Layout,
+        shard: Shard,
         keys: Keys,
         ttl_s: float,
         group: str | int | None,
-        rank: int,
-        ranks: int,
         name: Callable[[Mapped], None] | None = None,
     ) -> None:
         if not 0 < ttl_s < 1e6:
             raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
-        if not isinstance(ranks, int) or not 1 <= ranks <= SHARDS_MAX:
-            raise InvalidRequest("ranks", f"{ranks!r} is not in 1..{SHARDS_MAX}")
-        heads = layout.shard_heads(rank, ranks)
+        if shard.count > SHARDS_MAX:
+            field = "ranks" if shard.ranks > SHARDS_MAX or shard.stages == 1 else "stages"
+            raise InvalidRequest(field, f"{shard.count} shards of one page are more than {SHARDS_MAX}")
         self.pages_new: list[int] = []
         self.sealed = 0
-        self.alone = False  # whether another writer of this session may have the same rank and group
+        self.alone = False  # whether another writer of this session may have the same shard and group
         self._node = node
-        self._layout = layout
+        self._shard = shard
+        self._layout = layout = shard.layout
         self._keys = keys
         self._name = name  # tells the node whose pages these are
         self._ttl_ms = max(1, int(ttl_s * 1000))
-        self._group = _group_number(group)
-        self._rank, self._ranks = rank, ranks
-        self._writes = heads is not None
-        start, stop = heads if heads is not None else (0, max(1, layout.kv_heads // ranks))
-        self._offset = start * layout.head_bytes
-        self._width = (stop - start) * layout.head_bytes  # bytes this rank gives per layer and page
+        self._group = _group_number(group, shard.stages)
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._mapped: Mapped | None = None
         self._entered = False
@@ -136,9 +131,8 @@ class Writer:
         except BaseException:
             self._revoke(self._raw)
             raise
-        self._written = np.zeros((len(self.pages_new), self._layout.layers), np.bool_)
-        if not self._writes:
-            self._written[:] = True
+        self._begin()
+        if self._shard.count > 1:
             self._progress(self._spans)
         return self
 
@@ -147,18 +141,19 @@ class Writer:
 
         Args:
             data: ``[pages, bytes]`` for all pages of the keys (also those in no need of writing): ``layer_bytes``, or
-                this rank's heads' share of them, of any dtype.
+                this rank's heads' share of them, of any dtype and further shape. Rows may lie apart, each contiguous:
+                ``arena[first:last, layer]`` of a page-major arena is copied once.
 
         Raises:
-            InvalidRequest: the layer is not in the layout, or data has another size; nothing was written.
+            InvalidRequest: the layer is not in the layout or another stage's, or data has another size; nothing was
+                written.
         """
         self._open()
-        layout = self._layout
-        start = layout.byte_range(layer)[0] + self._offset
-        rows = rows_to_read(data, self._width, len(self._keys), "data")
-        if not self._writes:
+        start = self._start(layer)
+        rows = rows_to_read(data, self._shard.width, len(self._keys), "data", apart=True)
+        if not self._shard.writes:
             return
-        stop = start + self._width
+        stop = start + self._shard.width
         for span in self._spans:
             span.pages[:, start:stop] = rows[span.page : span.page + span.count]
         if failpoint.ACTIVE:
@@ -167,21 +162,19 @@ class Writer:
         self._progress(self._spans)
 
     def write_page(self, page: int, data: Any) -> None:
-        """Write all layers of one page: ``page_bytes``, or this rank's heads' share of every layer in order.
+        """Write all layers of one page: ``page_bytes``, or of a shard its heads' share of each of its layers, in order.
 
         Raises:
             InvalidRequest: no such page among the keys, or data has another size; nothing was written.
         """
         self._open()
-        if not isinstance(page, int) or not 0 <= page < len(self._keys):
-            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
-        layers = self._layout.layers
-        rows = rows_to_read(data, self._width, layers, "data")
+        self._check_page(page)
+        shard, (first, last) = self._shard, self._shard.layers
+        rows = rows_to_read(data, shard.width, last - first, "data", apart=True)
         for span in self._spans:
             i = page - span.page
-            if self._writes and 0 <= i < span.count:
-                frame = span.pages[i].reshape(layers, -1)
-                frame[:, self._offset : self._offset + self._width] = rows
+            if shard.writes and 0 <= i < span.count:
+                shard.part(span.pages[i : i + 1])[0] = rows
                 self._written[span.first + i] = True
                 self._progress([span])
 
@@ -189,21 +182,21 @@ class Writer:
         """Write some bytes of one page where they lie in it; a layer is written when all bytes of it were.
 
         Raises:
-            InvalidRequest: no such page among the keys, or the bytes are not in the page, or (of a rank) not in its
-                heads of one layer; nothing was written.
+            InvalidRequest: no such page among the keys, or the bytes are not in the page, or (of a shard) not in its
+                layers and, where it has not all heads, not in its heads of one layer; nothing was written.
         """
         self._open()
-        if not isinstance(page, int) or not 0 <= page < len(self._keys):
-            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
-        layout, row = self._layout, rows_to_read(data, len(data), 1, "data")[0]
+        self._check_page(page)
+        layout, shard, row = self._layout, self._shard, rows_to_read(data, len(data), 1, "data")[0]
         stop = offset + len(row)
         first, last = offset // layout.layer_bytes, max(0, stop - 1) // layout.layer_bytes
-        start = first * layout.layer_bytes + self._offset
-        inside = self._width == layout.layer_bytes or start <= offset <= stop <= start + self._width
-        if offset < 0 or stop > layout.page_bytes or not inside:
+        start = first * layout.layer_bytes + shard.offset
+        inside = shard.width == layout.layer_bytes or start <= offset <= stop <= start + shard.width
+        low, high = (layer * layout.layer_bytes for layer in shard.layers)
+        if not low <= offset <= stop <= high or not inside:
             raise InvalidRequest("offset", f"bytes {offset}..{stop} are not this writer's in a page")
         span = next((span for span in self._spans if 0 <= page - span.page < span.count), None)
-        if span is None or not self._writes or not len(row):
+        if span is None or not shard.writes or not len(row):
             return
         ranges = self._ranges.setdefault(page, Ranges())
         if len(ranges) >= PIECES_MAX:
@@ -212,8 +205,8 @@ class Writer:
         ranges.add(offset, stop)
         done = self._written[span.first + page - span.page]
         for layer in range(first, last + 1):
-            start = layer * layout.layer_bytes + self._offset
-            done[layer] = done[layer] or ranges.covers(start, start + self._width)
+            start = layer * layout.layer_bytes + shard.offset
+            done[layer] = done[layer] or ranges.covers(start, start + shard.width)
         if done[first] or done[last]:
             self._progress([span])
 
@@ -244,7 +237,8 @@ class Writer:
         if last is not None:
             mapped.mark_used(last)
         limit = batch_pages(self._class.page_tokens, self._class.layers)
-        head = self._group.to_bytes(8, "little") + self._rank.to_bytes(4, "little") + self._ranks.to_bytes(4, "little")
+        number, count = self._shard.number, self._shard.count
+        head = self._group.to_bytes(8, "little") + number.to_bytes(4, "little") + count.to_bytes(4, "little")
         full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
         while page < len(keys) and not full:
             stop = min(page + limit, len(keys))
@@ -253,9 +247,9 @@ class Writer:
                 keys.hashes[page - 1] if page else keys.parent,
                 keys.identity_bytes[page * width : stop * width],
             )
-            # May be asked twice: what this very group and rank has reserved already is joined, unless ``alone``.
-            flags, number = ALONE if self.alone else 0, pack_class(self._class)
-            message = mapped.exchange(Op.RESERVE, count=stop - page, a=number, b=self._ttl_ms, flags=flags, body=body)
+            # May be asked twice: what this very group and shard has reserved already is joined, unless ``alone``.
+            flags, geometry = ALONE if self.alone else 0, pack_class(self._class)
+            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, flags=flags, body=body)
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
             if busy >= 0:  # pages are being saved to make room
@@ -282,7 +276,7 @@ class Writer:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             for i, count in _unbroken(self.pages_new[first : first + len(words)]):
                 frames = slice(frame + i, frame + i + count)
-                marks = extent.progress[frames, self._rank]
+                marks = extent.progress[frames, self._shard.number]
                 extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
                 generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
                 page = self.pages_new[first + i]
@@ -296,8 +290,27 @@ class Writer:
         if self._node.refusal:
             raise InvalidRequest("store", self._node.refusal)
 
+    def _begin(self) -> None:
+        """Nothing of ours is written yet. What others write counts as written, for nobody waits for us there."""
+        first, last = self._shard.layers
+        self._written = np.ones((len(self.pages_new), self._layout.layers), np.bool_)
+        if self._shard.writes:
+            self._written[:, first:last] = False
+
+    def _start(self, layer: int) -> int:
+        """Where in a page our heads of a layer begin. Raises InvalidRequest where it is not ours."""
+        start = self._layout.byte_range(layer)[0] + self._shard.offset
+        first, last = self._shard.layers
+        if not first <= layer < last:
+            raise InvalidRequest("layer", f"{layer} is another stage's, this one has {first}..{last - 1}")
+        return start
+
+    def _check_page(self, page: int) -> None:
+        if not isinstance(page, int) or not 0 <= page < len(self._keys):
+            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
+
     def _progress(self, spans: list[Span]) -> None:
-        """Raise this rank's marks to the leading layers that are written. After the data, never before."""
+        """Raise this shard's marks to the leading layers that are written. After the data, never before."""
         for span in spans:
             written = self._written[span.first : span.first + span.count]
             leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
@@ -310,7 +323,9 @@ class Writer:
         requests = []
         for part in _parts(raw):
             count = len(part) // ADDRESS_BYTES
-            requests.append((part, self._mapped.channel.request(Op.SEAL, count=count, a=self._rank, body=(part,))))
+            requests.append(
+                (part, self._mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,)))
+            )
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
         for part, request in requests:
@@ -327,7 +342,7 @@ class Writer:
         try:
             return bytes(request.result().body[:count])
         except NodeUnavailable:
-            again = self._mapped.channel.request(Op.SEAL, count=count, a=self._rank, body=(part,))
+            again = self._mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))
             statuses = bytearray(again.result().body[:count])
         for i, (number, frame, generation) in enumerate(np.frombuffer(part, ADDRESS_DTYPE).tolist()):
             extent = self._mapped.extent(number)
@@ -342,7 +357,7 @@ class Writer:
         for part in _parts(raw):
             if mapped is not None:
                 with contextlib.suppress(Unavailable):
-                    count, shard = len(part) // ADDRESS_BYTES, self._rank + 1
+                    count, shard = len(part) // ADDRESS_BYTES, self._shard.number + 1
                     mapped.channel.request(Op.REVOKE, count=count, a=shard, flags=NO_REPLY, body=(part,))
 
     def __reduce__(self) -> NoReturn:
@@ -364,11 +379,18 @@ def _unbroken(pages: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _group_number(group: str | int | None) -> int:
+def _group_number(group: str | int | None, stages: int) -> int:
+    """A number for the node. With stages it depends on how many: shards that see the cut differently are not one."""
     if group is None or group == 0 or group == "":
         return secrets.randbits(63) | 1
     if isinstance(group, str):
-        return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8, person=b"kvstore.group").digest()) | 1
-    if isinstance(group, bool) or not isinstance(group, int) or not 0 < group < 1 << 64:
+        number = _digest(group.encode())
+    elif isinstance(group, bool) or not isinstance(group, int) or not 0 < group < 1 << 64:
         raise InvalidRequest("group", f"must be text or an integer in 1..2**64 - 1, not {group!r}")
-    return group
+    else:
+        number = group
+    return number if stages == 1 else _digest(number.to_bytes(8, "little") + stages.to_bytes(8, "little"))
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"kvstore.group").digest()) | 1

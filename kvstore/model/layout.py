@@ -130,11 +130,9 @@ class Layout:
         start = layer * self.layer_bytes
         return start + head_start * self.head_bytes, start + stop * self.head_bytes
 
-    def shard_heads(self, rank: int, ranks: int) -> tuple[int, int] | None:
-        """Heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None where it writes nothing.
-
-        With fewer heads than ranks (MLA, or TP > kv_heads) heads are replicated over the ranks, and the lowest rank
-        that holds a head is its one writer.
+    def held_heads(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Heads ``[start, stop)`` that shard ``rank`` of ``ranks`` attends with: with fewer heads than ranks (MLA, or
+        TP > kv_heads) each is held by several.
 
         Raises:
             InvalidRequest: rank is not below ranks, or heads do not divide evenly over ranks (or ranks over heads).
@@ -145,8 +143,31 @@ class Layout:
             share = self.kv_heads // ranks
             return rank * share, (rank + 1) * share
         _require(ranks % self.kv_heads == 0, "ranks", f"{ranks} ranks do not divide over {self.kv_heads} kv_heads")
-        copies = ranks // self.kv_heads
-        return (rank // copies, rank // copies + 1) if rank % copies == 0 else None
+        head = rank // (ranks // self.kv_heads)
+        return head, head + 1
+
+    def shard_heads(self, rank: int, ranks: int) -> tuple[int, int] | None:
+        """Heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None where it writes nothing: of the
+        ranks that hold a head, the lowest is its one writer.
+
+        Raises:
+            InvalidRequest: as ``held_heads``.
+        """
+        heads = self.held_heads(rank, ranks)
+        return heads if ranks <= self.kv_heads or rank % (ranks // self.kv_heads) == 0 else None
+
+    def shard_layers(self, stage: int, stages: int) -> tuple[int, int]:
+        """Layers ``[start, stop)`` of pipeline stage ``stage`` of ``stages``. Where they do not divide evenly, the
+        first stages have one more.
+
+        Raises:
+            InvalidRequest: stage is not below stages, or there are more stages than layers.
+        """
+        _require(0 <= stage < stages, "stage", f"{stage} is not in 0..{stages - 1}")
+        _require(stages <= self.layers, "stages", f"{stages} are more than {self.layers} layers")
+        share, more = divmod(self.layers, stages)
+        start = stage * share + min(stage, more)
+        return start, start + share + (stage < more)
 
 
 def _require(condition: bool, field: str, reason: str) -> None:

@@ -108,12 +108,20 @@ class LookupReply(_message.Message):
     def __init__(self, pages: _Optional[int] = ..., tokens: _Optional[int] = ..., nvme_pages: _Optional[int] = ..., reason: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("pages", "verify")
+    __slots__ = ("pages", "verify", "rank", "ranks", "stage", "stages")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     pages: Pages
     verify: bool
-    def __init__(self, pages: _Optional[_Union[Pages, _Mapping]] = ..., verify: _Optional[bool] = ...) -> None: ...
+    rank: int
+    ranks: int
+    stage: int
+    stages: int
+    def __init__(self, pages: _Optional[_Union[Pages, _Mapping]] = ..., verify: _Optional[bool] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class ReadReply(_message.Message):
     __slots__ = ("match", "data", "data_xxh3")
@@ -156,18 +164,22 @@ class WriteReply(_message.Message):
     def __init__(self, new_pages: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("pages", "write_group", "rank", "ranks", "ttl_ms")
+    __slots__ = ("pages", "write_group", "rank", "ranks", "ttl_ms", "stage", "stages")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     WRITE_GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     pages: Pages
     write_group: str
     rank: int
     ranks: int
     ttl_ms: int
-    def __init__(self, pages: _Optional[_Union[Pages, _Mapping]] = ..., write_group: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    stage: int
+    stages: int
+    def __init__(self, pages: _Optional[_Union[Pages, _Mapping]] = ..., write_group: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., stage: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "wanted")

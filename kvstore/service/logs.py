@@ -16,7 +16,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvstore.config import NodeConfig
 from kvstore.service.stats import tenant_rows
 
 if TYPE_CHECKING:
@@ -30,7 +29,23 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _FIELDS = "kvstore_fields"
 
 
-def configure(config: NodeConfig) -> None:
+class Logging(Protocol):
+    """What a daemon's configuration says about its logs."""
+
+    @property
+    def name(self) -> str:
+        """Of the daemon."""
+
+    @property
+    def log_level(self) -> str:
+        """debug, info, warning or error."""
+
+    @property
+    def log_format(self) -> str:
+        """text or json."""
+
+
+def configure(config: Logging) -> None:
     """Log to stderr as the configuration says. Called once, by a daemon."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(config.name) if config.log_format == "json" else TextFormatter(_TEXT))

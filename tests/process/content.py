@@ -19,7 +19,10 @@ Pages = npt.NDArray[np.uint8]
 # Pages of 16 KiB with four heads, so that up to four ranks write one; and of 512 KiB, 32 times larger.
 SMALL = Layout(model="process-test", layers=4, kv_heads=4, head_dim=32, dtype="uint8", page_tokens=16)
 LARGE = Layout(model="process-test-large", layers=8, kv_heads=8, head_dim=64, dtype="bfloat16", page_tokens=32)
-LAYOUTS = {"small": SMALL, "large": LARGE}
+# Layers that do not divide evenly; one head that all ranks hold; fewer heads than ranks.
+MLA = Layout(model="process-test-mla", layers=5, mla_latent=64, mla_rope=16, page_tokens=16)
+FEW = Layout(model="process-test-few", layers=5, kv_heads=2, head_dim=32, dtype="uint8", page_tokens=16)
+LAYOUTS = {"small": SMALL, "large": LARGE, "mla": MLA, "few": FEW}
 assert (SMALL.page_bytes, LARGE.page_bytes) == (16 << 10, 512 << 10)
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)

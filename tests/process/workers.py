@@ -24,6 +24,7 @@ import kvstore
 from kvstore import Keys, PrefixCache, Store
 from kvstore.client import prefix_cache
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
+from kvstore.model.shard import Shard
 from tests.process.content import LAYOUTS, Pages, chain, contents, first_wrong, layer_of
 
 Arguments = dict[str, Any]
@@ -108,26 +109,67 @@ def put_prompt(a: Arguments, cache: PrefixCache, seed: int, pages: int, parts: i
 
 
 def layers(a: Arguments) -> None:
-    """Write prompt ``seed`` layer by layer, as one rank of ``ranks``; ``step``: a line on stdin before each step."""
-    layout = LAYOUTS[a.get("layout", "small")]
-    rank, ranks = a.get("rank", 0), a.get("ranks", 1)
-    heads = layout.shard_heads(rank, ranks) or (0, max(1, layout.kv_heads // ranks))
+    """Write prompt ``seed`` layer by layer, as one shard; ``step``: a line on stdin before each step."""
     with opened(a) as (_, cache):
-        keys = keys_of(a, a["seed"], a["pages"])
-        data = bytes_of(a, keys)
-        writer = cache.writer(keys, ttl_s=a.get("ttl_s", 30.0), group=a.get("group"), rank=rank, ranks=ranks)
-        try:
-            with writer:
-                log("reserved", pages=len(writer.pages_new))
-                for layer in range(layout.layers):
-                    step(a)
-                    writer.write_layer(layer, layer_of(data, layer, layout, heads))
-                    log("layer", layer=layer)
-                step(a)
-        except (Unavailable, InvalidRequest) as error:
-            log("refused", error=f"{type(error).__name__}: {error}")
-        log("sealed", pages=writer.sealed, seen=cache.lookup(keys).pages)
+        write_shard(a, cache)
         step(a)
+
+
+def write_shard(a: Arguments, cache: PrefixCache) -> None:
+    """The layers of one shard, out of the pages themselves; what is another shard's to write is garbage here."""
+    shard = shard_of(a)
+    keys = keys_of(a, a["seed"], a["pages"])
+    data = bytes_of(a, keys) if shard.writes else ~bytes_of(a, keys)
+    writer = cache.writer(keys, ttl_s=a.get("ttl_s", 30.0), group=a.get("group"), **shard.cut)
+    try:
+        with writer:
+            log("reserved", pages=len(writer.pages_new))
+            for i, layer in enumerate(range(*shard.layers)):
+                step(a)
+                writer.write_layer(layer, shard.part(data)[:, i])
+                log("layer", layer=layer)
+            step(a)
+    except (Unavailable, InvalidRequest) as error:
+        log("refused", error=f"{type(error).__name__}: {error}")
+    log("sealed", pages=writer.sealed, seen=cache.lookup(keys).pages)
+
+
+def shard_of(a: Arguments) -> Shard:
+    """The shard that the arguments name; without any, all of a page."""
+    cut = {"rank": 0, "ranks": 1, "stage": 0, "stages": 1}
+    return Shard(LAYOUTS[a.get("layout", "small")], **{name: a.get(name, all_) for name, all_ in cut.items()})
+
+
+def shards(a: Arguments) -> None:
+    """One device: every line on stdin is a shard to write or to read, ``{"do": "write", "seed": 1, "rank": ...}``."""
+    with opened(a) as (store, _):
+        while True:
+            job = json.loads(wait_for_go())
+            cache = store.cache(LAYOUTS[job["layout"]])
+            if job["do"] == "write":
+                write_shard(job, cache)
+            else:
+                log("got", pages=read_shard(job, cache))
+
+
+def read_shard(a: Arguments, cache: PrefixCache) -> int:
+    """A shard's part of a prompt, in every way there is, all into a page-major arena; returns the pages found."""
+    shard = shard_of(a)
+    keys = keys_of(a, a["seed"], a["pages"])
+    expected = shard.part(bytes_of(a, keys)).reshape(len(keys), -1)
+    arena = np.zeros((len(keys), 3, shard.nbytes), np.uint8)
+    pages = 0
+    for verify in (False, True):
+        match = cache.get_shard(keys, arena[:, int(verify)], **shard.cut, verify=verify)
+        compare(arena[: match.pages, int(verify)], expected[: match.pages], f"{shard.cut} verify={verify}")
+        assert not pages or match.pages == pages, (match, pages)
+        pages = match.pages
+    reader = cache.reader(keys[:pages], timeout_s=5.0)
+    layers = shard.unpacked(arena[:, 2])[:pages]
+    for i, layer in enumerate(range(*shard.layers)):
+        reader.read_layer(layer, layers[:, i], heads=shard.heads)
+    compare(arena[:pages, 2], expected[:pages], f"{shard.cut} layer by layer")
+    return pages
 
 
 def step(a: Arguments) -> None:
@@ -431,7 +473,20 @@ def in_child(store: Store, cache: PrefixCache, keys: Keys, data: Pages) -> None:
 
 VERBS: dict[str, Callable[[Arguments], None]] = {
     verb.__name__: verb
-    for verb in (put, layers, mixed, race, stopped_put, stopped_get, read, follow, lease, stopped_in_index, fork)
+    for verb in (
+        put,
+        layers,
+        shards,
+        mixed,
+        race,
+        stopped_put,
+        stopped_get,
+        read,
+        follow,
+        lease,
+        stopped_in_index,
+        fork,
+    )
 }
 
 

@@ -24,7 +24,8 @@ from kvstore.client.remote.writer import RemoteWriter
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, root_key
-from kvstore.model.replica import FrameClass
+from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 
 PREFETCH_GRACE_S = 0.5  # for the answer, after the node has stopped waiting
@@ -46,6 +47,7 @@ class RemoteCache(PrefixCache):
         self.page_bytes = layout.page_bytes
         self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._page_tokens = layout.page_tokens
+        self._whole = Shard(layout)
         self._remote = node
         self._chain = pb.Pages(layout=pb.Layout(**asdict(layout)), salt=salt, adapter=adapter, whole_pages=True)
         self._puts: deque[PendingPut] = deque()
@@ -99,23 +101,50 @@ class RemoteCache(PrefixCache):
             NodeUnavailable, DeadlineExceeded: no answer, or the stream broke; some pages may be in ``out``.
         """
         keys = self._asked(tokens, extras)
-        asked = len(keys)
-        target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
-        node = self._remote
+        target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
+        return self._read(keys, self._whole, target, bool(verify))
+
+    def get_shard(
+        self,
+        tokens: Any,
+        out: Any = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        stage: int = 0,
+        stages: int = 1,
+        extras: Sequence[bytes] | None = None,
+        verify: bool | None = None,
+    ) -> Match:
+        """See ``PrefixCache.get_shard``. Only the shard's bytes cross the network. Raises as ``get``."""
+        shard = Shard(self.layout, rank, ranks, stage, stages)
+        keys = self._asked(tokens, extras)
+        target = rows_to_fill(out, shard.nbytes, len(keys), apart=True) if out is not None else None
+        if target is None or target.flags.c_contiguous:
+            return self._read(keys, shard, target, bool(verify))
+        match = self._read(keys, shard, None, bool(verify))
+        if match.data is not None:
+            target[: match.pages] = match.data
+        return Match(match.tokens, match.pages, match.reason, None, match.tiers.get(Tier.NVME, 0))
+
+    def _read(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool) -> Match:
+        """The match's pages, or a shard's part of them, in ``target``; None: in ``match.data``."""
+        node, asked = self._remote, len(keys)
         node.check_open()
         if not asked:
             return Match(0, 0, "")
+        cut = {} if shard.count == 1 else shard.cut
         pages, nvme_pages, reason, parts = 0, 0, "", []
         for part in self.parts(keys):
             rows = target[pages : pages + len(part)] if target is not None else None
-            request = pb.ReadRequest(pages=self.named(part), verify=bool(verify))
-            found = fetch(node, request, len(part), self.page_bytes, rows)
+            request = pb.ReadRequest(pages=self.named(part), verify=verify, **cut)
+            found = fetch(node, request, len(part), shard.nbytes, rows)
             parts.append(found.rows[: found.pages])
             pages, nvme_pages, reason = pages + found.pages, nvme_pages + found.nvme_pages, found.reason
             if reason:
                 node.missed(reason)
                 break
-        data = (parts[0] if len(parts) == 1 else np.concatenate(parts)) if out is None else None
+        data = (parts[0] if len(parts) == 1 else np.concatenate(parts)) if target is None else None
         return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
 
     def get_async(
@@ -220,14 +249,17 @@ class RemoteCache(PrefixCache):
         rank: int = 0,
         ranks: int = 1,
         extras: Sequence[bytes] | None = None,
+        stage: int = 0,
+        stages: int = 1,
     ) -> RemoteWriter:
         """See ``PrefixCache.writer``. Each layer is one stream, which has arrived when ``write_layer`` returns.
 
         Args:
-            group: ranks on the node's own machine that are to join must name theirs by the same text.
+            group: shards on the node's own machine that are to join must name theirs by the same text.
         """
         keys = self._one_call(self._named(tokens, extras))
-        return RemoteWriter(self._remote, self.layout, keys, ttl_s, group, rank, ranks, self.named)
+        shard = Shard(self.layout, rank, ranks, stage, stages)
+        return RemoteWriter(self._remote, shard, keys, ttl_s, group, self.named)
 
     def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> RemoteReader:
         """See ``PrefixCache.reader``. Layers come once their page is sealed; pages are fetched whole and kept."""

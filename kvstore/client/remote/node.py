@@ -74,6 +74,8 @@ class RemoteNode:
         misses: reason -> how often a match ended for it; threads may lose a count.
     """
 
+    service = SERVICE
+
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
@@ -135,7 +137,7 @@ class RemoteNode:
         found = self._methods.get(name)
         if found is None:
             found = getattr(self._channel, kind)(
-                SERVICE + name, request_serializer=serializer, response_deserializer=deserializer
+                self.service + name, request_serializer=serializer, response_deserializer=deserializer
             )
             self._methods[name] = found
         return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.buffers import rows_to_fill
-from kvstore.client.reader import Reader
+from kvstore.client.reader import Reader, layer_range
 from kvstore.client.remote.fetch import fetch
 from kvstore.client.remote.node import RemoteNode
 from kvstore.errors import DeadlineExceeded
@@ -40,16 +40,16 @@ class RemoteReader(Reader):
         self._rows = np.empty((0, layout.page_bytes), np.uint8)
         self._fetched = 0
 
-    def read_layer(self, layer: int, out: Any) -> None:
-        """Copy one layer of every page into ``out`` as soon as the pages are sealed.
+    def read_layer(self, layer: int, out: Any, heads: tuple[int, int] | None = None) -> None:
+        """Copy one layer of every page, or some heads of it, into ``out`` as soon as the pages are sealed.
 
         Raises:
             DeadlineExceeded: names the layer and the first page that did not come; pages before it are in ``out``.
-            InvalidRequest: the layer is not in the layout; ``out`` is too small, read-only or not contiguous.
+            InvalidRequest: layer or heads are not in the layout; ``out`` is too small, read-only or not contiguous.
             NodeUnavailable: the node did not answer.
         """
-        start, stop = self._layout.byte_range(layer)
-        target = rows_to_fill(out, stop - start, self.pages)
+        start, stop = layer_range(self._layout, layer, heads)
+        target = rows_to_fill(out, stop - start, self.pages, apart=True)
         self._remote.check_open()
         deadline, pause_s, copied = time.monotonic() + self._timeout_s, POLL_MIN_S, 0
         while True:

@@ -15,8 +15,8 @@ from kvstore.client.buffers import rows_to_read
 from kvstore.client.remote.node import RemoteNode
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
-from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 from kvstore.transfer.data_messages import DATA_FIELD, pack_data, pack_integer
 
@@ -35,15 +35,13 @@ class RemoteWriter(Writer):
     def __init__(
         self,
         node: RemoteNode,
-        layout: Layout,
+        shard: Shard,
         keys: Keys,
         ttl_s: float,
         group: str | int | None,
-        rank: int,
-        ranks: int,
         named: Callable[[Keys], pb.Pages],
     ) -> None:
-        super().__init__(None, layout, keys, ttl_s, group, rank, ranks)  # type: ignore[arg-type]
+        super().__init__(None, shard, keys, ttl_s, group)  # type: ignore[arg-type]
         self._remote = node
         self._named = named
         self._group_name = "" if group is None else str(group)
@@ -64,17 +62,17 @@ class RemoteWriter(Writer):
             request = pb.ReserveRequest(
                 pages=self._named(self._keys),
                 write_group=self._group_name,
-                rank=self._rank,
-                ranks=self._ranks,
+                rank=self._shard.rank,
+                ranks=self._shard.ranks,
+                stage=self._shard.stage,
+                stages=self._shard.stages,
                 ttl_ms=self._ttl_ms,
             )
-            # Asked again where a lost request costs no frames: a node has one reservation of a group and rank.
+            # Asked again where a lost request costs no frames: a node has one reservation of a group and shard.
             reply = self._remote.call("Reserve", request, pb.ReserveReply, again=bool(self._group_name))
             self._reservation = reply.reservation
             self.pages_new = list(reply.wanted)
-        self._written = np.zeros((len(self.pages_new), self._layout.layers), np.bool_)
-        if not self._writes:
-            self._written[:] = True
+        self._begin()
         return self
 
     def write_layer(self, layer: int, data: Any) -> None:
@@ -85,27 +83,25 @@ class RemoteWriter(Writer):
             NodeUnavailable, DeadlineExceeded: the node did not take it in time.
         """
         self._open()
-        layout = self._layout
-        start = layout.byte_range(layer)[0] + self._offset
-        rows = rows_to_read(data, self._width, len(self._keys), "data")
-        if not self._writes or not self.pages_new:
+        start, width = self._start(layer), self._shard.width
+        rows = rows_to_read(data, width, len(self._keys), "data", apart=True)
+        if not self._shard.writes or not self.pages_new:
             return
-        self._send(((page, start, rows[page]) for page in self.pages_new), len(self.pages_new) * self._width)
+        self._send(((page, start, rows[page]) for page in self.pages_new), len(self.pages_new) * width)
         self._written[:, layer] = True
 
     def write_page(self, page: int, data: Any) -> None:
         """See ``Writer.write_page``. Raises as ``write_layer``."""
         self._open()
-        if not isinstance(page, int) or not 0 <= page < len(self._keys):
-            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
-        layout = self._layout
-        rows = rows_to_read(data, self._width, layout.layers, "data")
-        if not self._writes or page not in self.pages_new:
+        self._check_page(page)
+        shard, (first, last), layer_bytes = self._shard, self._shard.layers, self._layout.layer_bytes
+        rows = rows_to_read(data, shard.width, last - first, "data", apart=True)
+        if not shard.writes or page not in self.pages_new:
             return
-        if self._width == layout.layer_bytes:
-            pieces: list[Piece] = [(page, 0, rows.reshape(-1))]
+        if shard.width == layer_bytes:
+            pieces: list[Piece] = [(page, first * layer_bytes, rows.reshape(-1))]
         else:
-            offsets = range(self._offset, layout.page_bytes, layout.layer_bytes)
+            offsets = range(first * layer_bytes + shard.offset, last * layer_bytes, layer_bytes)
             pieces = [(page, offset, row) for offset, row in zip(offsets, rows, strict=True)]
         self._send(pieces, rows.nbytes)
         self._written[self.pages_new.index(page)] = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -49,12 +50,23 @@ def handlers(
     }
     sending: dict[str, Sending] = {"Read": pages.read, "GetObject": objects.get, "Watch": admin.watch}
     taking: dict[str, Taking] = {"Write": pages.write, "PutObject": objects.put}
+    return serving(gate, SERVICE, unary, sending, taking)
+
+
+def serving(
+    gate: Gate,
+    service: str,
+    unary: Mapping[str, Unary],
+    sending: Mapping[str, Sending],
+    taking: Mapping[str, Taking] = MappingProxyType({}),
+) -> grpc.GenericRpcHandler:
+    """A service of these methods, every call through the gate."""
     table: dict[str, Any] = {
         **{name: grpc.unary_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
         **{name: grpc.unary_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
         **{name: grpc.stream_unary_rpc_method_handler(_taking(gate, name, work)) for name, work in taking.items()},
     }
-    return grpc.method_handlers_generic_handler(SERVICE, table)
+    return grpc.method_handlers_generic_handler(service, table)
 
 
 def _unary(gate: Gate, name: str, work: Unary) -> Any:
@@ -93,13 +105,14 @@ def _taking(gate: Gate, name: str, work: Taking) -> Any:
 class GateOthers(grpc.aio.ServerInterceptor):
     """Health and reflection pass the gate as well: a stranger learns nothing. Their handlers come ready made."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, service: str = SERVICE) -> None:
         self._gate = gate
+        self._ours = f"/{service}/"  # its handlers do it themselves
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(f"/{SERVICE}/"):
+        if handler is None or handler_call_details.method.startswith(self._ours):
             return handler
         name = handler_call_details.method.lstrip("/")
         serializers = handler.request_deserializer, handler.response_serializer

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore.client.layer_verbs import WHOLE_BYTES
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, QuotaExceeded
 from kvstore.model.replica import SHARDS_MAX
+from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 from kvstore.service.api import streams
 from kvstore.service.api.gate import Call, parse
@@ -79,18 +81,19 @@ class PageCalls:
         request = parse(pb.ReadRequest, message)
         call.caller.check_salt(request.pages.salt)
 
-        def find() -> tuple[Prompt, Match]:
+        def find() -> tuple[Prompt, Shard, Match]:
             prompt = self._prompt(request.pages)
-            return prompt, _looked_up(prompt)
+            cut = request.rank, request.ranks or 1, request.stage, request.stages or 1
+            return prompt, Shard(prompt.cache.layout, *cut), _looked_up(prompt)
 
-        prompt, match = find() if _is_short(request.pages) else await call.quick(find)
-        page_bytes = prompt.cache.page_bytes
-        async with call.buffers(streams.buffer_bytes(page_bytes)):
+        prompt, shard, match = find() if _is_short(request.pages) else await call.quick(find)
+        whole_bytes = max(WHOLE_BYTES, prompt.cache.page_bytes) if shard.count > 1 else 0
+        async with call.buffers(streams.buffer_bytes(shard.nbytes) + whole_bytes):
             await call.send(pb.ReadReply(match=lookup_reply(match, prompt)).SerializeToString())
-            rows = np.empty((min(match.pages, streams.batch_pages(page_bytes)), page_bytes), np.uint8)
+            rows = np.empty((min(match.pages, streams.batch_pages(shard.nbytes)), shard.nbytes), np.uint8)
             page, reason = 0, ""
             steps = (
-                partial(_get, prompt, start, min(start + len(rows), match.pages), rows, request.verify)
+                partial(_get, prompt, shard, start, min(start + len(rows), match.pages), rows, request.verify)
                 for start in range(0, match.pages, max(1, len(rows)))
             )
             async with contextlib.aclosing(streams.ahead(call, steps)) as found:
@@ -153,6 +156,15 @@ def _looked_up(prompt: Prompt) -> Match:
     return Match(0, 0, ABSENT) if prompt.orphan else prompt.cache.lookup(prompt.keys)
 
 
-def _get(prompt: Prompt, page: int, stop: int, rows: streams.Rows, verify: bool) -> tuple[Match, list[bytes]]:
-    match = prompt.cache.get(prompt.keys[page:stop], out=rows, verify=verify or None)
+def _get(
+    prompt: Prompt, shard: Shard, page: int, stop: int, rows: streams.Rows, verify: bool
+) -> tuple[Match, list[bytes]]:
+    keys = prompt.keys[page:stop]
+    if shard.count == 1:
+        match = prompt.cache.get(keys, out=rows, verify=verify or None)
+    else:
+        rank, ranks, stage, stages = shard.cut.values()
+        match = prompt.cache.get_shard(
+            keys, rows, rank=rank, ranks=ranks, stage=stage, stages=stages, verify=verify or None
+        )
     return match, streams.pack_pages(rows[: match.pages].reshape(-1).data)

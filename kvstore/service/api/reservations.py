@@ -74,7 +74,8 @@ class Reservations:
         config = self._node.config
         ttl_s = min((request.ttl_ms or int(config.reserve_ttl_s * 1000)) / 1000, config.lease_ttl_s_max)
         group = request.write_group or None
-        writer = prompt.cache.writer(prompt.keys, ttl_s, group, request.rank, request.ranks or 1)
+        cut = request.rank, request.ranks or 1, None, request.stage, request.stages or 1
+        writer = prompt.cache.writer(prompt.keys, ttl_s, group, *cut)
         if prompt.orphan:
             raise InvalidRequest("parent", "is not stored here: reserve from an earlier page on")
         writer.alone = True  # all callers are one session to the node, and no two may have the same frames

@@ -124,7 +124,7 @@ class ApiServer:
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(_log_unexpected)
+        self._loop.set_exception_handler(log_unexpected)
         config, threads = self._config, Threads()
         folder = self._node.folder
         with contextlib.ExitStack() as ends:
@@ -145,12 +145,14 @@ class ApiServer:
             # The gate refuses politely; this bounds what strangers may have on its way there.
             outside = CALLS_OUTSIDE * config.rpcs_max
             gating = [GateOthers(gate)]
-            server = grpc.aio.server(options=_options(config), interceptors=gating, maximum_concurrent_rpcs=outside)
+            server = grpc.aio.server(
+                options=options(config.rpcs_max), interceptors=gating, maximum_concurrent_rpcs=outside
+            )
             admin = AdminCalls(store, self._node, self._dispatcher.admin)
             objects = ObjectCalls(store, buffers)
             pages = PageCalls(store, self._node, reservations, objects.bytes_max)
             server.add_generic_rpc_handlers((handlers(gate, pages, reservations, leases, objects, admin),))
-            alive = await _add_others(server)
+            alive = await add_others(server, SERVICE)
             ends.callback(sweep, True)
             await self._serve_until_stopped(server, alive, sweep)
 
@@ -174,12 +176,13 @@ class ApiServer:
             self._plan.unlink()
 
 
-def _options(config: NodeConfig) -> list[tuple[str, Any]]:
+def options(rpcs_max: int) -> list[tuple[str, Any]]:
+    """Limits of a gRPC server."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", config.rpcs_max + 16),  # of one connection; more wait at the client
+        ("grpc.max_concurrent_streams", rpcs_max + 16),  # of one connection; more wait at the client
         ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
         ("grpc.so_reuseport", 0),  # two daemons on one port would each get some of the calls
         ("grpc.keepalive_permit_without_calls", 1),
@@ -190,15 +193,16 @@ def _options(config: NodeConfig) -> list[tuple[str, Any]]:
     ]
 
 
-async def _add_others(server: grpc.aio.Server) -> health.aio.HealthServicer:
-    """Health and reflection."""
+async def add_others(server: grpc.aio.Server, service: str) -> health.aio.HealthServicer:
+    """Health of ``service``, and reflection."""
     alive = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(alive, server)
-    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    await alive.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection(names, server)
     return alive
 
 
-def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What an event loop does with a failure that nobody waits for."""
     log.error("%s", context.get("message"), exc_info=context.get("exception"))

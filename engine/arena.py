@@ -1,0 +1,141 @@
+"""Arena: the device memory of an engine, page-major frames that hold what the store's pages hold, byte for byte.
+
+A frame is free -> taken (``take``) -> free again (``give_back``); that is the one way it ends, and whoever took it
+calls it. The allocator prefers one run of consecutive frames: a sequence in one run is read by attention, and moved by
+the store, with the fewest calls.
+
+Example: frames 0-9, 2-4 taken. ``take(3)`` gives 5-7: of the free runs 0-1 and 5-9 the smallest that is large enough.
+``take(6)`` would give 0, 1, 5-8: the largest run whole, the rest from the smallest that holds it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import kvstore
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Bytes = npt.NDArray[np.uint8]
+
+
+class Arena:
+    """``frames`` frames of the pages of ``layout`` on ``device``. Thread-safe as to who has which frame.
+
+    What is in a frame belongs to whoever took it. Memory starts as zeros, and a frame given back keeps what was in it.
+
+    Args:
+        k_dim: elements of K (MLA: of the latent) in the content of a token and head; V (MLA: the rope key) follows.
+
+    Attributes:
+        pages: ``[frames, layers, kv_heads, page_tokens, content]``.
+    """
+
+    def __init__(self, layout: kvstore.Layout, frames: int, k_dim: int, device: str = "cpu") -> None:
+        assert frames > 0 and layout.dtype in DTYPES, (frames, layout.dtype)
+        assert 0 < k_dim <= layout.shape[-1], (k_dim, layout.shape)
+        self.layout = layout
+        self.k_dim = k_dim
+        self.device = torch.device(device)
+        self.pages = _zeros((frames, *layout.shape), DTYPES[layout.dtype], self.device)
+        self.frames_total = frames
+        self._bytes: Bytes | None = None
+        if self.device.type == "cpu":
+            self._bytes = self.pages.view(frames, -1).view(torch.uint8).numpy()
+            assert self._bytes.shape == (frames, layout.page_bytes), self._bytes.shape
+        self._lock = threading.Lock()
+        self._free = np.ones(frames, dtype=np.bool_)
+        self._frames_free = frames
+
+    @property
+    def frames_free(self) -> int:
+        """Frames that nobody has."""
+        return self._frames_free
+
+    def take(self, count: int) -> torch.Tensor | None:
+        """``count`` frames, ascending int64, in as few runs as possible; None where there are not so many free."""
+        assert count >= 0, count
+        with self._lock:
+            if count > self._frames_free:
+                return None
+            chosen = _choose(self._free, count)
+            self._free[chosen] = False
+            self._frames_free -= count
+        return torch.from_numpy(chosen)
+
+    def give_back(self, frames: torch.Tensor) -> None:
+        """Frames that ``take`` gave, all or some of them, in any order, are free again."""
+        numbers = frames.numpy()
+        with self._lock:
+            assert np.unique(numbers).size == numbers.size, "a frame is given back twice"
+            assert not self._free[numbers].any(), "a frame is given back that nobody has"
+            self._free[numbers] = True
+            self._frames_free += numbers.size
+
+    def rows(self, frame: int, count: int) -> Bytes:
+        """The bytes of ``count`` frames from ``frame`` on, ``[count, page_bytes]``: a contiguous view, CPU only."""
+        assert self._bytes is not None, "frames of a device have no bytes that a host could see"
+        assert 0 <= frame and frame + count <= self.frames_total, (frame, count)
+        return self._bytes[frame : frame + count]
+
+    def layer_rows(self, frame: int, count: int, layer: int) -> Bytes:
+        """The bytes of one layer of them, ``[count, layer_bytes]``: a strided view, CPU only."""
+        start, stop = self.layout.byte_range(layer)
+        return self.rows(frame, count)[:, start:stop]
+
+    def check(self) -> None:
+        """Conservation: free and taken frames are all there are."""
+        with self._lock:
+            free = int(np.count_nonzero(self._free))
+            assert free == self._frames_free, (free, self._frames_free)
+            assert 0 <= free <= self.frames_total == self._free.size, free
+
+
+def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int, int]]:
+    """``(index in the sequence, frame, count)`` of its runs of consecutive frames, in order.
+
+    Example: frames 7, 8, 9, 3, 4 are ``[(0, 7, 3), (3, 3, 2)]``.
+    """
+    numbers = np.asarray(frames, dtype=np.int64)
+    if not numbers.size:
+        return []
+    starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
+    counts = np.diff(starts, append=numbers.size)
+    return list(zip(starts.tolist(), numbers[starts].tolist(), counts.tolist(), strict=True))
+
+
+def _choose(free: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
+    """Numbers of ``count`` of the free frames, ascending: the fewest runs, and of those the tightest fit."""
+    edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    chosen: list[npt.NDArray[np.int64]] = []
+    left = np.ones(starts.size, dtype=np.bool_)
+    while count:
+        fits = np.flatnonzero(left & (lengths >= count))
+        if fits.size:
+            run = fits[np.argmin(lengths[fits])]
+        else:
+            run = np.argmax(np.where(left, lengths, 0))
+        taken = min(count, int(lengths[run]))
+        chosen.append(np.arange(starts[run], starts[run] + taken, dtype=np.int64))
+        left[run] = False
+        count -= taken
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a host in memory of its own that starts at a page and asks for large pages.
+
+    A malloc'ed block starts 16 bytes after a page, and vector loads that cross cache lines cost attention its speed.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

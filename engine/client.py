@@ -1,0 +1,240 @@
+"""EngineClient: an engine for programs, and for other engines.
+
+::
+
+    with EngineClient("127.0.0.1:7080") as engine:
+        answer = engine.generate("Once upon a time", max_tokens=32)
+        for event in engine.stream(tokens, max_tokens=32, resume=["127.0.0.1:7081"]):
+            ...
+
+Every call has a deadline. Errors are those of ``kvstore.errors``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import grpc
+from google.protobuf.struct_pb2 import Struct
+
+from engine.asking import Asking, Prompt, Wish
+from engine.request import Event, Finished, Piece, PrefillEvent, Request, Role, Token, Usage
+from engine.wire import SERVICE, events_of, layout_message, pieces_of, prefill_event, submit_request
+from kvstore.client.remote.admin import document
+from kvstore.client.remote.endpoint import SCHEMES, Credentials, endpoint
+from kvstore.client.remote.node import RemoteNode
+from kvstore.model.layout import Layout
+from kvstore.pb import engine_pb2 as pb
+from kvstore.pb import store_pb2
+
+TIMEOUT_S: Final = 10.0
+ANSWER_S: Final = 300.0
+SLACK_S: Final = 2.0  # a call outlives its request by that much, so that the engine says itself what is late
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. ``engines``: who gave it, in order; more than one where it had to be resumed elsewhere."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: str
+    usage: Usage
+    engines: tuple[str, ...] = ()
+
+
+class _RemoteEngine(RemoteNode):
+    service = f"/{SERVICE}/"
+
+
+class EngineClient:
+    """A connection to one engine; threads may share it.
+
+    Life: made (nothing is sent) -> connected by the first call, and again by itself after the connection is lost ->
+    ``close``, being dropped, or the end of the process.
+
+    Args:
+        address: ``HOST:PORT``, ``kv://HOST:PORT`` or ``unix:/PATH``.
+        token, tls_ca, tls_cert, tls_key, tls_server_name: who we are and whom to trust; those not given come from the
+            environment, as for ``kvstore.connect``.
+        timeout_s: of calls that answer at once.
+
+    Raises:
+        InvalidRequest: the address or the credentials make no sense.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        tls_server_name: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.address = address
+        self._credentials = Credentials(
+            token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
+        )
+        self._timeout_s = timeout_s
+        self._remote = _RemoteEngine(endpoint(_url(address), self._credentials, os.environ), timeout_s)
+
+    def close(self) -> None:
+        """End the connection; calls under way fail."""
+        self._remote.close()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Answer:
+        """The whole answer to a prompt. Arguments and errors as ``stream``."""
+        asking = Asking(self, Wish.of(prompt, **how), tuple(resume))
+        tokens: list[int] = []
+        text: list[str] = []
+        for event in asking.events():
+            text.append(event.text)
+            if isinstance(event, Finished):
+                return Answer(tuple(tokens), "".join(text), event.reason, event.usage, tuple(asking.asked))
+            tokens.append(event.id)
+        raise AssertionError("a stream ends with Finished, or raises")
+
+    def stream(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Iterator[Token | Finished]:
+        """The tokens of an answer as they are drawn, last ``Finished``. Closing the iterator cancels the request.
+
+        Args:
+            prompt: text, which the engine tokenises, or token ids.
+            resume: engines that go on where this one fails or dies in the middle: tokens are drawn as they would have
+                been here, and none comes twice. Each is asked once.
+            how: fields of ``Sampling`` (``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``,
+                ``ignore_eos``) and of ``Request`` (``id``, ``salt``, ``adapter``, ``deadline_s``, ``prefill``,
+                ``handoff``, ``source``, ``grain``, ``use_pool``, ``allow_lossy``).
+
+        Raises:
+            InvalidRequest: the engine, or this call, refuses the request; names the field.
+            NodeUnavailable: nobody answers, or the engine was lost and so were those to resume at.
+            TooManyCalls: it has enough to do.
+            DeadlineExceeded: there was no whole answer in time.
+        """
+        return Asking(self, Wish.of(prompt, **how), tuple(resume)).events()
+
+    def submit(self, request: Request) -> Iterator[Event]:
+        """The events of one request at this engine, with nothing around it. Raises what ``stream`` does."""
+        message = submit_request(request)
+        for reply in self.replies(message, request.deadline_s):
+            yield from events_of(reply)
+
+    def replies(self, message: pb.SubmitRequest, deadline_s: float) -> Iterator[pb.SubmitReply]:
+        """The same as messages."""
+        yield from self._replies("Submit", message, pb.SubmitReply, deadline_s + SLACK_S)
+
+    # --- hand-offs --------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, request: Request, layout: Layout, hold_s: float | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[PrefillEvent]:
+        """Have a prompt computed: ``Admitted``, ``Progress``, last ``Done``. Closing the iterator before gives it up.
+
+        Args:
+            layout: of the engine that is to use the KV.
+            hold_s: how long the KV is kept then; None: as long as that engine is set up to.
+
+        Raises:
+            VersionMismatch: that engine's layout differs; says in which fields.
+            InvalidRequest, NodeUnavailable, TooManyCalls, DeadlineExceeded: as ``stream``.
+        """
+        message = pb.PrefillRequest(
+            request=submit_request(request),
+            layout=layout_message(layout),
+            hold_ms=int((hold_s or 0) * 1000),
+        )
+        left_s = timeout_s if timeout_s is not None else request.deadline_s + SLACK_S
+        for reply in self._replies("Prefill", message, pb.PrefillReply, left_s):
+            yield prefill_event(reply)
+
+    def pull(
+        self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
+    ) -> Iterator[Piece]:
+        """The KV of a prefill, as it is computed. Whoever uses a piece compares its checksum.
+
+        Raises:
+            InvalidRequest: there is no such prefill, or the start or the codec make no sense.
+            NodeUnavailable: the engine, or the prefill, has gone.
+            DeadlineExceeded: not everything came in time.
+        """
+        message = pb.PullRequest(request_id=request_id, token_start=token_start, codec=codec)
+        left_s = timeout_s if timeout_s is not None else ANSWER_S
+        yield from pieces_of(self._receive("Pull", message, left_s))
+
+    def release(self, request_id: str) -> bool:
+        """The KV of a prefill is not needed any more. Whether there was any."""
+        return self._call("Release", pb.RequestId(request_id=request_id), pb.Found).found
+
+    # --- requests and the engine ------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; its caller gets ``Finished("cancelled")``. Whether there was one."""
+        return self._call("Cancel", pb.RequestId(request_id=request_id), pb.Found).found
+
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """What the engine is, how busy, and how fast."""
+        return document(self._call("Status", store_pb2.Empty(), Struct, timeout_s))
+
+    def set_role(self, role: Role | str) -> None:
+        """Change what the engine does; for operators."""
+        self._call("SetRole", pb.SetRoleRequest(role=role), store_pb2.Empty)
+
+    def migrate(self, request_id: str, target: str, timeout_s: float = 60.0) -> bool:
+        """Let the engine at ``target`` go on with a request; for operators. Whether there was one."""
+        message = pb.MigrateRequest(request_id=request_id, target=target)
+        return self._call("Migrate", message, pb.Found, timeout_s, again=False).found
+
+    def drain(self, target: str | None = None, timeout_s: float = 60.0) -> int:
+        """Take no new requests, and wait for those that run; where there is a ``target`` they go on there. How many
+        still run then. For operators."""
+        message = pb.DrainRequest(target=target or "", timeout_ms=max(1, int(timeout_s * 1000)))
+        return self._call("Drain", message, pb.DrainReply, timeout_s + SLACK_S, again=False).left
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _call(
+        self, name: str, message: Any, reply: type[Any], timeout_s: float | None = None, again: bool = True
+    ) -> Any:
+        return self._remote.call(name, message, reply, timeout_s, again)
+
+    def _replies(self, name: str, message: Any, kind: type[Any], timeout_s: float) -> Iterator[Any]:
+        for reply in self._receive(name, message, timeout_s):
+            yield kind.FromString(reply)
+
+    def _receive(self, name: str, message: Any, timeout_s: float) -> Iterator[bytes]:
+        stream: Any = self._remote.receive(name, message.SerializeToString(), max(0.001, timeout_s))
+        try:
+            yield from stream
+        except grpc.RpcError as error:
+            self._remote.refuse(error)
+        finally:
+            stream.cancel()  # where it has ended, nothing happens
+
+    def beside(self, address: str) -> EngineClient:
+        """A client of another engine, with the same credentials."""
+        return EngineClient(address, **vars(self._credentials), timeout_s=self._timeout_s)
+
+
+def _url(address: str) -> str:
+    """``HOST:PORT`` and ``unix:/PATH``, as engines print them, as ``kvstore.connect`` has them."""
+    if address.startswith("unix:"):
+        return f"kv+unix://{address.removeprefix('unix:')}"
+    return address if address.startswith(SCHEMES) else f"kv://{address}"

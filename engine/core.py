@@ -1,0 +1,419 @@
+"""Engine: one thread that computes, and everything around it.
+
+Each turn of the thread takes what has changed (new requests, loaded prefixes, arrived hand-offs), admits who gets
+frames, and runs one forward: the next token of every sequence that decodes, and as many prompt tokens as fit beside
+them. The role decides what is accepted, not how it is run. Other threads load from the pool, bring hand-offs, and serve
+pulls; they reach the computing thread through ``_inbox`` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from engine.admission import Admission, check_request, memory_frames
+from engine.arena import Arena
+from engine.config import EngineConfig
+from engine.decode import SideBatches
+from engine.handoff import Fetch, Peer, Peers
+from engine.lossy import codecs
+from engine.models import Model
+from engine.observer import Observer
+from engine.pool import Pool
+from engine.prefill import Prefills
+from engine.request import Emit, Finished, Piece, PrefillEvent, Request, Role
+from engine.routes import Routes
+from engine.runner import Runner
+from engine.sequence import Sequence, State
+from engine.speeds import Speeds
+from engine.step import Step
+from engine.text import Detokenizer
+from kvstore.client.store import Store
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls, VersionMismatch
+from kvstore.model.layout import Layout
+
+IDLE_S = 0.05
+LOADERS = 2
+STOP_S = 30.0
+
+log = logging.getLogger("kvstore.engine")
+
+
+class Engine:
+    """Life: made (memory taken, nothing runs) -> ``start`` -> requests -> ``stop``, which fails what is still running.
+
+    Every method may be called from any thread. Frames: free + those of ``_active``, ``_leaving`` and held prefills are
+    all there are, checked when idle.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        store: Store | None,
+        connect: Callable[[str], Peer],
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.role = config.role
+        self.layout = model.layout(config.page_tokens)
+        self.observer = observer or Observer()
+        frames = memory_frames(config.arena, self.layout)
+        self.arena = Arena(self.layout, frames, model.k_dim, str(model.device))
+        self.pool = Pool(store, self.layout, self.arena, config.compress)
+        self.pool.check()
+        self.speeds = Speeds(self.layout.layers)
+        runner = Runner(model, self.arena)
+        forms = codecs(self.layout)
+        self.prefills = Prefills(self.arena, self.pool, forms)
+        self._sides = SideBatches(runner, self.arena, self._wake)
+        self._routes = Routes(config, Peers(connect), self.arena, self.pool, forms, self._wake)
+        self._connect = connect
+        self._admission = Admission(self.arena, config.batch_max)
+        self._eos = frozenset(model.eos_ids)
+        self._step = Step(config, runner, self.arena, self.pool, self.prefills, self._sides, self.speeds)
+        self._active: dict[str, Sequence] = {}  # have frames
+        self._parked: list[Sequence] = []  # lazy: computed elsewhere first, then they wait for frames
+        self._leaving: list[Sequence] = []  # ended, their frames may still be written to
+        self._known: dict[str, Sequence] = {}  # all that have not ended
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.draining = False
+        self._loaders = ThreadPoolExecutor(LOADERS, "engine-load")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Compute from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Fail what still runs, and end all threads."""
+        self._stopping = True
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
+        self._loaders.shutdown(wait=True)
+
+    # --- what is asked of it ------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """Answer a prompt. ``emit`` is called for every event by the engine's thread, which it must not keep.
+
+        Raises:
+            InvalidRequest: see ``check_request``; or the role is prefill, or the id is in use.
+            TooManyCalls: as many requests as may be are here already.
+            NodeUnavailable: the engine ends or is being drained.
+        """
+        if self.role is Role.PREFILL:
+            raise InvalidRequest("role", "this engine computes prompts for others; ask one of role decode or both")
+        sequence = self._made(request, emit, answers=True)
+        self._post(lambda: self._submitted(sequence))
+
+    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> None:
+        """Compute a prompt for another engine, whose pages are of ``layout``.
+
+        Raises:
+            VersionMismatch: the layouts differ; says in which fields.
+            InvalidRequest, TooManyCalls, NodeUnavailable: as ``submit``; or the role is decode.
+        """
+        if layout.fingerprint != self.layout.fingerprint:
+            from engine.wire import explain_mismatch
+
+            raise VersionMismatch(explain_mismatch(self.layout, layout))
+        if self.role is Role.DECODE:
+            raise InvalidRequest("role", "this engine answers requests; ask one of role prefill or both")
+        sequence = self._made(request, emit, answers=False)
+        try:
+            self.prefills.admit(sequence, min(hold_s, self.config.hold_s) if hold_s > 0 else self.config.hold_s)
+        except InvalidRequest:
+            self._known.pop(sequence.id, None)
+            raise
+        self._post(lambda: self._admission.add(sequence))
+
+    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
+        """See ``Prefills.pull``."""
+        return self.prefills.pull(request_id, token_start, codec, timeout_s)
+
+    def release(self, request_id: str) -> bool:
+        """A prefill is not needed any more. Whether there was one."""
+        found = self.prefills.release(request_id)
+        self._wake()
+        return found
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request. Whether there was one."""
+        sequence = self._known.get(request_id)
+        if sequence is None:
+            return False
+        sequence.cancelled = True
+        self._wake()
+        return True
+
+    def set_role(self, role: Role) -> None:
+        """Accept other requests from now on; ends a drain."""
+        self.role, self.draining = role, False
+
+    def migrate(self, request_id: str, target: str) -> bool:
+        """Have the engine at ``target`` go on with a request; its client sees no difference. Whether there was one."""
+        from engine.migration import Migration
+
+        sequence = self._known.get(request_id)
+        if sequence is None or not sequence.answers:
+            return False
+        return Migration(self._connect(target), target, self.pool).ask(sequence, self._post, self._left)
+
+    def drain(self, target: str | None, timeout_s: float) -> int:
+        """Accept nothing more; wait for what runs, moved to ``target`` where there is one. How many still run then."""
+        self.draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._known and time.monotonic() < deadline:
+            if target is not None:
+                for request_id, sequence in list(self._known.items()):
+                    if sequence.state is State.DECODING:
+                        self.migrate(request_id, target)
+            time.sleep(IDLE_S)
+        return len(self._known)
+
+    def status(self) -> dict[str, Any]:
+        """What the engine is, how busy, and how fast."""
+        states = [sequence.state for sequence in list(self._known.values())]
+        return {
+            "role": str(self.role),
+            "draining": self.draining,
+            "model": self.model.name,
+            "device": str(self.model.device),
+            "layout": {"fingerprint": self.layout.fingerprint.hex(), "page_tokens": self.layout.page_tokens},
+            "context_tokens_max": self.model.context_tokens_max,
+            "frames": {"total": self.arena.frames_total, "free": self.arena.frames_free},
+            "requests": {state.name.lower(): states.count(state) for state in State if state is not State.ENDED},
+            "prefills_held": len(self.prefills),
+            "side_steps": self._sides.steps,
+            "speeds": {
+                "step_ms": 1e3 * self.speeds.step_s,
+                "prefill_tokens_per_s": self.speeds.prefill_tokens_per_s,
+                "hook_us_per_layer": 1e6 * self.pool.hook_s / max(1, self.pool.hook_layers),
+            },
+            "pool": {"node": self.pool.store.name if self.pool.store else None, "failures": self.pool.failures},
+        }
+
+    def _made(self, request: Request, emit: Callable[[Any], None], answers: bool) -> Sequence:
+        if self._stopping or self.draining:
+            raise NodeUnavailable("this engine takes no new requests: it is being drained")
+        check_request(request, self.model, self.layout, self.arena.frames_total, answers)
+        if request.id in self._known:
+            raise InvalidRequest("request_id", f"{request.id} is in use here")
+        if len(self._known) >= self.config.requests_max:
+            raise TooManyCalls(f"{self.config.requests_max} requests are here already", retry_after_s=1.0)
+        text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
+        cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
+        sequence = Sequence(request, emit, text, self.layout.page_tokens, cache, answers)
+        self._known[request.id] = sequence
+        return sequence
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _post(self, what: Callable[[], None]) -> None:
+        self._inbox.append(what)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _run(self) -> None:
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        while not self._stopping:
+            while self._inbox:
+                self._inbox.popleft()()
+            self._sweep(time.monotonic())
+            for sequence in self._admission.admit(len(self._active)):
+                self._load(sequence)
+            self._follow()
+            if not self._step.run(list(self._active.values()), self._next_token, self.observer):
+                with self._changed:
+                    if not self._inbox and not self._stopping:
+                        self._changed.wait(IDLE_S)
+        self._end_all()
+
+    def _submitted(self, sequence: Sequence) -> None:
+        if self._routes.choose(sequence, self.role) and self._routes.lazy(sequence):
+            self._routes.begin(sequence)
+            self._parked.append(sequence)
+        else:
+            self._admission.add(sequence)
+
+    def _load(self, sequence: Sequence) -> None:
+        self._active[sequence.id] = sequence
+        sequence.state, sequence.loading = State.LOADING, True
+
+        def load() -> None:
+            tokens = 0
+            try:
+                tokens = self.pool.load(sequence)
+            finally:
+                sequence.loading = False
+            self._post(lambda: self._loaded(sequence, tokens))
+
+        self._loaders.submit(load)
+
+    def _loaded(self, sequence: Sequence, tokens: int) -> None:
+        if sequence.id not in self._active:
+            return  # it ended meanwhile
+        sequence.cached = tokens
+        sequence.stored_pages = 0 if sequence.lossy else tokens // sequence.page_tokens
+        sequence.state = State.COMPUTING
+        if not sequence.answers:
+            self.prefills.loaded(sequence)
+            return
+        fetch = self._routes.get(sequence)
+        if fetch is None and self._routes.wanted(sequence):
+            fetch = self._routes.begin(sequence)
+        if fetch is not None:
+            self._move(sequence, fetch)
+
+    def _move(self, sequence: Sequence, fetch: Fetch) -> None:
+        sequence.state = State.MOVING
+        if fetch.failure is None:
+            fetch.move()
+
+    def _follow(self) -> None:
+        """Hand-offs: what has come of them since the last turn."""
+        for sequence in [one for one in self._parked if self._settled(one)]:
+            self._parked.remove(sequence)
+            self._admission.add(sequence)
+        for sequence in list(self._active.values()):
+            fetch = self._routes.get(sequence)
+            if fetch is None or sequence.state not in (State.MOVING, State.DECODING) or sequence in self._sides:
+                continue
+            if fetch.failure is not None:
+                if fetch.idle:
+                    self._fall_back(sequence, fetch)
+            elif fetch.handoff is not None and sequence.state is State.MOVING:
+                self._join(sequence, fetch)
+            elif fetch.complete:
+                self._arrived(sequence, fetch)
+
+    def _settled(self, sequence: Sequence) -> bool:
+        fetch = self._routes.get(sequence)
+        return fetch is None or fetch.handoff is not None or fetch.failure is not None
+
+    def _join(self, sequence: Sequence, fetch: Fetch) -> None:
+        """Its prompt is computed: the first token is known, the KV may still be on its way."""
+        handoff = fetch.handoff
+        assert handoff is not None
+        sequence.spent.prefill_engine = fetch.address
+        sequence.cached = sequence.prompt
+        sequence.arrivals = fetch.arrivals
+        sequence.state = State.DECODING
+        self._next_token(sequence, handoff.first_token)
+
+    def _arrived(self, sequence: Sequence, fetch: Fetch) -> None:
+        if sequence.arrivals is None or fetch.handoff is None:
+            return
+        sequence.arrivals = None
+        sequence.stored_pages = 0 if sequence.lossy else fetch.handoff.stored
+        self.observer.handed_off(sequence.spent.moved_bytes, sequence.since_first_s())
+        self._routes.over(sequence)
+
+    def _fall_back(self, sequence: Sequence, fetch: Fetch) -> None:
+        """The hand-off failed: another engine, or compute what has not arrived here."""
+        failure = fetch.failure
+        self._routes.failed(sequence)
+        if isinstance(failure, VersionMismatch):
+            sequence.fail(failure)
+            self._over(sequence)
+            return
+        layers = range(self.layout.layers)
+        arrived = min(fetch.arrivals.tokens(layer) for layer in layers) if fetch.moving else sequence.cached
+        sequence.arrivals = None
+        sequence.cached = min(arrived, sequence.prompt - 1) // sequence.page_tokens * sequence.page_tokens
+        sequence.state = State.COMPUTING
+        if sequence.length == sequence.prompt:  # no token was drawn: another engine may still do all of it
+            other = self._routes.begin(sequence)
+            if other is not None:
+                self._move(sequence, other)
+
+    def _next_token(self, sequence: Sequence, token: int) -> None:
+        """One more token of a sequence was drawn."""
+        if not sequence.answers:
+            self._active.pop(sequence.id, None)
+            self._known.pop(sequence.id, None)
+            self.prefills.complete(sequence, token)
+            self.observer.ended("prefilled", sequence.usage())
+            return
+        sequence.state = State.DECODING
+        reason = sequence.token(token, self._eos)
+        if sequence.arrivals is None and sequence.cached // sequence.page_tokens > sequence.stored_pages:
+            self.pool.append(sequence)
+        if reason:
+            sequence.finish(reason)
+            self.observer.ended(reason, sequence.usage())
+            self._over(sequence)
+
+    # --- ends -----------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, now_s: float) -> None:
+        """End what was cancelled or is late, and take back the frames of what has ended."""
+        for sequence in [*self._admission.drop(now_s), *self._active.values(), *self._parked]:
+            if sequence.cancelled or sequence.expired(now_s):
+                self._end(sequence)
+        for sequence in self.prefills.over(now_s):
+            self._active.pop(sequence.id, None)
+            self._known.pop(sequence.id, None)
+            self._leaving.append(sequence)
+        self._leaving = [sequence for sequence in self._leaving if not self._given_back(sequence)]
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.cancelled and sequence.answers:
+            sequence.finish("cancelled")
+        else:
+            sequence.fail_late()
+        self.observer.ended("cancelled" if sequence.cancelled else "failed", sequence.usage())
+        self._over(sequence)
+
+    def _over(self, sequence: Sequence) -> None:
+        if sequence in self._parked:
+            self._parked.remove(sequence)
+        self._active.pop(sequence.id, None)
+        self._known.pop(sequence.id, None)
+        if not sequence.answers:  # its frames return when nobody pulls
+            self.prefills.failed(sequence, NodeUnavailable("it was cancelled, or too late"))
+        else:
+            self._leaving.append(sequence)
+
+    def _left(self, sequence: Sequence) -> None:
+        """Another engine goes on with it: its frames are free, its client stays."""
+        self._active.pop(sequence.id, None)
+        self._leaving.append(sequence)
+        self.observer.ended("migrated", sequence.usage())
+
+    def _given_back(self, sequence: Sequence) -> bool:
+        """Whether its frames are back; not before every thread that may touch them is done."""
+        if sequence.loading or sequence in self._sides or not self._routes.over(sequence):
+            return False
+        if sequence.frames is not None:
+            self.arena.give_back(sequence.frames)
+            sequence.frames = None
+        return True
+
+    def _end_all(self) -> None:
+        error: KVStoreError = NodeUnavailable("this engine has ended")
+        for sequence in list(self._known.values()):
+            if sequence.state is not State.LEFT:
+                sequence.fail(error)
+            self._over(sequence)
+        self._sides.stop()
+        log.info("ended; %d of %d frames free", self.arena.frames_free, self.arena.frames_total)
+
+
+__all__ = ["Engine", "Finished"]

@@ -1,0 +1,349 @@
+"""Fetch: one prompt computed by another engine and brought into the frames of a sequence here.
+
+The engine that decodes leads: it asks a prefill engine to compute, and moves the KV itself, out of that engine's arena
+or, full pages, out of the pool. What goes wrong there costs time only: the next engine is asked, or the prompt is
+computed here.
+
+Eager: both begin together, and layers arrive as they are computed. Lazy: the KV is fetched once the prompt is computed
+and there are frames for it. Whole: the KV moves in one piece, after the last layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from engine import staging
+from engine.arena import Arena, runs
+from engine.link import Link
+from engine.lossy import Lossy
+from engine.request import Admitted, Done, Failed, Grain, HandOff, Piece, PrefillEvent, Progress, Request, Source
+from engine.sequence import Arrivals, Sequence
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.model.layout import Layout
+
+LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
+CONNECT_S = 10.0  # for a prefill engine to begin
+
+log = logging.getLogger("kvstore.engine.handoff")
+
+
+class Peer(Protocol):
+    """Another engine, as far as a hand-off needs it. ``EngineClient`` is one."""
+
+    def prefill(
+        self, request: Request, layout: Layout, hold_s: float | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[PrefillEvent]:
+        """Have it compute a prompt."""
+        ...
+
+    def pull(
+        self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
+    ) -> Iterator[Piece]:
+        """Fetch the KV; a piece that arrived damaged is an error."""
+        ...
+
+    def release(self, request_id: str) -> bool:
+        """It is not needed any more."""
+        ...
+
+
+class Fetch:
+    """One attempt at one prefill engine.
+
+    Life: made -> ``begin`` (it computes) -> ``move`` once the sequence has frames (at once, or when computed) -> the
+    arrivals are complete, or failed. ``give_up`` ends it early. ``changed`` is called, from a thread of ours, when there
+    is something new: ``handoff`` or ``failure``.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        address: str,
+        peer: Peer,
+        arena: Arena,
+        link: Link,
+        codec: tuple[str, Lossy | None],
+        source: Source,
+        grain: Grain,
+        changed: Callable[[], None],
+    ) -> None:
+        self.sequence = sequence
+        self.address = address
+        self.arrivals = Arrivals(arena.layout.layers)
+        self.handoff: HandOff | None = None
+        self.failure: KVStoreError | None = None
+        self.moving = False
+        self._peer = peer
+        self._arena = arena
+        self._link = link
+        self._codec_name, self._codec = codec
+        self._source = source if sequence.cache is not None else Source.ARENA
+        self._grain = grain
+        self._changed = changed
+        self._admitted = threading.Event()
+        self._done = threading.Event()
+        self._given_up = False
+        self._mover: threading.Thread | None = None
+        self._start = 0
+        self._wire_id = f"{sequence.id}.{time.monotonic_ns():x}"  # a second attempt is another prefill there
+
+    # --- called by the engine's thread ------------------------------------------------------------------------------
+
+    def begin(self, layout: Layout, hold_s: float) -> None:
+        """Have it computed. Returns at once."""
+        self._run(self._compute, layout, hold_s)
+
+    def move(self) -> None:
+        """Bring it into the sequence's frames, from what is cached there on. Returns at once."""
+        self.moving = True
+        self._start = self.sequence.cached
+        self.arrivals.all_reached(self._start)
+        self._mover = self._run(self._move)
+
+    def give_up(self) -> None:
+        """Nobody wants it any more."""
+        self._given_up = True
+        self._fail(NodeUnavailable("the hand-off was given up"))
+        self._run(self._release)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is here."""
+        return self.handoff is not None and self.arrivals.layers_with(self.sequence.prompt) == self._arena.layout.layers
+
+    @property
+    def idle(self) -> bool:
+        """Whether no thread of ours can write into the frames any more."""
+        return self._mover is None or not self._mover.is_alive()
+
+    def _run(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, name="engine-handoff", daemon=True)
+        thread.start()
+        return thread
+
+    # --- threads ----------------------------------------------------------------------------------------------------
+
+    def _compute(self, layout: Layout, hold_s: float) -> None:
+        sequence = self.sequence
+        request = _for_prefill(sequence, self._wire_id)
+        try:
+            timeout_s = sequence.deadline_s - time.monotonic()
+            for event in self._peer.prefill(request, layout, hold_s, timeout_s=timeout_s):
+                match event:
+                    case Admitted():
+                        sequence.spent.prefill_cached = dict(event.cached_tokens)
+                        self._admitted.set()
+                    case Progress():
+                        pass
+                    case Done():
+                        self.handoff = event.handoff
+                        self._done.set()
+                        self._changed()
+                        return
+                    case Failed():
+                        raise event.error
+            raise NodeUnavailable(f"engine {self.address} ended a prefill without a word")
+        except KVStoreError as error:
+            self._fail(error)
+
+    def _move(self) -> None:
+        try:
+            if not self._admitted.wait(min(CONNECT_S, self._left_s())):
+                raise DeadlineExceeded(f"engine {self.address} did not begin within {CONNECT_S:g} s")
+            if self._grain is Grain.WHOLE:
+                self._await(self._done)
+                self._move_whole()
+            elif self._source is Source.DRAM:
+                self._move_from_pool()
+            else:
+                self._take(self._pull(self._start))
+            self._release()
+            self._changed()
+        except KVStoreError as error:
+            self._fail(error)
+            self._release()
+
+    def _release(self) -> None:
+        try:
+            self._peer.release(self._wire_id)
+        except KVStoreError as error:  # it lets go by itself, later
+            log.debug("engine %s was not told to release: %s", self.address, error)
+
+    def _fail(self, error: KVStoreError) -> None:
+        self.failure = self.failure or error
+        self._admitted.set()
+        self._done.set()
+        self.arrivals.fail(self.failure)
+        self._changed()
+
+    def _left_s(self) -> float:
+        return max(0.0, self.sequence.deadline_s - time.monotonic())
+
+    def _stopped(self) -> bool:
+        return self._given_up or self.failure is not None
+
+    def _await(self, event: threading.Event) -> None:
+        if not event.wait(self._left_s()) or self.failure is not None:
+            raise self.failure or DeadlineExceeded(f"engine {self.address} did not finish a prefill in time")
+
+    # --- out of the other engine's arena ----------------------------------------------------------------------------
+
+    def _pull(self, token_start: int) -> Iterator[Piece]:
+        for piece in self._peer.pull(self._wire_id, token_start, self._codec_name, timeout_s=self._left_s()):
+            if self._stopped():
+                raise self.failure or NodeUnavailable("the hand-off was given up")
+            yield piece
+
+    def _take(self, pieces: Iterator[Piece], tell: bool = True) -> None:
+        for piece in pieces:
+            self._store(piece)
+            if tell:
+                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
+
+    def _store(self, piece: Piece) -> None:
+        frames, page_tokens = self.sequence.frames, self.sequence.page_tokens
+        assert frames is not None
+        self._link.carry(len(piece.data), self._stopped)
+        self.sequence.spent.moved_bytes += len(piece.data)
+        first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
+        count = piece.tokens // page_tokens
+        if piece.token_start + piece.tokens > self.sequence.prompt or piece.layer >= self._arena.layout.layers:
+            raise InvalidRequest("piece", "is of no page of this prompt")
+        data = np.frombuffer(piece.data, np.uint8).reshape(max(1, count), -1)
+        if self._codec is not None:
+            data = self._codec.decode(data)
+            self.sequence.lossy = True
+        if rest:
+            staging.receive_tail(self._arena, int(frames[first]), piece.layer, rest, data.copy())
+            return
+        for index, frame, some in runs(frames[first : first + count]):
+            staging.receive_layer(self._arena, frame, piece.layer, data[index : index + some])
+
+    # --- out of the pool ----------------------------------------------------------------------------------------------
+
+    def _move_from_pool(self) -> None:
+        """Full pages as they are written to the pool; what does not get there, and the tail, out of the arena.
+
+        A group of pages at a time, all layers of it, then the next: in that order they are computed.
+        """
+        sequence = self.sequence
+        page_tokens = sequence.page_tokens
+        page, full = self._start // page_tokens, sequence.prompt // page_tokens
+        group = max(1, 512 // page_tokens)
+        while page < full:
+            stop = min(page + group, full)
+            tail = self._pull(full * page_tokens) if stop == full and sequence.prompt > full * page_tokens else None
+            if not self._read_group(page, stop, tail):
+                self._take(self._pull(page * page_tokens))
+                return
+            page = stop
+        if self._start // page_tokens >= full:
+            self._take(self._pull(full * page_tokens))
+
+    def _read_group(self, page: int, stop: int, tail: Iterator[Piece] | None) -> bool:
+        """Read pages layer by layer, with the tail's same layers. False where they are not in the pool."""
+        sequence, layout = self.sequence, self._arena.layout
+        assert sequence.cache is not None and sequence.frames is not None
+        keys = sequence.cache.keys(sequence.tokens[: stop * sequence.page_tokens])[page:stop]
+        readers = [
+            (sequence.cache.reader(keys[index : index + count], timeout_s=LOOK_S), frame, count)
+            for index, frame, count in runs(sequence.frames[page:stop])
+        ]
+        for layer in range(layout.layers):
+            for reader, frame, count in readers:
+                with_rows = staging.layer_target(self._arena, frame, count, layer)
+                while True:
+                    try:
+                        with with_rows() as rows:
+                            reader.read_layer(layer, rows)
+                        break
+                    except DeadlineExceeded:
+                        self._still_coming(stop)
+                        if self.handoff is not None and self.handoff.stored < stop:
+                            return False
+                self._link.carry(count * layout.layer_bytes, self._stopped)
+                sequence.spent.moved_bytes += count * layout.layer_bytes
+            if tail is not None:
+                piece = next(tail, None)
+                if piece is None or piece.layer != layer:
+                    raise NodeUnavailable(f"engine {self.address} sent layers of a tail out of order")
+                self._store(piece)
+            self.arrivals.reached(layer, sequence.prompt if tail is not None else stop * sequence.page_tokens)
+        return True
+
+    def _still_coming(self, stop: int) -> None:
+        if self._stopped():
+            raise self.failure or NodeUnavailable("the hand-off was given up")
+        if not self._left_s():
+            raise DeadlineExceeded(f"page {stop} did not arrive in time")
+
+    def _move_whole(self) -> None:
+        """Everything at once, when all of it is computed."""
+        sequence = self.sequence
+        page_tokens = sequence.page_tokens
+        position, moved = self._start, 0
+        handoff = self.handoff
+        assert handoff is not None and sequence.frames is not None
+        if self._source is Source.DRAM and sequence.cache is not None:
+            first, full = position // page_tokens, min(handoff.stored, sequence.prompt // page_tokens)
+            keys = sequence.cache.keys(sequence.tokens[: full * page_tokens]) if full > first else []
+            for index, frame, count in runs(sequence.frames[first:full]):
+                with staging.receive(self._arena, frame, count) as rows:
+                    found = sequence.cache.get(keys[first + index : first + index + count], out=rows)
+                position += found.tokens
+                moved += found.pages * self._arena.layout.page_bytes
+                if found.pages < count:
+                    break
+            self._link.carry(moved, self._stopped)
+            sequence.spent.moved_bytes += moved
+        if position < sequence.prompt:
+            self._take(self._pull(position), tell=False)
+        self.arrivals.all_reached(sequence.prompt)
+
+
+class Peers:
+    """Clients of other engines, one per address, made when first needed."""
+
+    def __init__(self, connect: Callable[[str], Peer]) -> None:
+        self._connect = connect
+        self._known: dict[str, Peer] = {}
+        self._failed: dict[str, float] = {}
+
+    def __getitem__(self, address: str) -> Peer:
+        if address not in self._known:
+            self._known[address] = self._connect(address)
+        return self._known[address]
+
+    def avoid(self, address: str, seconds: float) -> None:
+        """It did not answer: ask others first for a while."""
+        self._failed[address] = time.monotonic() + seconds
+
+    def usable(self, addresses: tuple[str, ...]) -> list[str]:
+        """Those not to be avoided now."""
+        now = time.monotonic()
+        return [address for address in addresses if self._failed.get(address, 0.0) <= now]
+
+
+def _for_prefill(sequence: Sequence, wire_id: str) -> Request:
+    """What the prefill engine is asked: the same tokens and sampling, under an id of its own."""
+    request = sequence.request
+    return Request(
+        id=wire_id,
+        tokens=request.tokens,
+        sampling=request.sampling,
+        salt=request.salt,
+        adapter=request.adapter,
+        generated=request.generated,
+        deadline_s=max(0.001, sequence.deadline_s - time.monotonic()),
+        use_pool=request.use_pool,
+        allow_lossy=request.allow_lossy,
+    )
+
+
+__all__ = ["Fetch", "Peer", "Peers"]

@@ -1,0 +1,217 @@
+"""Nouns of serving: what is asked of an engine, what it answers, and what a prefill hands to a decode.
+
+A request's life: submitted -> admitted (it waits for frames) -> its prefix is loaded, the rest computed, here or by
+another engine -> decoding, a ``Token`` event each -> one ``Finished`` or ``Failed``. Cancelling, the deadline and a stop
+of the engine are the other ways to end; each gives its frames back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import KVStoreError
+
+
+class Role(StrEnum):
+    """What an engine does. It can be changed while it runs; what is under way is finished as it began."""
+
+    PREFILL = "prefill"  # computes prompts for others
+    DECODE = "decode"  # answers requests; prompts are computed elsewhere, short ones here
+    BOTH = "both"  # answers requests, packing chunks of prompts with decode steps
+
+
+class Handoff(StrEnum):
+    """When a decode engine moves the KV of a prompt that another engine computes."""
+
+    EAGER = "eager"  # while it is being computed, into frames held from the start
+    LAZY = "lazy"  # when it is computed and a slot is free; the prefill engine keeps it until then
+
+
+class Source(StrEnum):
+    """Where a decode engine reads that KV."""
+
+    ARENA = "arena"  # out of the prefill engine's device memory
+    DRAM = "dram"  # full pages out of the pool, the rest out of the arena
+
+
+class Grain(StrEnum):
+    """In which pieces it moves."""
+
+    LAYER = "layer"  # layer by layer, as they are ready
+    WHOLE = "whole"  # at once, after the last layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. ``temperature`` 0 is greedy. Token ``i`` of an answer depends on ``seed``, ``i`` and the
+    logits alone, so that a decode resumed elsewhere goes on as it would have here.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to be answered.
+
+    Attributes:
+        tokens: uint32 ``[n]``; of a resumed request the tokens generated so far stand at the end.
+        generated: how many of them those are.
+        deadline_s: seconds from its submission within which it is answered or fails.
+        prefill: addresses of engines to ask for the prefill, in this order; None: those the engine was started with.
+            Where none of them answers, it is computed here.
+        handoff, source, grain: how the KV travels then; None: as the engine was started.
+        use_pool: False neither loads from the pool nor writes to it.
+        allow_lossy: KV that went through int8 or fp8 may be used. What is computed from it is never stored as exact.
+    """
+
+    id: str
+    tokens: npt.NDArray[np.uint32]
+    sampling: Sampling = field(default_factory=Sampling)
+    salt: str = ""
+    adapter: str = ""
+    generated: int = 0
+    deadline_s: float = 300.0
+    prefill: tuple[str, ...] | None = None
+    handoff: Handoff | None = None
+    source: Source | None = None
+    grain: Grain | None = None
+    use_pool: bool = True
+    allow_lossy: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that were asked with, without what was generated since."""
+        return len(self.tokens) - self.generated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a request cost. Tokens of the prompt are cached (by tier), moved here by a hand-off, or computed here.
+
+    Attributes:
+        cached_tokens: by the tier they were loaded from: "dram", "nvme"; lossy replicas as "dram-int8" and the like.
+        prefill_engine: address of the engine that computed the prompt; "" for this one.
+        prefill_cached_tokens: what that engine found, by tier.
+        ttft_ms: from submission to the first token; gap_ms: from there to the second; tpot_ms: mean of all later gaps.
+        loaded_bytes, moved_bytes, written_bytes: read from the pool, pulled from another engine, written to the pool.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    computed_tokens: int = 0
+    prefill_engine: str = ""
+    prefill_cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    ttft_ms: float = 0.0
+    gap_ms: float = 0.0
+    tpot_ms: float = 0.0
+    loaded_bytes: int = 0
+    moved_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """One more token. ``text`` is what is certain by now: a character may need several tokens, a stop string may begin."""
+
+    id: int
+    index: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end. ``reason``: "stop" (a stop string), "eos", "length", "cancelled". ``text`` is what was still held back."""
+
+    reason: str
+    usage: Usage
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The other end: why there is no (whole) answer."""
+
+    error: KVStoreError
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A prefill for another engine has begun: this much of its prompt was in the pool, by tier."""
+
+    prompt_tokens: int
+    cached_tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``tokens`` of the prompt are computed, at ``tokens_per_s``."""
+
+    tokens: int
+    tokens_per_s: float
+
+
+Event = Token | Finished | Failed
+Emit = Callable[[Event], None]
+"""Called by the engine's thread, once per event, in order; must not block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOff:
+    """What a finished prefill tells the decode that asked for it. The KV itself is pulled, or read from the pool.
+
+    Attributes:
+        pages: keys of the prompt's full pages, in order; all are sealed in the pool, or (not ``stored``) only held.
+        tail_tokens: tokens of the last page that is not full: they have no key, and travel from the arena.
+        first_token: what the prompt's logits gave under the request's sampling.
+        generated: state of the sampler: how many tokens it has drawn.
+    """
+
+    request_id: str
+    pages: tuple[bytes, ...]
+    stored: int
+    tail_tokens: int
+    first_token: int
+    generated: int
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    computed_tokens: int = 0
+    prefill_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """The prefill for another engine is complete."""
+
+    handoff: HandOff
+
+
+PrefillEvent = Admitted | Progress | Done | Failed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """KV of some tokens in one layer, as it travels from arena to arena.
+
+    Attributes:
+        token_start: a multiple of the page's tokens.
+        tokens: a multiple of them too, or fewer: then these are the tokens of a last page that is not full.
+        data: ``[pages][kv_head][token][content]``, the page format of one layer, encoded by the codec that was asked for.
+        checksum: xxh3_64 of ``data``.
+    """
+
+    layer: int
+    token_start: int
+    tokens: int
+    data: bytes
+    checksum: int
