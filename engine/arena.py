@@ -80,7 +80,7 @@ class Arena:
     def rows(self, frame: int, count: int) -> Bytes:
         """The bytes of ``count`` frames from ``frame`` on, ``[count, page_bytes]``: a contiguous view, CPU only."""
         assert self._bytes is not None, "frames of a device have no bytes that a host could see"
-        assert 0 <= frame and frame + count <= self.frames_total, (frame, count)
+        assert frame >= 0 and count >= 0 and frame + count <= self.frames_total, (frame, count)
         return self._bytes[frame : frame + count]
 
     def layer_rows(self, frame: int, count: int, layer: int) -> Bytes:

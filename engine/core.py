@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,18 @@ from engine.admission import Admission, check_request, memory_frames
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.decode import SideBatches
-from engine.handoff import Fetch, Peer, Peers
+from engine.handoff import Peer, Peers
 from engine.lossy import codecs
 from engine.models import Model
 from engine.observer import Observer
 from engine.pool import Pool
 from engine.prefill import Prefills
-from engine.request import Emit, Finished, Piece, PrefillEvent, Request, Role
+from engine.request import Emit, Piece, PrefillEvent, Request, Role
 from engine.routes import Routes
 from engine.runner import Runner
 from engine.sequence import Sequence, State
 from engine.speeds import Speeds
+from engine.status import describe
 from engine.step import Step
 from engine.text import Detokenizer
 from kvstore.client.store import Store
@@ -75,7 +77,7 @@ class Engine:
         forms = codecs(self.layout)
         self.prefills = Prefills(self.arena, self.pool, forms)
         self._sides = SideBatches(runner, self.arena, self._wake)
-        self._routes = Routes(config, Peers(connect), self.arena, self.pool, forms, self._wake)
+        self._routes = Routes(config, Peers(connect), self.arena, self.pool, forms, self.observer, self._wake)
         self._connect = connect
         self._admission = Admission(self.arena, config.batch_max)
         self._eos = frozenset(model.eos_ids)
@@ -93,6 +95,7 @@ class Engine:
 
     def start(self) -> None:
         """Compute from now on."""
+        self.pool.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -102,6 +105,14 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
         self._loaders.shutdown(wait=True)
+        self.pool.stop()
+
+    def check(self) -> None:
+        """Conservation of frames, for an engine that is idle: all that nobody has are free."""
+        self.arena.check()
+        holders = [*self._active.values(), *self._leaving, *self.prefills.sequences()]
+        held = sum(len(sequence.frames) for sequence in holders if sequence.frames is not None)
+        assert held + self.arena.frames_free == self.arena.frames_total, (held, self.arena.frames_free)
 
     # --- what is asked of it ------------------------------------------------------------------------------------------
 
@@ -158,6 +169,10 @@ class Engine:
         self._wake()
         return True
 
+    def status(self) -> dict[str, Any]:
+        """What the engine is, how busy, and how fast; plain values, ready for JSON."""
+        return describe(self, [sequence.state for sequence in list(self._known.values())], self._sides.steps)
+
     def set_role(self, role: Role) -> None:
         """Accept other requests from now on; ends a drain."""
         self.role, self.draining = role, False
@@ -169,7 +184,7 @@ class Engine:
         sequence = self._known.get(request_id)
         if sequence is None or not sequence.answers:
             return False
-        return Migration(self._connect(target), target, self.pool).ask(sequence, self._post, self._left)
+        return Migration(self._connect(target), target, self.pool).ask(sequence, self._post, self._left, self._gone)
 
     def drain(self, target: str | None, timeout_s: float) -> int:
         """Accept nothing more; wait for what runs, moved to ``target`` where there is one. How many still run then."""
@@ -182,28 +197,6 @@ class Engine:
                         self.migrate(request_id, target)
             time.sleep(IDLE_S)
         return len(self._known)
-
-    def status(self) -> dict[str, Any]:
-        """What the engine is, how busy, and how fast."""
-        states = [sequence.state for sequence in list(self._known.values())]
-        return {
-            "role": str(self.role),
-            "draining": self.draining,
-            "model": self.model.name,
-            "device": str(self.model.device),
-            "layout": {"fingerprint": self.layout.fingerprint.hex(), "page_tokens": self.layout.page_tokens},
-            "context_tokens_max": self.model.context_tokens_max,
-            "frames": {"total": self.arena.frames_total, "free": self.arena.frames_free},
-            "requests": {state.name.lower(): states.count(state) for state in State if state is not State.ENDED},
-            "prefills_held": len(self.prefills),
-            "side_steps": self._sides.steps,
-            "speeds": {
-                "step_ms": 1e3 * self.speeds.step_s,
-                "prefill_tokens_per_s": self.speeds.prefill_tokens_per_s,
-                "hook_us_per_layer": 1e6 * self.pool.hook_s / max(1, self.pool.hook_layers),
-            },
-            "pool": {"node": self.pool.store.name if self.pool.store else None, "failures": self.pool.failures},
-        }
 
     def _made(self, request: Request, emit: Callable[[Any], None], answers: bool) -> Sequence:
         if self._stopping or self.draining:
@@ -257,9 +250,11 @@ class Engine:
         sequence.state, sequence.loading = State.LOADING, True
 
         def load() -> None:
-            tokens = 0
             try:
                 tokens = self.pool.load(sequence)
+            except BaseException as error:  # a mistake of ours: the engine's thread ends with it, loudly
+                self._post(partial(_raise, error))
+                raise
             finally:
                 sequence.loading = False
             self._post(lambda: self._loaded(sequence, tokens))
@@ -275,73 +270,21 @@ class Engine:
         if not sequence.answers:
             self.prefills.loaded(sequence)
             return
-        fetch = self._routes.get(sequence)
-        if fetch is None and self._routes.wanted(sequence):
-            fetch = self._routes.begin(sequence)
-        if fetch is not None:
-            self._move(sequence, fetch)
-
-    def _move(self, sequence: Sequence, fetch: Fetch) -> None:
-        sequence.state = State.MOVING
-        if fetch.failure is None:
-            fetch.move()
+        self._routes.go(sequence)
 
     def _follow(self) -> None:
         """Hand-offs: what has come of them since the last turn."""
-        for sequence in [one for one in self._parked if self._settled(one)]:
+        for sequence in [one for one in self._parked if self._routes.settled(one)]:
             self._parked.remove(sequence)
             self._admission.add(sequence)
         for sequence in list(self._active.values()):
-            fetch = self._routes.get(sequence)
-            if fetch is None or sequence.state not in (State.MOVING, State.DECODING) or sequence in self._sides:
-                continue
-            if fetch.failure is not None:
-                if fetch.idle:
-                    self._fall_back(sequence, fetch)
-            elif fetch.handoff is not None and sequence.state is State.MOVING:
-                self._join(sequence, fetch)
-            elif fetch.complete:
-                self._arrived(sequence, fetch)
+            if sequence not in self._sides:
+                self._routes.follow(sequence, self._next_token, self._refused)
 
-    def _settled(self, sequence: Sequence) -> bool:
-        fetch = self._routes.get(sequence)
-        return fetch is None or fetch.handoff is not None or fetch.failure is not None
-
-    def _join(self, sequence: Sequence, fetch: Fetch) -> None:
-        """Its prompt is computed: the first token is known, the KV may still be on its way."""
-        handoff = fetch.handoff
-        assert handoff is not None
-        sequence.spent.prefill_engine = fetch.address
-        sequence.cached = sequence.prompt
-        sequence.arrivals = fetch.arrivals
-        sequence.state = State.DECODING
-        self._next_token(sequence, handoff.first_token)
-
-    def _arrived(self, sequence: Sequence, fetch: Fetch) -> None:
-        if sequence.arrivals is None or fetch.handoff is None:
-            return
-        sequence.arrivals = None
-        sequence.stored_pages = 0 if sequence.lossy else fetch.handoff.stored
-        self.observer.handed_off(sequence.spent.moved_bytes, sequence.since_first_s())
-        self._routes.over(sequence)
-
-    def _fall_back(self, sequence: Sequence, fetch: Fetch) -> None:
-        """The hand-off failed: another engine, or compute what has not arrived here."""
-        failure = fetch.failure
-        self._routes.failed(sequence)
-        if isinstance(failure, VersionMismatch):
-            sequence.fail(failure)
-            self._over(sequence)
-            return
-        layers = range(self.layout.layers)
-        arrived = min(fetch.arrivals.tokens(layer) for layer in layers) if fetch.moving else sequence.cached
-        sequence.arrivals = None
-        sequence.cached = min(arrived, sequence.prompt - 1) // sequence.page_tokens * sequence.page_tokens
-        sequence.state = State.COMPUTING
-        if sequence.length == sequence.prompt:  # no token was drawn: another engine may still do all of it
-            other = self._routes.begin(sequence)
-            if other is not None:
-                self._move(sequence, other)
+    def _refused(self, sequence: Sequence, error: KVStoreError) -> None:
+        sequence.fail(error)
+        self.observer.ended("failed", sequence.usage())
+        self._over(sequence)
 
     def _next_token(self, sequence: Sequence, token: int) -> None:
         """One more token of a sequence was drawn."""
@@ -360,7 +303,7 @@ class Engine:
             self.observer.ended(reason, sequence.usage())
             self._over(sequence)
 
-    # --- ends -----------------------------------------------------------------------------------------------------------
+    # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _sweep(self, now_s: float) -> None:
         """End what was cancelled or is late, and take back the frames of what has ended."""
@@ -397,6 +340,9 @@ class Engine:
         self._leaving.append(sequence)
         self.observer.ended("migrated", sequence.usage())
 
+    def _gone(self, sequence: Sequence) -> None:
+        self._known.pop(sequence.id, None)
+
     def _given_back(self, sequence: Sequence) -> bool:
         """Whether its frames are back; not before every thread that may touch them is done."""
         if sequence.loading or sequence in self._sides or not self._routes.over(sequence):
@@ -409,11 +355,11 @@ class Engine:
     def _end_all(self) -> None:
         error: KVStoreError = NodeUnavailable("this engine has ended")
         for sequence in list(self._known.values()):
-            if sequence.state is not State.LEFT:
-                sequence.fail(error)
+            sequence.fail(error)
             self._over(sequence)
         self._sides.stop()
         log.info("ended; %d of %d frames free", self.arena.frames_free, self.arena.frames_total)
 
 
-__all__ = ["Engine", "Finished"]
+def _raise(error: BaseException) -> None:
+    raise error

@@ -79,7 +79,7 @@ class SideBatches:
         self._arena = arena
         self._changed = changed
         self._threads = ThreadPoolExecutor(SIDE_MAX, "engine-side")
-        self._done: queue.SimpleQueue[tuple[Sequence, torch.Tensor | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Sequence, torch.Tensor | BaseException | None]] = queue.SimpleQueue()
         self._inside: set[str] = set()
         self.steps = 0
 
@@ -98,23 +98,29 @@ class SideBatches:
         self._threads.submit(self._step, sequence)
 
     def collect(self) -> Iterable[tuple[Sequence, torch.Tensor | None]]:
-        """Sequences whose step is over, with logits ``[vocab]``, or None where the KV did not come."""
+        """Sequences whose step is over, with logits ``[vocab]``, or None where the KV did not come. Raises what a step
+        raised.
+        """
         while not self._done.empty():
-            sequence, logits = self._done.get_nowait()
+            sequence, given = self._done.get_nowait()
             self._inside.discard(sequence.id)
-            yield sequence, logits
+            if isinstance(given, BaseException):
+                raise given
+            yield sequence, given
 
     def stop(self) -> None:
         """Wait for all."""
         self._threads.shutdown(wait=True)
 
     def _step(self, sequence: Sequence) -> None:
-        logits: torch.Tensor | None = None
+        outcome: torch.Tensor | BaseException | None = None
         waits = Waits([sequence], max(0.0, sequence.deadline_s - time.monotonic()))
         try:
-            # The first layer's wait is done before the others hold the interpreter.
             given = self._runner.forward(Batch(self._arena, [next_token_slice(sequence)], waits.before))
-            logits = None if waits.missed else given[0]
+            outcome = None if waits.missed else given[0]
+        except BaseException as error:
+            outcome = error
+            raise
         finally:
-            self._done.put((sequence, logits))
+            self._done.put((sequence, outcome))
             self._changed()

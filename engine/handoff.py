@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from engine import staging
 from engine.arena import Arena, runs
@@ -45,7 +46,7 @@ class Peer(Protocol):
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
     ) -> Iterator[Piece]:
-        """Fetch the KV; a piece that arrived damaged is an error."""
+        """Fetch the KV. Whoever uses a piece compares its checksum."""
         ...
 
     def release(self, request_id: str) -> bool:
@@ -57,8 +58,8 @@ class Fetch:
     """One attempt at one prefill engine.
 
     Life: made -> ``begin`` (it computes) -> ``move`` once the sequence has frames (at once, or when computed) -> the
-    arrivals are complete, or failed. ``give_up`` ends it early. ``changed`` is called, from a thread of ours, when there
-    is something new: ``handoff`` or ``failure``.
+    arrivals are complete, or failed. ``give_up`` ends it early. ``changed`` is called, from a thread of ours, when
+    there is something new: ``handoff`` or ``failure``.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class Fetch:
         self._arena = arena
         self._link = link
         self._codec_name, self._codec = codec
-        self._source = source if sequence.cache is not None else Source.ARENA
+        exact = sequence.cache is not None and codec[1] is None
+        self._source = source if exact else Source.ARENA  # lossy pages are in the pool under another layout
         self._grain = grain
         self._changed = changed
         self._admitted = threading.Event()
@@ -163,6 +165,7 @@ class Fetch:
                 self._move_from_pool()
             else:
                 self._take(self._pull(self._start))
+            self._await(self._done)  # released earlier, it would count as given up
             self._release()
             self._changed()
         except KVStoreError as error:
@@ -198,6 +201,8 @@ class Fetch:
         for piece in self._peer.pull(self._wire_id, token_start, self._codec_name, timeout_s=self._left_s()):
             if self._stopped():
                 raise self.failure or NodeUnavailable("the hand-off was given up")
+            if xxhash.xxh3_64_intdigest(piece.data) != piece.checksum:
+                raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
             yield piece
 
     def _take(self, pieces: Iterator[Piece], tell: bool = True) -> None:
@@ -292,8 +297,8 @@ class Fetch:
         assert handoff is not None and sequence.frames is not None
         if self._source is Source.DRAM and sequence.cache is not None:
             first, full = position // page_tokens, min(handoff.stored, sequence.prompt // page_tokens)
-            keys = sequence.cache.keys(sequence.tokens[: full * page_tokens]) if full > first else []
-            for index, frame, count in runs(sequence.frames[first:full]):
+            keys = sequence.cache.keys(sequence.tokens[: sequence.prompt])
+            for index, frame, count in runs(sequence.frames[first : max(first, full)]):
                 with staging.receive(self._arena, frame, count) as rows:
                     found = sequence.cache.get(keys[first + index : first + index + count], out=rows)
                 position += found.tokens

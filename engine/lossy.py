@@ -1,4 +1,4 @@
-"""Lossy: the codec an engine uses for replicas that may lose precision, bound to its layout. See ``engine.compression``."""
+"""Lossy: a codec for replicas that may lose precision, bound to a layout. See ``engine.compression``."""
 
 from __future__ import annotations
 

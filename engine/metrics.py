@@ -54,13 +54,15 @@ METRICS: Final = (
     _about("counter", "stalls", "Steps that had to."),
     _about("gauge", "batch_size", "Sequences that the last step decoded."),
     _about("gauge", "chunk_tokens", "Prompt tokens in the last step."),
-    _about(
-        "gauge", "requests_here", "Requests by state: waiting (for frames), active, held (for another engine).", "state"
-    ),
+    _about("gauge", "requests_here", "Requests by state, from waiting (for frames) to decoding.", "state"),
+    _about("gauge", "prefills_held", "Prefills for other engines, computed or being so, whose frames are not back."),
     _about("gauge", "frames", "Frames of the arena: free, used.", "state"),
     _about("gauge", "prefill_tokens_per_second", "Measured speed of steps that only prefill, smoothed."),
     _about("gauge", "decode_step_seconds", "Measured time of a step that only decodes, smoothed."),
-    _about("counter", "hook_seconds", "Time spent in what is called per layer, beside the model's own work."),
+    _about(
+        "gauge", "hook_seconds_per_layer", "Mean time that writing one layer of a chunk to the pool takes the engine."
+    ),
+    _about("gauge", "draining", "1 where no new requests are taken."),
     _about("gauge", "role", "1 for the role that the engine has.", "role"),
     _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
     _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
@@ -182,21 +184,23 @@ class Metrics(Collector):
         add("chunk_tokens", tally.step_chunk_tokens)
 
     def _now(self, add: _Families, status: Mapping[str, Any]) -> None:
-        load, speeds = status.get("load", {}), status.get("speeds", {})
-        for state in ("waiting", "active", "held"):
-            add("requests_here", load.get(state, 0), state)
-        for state in ("free", "used"):
-            add("frames", load.get(f"frames_{state}", 0), state)
-        add("prefill_tokens_per_second", speeds.get("prefill_tokens_per_s", 0.0))
-        add("decode_step_seconds", speeds.get("step_s", 0.0))
-        add("hook_seconds", speeds.get("hook_s", 0.0))
+        frames, speeds = status["frames"], status["speeds"]
+        for state, count in status["requests"].items():
+            add("requests_here", count, state)
+        add("prefills_held", status["prefills_held"])
+        add("frames", frames["free"], "free")
+        add("frames", frames["total"] - frames["free"], "used")
+        add("prefill_tokens_per_second", speeds["prefill_tokens_per_s"])
+        add("decode_step_seconds", speeds["step_ms"] / 1e3)
+        add("hook_seconds_per_layer", speeds["hook_us_per_layer"] / 1e6)
         for role in Role:
-            add("role", role == status.get("role"), role)
+            add("role", role == status["role"], role)
+        add("draining", status["draining"])
         add("uptime_seconds", time.monotonic() - self._began_s)
         add("process_resident_bytes", _resident_bytes())
         add("process_cpu_seconds", time.process_time())
         what = metadata.version("kvstore"), platform.python_version(), self._name
-        add("build_info", 1, *what, str(status.get("model", "")), str(status.get("device", "")))
+        add("build_info", 1, *what, str(status["model"]), str(status["device"]))
 
 
 class _Families:

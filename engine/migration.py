@@ -24,7 +24,7 @@ ASK_S = 10.0
 class Target(Protocol):
     """The other engine, as far as a migration needs it. ``EngineClient`` is one."""
 
-    def stream(self, request: Request, *, timeout_s: float | None = None) -> Iterator[Event]:
+    def submit(self, request: Request) -> Iterator[Event]:
         """Have it answer."""
         ...
 
@@ -38,9 +38,14 @@ class Migration:
         self._pool = pool
 
     def ask(
-        self, sequence: Sequence, post: Callable[[Callable[[], None]], None], left: Callable[[Sequence], None]
+        self,
+        sequence: Sequence,
+        post: Callable[[Callable[[], None]], None],
+        left: Callable[[Sequence], None],
+        gone: Callable[[Sequence], None],
     ) -> bool:
-        """Let it leave between two steps. False where it does not run (any more).
+        """Let it leave between two steps. False where it does not run (any more). ``left`` and ``gone`` are called by
+        the engine's thread: when its frames are free, and when its client has been told the end.
 
         Raises:
             DeadlineExceeded: the engine's thread did not come to it.
@@ -54,7 +59,12 @@ class Migration:
             self._pool.append(sequence)
             sequence.state = State.LEFT
             left(sequence)
-            threading.Thread(target=self._pass_on, args=(sequence,), name="engine-migrated", daemon=True).start()
+
+            def pass_on() -> None:
+                self._pass_on(sequence)
+                post(lambda: gone(sequence))
+
+            threading.Thread(target=pass_on, name="engine-migrated", daemon=True).start()
             answer.set_result(True)
 
         post(leave)
@@ -74,7 +84,10 @@ class Migration:
             deadline_s=left_s,
         )
         try:
-            for event in self._target.stream(request, timeout_s=left_s):
+            for event in self._target.submit(request):
+                if sequence.cancelled:
+                    sequence.finish("cancelled")
+                    return
                 match event:
                     case Token():
                         sequence.generated = event.index + 1

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine import presets
-from engine.probe import Geometry, probe, refuse_kind
+from engine.probe import Geometry, one_line, probe, refuse_kind
 from engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from kvstore import Layout
 from kvstore.errors import InvalidRequest
@@ -174,7 +175,7 @@ def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
     digest = blake2b(_config_text(net.config).encode(), digest_size=16, person=b"kvstore.weights")
     for parameter_name, parameter in sorted(net.named_parameters()):
         digest.update(f"{parameter_name} {list(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return _finish(net, ByteTokenizer(), device, dtype, name, f"seed-{seed}", digest.hexdigest())
 
 
@@ -190,8 +191,8 @@ def _directory(spec: str, device: torch.device, dtype: str) -> Model:
         _lacks(path, "config.json")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest("model", f"config.json in {path}: {_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise InvalidRequest("model", f"config.json in {path}: {one_line(error)}") from error
     refuse_kind(config)
     files = _weight_files(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -212,7 +213,7 @@ def _weight_files(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidRequest("model", f"{index} is no index of safetensors files: {_line(error)}") from error
+            raise InvalidRequest("model", f"{index} is no index of safetensors files: {one_line(error)}") from error
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                 raise InvalidRequest("model", f"{index} names {name!r}, which is no safetensors file beside it")
@@ -230,11 +231,11 @@ def _tokenizer(path: Path) -> HFTokenizer:
     try:
         return HFTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise InvalidRequest("model", f"tokenizer in {path}: {_line(error)}") from error
+        raise InvalidRequest("model", f"tokenizer in {path}: {one_line(error)}") from error
     except Exception as error:
         # The parser of tokenizer.json raises plain Exception, and nothing finer.
         if type(error) is Exception:
-            raise InvalidRequest("model", f"tokenizer in {path}: {_line(error)}") from error
+            raise InvalidRequest("model", f"tokenizer in {path}: {one_line(error)}") from error
         raise
 
 
@@ -251,7 +252,7 @@ def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InvalidRequest("model", f"weights in {path}: {_line(error)}") from error
+        raise InvalidRequest("model", f"weights in {path}: {one_line(error)}") from error
     # transformers would go on with random numbers in their place.
     if missing := sorted(report["missing_keys"]):
         _lacks(path, f"{len(missing)} of the weights, {missing[0]} among them")
@@ -315,7 +316,7 @@ def _finish(
     try:
         net = _moved(net, device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
-        raise InvalidRequest("device", f"{name} does not fit on {device}: {_line(error)}") from error
+        raise InvalidRequest("device", f"{name} does not fit on {device}: {one_line(error)}") from error
     geometry = probe(net)
     if tokenizer.vocab_size > geometry.vocab_size:
         reason = f"its tokenizer has {tokenizer.vocab_size} tokens, its logits only {geometry.vocab_size}"
@@ -365,8 +366,3 @@ def _config_text(config: PreTrainedConfig) -> str:
 
 def _lacks(path: Path, what: str) -> NoReturn:
     raise InvalidRequest("model", f"{path} lacks {what}")
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error, not too long for a message of one."""
-    return str(error).strip().partition("\n")[0][:200]

@@ -1,12 +1,14 @@
 """Pool: an engine's side of the store. Loads prefixes into frames, writes pages out of them.
 
-The store is there to save work, never to stop it: where the node does not answer, nothing is loaded and nothing written
-for a while, and the engine computes what it needs.
+The store is there to save work, never to stop it: while the node is away nothing is written, what can still be read
+through shared memory is read, and the engine computes the rest. A thread looks whether the node is there, so that the
+computing one need not find out by waiting.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,8 @@ from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, PermissionD
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 
-SILENT_S = 1.0  # how long a node that did not answer is left alone
+LOOK_S = 0.25
+LOOK_TIMEOUT_S = 0.05
 CACHES_MAX = 1024  # of tenants and adapters, kept ready
 WRITE_TTL_S = 60.0
 
@@ -51,9 +54,31 @@ class Pool:
         self.codec: Lossy | None = Lossy.of(layout, compress)
         self.hook_s, self.hook_layers, self.hook_bytes = 0.0, 0, 0
         self.failures = 0
+        self.up = store is not None  # whether the node takes pages, as far as we know
         self._arena = arena
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
-        self._silent_until = 0.0
+        self._stopped = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="engine-pool", daemon=True)
+
+    def start(self) -> None:
+        """Watch the node from now on."""
+        if self.store is not None:
+            self._watch.start()
+
+    def stop(self) -> None:
+        """Watch no more. The store stays open; it is its maker's."""
+        self._stopped.set()
+        if self._watch.ident is not None:
+            self._watch.join()
+
+    def _look(self) -> None:
+        assert self.store is not None
+        while not self._stopped.wait(LOOK_S):
+            try:
+                self.store.wait_ready(LOOK_TIMEOUT_S)
+                self.up = True
+            except Unavailable:
+                self.up = False
 
     def cache(self, salt: str, adapter: str, lossy: bool = False) -> PrefixCache | None:
         """Pages of a tenant and adapter, exact or lossy ones; None without a store."""
@@ -125,7 +150,7 @@ class Pool:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def chunk(self, sequence: Sequence, stop_page: int) -> ChunkWriter | None:
-        """A writer of the pages up to ``stop_page`` that are being computed now; None where nothing is to be written."""
+        """A writer of the pages up to ``stop_page`` that are being computed; None where nothing is to be written."""
         cache = self._writes_to(sequence)
         if cache is None or stop_page <= sequence.stored_pages:
             return None
@@ -147,7 +172,7 @@ class Pool:
         return sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
 
     def _writes_to(self, sequence: Sequence) -> PrefixCache | None:
-        if sequence.cache is None or time.monotonic() < self._silent_until:
+        if sequence.cache is None or not self.up:
             return None
         if self.codec is not None:
             return self.cache(sequence.request.salt, sequence.request.adapter, True)
@@ -170,15 +195,15 @@ class Pool:
 
     @contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """The pool may fail: it is left alone then, for a moment, and nothing is lost but time."""
+        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time."""
         try:
             yield
         except OutOfSpace:  # also: the tenant's quota
             self.failures += 1
         except (Unavailable, PermissionDenied) as error:
             self.failures += 1
-            self._silent_until = time.monotonic() + SILENT_S
-            log.warning("the pool is left alone for %g s: %s", SILENT_S, error)
+            self.up = False
+            log.warning("the pool did not take pages: %s", error)
 
     def failed(self, error: KVStoreError) -> None:
         """What ``_forgiven`` does, for who cannot use a ``with``. Raises what is no failure of the pool."""

@@ -86,6 +86,11 @@ class Prefills:
     def __len__(self) -> int:
         return len(self._known)
 
+    def sequences(self) -> list[Sequence]:
+        """All that are known."""
+        with self._lock:
+            return [sequence for sequence, _ in self._known.values()]
+
     def admit(self, sequence: Sequence, hold_s: float) -> None:
         """Know it from now on. Raises InvalidRequest where that id is known already."""
         with self._lock:

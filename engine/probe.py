@@ -131,7 +131,7 @@ def probe(net: PreTrainedModel) -> Geometry:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
-        _refuse(kind, f"does not run on a cache of keys and values: {type(error).__name__}: {_line(error)}")
+        _refuse(kind, f"does not run on a cache of keys and values: {type(error).__name__}: {one_line(error)}")
     finally:
         net.set_attn_implementation(before)
     for layer in range(seen.layers):
@@ -139,12 +139,13 @@ def probe(net: PreTrainedModel) -> Geometry:
             _refuse(kind, f"layer {layer} hands no keys and values to the cache")
         if layer not in seen.calls:
             _refuse(kind, f"layer {layer} does not attend through the attention interface of transformers")
+    geometry = _geometry(net.config, seen, int(own.shape[-1]))
     if not torch.isfinite(own).all():
         _refuse(kind, "gives logits that are not finite")
     apart = float((packed - own.repeat(1, 2, 1)).norm() / own.repeat(1, 2, 1).norm())
     if not apart <= (APART_MAX if net.dtype == torch.float32 else APART_SHORT_MAX):
         _refuse(kind, f"attends in a way that is not handled: logits are {apart:.2g} of their size from its own")
-    return _geometry(net.config, seen, int(own.shape[-1]))
+    return geometry
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def _geometry(config: PreTrainedConfig, seen: _Seen, vocab_size: int) -> Geometr
             ours, others = (f"{u.k[1]} heads of {u.k[3]} and {u.v[3]}" for u in (update, first))
             _refuse(kind, f"layer {layer} caches {ours} elements, layer 0 {others}; all must be alike")
         expanded = (call.k, call.v) != (update.k, update.v)
-        if expanded and update.k[1] != 1:
+        if expanded and (update.k[1] != 1 or update.k[3] == update.v[3]):
             _refuse(kind, f"layer {layer} changes keys and values between the cache and attention")
         if not expanded and update.k[3] != update.v[3]:
             _refuse(kind, f"keys have {update.k[3]} elements and values {update.v[3]}; both must have as many")
@@ -288,6 +289,6 @@ def _refuse(kind: str, reason: str) -> NoReturn:
     raise InvalidRequest("model", f"{kind}: {reason}")
 
 
-def _line(error: BaseException) -> str:
-    """The first line of an error, not too long for a message of one."""
-    return str(error).strip().partition("\n")[0][:200]
+def one_line(error: BaseException) -> str:
+    """An error's text in one line, not too long."""
+    return " ".join(str(error).split())[:300]

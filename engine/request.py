@@ -1,8 +1,8 @@
 """Nouns of serving: what is asked of an engine, what it answers, and what a prefill hands to a decode.
 
 A request's life: submitted -> admitted (it waits for frames) -> its prefix is loaded, the rest computed, here or by
-another engine -> decoding, a ``Token`` event each -> one ``Finished`` or ``Failed``. Cancelling, the deadline and a stop
-of the engine are the other ways to end; each gives its frames back.
+another engine -> decoding, a ``Token`` event each -> one ``Finished`` or ``Failed``. Cancelling, the deadline and a
+stop of the engine are the other ways to end; each gives its frames back.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Token:
-    """One more token. ``text`` is what is certain by now: a character may need several tokens, a stop string may begin."""
+    """One more token. ``text`` is what is certain by now: a character may need several, a stop string may begin."""
 
     id: int
     index: int
@@ -132,7 +132,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end. ``reason``: "stop" (a stop string), "eos", "length", "cancelled". ``text`` is what was still held back."""
+    """The end. ``reason``: "stop" (a stop string), "eos", "length", "cancelled". ``text``: what was still held back."""
 
     reason: str
     usage: Usage
@@ -206,7 +206,7 @@ class Piece:
     Attributes:
         token_start: a multiple of the page's tokens.
         tokens: a multiple of them too, or fewer: then these are the tokens of a last page that is not full.
-        data: ``[pages][kv_head][token][content]``, the page format of one layer, encoded by the codec that was asked for.
+        data: ``[pages][kv_head][token][content]``, one layer of the page format, encoded by the codec asked for.
         checksum: xxh3_64 of ``data``.
     """
 

@@ -10,12 +10,15 @@ from engine.config import EngineConfig
 from engine.handoff import Fetch, Peers
 from engine.link import parse_link
 from engine.lossy import Lossy
+from engine.observer import Observer
 from engine.pool import Pool
 from engine.request import Handoff, Role
-from engine.sequence import Sequence
-from kvstore.errors import Unavailable
+from engine.sequence import Sequence, State
+from kvstore.errors import KVStoreError, Unavailable, VersionMismatch
 
 AVOID_S = 5.0
+
+Next = Callable[[Sequence, int], None]
 
 log = logging.getLogger("kvstore.engine.routes")
 
@@ -33,9 +36,11 @@ class Routes:
         arena: Arena,
         pool: Pool,
         codecs: Mapping[str, Lossy | None],
+        observer: Observer,
         changed: Callable[[], None],
     ) -> None:
         self._config = config
+        self._observer = observer
         self._peers = peers
         self._arena = arena
         self._pool = pool
@@ -49,7 +54,7 @@ class Routes:
         return len(self._fetches)
 
     def choose(self, sequence: Sequence, role: Role) -> bool:
-        """Whether its prompt is to be computed elsewhere. Decided by what the pool has: short rests are computed here."""
+        """Whether its prompt is to be computed elsewhere. Where the pool has almost all, the rest is computed here."""
         asked = sequence.request.prefill
         addresses = asked if asked is not None else self._config.prefill if role is Role.DECODE else ()
         engines = self._peers.usable(addresses)
@@ -62,10 +67,6 @@ class Routes:
             return False
         self._left[sequence.id] = engines
         return True
-
-    def wanted(self, sequence: Sequence) -> bool:
-        """Whether there is an engine left to ask, and nobody was asked yet."""
-        return bool(self._left.get(sequence.id)) and sequence.id not in self._fetches
 
     def lazy(self, sequence: Sequence) -> bool:
         """Whether the KV is to be fetched only when it is computed."""
@@ -93,16 +94,55 @@ class Routes:
         fetch.begin(self._pool.layout, self._config.hold_s)
         return fetch
 
-    def get(self, sequence: Sequence) -> Fetch | None:
-        """The attempt under way."""
-        return self._fetches.get(sequence.id)
+    def settled(self, sequence: Sequence) -> bool:
+        """Whether the prompt is computed, or will not be."""
+        fetch = self._fetches.get(sequence.id)
+        return fetch is None or fetch.handoff is not None or fetch.failure is not None
 
-    def failed(self, sequence: Sequence) -> None:
-        """The attempt failed: forget it, and leave that engine alone for a while where it did not answer."""
-        fetch = self._fetches.pop(sequence.id)
-        log.warning("prefill of %s by %s failed: %s", sequence.id, fetch.address, fetch.failure)
-        if isinstance(fetch.failure, Unavailable):
+    def go(self, sequence: Sequence) -> None:
+        """It has frames, and in them what the pool had: bring the rest from where it is computed, if elsewhere."""
+        fetch = self._fetches.get(sequence.id) or self.begin(sequence)
+        if fetch is not None:
+            sequence.state = State.MOVING
+            if fetch.failure is None:
+                fetch.move()
+
+    def follow(self, sequence: Sequence, next_token: Next, refused: Callable[[Sequence, KVStoreError], None]) -> None:
+        """What has come of its hand-off since the last turn."""
+        fetch = self._fetches.get(sequence.id)
+        if fetch is None or sequence.state not in (State.MOVING, State.DECODING):
+            return
+        if fetch.failure is not None:
+            if fetch.idle:
+                self._failed(sequence, fetch, refused)
+        elif fetch.handoff is not None and sequence.state is State.MOVING:
+            sequence.spent.prefill_engine = fetch.address
+            sequence.cached = sequence.prompt  # of which some may still be on its way
+            sequence.arrivals = fetch.arrivals
+            next_token(sequence, fetch.handoff.first_token)
+        elif fetch.handoff is not None and fetch.complete:
+            sequence.arrivals = None
+            sequence.stored_pages = 0 if sequence.lossy else fetch.handoff.stored
+            self._observer.handed_off(sequence.spent.moved_bytes, sequence.since_first_s())
+            self.over(sequence)
+
+    def _failed(self, sequence: Sequence, fetch: Fetch, refused: Callable[[Sequence, KVStoreError], None]) -> None:
+        """Another engine, or compute what has not arrived here. Engines that do not fit are a mistake to show."""
+        failure = fetch.failure
+        del self._fetches[sequence.id]
+        log.warning("prefill of %s by %s failed: %s", sequence.id, fetch.address, failure)
+        if isinstance(failure, VersionMismatch):
+            refused(sequence, failure)
+            return
+        if isinstance(failure, Unavailable):
             self._peers.avoid(fetch.address, AVOID_S)
+        if fetch.moving:
+            arrived = min(fetch.arrivals.tokens(layer) for layer in range(self._arena.layout.layers))
+            sequence.cached = min(arrived, sequence.prompt - 1) // sequence.page_tokens * sequence.page_tokens
+        sequence.arrivals = None
+        sequence.state = State.COMPUTING
+        if sequence.length == sequence.prompt:  # no token was drawn: another engine may still do all of it
+            self.go(sequence)
 
     def over(self, sequence: Sequence) -> bool:
         """The sequence has ended, or has all it needs. Whether its frames are no longer written to."""

@@ -85,10 +85,14 @@ class Step:
                 continue
             if sequence.arrivals is None or in_time(sequence, layers, self._speeds.layer_s):
                 batch.append(sequence)
-            elif sequence.arrivals.failure is None and sequence.arrivals.layers_with(sequence.prompt):
-                if not self._sides.full:
-                    self._sides.add(sequence)
+            elif self._first_layer_there(sequence) and not self._sides.full:
+                self._sides.add(sequence)
         return batch
+
+    @staticmethod
+    def _first_layer_there(sequence: Sequence) -> bool:
+        arrivals = sequence.arrivals
+        return arrivals is not None and arrivals.failure is None and arrivals.layers_with(sequence.prompt) > 0
 
     def _chunks(self, sequences: list[Sequence], budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []

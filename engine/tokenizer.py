@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Tokens that are decoded again with each new one. A character is at most 4 bytes and a token at least one, so that
-# 8 tokens always hold the start of the last character whole.
-WINDOW_TOKENS_MIN, WINDOW_TOKENS_MAX = 8, 24
+# A character is at most 4 bytes and a token at least one, so that this many bytes may still become one.
+UNFINISHED_MAX = 3
+# Tokens that are no text are decoded again with each new one until there are this many; then all but the last few are
+# taken for what they are.
+WINDOW_TOKENS_MAX, WINDOW_TOKENS_MIN = 24, 8
 
 
 class TextStream(Protocol):
@@ -107,33 +109,56 @@ class HFTokenizer:
 
 
 class _WindowStream:
-    """Decodes the last few tokens again with each new one, and hands out what the text grew by.
+    """Decodes the last few tokens again with each new one, and hands out what their text grew by.
 
     Single tokens cannot be decoded alone: a character may need several, and some tokenizers strip the space in front
-    of the first word. Only a last U+FFFD can still change; what stands before it is certain.
+    of the first word. A U+FFFD at the end may be the beginning of a character; with tokenizers that fall back to bytes
+    even the characters right before it are shown as such until it is whole. So the window begins and ends at places
+    where the text was seen to be whole, and has text of its own in front of what is new.
     """
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._given = 0  # characters of the window's text that were handed out
+        self._whole = 0  # of those: tokens up to where the text was whole last
+        self._given = 0  # of their text: characters handed out
 
     def feed(self, token: int) -> str:
         self._tokens.append(token)
-        certain = self._certain()
-        text = certain[self._given :]
-        if len(self._tokens) > WINDOW_TOKENS_MAX:
-            del self._tokens[:-WINDOW_TOKENS_MIN]
-            self._given = len(self._certain())
-        else:
-            self._given = max(self._given, len(certain))
-        return text
+        text = self._tokenizer.decode(self._tokens)
+        if not text.endswith(REPLACEMENT):
+            return self._end_at(text)
+        if len(self._tokens) - self._whole > WINDOW_TOKENS_MAX:
+            return self._give_up(text)
+        return self._give(text, len(text.rstrip(REPLACEMENT)))
 
     def flush(self) -> str:
         text = self._tokenizer.decode(self._tokens)[self._given :]
         self._tokens.clear()
-        self._given = 0
+        self._whole = self._given = 0
         return text
 
-    def _certain(self) -> str:
-        return self._tokenizer.decode(self._tokens).removesuffix(REPLACEMENT)
+    def _end_at(self, text: str) -> str:
+        new = self._give(text, len(text))
+        if self._whole and (own := self._tokenizer.decode(self._tokens[self._whole :])):
+            del self._tokens[: self._whole]
+            self._given = len(own)
+        elif len(self._tokens) > WINDOW_TOKENS_MAX:  # special tokens without end
+            del self._tokens[:-WINDOW_TOKENS_MIN]
+            self._given = len(self._tokenizer.decode(self._tokens))
+        self._whole = len(self._tokens)
+        return new
+
+    def _give_up(self, text: str) -> str:
+        """These are bytes that are no text: only the last may become a character."""
+        open_chars = min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED_MAX)
+        new = self._give(text, len(text) - open_chars)
+        del self._tokens[:-WINDOW_TOKENS_MIN]
+        self._given = max(0, len(self._tokenizer.decode(self._tokens)) - open_chars)
+        self._whole = 0
+        return new
+
+    def _give(self, text: str, stop: int) -> str:
+        new = text[self._given : stop]
+        self._given = max(self._given, stop)
+        return new

@@ -46,6 +46,9 @@ MODELS_QUICK = ("tiny-llama", "tiny-qwen3", "tiny-mla")
 PROMPT_TOKENS, POSITIONS, PAGE_TOKENS = 1024, 64, 64
 CHUNK_TOKENS = 512
 LEARNING_RATE = 2e-3
+# Beside the codecs: the pages rounded to bfloat16, an error that every server takes without a thought.
+YARDSTICK = "bfloat16"
+KINDS = (*(str(codec) for codec in Codec), YARDSTICK)
 
 
 # --- Speed and bytes -----------------------------------------------------------------------------------------------
@@ -153,6 +156,19 @@ class LogitError:
     greedy_same: int
 
 
+def there_and_back(pages: torch.Tensor, layout: Layout, codec: str) -> torch.Tensor:
+    """What comes back of ``pages [n, *layout.shape]``."""
+    if codec == YARDSTICK:
+        return pages.bfloat16().to(pages.dtype)
+    back: torch.Tensor = decode(encode(pages, layout, codec), layout, codec)
+    return back.view(pages.dtype).view(pages.shape)
+
+
+def packed_layout(layout: Layout, codec: str) -> Layout:
+    """Layout of pages that went through a codec or the yardstick."""
+    return replace(layout, dtype=codec) if codec == YARDSTICK else lossy_layout(layout, codec)
+
+
 class Continued:
     """One prompt in several sequences: the first exact, each other with the full pages gone through a codec."""
 
@@ -171,9 +187,7 @@ class Continued:
             self._forward([Slice(exact, start, self.tokens[start : min(start + CHUNK_TOKENS, self.prompt)])])
         full = self.prompt // PAGE_TOKENS
         for codec, frames in zip(codecs, self.frames[1:], strict=True):
-            packed = encode(self.arena.pages[exact[:full]], self.layout, codec)
-            restored = decode(packed, self.layout, codec).view(self.arena.pages.dtype)
-            self.arena.pages[frames[:full]] = restored.view(full, *self.layout.shape)
+            self.arena.pages[frames[:full]] = there_and_back(self.arena.pages[exact[:full]], self.layout, codec)
 
     def logits(self, sequence: int) -> torch.Tensor:
         """``[positions, vocab]`` after each token of the text that follows the prompt."""
@@ -206,7 +220,7 @@ class Continued:
 
 def logit_errors(
     model: Model,
-    codecs: Sequence[str] = tuple(Codec),
+    codecs: Sequence[str] = KINDS,
     prompt_tokens: int = PROMPT_TOKENS,
     positions: int = POSITIONS,
 ) -> list[LogitError]:
@@ -259,11 +273,11 @@ def logits(stage: Stage, name: str, bar: Bar | None, number: int) -> list[Result
     layout = model.layout(PAGE_TOKENS)
     with one_thread():
         found = logit_errors(model, prompt_tokens=256 if quick else PROMPT_TOKENS, positions=16 if quick else POSITIONS)
-    return [_saved(f"{name}.{one.codec}", layout, lossy_layout(layout, one.codec), asdict(one)) for one in found]
+    return [_saved(f"{name}.{one.codec}", layout, packed_layout(layout, one.codec), asdict(one)) for one in found]
 
 
-def trained(steps: int) -> Model:
-    """A byte-level Llama of 2 M parameters that learnt ``steps`` batches of the standard library's source, one thread.
+def trained(steps: int, length: int = PROMPT_TOKENS + POSITIONS) -> Model:
+    """A byte-level Llama of 2 M parameters that learnt ``steps`` times two ``length`` tokens of Python's own library.
 
     Random weights attend to what happens to lie in their way; these show the error where attention means something.
     """
@@ -276,7 +290,6 @@ def trained(steps: int) -> Model:
     text = torch.from_numpy(np.asarray(corpus, np.int64))
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.1)
-    length = PROMPT_TOKENS + POSITIONS
     for step in range(steps):
         starts = torch.randint(0, len(text) - length, (2,))
         batch = torch.stack([text[start : start + length] for start in starts.tolist()])
@@ -342,7 +355,7 @@ def main(runs: int, quick: bool, steps: int | None) -> None:
             model = trained(steps)
             for error in logit_errors(model):
                 layout = model.layout(PAGE_TOKENS)
-                ratio = lossy_layout(layout, error.codec).page_bytes / layout.page_bytes
+                ratio = packed_layout(layout, error.codec).page_bytes / layout.page_bytes
                 click.echo(_error_text(error, ratio))
     for line in lines:
         if "codec" in line.details:

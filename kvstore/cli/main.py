@@ -56,6 +56,7 @@ SHORT_HELP: Mapping[str, str] = {
     "completion": "Print the script by which a shell completes this command.",
     "config": "Show the resolved configuration and where each value comes from.",
     "demo": "Start a node, a writer and a reader; show what is reused.",
+    "engine": "Run an engine: it prefills prompts or answers them, over the pool.",
     "events": "Follow what happens to pages: stored, moved, evicted, dropped.",
     "evict": "Make pages leave, and say which did.",
     "lookup": "Say page by page whether a prompt is stored, or why not.",

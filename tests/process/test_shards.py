@@ -27,6 +27,7 @@ from tests.process.harness import (
     wait_until,
 )
 from tests.process.nvme import configure, save_all
+from tests.process.test_store_contract import free_port
 
 PAGES = 6
 DEVICES = 4  # worker processes
@@ -120,9 +121,9 @@ def test_any_cut_read_by_any_cut(layout: Layout) -> None:
         assert store.verify()["findings"] == []
 
 
-def _write(writer: Any, data: np.ndarray[Any, Any], rng: random.Random) -> None:
+def _write(writer: Any, data: np.ndarray[Any, Any], rng: random.Random, how: str = "") -> None:
     """A shard's part, by layers in any order, by pages, or by pieces of pages."""
-    shard, how = writer._shard, rng.choice(["layers", "pages", "pieces"])
+    shard, how = writer._shard, how or rng.choice(["layers", "pages", "pieces"])
     part = shard.part(data)
     first = shard.layers[0]
     if how == "layers":
@@ -135,6 +136,45 @@ def _write(writer: Any, data: np.ndarray[Any, Any], rng: random.Random) -> None:
         cut = rng.randint(1, shard.width - 1)
         for begin, end in ((cut, shard.width), (0, cut)):
             writer.write_range(page, start + begin, part[page, i, begin:end])
+
+
+def test_shards_on_this_machine_and_another(machine: Machine) -> None:
+    """Stage 0 through shared memory, stage 1 over gRPC: one group, by its text."""
+    address = f"127.0.0.1:{free_port()}"
+    machine.serve("n", dram="16MiB", listen=address)
+    keys = chain(1, PAGES)
+    data = contents(keys)
+    with machine.connect("n") as here, kvstore.connect(f"kv://{address}") as there:
+        caches = here.cache(SMALL), there.cache(SMALL)
+        writers = [cache.writer(keys, group="g", stage=stage, stages=2) for stage, cache in enumerate(caches)]
+        for writer in writers:
+            writer.__enter__()
+        for writer in writers:
+            assert not caches[0].lookup(keys)
+            _write(writer, data, random.Random(1), "layers")
+            writer.__exit__(None, None, None)
+        for cache in caches:
+            assert np.array_equal(cache.get(keys, verify=True).data, data)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+@pytest.mark.parametrize("meanwhile", ["nothing", "evicted", "evicted and put again"])
+def test_a_read_stopped_before_its_copy(meanwhile: str, given: bool, machine: Machine) -> None:
+    """Its pages are proven when their frames are given to others: what it copies then does not count."""
+    machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    put(store, 1, 16)
+    reader = machine.worker("stopped_get", "n", seed=1, pages=16, given=given, rank=1, ranks=2, stage=1, stages=2)
+    reader.wait_for("proven")
+    wait_until("it stops itself", lambda: reader.state() == "T")
+    for seed in range(100, 150) if meanwhile != "nothing" else ():
+        put(store, seed, 16)
+    if meanwhile == "evicted and put again":
+        put(store, 1, 16)
+    reader.resume()
+    found = reader.wait_for("got")
+    assert found["pages"] == (0 if meanwhile == "evicted" else 16), found
+    reader.wait_well()
 
 
 # --- incomplete sets ------------------------------------------------------------------------------------------------
@@ -235,7 +275,12 @@ def test_the_daemon_is_killed_between_the_seals_of_shards(machine: Machine) -> N
         for _ in range(3):
             worker.tell()
         assert worker.wait_for("sealed")["seen"] == 0
+    put(store, 2, PAGES)
     daemon.kill()
+    for shard in shards(SMALL, (2, 2)):  # reading needs no daemon
+        match = store.cache(SMALL).get_shard(chain(2, PAGES), **shard.cut)
+        assert match.pages == PAGES
+        assert np.array_equal(match.data, shard.part(contents(chain(2, PAGES))).reshape(PAGES, -1))
     machine.serve("n")
     assert store.cache(SMALL).lookup(chain(1, PAGES)).pages == 0
     for worker in (workers[2], workers[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import shutil
 import socket
@@ -20,6 +21,7 @@ import torch
 import kvstore
 from kvstore import Layout, PrefixCache, Store, Tier
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace
+from kvstore.model.shard import Shard
 from tests.process.content import SMALL, contents, layer_of
 from tests.process.harness import Machine
 
@@ -301,6 +303,80 @@ def test_ranks_of_one_group_share_pages(cache: PrefixCache, ranks: int) -> None:
     np.testing.assert_array_equal(cache.get(keys).data, data)
 
 
+@pytest.mark.parametrize("cut", [(1, 2), (2, 2), (4, 2), (8, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("layout", [SMALL, MLA], ids=["small", "mla"])
+def test_shards_of_one_group_share_pages(store: Store, salt: str, layout: Layout, cut: tuple[int, int]) -> None:
+    """Heads x layers, by layers and by pages; read as a whole and in any other cut."""
+    cache = store.cache(layout, salt=salt)
+    keys = cache.keys(tokens(3, layout=layout))
+    data = contents(keys, layout)
+    shards = shards_of(layout, cut)
+    writers = [cache.writer(keys, group="request-1", **shard.cut) for shard in shards]
+    for writer in writers:
+        writer.__enter__()
+    for shard, writer in zip(shards, writers, strict=True):
+        assert not cache.lookup(keys) and not cache.get_shard(keys, **shard.cut)
+        part = shard.part(data)
+        if shard.number % 2:
+            for page in range(3):
+                writer.write_page(page, part[page])
+        else:
+            for i, layer in enumerate(range(*shard.layers)):
+                writer.write_layer(layer, part[:, i])
+        writer.__exit__(None, None, None)
+        assert writer.sealed == 3
+    np.testing.assert_array_equal(cache.get(keys, verify=True).data, data)
+    for shard in itertools.chain.from_iterable(shards_of(layout, read) for read in ((1, 1), (2, 1), (1, 2), (2, 2))):
+        match = cache.get_shard(keys, **shard.cut)
+        assert (match.pages, match.reason, match.tiers) == (3, "", {Tier.DRAM: 3})
+        np.testing.assert_array_equal(match.data, shard.part(data).reshape(3, -1))
+
+
+def shards_of(layout: Layout, cut: tuple[int, int]) -> list[Shard]:
+    return [Shard(layout, rank, cut[0], stage, cut[1]) for stage in range(cut[1]) for rank in range(cut[0])]
+
+
+def test_a_shard_of_more_pages_than_are_stored(cache: PrefixCache) -> None:
+    """Into buffers of every kind; rows beyond the match stay."""
+    keys = cache.keys(tokens(7))
+    data = contents(keys)
+    assert cache.put(keys[:5], data[:5]) == 5
+    shard = Shard(SMALL, 1, 2, 1, 2)
+    expected = shard.part(data).reshape(7, -1)
+    apart = np.full((9, 3, shard.nbytes), 7, np.uint8)
+    for out in (np.full((9, shard.nbytes), 7, np.uint8), apart[:, 1], torch.full((8, 2, shard.nbytes), 7).byte()[:, 0]):
+        for verify in (False, True):
+            match = cache.get_shard(keys, out, **shard.cut, verify=verify)
+            assert (match.pages, match.tokens, match.reason, match.data) == (5, 5 * 16, "absent", None)
+            np.testing.assert_array_equal(np.asarray(out)[:5], expected[:5])
+            assert (np.asarray(out)[5:] == 7).all()
+    assert (apart[:, ::2] == 7).all()
+    match = cache.get_shard(keys, **shard.cut)
+    assert (match.pages, match.reason) == (5, "absent") and np.array_equal(match.data, expected[:5])
+    missing = cache.get_shard(tokens(3, 7000), **shard.cut)
+    assert (missing.pages, missing.reason, missing.data.shape) == (0, "absent", (0, shard.nbytes))
+
+
+def test_layers_of_an_arena(cache: PrefixCache) -> None:
+    """Written from a page-major arena and read into one, numpy or torch, without laying a layer's pages together."""
+    keys = cache.keys(tokens(5))
+    data = contents(keys).reshape(5, *SMALL.shape)
+    arena = np.zeros((12, *SMALL.shape), np.uint8)
+    arena[3:8] = data
+    other = torch.zeros((9, *SMALL.shape), dtype=torch.int8)
+    with cache.writer(keys) as writer:
+        for layer in range(SMALL.layers):
+            writer.write_layer(layer, (arena if layer % 2 else torch.from_numpy(arena))[3:8, layer])
+    reader, read = cache.reader(keys, timeout_s=10), np.zeros_like(arena)
+    for layer in range(SMALL.layers):
+        reader.read_layer(layer, other[4:9, layer])
+        for head in range(SMALL.kv_heads):
+            reader.read_layer(layer, read[7:12, layer, head], heads=(head, head + 1))
+    np.testing.assert_array_equal(other.numpy().view(np.uint8)[4:9], data)
+    np.testing.assert_array_equal(read[7:12], data)
+    assert not other[:4].any() and not read[:7].any()
+
+
 def test_an_exception_or_a_missing_layer_revokes(cache: PrefixCache, store: Store) -> None:
     keys = cache.keys(tokens(3))
     data = contents(keys)
@@ -400,6 +476,13 @@ def test_bad_arguments_name_their_field(cache: PrefixCache, store: Store, salt: 
         ("rank", lambda: cache.writer(keys, rank=2, ranks=2)),
         ("ranks", lambda: cache.writer(keys, ranks=3)),
         ("ranks", lambda: cache.writer(keys, ranks=0)),
+        ("stage", lambda: cache.writer(keys, stage=2, stages=2)),
+        ("stages", lambda: cache.writer(keys, stages=SMALL.layers + 1)),
+        ("stages", lambda: cache.writer(keys, ranks=4, stages=3)),
+        ("stage", lambda: cache.get_shard(keys, stage=1)),
+        ("ranks", lambda: cache.get_shard(keys, ranks=3)),
+        ("out", lambda: cache.get_shard(keys, rows[:, :5], stages=2)),
+        ("heads", lambda: cache.reader(keys).read_layer(0, rows, heads=(0, 5))),
         ("group", lambda: cache.writer(keys, group=-5)),
         ("group", lambda: cache.writer(keys, group=1.5)),  # type: ignore[arg-type]
         ("writer", lambda: cache.writer(keys).write_layer(0, rows)),

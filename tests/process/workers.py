@@ -22,7 +22,7 @@ import numpy as np
 
 import kvstore
 from kvstore import Keys, PrefixCache, Store
-from kvstore.client import prefix_cache
+from kvstore.client import layer_verbs, prefix_cache
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
 from kvstore.model.shard import Shard
 from tests.process.content import LAYOUTS, Pages, chain, contents, first_wrong, layer_of
@@ -119,7 +119,8 @@ def write_shard(a: Arguments, cache: PrefixCache) -> None:
     """The layers of one shard, out of the pages themselves; what is another shard's to write is garbage here."""
     shard = shard_of(a)
     keys = keys_of(a, a["seed"], a["pages"])
-    data = bytes_of(a, keys) if shard.writes else ~bytes_of(a, keys)
+    replica = any(shard.layout.held_heads(rank, shard.ranks) == shard.heads for rank in range(shard.rank))
+    data = bytes_of(a, keys) if not replica else ~bytes_of(a, keys)
     writer = cache.writer(keys, ttl_s=a.get("ttl_s", 30.0), group=a.get("group"), **shard.cut)
     try:
         with writer:
@@ -291,22 +292,25 @@ def read(a: Arguments) -> None:
 
 def stopped_get(a: Arguments) -> None:
     """A get that stops itself (SIGSTOP) when its pages are proven and nothing is copied; then it goes on."""
-    copy = prefix_cache.copy_runs
+    shard, copying = shard_of(a), prefix_cache if shard_of(a).count == 1 else layer_verbs
+    copy = copying.copy_runs
 
     def stop_and_copy(*args: Any) -> Any:
-        prefix_cache.copy_runs = copy
+        copying.copy_runs = copy
         log("proven")
         os.kill(os.getpid(), signal.SIGSTOP)
         return copy(*args)
 
     with opened(a) as (_, cache):
         keys = keys_of(a, a["seed"], a["pages"])
-        out = np.zeros((a["pages"], cache.page_bytes), np.uint8)
-        prefix_cache.copy_runs = stop_and_copy
-        match = cache.get(keys, out if a["given"] else None)
+        out = np.zeros((a["pages"], shard.nbytes), np.uint8)
+        copying.copy_runs = stop_and_copy
+        buffer = out if a["given"] else None
+        match = cache.get(keys, buffer) if shard.count == 1 else cache.get_shard(keys, buffer, **shard.cut)
         found = out[: match.pages] if a["given"] else match.data
         assert found is not None
-        compare(found, bytes_of(a, keys)[: match.pages], "a get that was stopped")
+        expected = shard.part(bytes_of(a, keys)).reshape(a["pages"], -1)
+        compare(found, expected[: match.pages], "a get that was stopped")
         log("got", pages=match.pages, reason=match.reason)
 
 
@@ -471,23 +475,9 @@ def in_child(store: Store, cache: PrefixCache, keys: Keys, data: Pages) -> None:
     log("child done", pid=os.getpid())
 
 
-VERBS: dict[str, Callable[[Arguments], None]] = {
-    verb.__name__: verb
-    for verb in (
-        put,
-        layers,
-        shards,
-        mixed,
-        race,
-        stopped_put,
-        stopped_get,
-        read,
-        follow,
-        lease,
-        stopped_in_index,
-        fork,
-    )
-}
+_WRITERS = (put, layers, shards, mixed, race, stopped_put)
+_READERS = (stopped_get, read, follow, lease, stopped_in_index, fork)
+VERBS: dict[str, Callable[[Arguments], None]] = {verb.__name__: verb for verb in (*_WRITERS, *_READERS)}
 
 
 def main() -> None:

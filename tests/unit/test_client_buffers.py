@@ -71,6 +71,66 @@ def test_read_wants_exactly_the_bytes() -> None:
         rows_to_read(np.zeros((3, 32), np.uint8)[:, :16], 16, 3, "data")
 
 
+def arena() -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
+    """Page-major: ``[frames, layers, 8 elements]``."""
+    return np.zeros((5, 3, 8), np.float16)
+
+
+ROWS_APART = {
+    "a layer": lambda: arena()[1:4, 1],
+    "half of it": lambda: arena()[1:4, 2, 4:],
+    "of more dimensions": lambda: arena().reshape(5, 3, 2, 2, 2)[1:4, 0],
+    "last frame first": lambda: arena()[3:0:-1, 1],
+    "bytes": lambda: np.zeros((3, 32), np.uint8)[:, :16],
+    "one element": lambda: np.zeros((3, 2), np.complex128)[:, 1:],
+    "torch": lambda: torch.zeros(5, 3, 8, dtype=torch.bfloat16)[1:4, 1],
+    "torch of more dimensions": lambda: torch.zeros(5, 3, 2, 2, 2, requires_grad=True)[:3, 1],
+    "torch, one element": lambda: torch.zeros(3, 2, dtype=torch.complex128)[:, :1],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS_APART)
+def test_rows_apart_share_the_callers_memory(kind: str) -> None:
+    buffer = ROWS_APART[kind]()
+    size = buffer[0].nbytes
+    for rows in (rows_to_fill(buffer, size, 3, apart=True), rows_to_read(buffer, size, 3, apart=True)):
+        assert rows.shape == (3, size) and rows.dtype == np.uint8
+        array = buffer.detach().view(torch.uint8).numpy() if hasattr(buffer, "detach") else buffer
+        assert np.shares_memory(rows, array)
+    assert len(rows_to_fill(buffer, size, 2, apart=True)) == 3
+    for call in (rows_to_fill, rows_to_read):
+        with pytest.raises(InvalidRequest, match="^out: .*contiguous"):
+            call(buffer, size, 3, "out")
+        with pytest.raises(InvalidRequest, match=f"^out: has rows of {size} bytes"):
+            call(buffer, size // 2, 3, "out", apart=True)
+        with pytest.raises(InvalidRequest, match="^out: has 3 rows"):
+            call(buffer, size, 4, "out", apart=True)
+    with pytest.raises(InvalidRequest, match="^data: has 3 rows, 2 are"):
+        rows_to_read(buffer, size, 2, "data", apart=True)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "word"),
+    [
+        (np.zeros((3, 32), np.uint8)[:, ::2], "rows that each are"),
+        (np.asfortranarray(np.zeros((3, 16), np.uint8)), "rows that each are"),
+        (np.zeros(96, np.uint8)[::2], "rows that each are"),
+        (np.zeros((3, 2), object)[:, :1], "plain numbers"),
+        (np.broadcast_to(np.zeros(16, np.uint8), (3, 16)), "writable"),
+        (np.lib.stride_tricks.as_strided(np.zeros(32, np.uint8), (3, 16), (8, 1)), "over each other"),
+        (torch.zeros(1, 16, dtype=torch.uint8).expand(3, 16), "over each other"),
+        (torch.zeros(16, 3, dtype=torch.uint8).t(), "rows that each are"),
+        (torch.zeros(3, 2, 16, dtype=torch.uint8, device="meta")[:, 1], "device memory"),
+        (np.zeros((2, 16), np.uint8), "need 48"),
+        (memoryview(bytearray(96))[::2], "contiguous"),
+        (bytes(48), "writable"),
+    ],
+)
+def test_rows_apart_are_refused_by_name(buffer: object, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^out: .*{word}"):
+        rows_to_fill(buffer, 16, 3, apart=True)
+
+
 def test_nothing_named_is_fine() -> None:
     assert rows_to_fill(np.zeros((0, 16), np.uint8), 16, 0).shape == (0, 16)
     assert rows_to_read(b"", 16, 0).shape == (0, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, extra_digest, root_key
 from kvstore.model.replica import FrameClass, RecordFormat, progress_word, word_of
+from kvstore.model.shard import Shard
 
 GQA = Layout(model="meta-llama/Llama-3.1-8B", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=64)
 MLA = Layout(model="deepseek", layers=61, mla_latent=512, mla_rope=64, dtype="bfloat16", page_tokens=64)
@@ -51,10 +53,63 @@ def test_shards_tile_the_heads(ranks: int) -> None:
     assert [head for share in shares if share for head in range(*share)] == list(range(8))
 
 
+def test_stages_tile_the_layers() -> None:
+    for layers in (1, 4, 5, 61):
+        layout = Layout(model="m", layers=layers, kv_heads=2, head_dim=8)
+        for stages in range(1, min(layers, 9) + 1):
+            parts = [layout.shard_layers(stage, stages) for stage in range(stages)]
+            assert [layer for part in parts for layer in range(*part)] == list(range(layers))
+            sizes = [stop - start for start, stop in parts]
+            assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    for stage, stages, field in ((2, 2, "stage"), (-1, 2, "stage"), (0, 33, "stages")):
+        with pytest.raises(InvalidRequest, match=f"^{field}: "):
+            GQA.shard_layers(stage, stages)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (8, 1), (1, 32), (4, 3), (16, 2)])
+def test_shards_tile_the_page(ranks: int, stages: int) -> None:
+    """Those that write give every byte once, in the order of the page; the others have what a lower rank has."""
+    page = np.arange(GQA.page_bytes // 4, dtype=np.uint32).view(np.uint8).reshape(1, -1)
+    seen = np.zeros_like(page)
+    for number in range(ranks * stages):
+        shard = Shard(GQA, number % ranks, ranks, number // ranks, stages)
+        assert (shard.number, shard.count) == (number, ranks * stages)
+        part = shard.part(page)
+        assert part.shape == shard.unpacked(np.zeros((1, shard.nbytes), np.uint8)).shape and part.nbytes == shard.nbytes
+        start, stop = GQA.byte_range(shard.layers[0], *shard.heads)
+        assert (shard.offset, shard.width) == (start % GQA.layer_bytes, stop - start)
+        np.testing.assert_array_equal(part[0, 0], page[0, start:stop])
+        if shard.writes:
+            assert not shard.part(seen).any()
+            shard.part(seen)[:] = part
+    np.testing.assert_array_equal(seen, page)
+
+
+@pytest.mark.parametrize(
+    ("cut", "field"),
+    [
+        ((0, 0), "ranks"),
+        ((2, 2), "rank"),
+        (("0", 2), "rank"),
+        ((0, 2.0), "ranks"),
+        ((0, 3), "ranks"),
+        ((0, 1, 0, 0), "stages"),
+        ((0, 1, None, 1), "stage"),
+        ((0, 1, 0, True), "stages"),
+        ((0, 1, 0, 33), "stages"),
+    ],
+)
+def test_bad_shards(cut: tuple[Any, ...], field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
+        Shard(GQA, *cut)
+
+
 def test_replicated_heads_have_one_writer() -> None:
     assert [MLA.shard_heads(rank, 4) for rank in range(4)] == [(0, 1), None, None, None]
     few = Layout(model="m", layers=1, kv_heads=2, head_dim=8)
     assert [few.shard_heads(rank, 4) for rank in range(4)] == [(0, 1), None, (1, 2), None]
+    assert [few.held_heads(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [MLA.held_heads(rank, 4) for rank in range(4)] == [(0, 1)] * 4
     with pytest.raises(InvalidRequest, match="^ranks: "):
         GQA.shard_heads(0, 3)
 

@@ -1,0 +1,153 @@
+"""Daemon: an engine with its gRPC API and HTTP, from start to SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Final
+
+import kvstore
+from engine.client import EngineClient
+from engine.config import WITHOUT_NODE, EngineConfig
+from engine.core import Engine
+from engine.metrics import Metrics, Tally
+from engine.models import Model, find_device, load_model
+from engine.server import EngineServer
+from kvstore.client.store import Store
+from kvstore.config import format_size
+from kvstore.service import logs
+from kvstore.service.http import HttpServer, routes
+
+log = logging.getLogger("kvstore.engine")
+
+# A signal's handler only runs when the main thread wakes.
+SIGNAL_LOOK_S: Final = 0.25
+CONNECT_S: Final = 10.0
+SWITCH_INTERVAL_S: Final = 0.0005  # the thread that computes holds the interpreter; callers wait no longer than this
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What an engine says of itself when it serves."""
+
+    role: str
+    model: str
+    device: str
+    frames: int
+    page_tokens: int
+    node: str | None
+    grpc: tuple[str, ...]
+    http: str | None
+    took_s: float
+    pid: int
+
+    @property
+    def line(self) -> str:
+        """The same for people; begins with ``kvstore engine ready``."""
+        pool = f"pool {self.node}" if self.node is not None else "no pool"
+        where = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
+        what = f"role {self.role}, {self.model} on {self.device}, {self.frames} frames of {self.page_tokens} tokens"
+        return f"kvstore engine ready: {what}, {pool}, {self.took_s:.2f} s, {where}"
+
+
+def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
+    """Run an engine until SIGTERM or SIGINT. ``announce`` is called once, when it serves.
+
+    Raises:
+        InvalidRequest: no such model or device, too small an arena, an address that cannot be had; names the setting.
+        NodeUnavailable: there is no node to connect to.
+    """
+    logs.configure(config)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    threading.excepthook = _end
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    started_s = time.monotonic()
+    ready = threading.Event()
+    with contextlib.ExitStack() as ends:
+        http = HttpServer(config.http, routes(ready)) if config.http else None
+        if http is not None:
+            http.start()
+            ends.callback(http.stop)
+        find_device(config.device)  # before minutes are spent on a model
+        store = _connect(config)
+        if store is not None:
+            ends.callback(store.close)
+        logs.event(log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid(), model=config.model)
+        model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
+        _run(config, model, store, http, ready, stopped, announce, started_s)
+    logs.event(log, logging.INFO, "stop", uptime_s=round(time.monotonic() - started_s, 3))
+
+
+def _end(failed: threading.ExceptHookArgs) -> None:
+    """An engine that has lost a thread would accept requests and answer none."""
+    log.critical("a thread failed, the engine ends", exc_info=failed.exc_value)
+    logging.shutdown()
+    os._exit(1)
+
+
+def _connect(config: EngineConfig) -> Store | None:
+    if config.node == WITHOUT_NODE:
+        return None
+    return kvstore.connect(config.node or None, CONNECT_S)
+
+
+def _run(
+    config: EngineConfig,
+    model: Model,
+    store: Store | None,
+    http: HttpServer | None,
+    ready: threading.Event,
+    stopped: threading.Event,
+    announce: Callable[[Ready], None],
+    started_s: float,
+) -> None:
+    tally = Tally()
+    engine = Engine(config, model, store, EngineClient, tally)
+    server = EngineServer(config, engine, model, tally)
+    engine.start()
+    try:
+        server.start()
+        signal.signal(signal.SIGHUP, lambda *_: server.reload())
+        if http is not None:
+            http.routes["/metrics"] = Metrics(config.name, tally, engine.status, server.calls).route
+        said = Ready(
+            role=str(config.role),
+            model=model.name,
+            device=str(model.device),
+            frames=engine.arena.frames_total,
+            page_tokens=config.page_tokens,
+            node=store.name if store is not None else None,
+            grpc=tuple(server.addresses),
+            http=http.address if http is not None else None,
+            took_s=round(time.monotonic() - started_s, 3),
+            pid=os.getpid(),
+        )
+        ready.set()
+        announce(said)
+        logs.event(log, logging.INFO, "ready", took_s=said.took_s, arena=format_size(config.arena), frames=said.frames)
+        while not stopped.wait(SIGNAL_LOOK_S):
+            pass
+        ready.clear()
+        server.retire()
+        left = engine.drain(None, config.drain_s)
+        if left:
+            logs.event(log, logging.WARNING, "requests did not end in time", requests=left)
+    finally:
+        engine.stop()
+        server.stop()
+
+
+def described(said: Ready) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {"ready": True, **vars(said), "line": said.line}
