@@ -108,6 +108,7 @@ class Asking:
     def __post_init__(self) -> None:
         self._drawn: list[int] = []
         self._begun_s = self._first_s = self._second_s = 0.0
+        self._ended = False
 
     def events(self) -> Iterator[Token | Finished]:
         """See ``EngineClient.stream``."""
@@ -122,6 +123,8 @@ class Asking:
             except DeadlineExceeded:
                 raise
             except Unavailable as error:
+                if self._ended:  # the caller has everything
+                    return
                 if not self.others:
                     raise
                 failures[address] = error
@@ -136,7 +139,7 @@ class Asking:
         left_s = self._begun_s + request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"no whole answer within {request.deadline_s:g} s")
-        if len(self._drawn) >= request.sampling.max_tokens:  # only the end was not heard any more
+        if 0 < request.sampling.max_tokens <= len(self._drawn):  # only the end was not heard any more
             yield Finished("length", self._resumed(Usage(prompt_tokens=len(request.tokens))))
             return
         for reply in client.replies(self.wish.message(self._drawn, left_s), left_s):
@@ -149,9 +152,10 @@ class Asking:
                         self._count(event)
                         yield event
                     case Finished():
+                        self._ended = True
                         yield replace(event, usage=self._resumed(event.usage)) if len(self.asked) > 1 else event
-                        return
-        raise NodeUnavailable(f"{client.address} ended the answer before its end")
+        if not self._ended:
+            raise NodeUnavailable(f"{client.address} ended the answer before its end")
 
     def _count(self, token: Token) -> None:
         now_s = time.monotonic()

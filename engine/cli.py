@@ -82,7 +82,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """One option per setting; they hand over text, of those that may repeat a tuple; None where not given."""
     for setting in reversed(fields(EngineConfig)):
         name, flag = setting.name, f"--{setting.name.replace('_', '-')}"
-        default = _default_text(setting.metadata["parser"], setting.default)
+        default = default_text(setting.metadata["parser"], setting.default)
         about = HELP[name] + (f"  [default: {default}]" if default else "")
         if name in REPEATED:
             option = click.option(
@@ -94,7 +94,8 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _default_text(parser: Any, value: Any) -> str:
+def default_text(parser: Any, value: Any) -> str:
+    """A setting's default for people; "" where there is nothing to say."""
     if value in (None, "", ()):
         return "" if value == "" else "none"
     if parser is parse_size:

@@ -27,7 +27,7 @@ from engine.request import Event, Finished, Piece, PrefillEvent, Request, Role, 
 from engine.wire import SERVICE, events_of, layout_message, pieces_of, prefill_event, submit_request
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, Credentials, endpoint
-from kvstore.client.remote.node import RemoteNode
+from kvstore.client.remote.node import RemoteNode, end
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
@@ -103,14 +103,11 @@ class EngineClient:
     def generate(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Answer:
         """The whole answer to a prompt. Arguments and errors as ``stream``."""
         asking = Asking(self, Wish.of(prompt, **how), tuple(resume))
-        tokens: list[int] = []
-        text: list[str] = []
-        for event in asking.events():
-            text.append(event.text)
-            if isinstance(event, Finished):
-                return Answer(tuple(tokens), "".join(text), event.reason, event.usage, tuple(asking.asked))
-            tokens.append(event.id)
-        raise AssertionError("a stream ends with Finished, or raises")
+        *drawn, last = asking.events()
+        assert isinstance(last, Finished), "a stream ends with Finished, or raises"
+        tokens = tuple(event.id for event in drawn if isinstance(event, Token))
+        text = "".join(event.text for event in (*drawn, last))
+        return Answer(tokens, text, last.reason, last.usage, tuple(asking.asked))
 
     def stream(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Iterator[Token | Finished]:
         """The tokens of an answer as they are drawn, last ``Finished``. Closing the iterator cancels the request.
@@ -220,13 +217,13 @@ class EngineClient:
             yield kind.FromString(reply)
 
     def _receive(self, name: str, message: Any, timeout_s: float) -> Iterator[bytes]:
-        stream: Any = self._remote.receive(name, message.SerializeToString(), max(0.001, timeout_s))
+        stream = self._remote.receive(name, message.SerializeToString(), max(0.001, timeout_s))
         try:
             yield from stream
         except grpc.RpcError as error:
             self._remote.refuse(error)
         finally:
-            stream.cancel()  # where it has ended, nothing happens
+            end(stream)
 
     def beside(self, address: str) -> EngineClient:
         """A client of another engine, with the same credentials."""

@@ -357,6 +357,8 @@ class Engine:
         for sequence in list(self._known.values()):
             sequence.fail(error)
             self._over(sequence)
+        for sequence in self._leaving:  # or side batches would wait for what is on its way
+            self._routes.over(sequence)
         self._sides.stop()
         log.info("ended; %d of %d frames free", self.arena.frames_free, self.arena.frames_total)
 

@@ -12,25 +12,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
-from engine.client import EngineClient
 from engine.config import WITHOUT_NODE, EngineConfig
-from engine.core import Engine
 from engine.metrics import Metrics, Tally
-from engine.models import Model, find_device, load_model
-from engine.server import EngineServer
 from kvstore.client.store import Store
 from kvstore.config import format_size
 from kvstore.service import logs
+from kvstore.service.api import listening
+from kvstore.service.api.identities import Identities
 from kvstore.service.http import HttpServer, routes
+
+if TYPE_CHECKING:
+    from engine.models import Model
 
 log = logging.getLogger("kvstore.engine")
 
 # A signal's handler only runs when the main thread wakes.
 SIGNAL_LOOK_S: Final = 0.25
 CONNECT_S: Final = 10.0
+POOL_S: Final = 1.0  # of a request to the node: the thread that computes waits no longer for it
 SWITCH_INTERVAL_S: Final = 0.0005  # the thread that computes holds the interpreter; callers wait no longer than this
 
 
@@ -79,10 +81,12 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         if http is not None:
             http.start()
             ends.callback(http.stop)
-        find_device(config.device)  # before minutes are spent on a model
+        listening.plan(config, Identities(config.identities))  # all of this before minutes are spent on a model
         store = _connect(config)
         if store is not None:
             ends.callback(store.close)
+        from engine.models import load_model  # only here: torch and transformers take seconds
+
         logs.event(log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid(), model=config.model)
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
         _run(config, model, store, http, ready, stopped, announce, started_s)
@@ -99,7 +103,8 @@ def _end(failed: threading.ExceptHookArgs) -> None:
 def _connect(config: EngineConfig) -> Store | None:
     if config.node == WITHOUT_NODE:
         return None
-    return kvstore.connect(config.node or None, CONNECT_S)
+    kvstore.connect(config.node or None, CONNECT_S).close()  # it may just be starting
+    return kvstore.connect(config.node or None, POOL_S)
 
 
 def _run(
@@ -112,6 +117,10 @@ def _run(
     announce: Callable[[Ready], None],
     started_s: float,
 ) -> None:
+    from engine.client import EngineClient
+    from engine.core import Engine
+    from engine.server import EngineServer
+
     tally = Tally()
     engine = Engine(config, model, store, EngineClient, tally)
     server = EngineServer(config, engine, model, tally)

@@ -69,8 +69,7 @@ class Shape:
         return max(LANES, min(tokens, -(-self.page_tokens // LANES) * LANES))
 
 
-# pages, layer, frames, first, low, high, query, sinks, out, scaling, softcap, items from, to
-Kernel = Callable[[int, int, int, int, int, int, int, int, int, float, float, int, int], None]
+Kernel = Callable[..., None]
 _PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_size_t] * 9, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 2)
 _lock = threading.Lock()
 _keep: list[object] = []  # engines own the code that they made

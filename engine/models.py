@@ -34,7 +34,7 @@ SEED_MAX = 2**32 - 1
 WHOLE_BYTES_MAX = 4 << 30
 SAMPLE_BYTES, SAMPLE_STRIDE_BYTES = 64 << 10, 16 << 20
 DIGEST_THREADS = 4
-READ_BYTES = 8 << 20
+PIECE_BYTES, READ_BYTES = 64 << 20, 8 << 20
 # Of a config: what does not change any number a model computes.
 CONFIG_IGNORED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -51,9 +51,9 @@ class Model:
         dtype: of weights and KV, as in "float32".
         context_tokens_max: of prompt and answer together.
         eos_ids: tokens that end an answer.
-        weights_digest: 32 hexadecimal digits over names, shapes, types and bytes of the weights, and over the config.
-            It begins with "sampled-" where the files are larger than ``WHOLE_BYTES_MAX``: then over their headers and
-            a sample of their bytes.
+        weights_digest: 32 hexadecimal digits over names, shapes, types and bytes of the weights (of a directory: the
+            safetensors files as they are) and over the config. It begins with "sampled-" where the files are larger
+            than ``WHOLE_BYTES_MAX``: then over their headers and a sample of their bytes.
         rope: the rope regime as text.
     """
 
@@ -270,22 +270,24 @@ def _identity(path: Path) -> tuple[str, str]:
 
 
 def _files_digest(files: list[Path], config: str) -> str:
-    """Over the config and the safetensors files: whole, or a sample of large ones; several files at a time."""
-    sampled = sum(file.stat().st_size for file in files) > WHOLE_BYTES_MAX
+    """Over the config and the safetensors files: whole, or a sample of large ones; several pieces at a time."""
+    sizes = [file.stat().st_size for file in files]
+    sampled = sum(sizes) > WHOLE_BYTES_MAX
+    digest = blake2b(f"{config} {sizes}".encode(), digest_size=16, person=b"kvstore.weights")
+    pieces = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, PIECE_BYTES)]
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        digests = list(threads.map(_sample_digest if sampled else _whole_digest, files))
-    digest = blake2b(config.encode(), digest_size=16, person=b"kvstore.weights")
-    for one in digests:
-        digest.update(one)
+        for one in threads.map(_sample_digest, files) if sampled else threads.map(_piece_digest, pieces):
+            digest.update(one)
     return ("sampled-" if sampled else "") + digest.hexdigest()
 
 
-def _whole_digest(file: Path) -> bytes:
+def _piece_digest(piece: tuple[Path, int]) -> bytes:
+    """Over ``PIECE_BYTES`` of a file from a place on."""
+    file, start = piece
     digest = blake2b(digest_size=32)
-    buffer = memoryview(bytearray(READ_BYTES))
     with file.open("rb", buffering=0) as source:
-        while count := source.readinto(buffer):
-            digest.update(buffer[:count])
+        for offset in range(start, start + PIECE_BYTES, READ_BYTES):
+            digest.update(os.pread(source.fileno(), READ_BYTES, offset))
     return digest.digest()
 
 

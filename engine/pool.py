@@ -23,14 +23,17 @@ from engine.arena import Arena, runs
 from engine.lossy import Lossy
 from engine.sequence import Sequence
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.remote.store import RemoteStore
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
 
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
+REMOTE_LOOK_TIMEOUT_S = 1.0
 CACHES_MAX = 1024  # of tenants and adapters, kept ready
 WRITE_TTL_S = 60.0
 
@@ -55,6 +58,8 @@ class Pool:
         self.hook_s, self.hook_layers, self.hook_bytes = 0.0, 0, 0
         self.failures = 0
         self.up = store is not None  # whether the node takes pages, as far as we know
+        self._mapped = not isinstance(store, RemoteStore)  # what is read through shared memory needs no node
+        self._failed_s = 0.0
         self._arena = arena
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
         self._stopped = threading.Event()
@@ -75,9 +80,10 @@ class Pool:
         assert self.store is not None
         while not self._stopped.wait(LOOK_S):
             try:
-                self.store.wait_ready(LOOK_TIMEOUT_S)
-                self.up = True
-            except Unavailable:
+                began_s = time.monotonic()
+                self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
+                self.up = self.up or began_s > self._failed_s  # a failure meanwhile is newer than this look
+            except KVStoreError:
                 self.up = False
 
     def cache(self, salt: str, adapter: str, lossy: bool = False) -> PrefixCache | None:
@@ -108,7 +114,7 @@ class Pool:
         """
         page_tokens = sequence.page_tokens
         wanted = (sequence.prompt - 1) // page_tokens
-        if not wanted or sequence.cache is None:
+        if not wanted or sequence.cache is None or not self._readable:
             return 0
         tokens = sequence.tokens[: wanted * page_tokens]
         pages = 0
@@ -166,10 +172,16 @@ class Pool:
             sequence.stored_pages = self._put(cache, sequence, stop)
 
     def written(self, sequence: Sequence, pages: int) -> int:
-        """How many of the first ``pages`` pages are in the pool as exact pages."""
-        if sequence.cache is None or not pages:
+        """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say."""
+        if sequence.cache is None or not pages or not self._readable:
             return 0
-        return sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
+        with self._forgiven():
+            return sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
+        return 0
+
+    @property
+    def _readable(self) -> bool:
+        return self.up or self._mapped
 
     def _writes_to(self, sequence: Sequence) -> PrefixCache | None:
         if sequence.cache is None or not self.up:
@@ -179,10 +191,12 @@ class Pool:
         return sequence.cache if not sequence.lossy else None
 
     def _put(self, cache: PrefixCache, sequence: Sequence, stop: int) -> int:
-        """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
+        """Put pages up to ``stop`` that are not in DRAM; returns up to where they are on their way."""
         assert sequence.frames is not None
         keys = cache.keys(sequence.tokens[: stop * sequence.page_tokens])
-        first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
+        # Not ``stored_pages``: what was put without waiting may have had no room. And a page that is on NVMe alone has to
+        # be in DRAM again before another one hangs on it.
+        first = cache.lookup(keys).tiers.get(Tier.DRAM, 0)
         for index, frame, count in runs(sequence.frames[first:stop]):
             start = first + index
             cache.put_async(keys[start : start + count], self.encoded(staging.send(self._arena, frame, count)))
@@ -200,13 +214,13 @@ class Pool:
             yield
         except OutOfSpace:  # also: the tenant's quota
             self.failures += 1
-        except (Unavailable, PermissionDenied) as error:
+        except KVStoreError as error:
             self.failures += 1
-            self.up = False
-            log.warning("the pool did not take pages: %s", error)
+            self.up, self._failed_s = False, time.monotonic()
+            log.warning("the pool cannot be used: %s", error)
 
     def failed(self, error: KVStoreError) -> None:
-        """What ``_forgiven`` does, for who cannot use a ``with``. Raises what is no failure of the pool."""
+        """What ``_forgiven`` does, for who cannot use a ``with``."""
         with self._forgiven():
             raise error
 
@@ -224,6 +238,7 @@ class ChunkWriter:
         self._stop = stop_page
         self._first = 0
         self._keys: Keys | None = None
+        self._runs: list[tuple[int, int, int]] = []
         self._writer: Writer | None = None
 
     def before(self) -> None:
@@ -231,10 +246,14 @@ class ChunkWriter:
         sequence, page_tokens = self._sequence, self._sequence.page_tokens
         try:
             behind = sequence.cached // page_tokens
-            if sequence.stored_pages < behind:
+            if behind:
                 sequence.stored_pages = self._pool._put(self._cache, sequence, behind)
             self._first = max(behind, sequence.stored_pages)
+            if self._first >= self._stop:
+                return
             self._keys = self._cache.keys(sequence.tokens[: self._stop * page_tokens])
+            # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
+            self._runs = runs(sequence.frames[self._first : self._stop]) if sequence.frames is not None else []
             writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
             self._writer = writer.__enter__()
         except KVStoreError as error:
@@ -257,9 +276,8 @@ class ChunkWriter:
         pool.hook_bytes += (self._stop - self._first) * self._cache.layout.layer_bytes
 
     def _rows(self, layer: int) -> Any:
-        assert self._sequence.frames is not None
         parts = []
-        for _, frame, count in runs(self._sequence.frames[self._first : self._stop]):
+        for _, frame, count in self._runs:
             rows = staging.send_layer(self._arena, frame, count, layer)
             parts.append(rows if self._pool.codec is None else self._pool.codec.encode(rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

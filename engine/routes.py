@@ -60,11 +60,10 @@ class Routes:
         engines = self._peers.usable(addresses)
         if not engines:
             return False
-        stored = 0
-        if sequence.cache is not None:
-            stored = sequence.cache.lookup(sequence.tokens[: sequence.prompt]).tokens
-        if asked is None and sequence.prompt - stored <= self._config.local_prefill_tokens:
-            return False
+        if asked is None:
+            stored = self._pool.written(sequence, (sequence.prompt - 1) // sequence.page_tokens)
+            if sequence.prompt - stored * sequence.page_tokens <= self._config.local_prefill_tokens:
+                return False
         self._left[sequence.id] = engines
         return True
 
@@ -75,14 +74,20 @@ class Routes:
     def begin(self, sequence: Sequence) -> Fetch | None:
         """Ask the next engine; None where none is left."""
         left = self._left.get(sequence.id, [])
-        if not left:
+        peer = None
+        while left and peer is None:
+            address = left.pop(0)
+            try:
+                peer = self._peers[address]
+            except KVStoreError as error:  # no address, or our credentials must not go there
+                log.warning("prefill of %s by %s: %s", sequence.id, address, error)
+        if peer is None:
             return None
-        address = left.pop(0)
         name = self._config.compress if sequence.request.allow_lossy else "none"
         fetch = Fetch(
             sequence,
             address,
-            self._peers[address],
+            peer,
             self._arena,
             self._link,
             (name, self._codecs[name]),

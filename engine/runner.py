@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import attention
-from engine.paged_cache import Arena, Batch, PagedCache
+from engine.paged_cache import Arena, Batch, PagedCache, Slice
 
 
 class HasNet(Protocol):
@@ -21,12 +21,16 @@ class HasNet(Protocol):
 
 
 class Runner:
-    """Runs batches through ``model.net`` over ``arena``. Several threads may, each a batch of its own."""
+    """Runs batches through ``model.net`` over ``arena``. Several threads may, each a batch of its own.
+
+    The net attends to pages from then on: nothing but a runner can run it.
+    """
 
     def __init__(self, model: HasNet, arena: Arena) -> None:
         self._net = model.net
         self._arena = arena
         self._net.set_attn_implementation(attention.NAME)
+        self._warm_up()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Float32 logits ``[len(batch.slices), vocab]`` of the last token of each slice.
@@ -45,3 +49,14 @@ class Runner:
                 paged=batch,
             )
             return output.logits[0].float()
+
+    def _warm_up(self) -> None:
+        """Has the code for this model's shapes made, so that nobody's first token waits for it."""
+        frames = self._arena.take(1)
+        if frames is None:
+            return
+        try:
+            self.forward(Batch(self._arena, [Slice(frames, 0, torch.zeros(1, dtype=torch.int64))]))
+            self._arena.pages[frames] = 0
+        finally:
+            self._arena.give_back(frames)

@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest
 SEED_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
-# The nucleus is looked for among this many tokens before all are sorted; sorting 100 k takes milliseconds.
+# The nucleus is looked for among this many tokens first, then among 8 times as many: sorting 100 k takes 20 ms.
 NUCLEUS_TOKENS = 1024
 
 
@@ -74,14 +74,15 @@ def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.i
     """
     enough = top_p * weights.sum()
     ids = np.arange(len(weights))
-    if len(weights) > NUCLEUS_TOKENS:
-        least = np.partition(weights, -NUCLEUS_TOKENS)[-NUCLEUS_TOKENS]
-        heavy = np.flatnonzero(weights >= least)
+    count = NUCLEUS_TOKENS
+    while count < len(weights):
+        heavy = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
         if weights[heavy].sum() >= enough:
             ids = heavy
+            break
+        count *= 8
     ids = ids[np.argsort(-weights[ids], kind="stable")]
-    count = int(np.searchsorted(np.cumsum(weights[ids]), enough, side="left")) + 1
-    return ids[:count]
+    return ids[: int(np.searchsorted(np.cumsum(weights[ids]), enough, side="left")) + 1]
 
 
 def _uniform(seed: int, index: int) -> float:

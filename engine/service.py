@@ -171,6 +171,7 @@ class EngineCalls:
         with self._counting():
             request = await call.quick(self._request, said, call.left_s)
             call.caller.check_salt(request.salt)
+            self._check_engines(call, request)
             self._owners.add(request.id, call.caller, request.deadline_s)
             mailbox: Mailbox[Event] = Mailbox()
             await call.wait(self._engine.submit, request, mailbox.put, undo=lambda _: self._engine.cancel(request.id))
@@ -183,7 +184,7 @@ class EngineCalls:
                     await call.send(reply.SerializeToString())
         finally:
             self._owners.drop(request.id)
-            self._ends.submit(self._engine.cancel, request.id)  # where it has ended already, nothing happens
+            self._later(self._engine.cancel, request.id)  # where it has ended already, nothing happens
 
     def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
         """The request of a message. Blocks: it tokenises."""
@@ -192,6 +193,11 @@ class EngineCalls:
             tokens = np.array(self._model.tokenizer.encode(said.text), np.uint32)
         deadline_s = min(left_s, self._config.request_s_max)
         return request_of(said, tokens, self._config.salt, deadline_s)
+
+    def _check_engines(self, call: Call, request: Request) -> None:
+        """Operators alone name any engine: it is told the prompt, and this engine's own token."""
+        if not call.caller.operator and not {*(request.prefill or ())} <= {*self._config.prefill}:
+            raise PermissionDenied(f"{call.caller.name} may name only engines that this one was started with")
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
@@ -231,7 +237,11 @@ class EngineCalls:
         finally:
             if not done:
                 self._owners.drop(request.id)
-                self._ends.submit(self._give_up, request.id)
+                self._later(self._give_up, request.id)
+
+    def _later(self, what: Callable[[str], object], request_id: str) -> None:
+        with contextlib.suppress(RuntimeError):  # this server has ended, and soon the engine
+            self._ends.submit(what, request_id)
 
     def _give_up(self, request_id: str) -> None:
         if not self._engine.release(request_id):

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.arena import Arena
+from engine.bench.rows import ROWS
 from engine.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
 from engine.models import Model, load_model
 from engine.paged_cache import Batch, Slice
@@ -31,7 +31,6 @@ from engine.runner import Runner
 from kvstore import errors
 from kvstore.bench.content import LAYOUTS
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result, speeds
-from kvstore.bench.rows import Row
 from kvstore.bench.stage import MIB, Settings, Stage
 from kvstore.model import layout as layout_module
 from kvstore.model import prefix as prefix_module
@@ -57,7 +56,7 @@ KINDS = (*(str(codec) for codec in Codec), YARDSTICK)
 class Packing:
     """Batches of exact pages, what a codec makes of them, and room for a copy and for what comes back."""
 
-    def __init__(self, layout: Layout, codec: Codec, walk_bytes: int) -> None:
+    def __init__(self, layout: Layout, codec: str, walk_bytes: int) -> None:
         self.layout, self.codec = layout, codec
         self.lossy = lossy_layout(layout, codec)
         batches = max(2, walk_bytes // (BATCH_PAGES * layout.page_bytes))
@@ -96,7 +95,7 @@ class Packing:
                 raise BenchFailed(f"{self.codec}: batch {batch} came back wrong")
 
 
-def speed(stage: Stage, name: str, bar: Bar | None, codec: Codec, dtype: str) -> list[Result]:
+def speed(stage: Stage, name: str, bar: Bar | None, codec: str, dtype: str) -> list[Result]:
     """Packing and unpacking 2 MiB pages with one thread / memcpy of the exact bytes; and the bytes of a page."""
     quick = stage.settings.quick
     layout = Layout(**{**asdict(LAYOUTS["2m"]), "dtype": dtype})
@@ -267,7 +266,7 @@ def _text(model: Model, tokens: int) -> list[int]:
 
 
 def logits(stage: Stage, name: str, bar: Bar | None, number: int) -> list[Result]:
-    """Bytes of a page of a preset, lossy / exact, a line per codec; the error of logits is in the details."""
+    """Bytes of a page of ``MODELS[number]``, lossy / exact, a line per codec; the error of logits is in the details."""
     quick = stage.settings.quick
     model = load_model((MODELS_QUICK if quick else MODELS)[number])
     layout = model.layout(PAGE_TOKENS)
@@ -316,26 +315,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-ROWS = (
-    *(
-        Row(
-            f"compress_{codec}_{dtype}",
-            f"pages of {dtype} to {codec} and back / memcpy of the exact bytes",
-            None,
-            partial(speed, codec=codec, dtype=dtype),
-        )
-        for codec in Codec
-        for dtype in ("bfloat16", "float32")
-    ),
-    *(
-        Row(
-            f"compress_logits_{family}", f"{preset}: bytes saved, error of logits", None, partial(logits, number=number)
-        )
-        for number, (family, preset) in enumerate(zip(("llama", "qwen3", "mla"), MODELS, strict=True))
-    ),
-)
-
-
 # --- By hand -------------------------------------------------------------------------------------------------------
 
 
@@ -346,7 +325,8 @@ ROWS = (
 def main(runs: int, quick: bool, steps: int | None) -> None:
     """Measure every row and print the tables of docs/compression.md."""
     with Stage(Settings(rounds=runs, quick=quick)) as stage:
-        lines = [line for row in ROWS for line in row.measure(stage, row.name, row.bar)]
+        rows = [row for row in ROWS if row.name.startswith("compress_")]
+        lines = [line for row in rows for line in row.measure(stage, row.name, row.bar)]
     for line in lines:
         if line.kind is Kind.SPEED and line.limit is not None and line.ratio is not None:
             click.echo(f"| {line.name} | {line.limit / 1e9:.1f} | {line.ours / 1e9:.2f} | {line.ratio:.2f} |")

@@ -39,6 +39,7 @@ class Kind(StrEnum):
     TIME = "time"  # s; ratio = ours / limit, less is better
     GAIN = "gain"  # s; ratio = limit / ours: how many times faster, more is better
     COUNT = "count"  # bytes per page; no limit beside it, less is better
+    TOKENS = "tokens"  # of a prompt; no limit beside it, less is better
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""Rows: what can be measured, by name, with the bar each has to reach; and the loop that runs them."""
+"""Rows: what can be measured, by name, with the bar each has to reach; and the loop that runs them.
+
+Other packages add rows by entry points ``module:ROWS`` of the group ``kvstore.bench_rows``, each a sequence of ``Row``.
+They are loaded only where a name is asked for that is none of ours, or all are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 from kvstore.bench import (
@@ -24,6 +29,8 @@ from kvstore.bench import (
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import Settings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
+
+ENTRY_POINT_GROUP = "kvstore.bench_rows"
 
 
 @dataclass(frozen=True)
@@ -126,16 +133,30 @@ _ROWS = (
 ROWS = {row.name: row for row in _ROWS}
 
 
+def added() -> list[Row]:
+    """Rows of other packages. A name of ours stays ours."""
+    found = {}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+        for row in entry.load():
+            assert isinstance(row, Row), f"{entry.value} holds a {type(row).__name__}"
+            found[row.name] = row
+    return [row for name, row in found.items() if name not in ROWS]
+
+
 def chosen(names: Sequence[str]) -> list[Row]:
     """The rows of these names in the order they are best run; all where none is named.
 
     Raises:
         InvalidRequest: there is no row of that name.
     """
+    rows = list(_ROWS)
+    if not names or any(name not in ROWS for name in names):
+        rows += added()
+    known = {row.name for row in rows}
     for name in names:
-        if name not in ROWS:
+        if name not in known:
             raise InvalidRequest("names", f"there is no row {name!r}; --list shows them")
-    return [row for row in _ROWS if not names or row.name in names]
+    return [row for row in rows if not names or row.name in names]
 
 
 def run(rows: Sequence[Row], settings: Settings) -> Iterator[tuple[Row, list[Result] | KVStoreError]]:

@@ -55,7 +55,7 @@ SHORT_HELP: Mapping[str, str] = {
     "bench": "Measure this machine's limits and how near the store comes.",
     "completion": "Print the script by which a shell completes this command.",
     "config": "Show the resolved configuration and where each value comes from.",
-    "demo": "Start a node, a writer and a reader; show what is reused.",
+    "demo": "Start a node and two engines, ask them; show what is reused.",
     "engine": "Run an engine: it prefills prompts or answers them, over the pool.",
     "events": "Follow what happens to pages: stored, moved, evicted, dropped.",
     "evict": "Make pages leave, and say which did.",

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvstore.client.admin import AdminVerbs
-from kvstore.client.local import LocalNode
+from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.objects import ObjectVerbs
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.registration import Registrations
@@ -23,6 +23,7 @@ from kvstore.transfer.control import Op
 
 SHM_DIR = "/dev/shm"
 ADMIN_TIMEOUT_S = 60.0
+BEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon
 _EMBEDDED = "embedded-"
 
 
@@ -87,7 +88,7 @@ class Store(AdminVerbs, ObjectVerbs):
         while True:
             mapped = self._node.mapped()
             if mapped is not None and (
-                self._node.embedded or (mapped.header.state == DaemonState.READY and self._alive())
+                self._node.embedded or (mapped.header.state == DaemonState.READY and _beats(mapped) and self._alive())
             ):
                 return
             if time.monotonic() >= deadline:
@@ -137,6 +138,11 @@ class Store(AdminVerbs, ObjectVerbs):
             capacity = header.positions * header.extent_bytes
             stats["tiers"] = {"dram": {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}}
         return stats
+
+
+def _beats(mapped: Mapped) -> bool:
+    """Whether the daemon gave a sign of late: a stopped one holds its lock, and takes no requests."""
+    return time.monotonic_ns() - mapped.header.heartbeat_ns < BEAT_NS_MAX
 
 
 def connect(

@@ -243,7 +243,7 @@ def test_plans_are_larger_than_dram(geometry: str) -> None:
 
 def test_rows_are_chosen_by_name() -> None:
     assert [row.name for row in chosen(["put_2m", "keys_128k"])] == ["keys_128k", "put_2m"]
-    assert chosen([]) == list(ROWS.values())
+    assert chosen([])[: len(ROWS)] == list(ROWS.values())  # then those of other packages
     with pytest.raises(InvalidRequest, match="'get_3m'"):
         chosen(["get_3m"])
 

@@ -199,8 +199,8 @@ def test_large_files_are_sampled_and_say_so(directory, monkeypatch):
     assert sampled.startswith("sampled-") and not sampled.endswith(whole)
     assert load_model(str(directory)).weights_digest == sampled
     weights = load_file(directory / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float64).to(torch.float32) + 1
-    save_file(dict(sorted(weights.items())), directory / "model.safetensors", metadata={"format": "pt"})
+    weights["model.norm.weight"] += 1
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     assert load_model(str(directory)).weights_digest != sampled
 
 
@@ -339,7 +339,7 @@ SIZES = {
         ("doge", {}, "mask of its own"),
         ("diffllama", {}, "more than once"),
         ("bert", {}, "later tokens"),
-        ("gemma4_text", {}, "must be alike"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 64}, "must be alike"),
         ("mimo_v2_flash", {"num_key_value_heads": 1}, "as many"),
         ("openai-gpt", {}, "no keys and values"),
         ("stablelm", {}, "does not pass forward arguments"),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.match import CHECKSUM, GENERATION
-from kvstore.client.remote.node import RemoteNode, lost
+from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import Unavailable
 from kvstore.pb import store_pb2 as pb
 from kvstore.transfer.data_messages import digest_of, fields
@@ -79,7 +79,7 @@ def _fetch(node: RemoteNode, request: bytes, asked: int, page_bytes: int, rows: 
             flat[position:stop] = np.frombuffer(data, np.uint8)
             position = stop
     finally:
-        stream.cancel()  # type: ignore[attr-defined]  # where it has not ended
+        end(stream)
     return _counted(match, position // page_bytes, match.reason, rows, page_bytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -75,6 +76,7 @@ class RemoteNode:
     """
 
     service = SERVICE
+    options: tuple[tuple[str, Any], ...] = OPTIONS
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint = endpoint
@@ -85,7 +87,7 @@ class RemoteNode:
         self.workers = Workers("kvstore-remote")
         self._pid = os.getpid()
         self._metadata = (("authorization", f"Bearer {endpoint.token}"),) if endpoint.token else ()
-        self._channel = _channel(endpoint)
+        self._channel = _channel(endpoint, self.options)
         self._methods: dict[str, Callable[..., Any]] = {}
         self._finalizer = weakref.finalize(self, _Ends(self._channel, self.workers).end)
         _nodes.add(self)
@@ -200,6 +202,18 @@ class RemoteNode:
         _kept.append(self._channel)  # dropping it would wait for gRPC's threads, which are the parent's
 
 
+def end(stream: Iterator[bytes]) -> None:
+    """End what ``receive`` returned, wherever it is; nothing happens where it has ended.
+
+    A stream without threads of its own is only done when its last event was taken: otherwise it would keep the
+    connection open for as long as the process lives, also after ``close``.
+    """
+    stream.cancel()  # type: ignore[attr-defined]
+    with contextlib.suppress(grpc.RpcError, ValueError):  # cancelled; or closed by another thread
+        for _ in stream:
+            pass
+
+
 def lost(error: grpc.RpcError) -> bool:
     """Whether a call failed because there was no connection, or it broke; not because the node refused it."""
     call = _call_of(error)
@@ -213,8 +227,8 @@ def _call_of(error: Any) -> Any:
     return error if isinstance(error, grpc.Call) else None
 
 
-def _channel(endpoint: Endpoint) -> grpc.Channel:
-    options = list(OPTIONS)
+def _channel(endpoint: Endpoint, given: tuple[tuple[str, Any], ...]) -> grpc.Channel:
+    options = list(given)
     if not endpoint.tls:
         return grpc.insecure_channel(endpoint.target, options=options)
     if endpoint.server_name:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.client.object_parts import Scattered
 from kvstore.client.objects import ObjectVerbs
-from kvstore.client.remote.node import RemoteNode, lost
+from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.objects import encode_name
 from kvstore.pb import store_pb2 as pb
@@ -83,7 +83,7 @@ class RemoteObjects(ObjectVerbs):
         except grpc.RpcError as error:
             self._remote.refuse(error)
         finally:
-            stream.cancel()  # type: ignore[attr-defined]
+            end(stream)
         return None
 
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
@@ -164,7 +164,7 @@ class RemoteObjects(ObjectVerbs):
                 raise
             raise Unavailable(f"{node.endpoint.address}: sent what is no reply: {error}") from None
         finally:
-            stream.cancel()  # type: ignore[attr-defined]
+            end(stream)
         if into is None or position != size:
             return None
         return size if target is not None else into.parts[0]

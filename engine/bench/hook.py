@@ -1,0 +1,161 @@
+"""Row about the per-layer hook: what it costs a prefill to write its pages to the pool while it computes them.
+
+A prompt is computed here, chunk by chunk, on one core. After each layer the forward calls a hook: ours writes the
+layer of the chunk's pages to the pool, as an engine does; the limit copies the same bytes, which are as warm, into
+pages of plain shared memory, as many calls of ``memcpy`` as there are pages. Both take turns chunk by chunk; what
+reserves frames before a chunk and seals them after it is reported beside them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.arena import Arena
+from engine.bench.processes import Scale, node, prompt
+from engine.models import load_model
+from engine.paged_cache import Batch
+from engine.pool import Pool
+from engine.prefill import Chunk
+from engine.request import Request
+from engine.runner import Runner
+from engine.sequence import Sequence
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
+from kvstore.bench.stage import Stage
+from kvstore.client.store import connect
+
+
+@dataclass
+class Times:
+    """Seconds: per layer of every chunk, and around every chunk."""
+
+    layers: list[float] = field(default_factory=list)
+    around: list[float] = field(default_factory=list)
+
+
+class Plain:
+    """The limit: a hook that copies a chunk's layers into shared memory that a store knows nothing of."""
+
+    def __init__(self, stage: Stage, pages: int, page_bytes: int) -> None:
+        with tempfile.TemporaryFile(dir=stage.settings.shm_dir) as file:
+            file.truncate(pages * page_bytes)
+            memory = mmap.mmap(file.fileno(), pages * page_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # as the pages of a node are, where the kernel has them
+        self._rows = np.frombuffer(memory, np.uint8).reshape(pages, page_bytes)
+        self._rows[:] = 1
+        self._page = 0
+
+    def before(self, pages: int) -> None:
+        """The next chunk goes to other pages than the last one: cold ones, as those of a pool."""
+        self._page = self._page + pages if self._page + 2 * pages <= len(self._rows) else 0
+
+    def layer(self, arena: Arena, frame: int, count: int, layer: int) -> None:
+        """Copy one layer of ``count`` consecutive frames."""
+        start, stop = arena.layout.byte_range(layer)
+        self._rows[self._page : self._page + count, start:stop] = arena.layer_rows(frame, count, layer)
+
+
+class Prefiller:
+    """A model, an arena and a pool, as the computing thread of an engine has them."""
+
+    def __init__(self, stage: Stage, scene: ExitStack) -> None:
+        self.scale = Scale.of(stage.settings)
+        daemon = node(stage, scene, {})
+        store = scene.enter_context(connect(daemon.name))
+        model = load_model(self.scale.model)
+        self.layout = model.layout(self.scale.page_tokens)
+        self.tokens = self.scale.handed // self.scale.step_tokens * self.scale.step_tokens
+        self.arena = Arena(self.layout, self.tokens // self.scale.page_tokens + 1, model.k_dim)
+        self.runner = Runner(model, self.arena)
+        self.pool = Pool(store, self.layout, self.arena)
+        chunk_pages = self.scale.step_tokens // self.scale.page_tokens
+        self.plain = Plain(stage, 8 * chunk_pages, self.layout.page_bytes)
+
+    def prompt(self, seed: int, first: int) -> tuple[Times, Times]:
+        """One prompt that the pool does not know; chunks alternate between ours and the limit from ``first`` on.
+
+        The limit's chunks are written to the pool as well, out of the way of the clock: ours need their parents.
+        """
+        request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
+        sequence = Sequence(
+            request, lambda event: None, None, self.scale.page_tokens, self.pool.cache(request.salt, ""), False
+        )
+        sequence.frames = self.arena.take(sequence.pages)
+        assert sequence.frames is not None, "the arena holds one prompt"
+        ours, limit = Times(), Times()
+        try:
+            for number in range(self.tokens // self.scale.step_tokens):
+                self._chunk(sequence, ours, limit, (number + first) % 2 == 0)
+        finally:
+            self.arena.give_back(sequence.frames)
+        if self.pool.failures or sequence.stored_pages != self.tokens // self.scale.page_tokens:
+            raise BenchFailed(f"{sequence.stored_pages} pages of a prompt were stored, {self.pool.failures} failures")
+        return ours, limit
+
+    def _chunk(self, sequence: Sequence, ours: Times, limit: Times, is_ours: bool) -> None:
+        chunk = Chunk(sequence, self.scale.step_tokens, self.pool)
+        assert sequence.frames is not None
+        page_tokens = self.scale.page_tokens
+        first, count = chunk.start // page_tokens, chunk.tokens // page_tokens
+        frame = int(sequence.frames[first])
+        self.plain.before(count)
+        clock = time.perf_counter
+
+        def hook(layer: int) -> None:
+            start = clock()
+            if is_ours:
+                chunk.layer(layer)
+                ours.layers.append(clock() - start)
+                return
+            self.plain.layer(self.arena, frame, count, layer)
+            limit.layers.append(clock() - start)
+            chunk.layer(layer)
+
+        start = clock()
+        chunk.before()
+        before = clock() - start
+        self.runner.forward(Batch(self.arena, [chunk.slice], None, hook))
+        start = clock()
+        chunk.after()
+        ours.around.append(before + clock() - start)
+
+
+def hook(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """``<name>``: bytes per second of the hook against memcpy; ``.time``: seconds per layer of a chunk; ``.chunk``: to
+    reserve and to seal the pages of a chunk.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as scene:
+            place = Prefiller(stage, scene)
+            place.prompt(seed=1, first=0)
+            rounds = [place.prompt(10 + turn, turn) for turn in range(stage.settings.rounds)]
+    finally:
+        torch.set_num_threads(threads)
+    nbytes = place.scale.step_tokens // place.scale.page_tokens * place.layout.layer_bytes
+    ours, limit = ([statistics.median(times.layers) for times in side] for side in zip(*rounds, strict=True))
+    around = [statistics.median(times.around) for times, _ in rounds]
+    details = {"chunk_tokens": place.scale.step_tokens, "layer_bytes": nbytes, "layers": place.layout.layers}
+    limit_is = "memcpy of the same bytes into shared memory"
+    return [
+        result(
+            name,
+            Kind.SPEED,
+            [nbytes / seconds for seconds in ours],
+            [nbytes / seconds for seconds in limit],
+            bar=bar,
+            limit_is=limit_is,
+            details=details,
+        ),
+        result(f"{name}.time", Kind.TIME, ours, limit, limit_is=limit_is, details=details),
+        result(f"{name}.chunk", Kind.TIME, around, details=details),
+    ]

@@ -1,0 +1,219 @@
+"""Processes: engines that rows start, each on one core of its own, and what the rows ask of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.client import Answer, EngineClient
+from kvstore.bench.harness import BenchFailed
+from kvstore.bench.processes import Daemon, environment
+from kvstore.bench.stage import GIB, MIB, Settings, Stage
+
+READY_S = 180.0  # a model is made or read
+STOP_S = 20.0
+ANSWER_S = 300.0
+
+Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the rows are: the model, its pages, and the node's memory for its prompts.
+
+    Attributes:
+        token_bytes: of KV of one token.
+        step_tokens: of a chunk.
+        long: prompts of the rows about reuse, in tokens. short: about where it begins to pay; a page and one token
+            more is the shortest prompt with something to reuse.
+        handed: the prompt of the rows about hand-offs.
+    """
+
+    model: str
+    page_tokens: int
+    step_tokens: int
+    token_bytes: int
+    dram_bytes: int
+    extent_bytes: int
+    nvme_extent_bytes: int
+    long: Mapping[str, int]
+    short: Mapping[str, int]
+    handed: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> Scale:
+        """Of a quick run, or of one whose numbers mean something."""
+        return QUICK if settings.quick else FULL
+
+    @property
+    def arena_bytes(self) -> int:
+        """Room for two of the longest requests."""
+        return 2 * self.token_bytes * (max(self.long.values()) + 2 * self.page_tokens)
+
+    @property
+    def engine(self) -> dict[str, object]:
+        """Settings of every engine of a row."""
+        return {
+            "model": self.model,
+            "threads": 1,
+            "page_tokens": self.page_tokens,
+            "chunk_tokens": self.step_tokens,
+            "arena": self.arena_bytes,
+        }
+
+
+_PAGES = (1, 2, 4, 8, 16)
+FULL = Scale(
+    "small-llama",
+    page_tokens=64,
+    step_tokens=512,
+    token_bytes=12 * 4 * 2 * 64 * 4,
+    dram_bytes=GIB,
+    extent_bytes=128 * MIB,
+    nvme_extent_bytes=128 * MIB,
+    long={"1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192},
+    short={f"{64 * pages}": 64 * pages + 1 for pages in _PAGES},
+    handed=2048,
+)
+QUICK = Scale(
+    "tiny-llama",
+    page_tokens=16,
+    step_tokens=64,
+    token_bytes=3 * 2 * 2 * 16 * 4,
+    dram_bytes=48 * MIB,
+    extent_bytes=16 * MIB,
+    nvme_extent_bytes=16 * MIB,
+    long={"128": 128, "256": 256},
+    short={"16": 17, "64": 65},
+    handed=200,
+)
+
+
+def cores() -> list[int]:
+    """The cores this process may use, ascending."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def prompt(tokens: int, seed: int) -> Tokens:
+    """A prompt of random bytes, the same from a seed everywhere."""
+    return np.random.default_rng((tokens, seed)).integers(0, 256, tokens).astype(np.uint32)
+
+
+class EngineProcess:
+    """``kvstore engine`` as a real process that computes on core number ``core`` alone.
+
+    Life: made (started) -> ``ready`` -> asked through ``client`` -> ``close``, by its own pid, which leaving a ``with``
+    does.
+
+    Args:
+        core: index into ``cores()``; counted round where there are fewer.
+        settings: those of ``EngineConfig``.
+    """
+
+    def __init__(self, core: int, shm_dir: Path, settings: Mapping[str, object]) -> None:
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore", "engine", "--log-level=warning", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env={**environment(shm_dir), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,  # Ctrl-C is ours to act on
+        )
+        mine = cores()
+        os.sched_setaffinity(self._process.pid, {mine[core % len(mine)]})  # threads it starts later have it too
+        self._client: EngineClient | None = None
+        self.address = ""
+
+    def ready(self) -> None:
+        """Wait until it serves. Raises BenchFailed where it does not; carries what it said."""
+        assert self._process.stdout is not None
+        line = b""
+        if select.select([self._process.stdout], [], [], READY_S)[0]:
+            line = self._process.stdout.readline()
+        if not line:
+            self._kill()
+            self._complaints.seek(0)
+            said = self._complaints.read().decode(errors="replace").strip()[-500:]
+            raise BenchFailed(f"an engine did not get ready: {said or 'it said nothing'}")
+        self.address = line.decode().partition(", grpc on ")[2].partition(",")[0].split()[0]
+        self._client = EngineClient(self.address)
+
+    @property
+    def client(self) -> EngineClient:
+        """To ask it, once it is ready."""
+        assert self._client is not None, "not ready"
+        return self._client
+
+    def answer(self, tokens: Tokens, *, max_tokens: int = 2, **how: Any) -> Answer:
+        """A greedy answer of so many tokens, whichever they are."""
+        return self.client.generate(tokens, max_tokens=max_tokens, ignore_eos=True, deadline_s=ANSWER_S, **how)
+
+    def close(self) -> None:
+        """SIGTERM, and wait; kill -9 where it does not go."""
+        if self._client is not None:
+            self._client.close()
+        try:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._kill()
+            self._complaints.close()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daemon:
+    """A node for the engines of a row, ended with ``scene``. Nothing else runs beside it."""
+    stage.clear()
+    scale = Scale.of(stage.settings)
+    size_bytes = stage.settings.bounded(scale.dram_bytes)
+    return stage.daemon(scene, size_bytes, scale.extent_bytes, {"eviction": "lru", **settings})
+
+
+def engines(
+    stage: Stage, scene: ExitStack, wanted: Sequence[Mapping[str, object]], first_core: int = 0
+) -> list[EngineProcess]:
+    """Engines with these settings beside the usual ones, each on its own core, ended with ``scene``."""
+    common = Scale.of(stage.settings).engine
+    started = [
+        scene.enter_context(EngineProcess(core, stage.settings.shm_dir, {**common, **settings}))
+        for core, settings in enumerate(wanted, first_core)
+    ]
+    for one in started:
+        one.ready()
+    return started
+
+
+def same(name: str, got: Answer, want: Answer) -> None:
+    """Raises BenchFailed where two answers to a prompt differ."""
+    if got.tokens != want.tokens:
+        raise BenchFailed(f"{name}: answered {got.tokens}, recomputed it is {want.tokens}")

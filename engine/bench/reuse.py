@@ -1,0 +1,152 @@
+"""Rows about reuse: the time to the first token of a prompt whose KV is in the pool, against computing it again.
+
+One engine on one core, one node beside it, one prompt per length. The prompt is answered once, which stores it; then
+hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a whole one: all
+pages but what the last token needs, for its logits have to be computed. What is timed is the engine's own TTFT, from
+submission to the first token; both count it alike.
+
+In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from engine.bench.processes import EngineProcess, Scale, Tokens, engines, node, prompt, same
+from engine.client import Answer
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
+from kvstore.bench.nvme import NEVER, vacate
+from kvstore.bench.nvme_disk import Scratch
+from kvstore.bench.stage import Stage, wait_for
+from kvstore.client.store import Store, connect
+
+HITS = 3  # per round, beside one recomputation
+SAVED_S = 60.0
+
+
+@dataclass
+class Place:
+    """An engine over a pool, and the tier that its hits come from."""
+
+    engine: EngineProcess
+    store: Store
+    scale: Scale
+    tier: str = "dram"
+
+    def hit(self, tokens: Tokens) -> Answer:
+        """An answer whose prefix comes from the tier, all of it. Raises BenchFailed where it does not."""
+        found = self.engine.answer(tokens)
+        whole = (len(tokens) - 1) // self.scale.page_tokens * self.scale.page_tokens
+        if dict(found.usage.cached_tokens) != {self.tier: whole}:
+            raise BenchFailed(f"{len(tokens)} tokens: cached {dict(found.usage.cached_tokens)}, not {whole}")
+        return found
+
+
+def reuse(stage: Stage, name: str, bar: Bar | None, tier: str) -> list[Result]:
+    """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in ``tier``."""
+    with ExitStack() as scene:
+        place = _place(stage, scene, with_nvme=tier == "nvme")
+        lengths = place.scale.long
+        answers = _stored(place, lengths)
+        if tier == "nvme":
+            _leave_dram(place, lengths)
+        return [
+            _line(stage, f"{name}.{label}", bar, place, length, answers[label]) for label, length in lengths.items()
+        ]
+
+
+def pays(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """From how many cached tokens on reuse pays, in either tier: the shortest prefix from which on every longer one of
+    the lengths measured brings the first token earlier than computing it again.
+
+    Lines ``<name>.dram`` and ``<name>.nvme``, tokens; and of every length the times, as ``reuse`` has them.
+    """
+    lines: list[Result] = []
+    with ExitStack() as scene:
+        place = _place(stage, scene, with_nvme=True)
+        lengths = place.scale.short
+        answers = _stored(place, lengths)
+        for tier in ("dram", "nvme"):
+            if tier == "nvme":
+                _leave_dram(place, lengths)
+            found = [
+                _line(stage, f"{name}.{tier}.{label}", None, place, length, answers[label])
+                for label, length in lengths.items()
+            ]
+            ratios = {length - 1: line.ratio or 0.0 for length, line in zip(lengths.values(), found, strict=True)}
+            lines.append(result(f"{name}.{tier}", Kind.TOKENS, [pays_from(ratios)], bar=bar))
+            lines += found
+    return lines
+
+
+def pays_from(ratios: Mapping[int, float]) -> float:
+    """Of gains by cached tokens, ascending: the fewest from which on all are more than 1; infinite where none is."""
+    fewest = float("inf")
+    for tokens in sorted(ratios, reverse=True):
+        if ratios[tokens] <= 1:
+            break
+        fewest = tokens
+    return fewest
+
+
+def _place(stage: Stage, scene: ExitStack, with_nvme: bool) -> Place:
+    scale = Scale.of(stage.settings)
+    settings: dict[str, object] = {}
+    if with_nvme:
+        size_bytes = scale.dram_bytes + 2 * scale.nvme_extent_bytes
+        scratch = scene.enter_context(Scratch(stage.settings.dir, size_bytes, quick=stage.settings.quick))
+        settings = {
+            "nvme": f"{scratch.path / 'pages'}:{size_bytes}",
+            "nvme_extent": scale.nvme_extent_bytes,
+            "promote_after": NEVER,
+        }
+    daemon = node(stage, scene, settings)
+    store = scene.enter_context(connect(daemon.name))
+    (engine,) = engines(stage, scene, [{"role": "both", "node": daemon.name}])
+    return Place(engine, store, scale)
+
+
+def _stored(place: Place, lengths: Mapping[str, int]) -> dict[str, Answer]:
+    """Answers that were computed, by length; their prompts are in the pool then."""
+    place.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)  # nothing is new to the process after it
+    answers = {}
+    for label, length in lengths.items():
+        answers[label] = place.engine.answer(prompt(length, seed=1))
+        if answers[label].usage.computed_tokens != length:
+            raise BenchFailed(f"{label}: {answers[label].usage.cached_tokens} were there already")
+    return answers
+
+
+def _leave_dram(place: Place, lengths: Mapping[str, int]) -> None:
+    """Every page is on NVMe alone."""
+    pages = sum(length // place.scale.page_tokens for length in lengths.values())
+    vacate(place.store)
+
+    def there() -> bool:
+        return int(place.store.stats()["tiers"]["nvme"]["pages"]) >= pages
+
+    wait_for(there, f"{pages} pages are not on NVMe", SAVED_S)
+    place.tier = "nvme"
+
+
+def _line(stage: Stage, name: str, bar: Bar | None, place: Place, length: int, want: Answer) -> Result:
+    tokens = prompt(length, seed=1)
+    hits: list[float] = []
+    computed: list[float] = []
+    place.hit(tokens)
+    for turn in range(stage.settings.rounds):
+        times: list[float] = []
+        for step in range(HITS + 1):
+            if step == turn % (HITS + 1):
+                found = place.engine.answer(tokens, use_pool=False)
+                computed.append(found.usage.ttft_ms / 1e3)
+            else:
+                found = place.hit(tokens)
+                times.append(found.usage.ttft_ms / 1e3)
+            same(name, found, want)
+        hits.append(statistics.median(times))
+    details = {"tokens": length, "tier": place.tier, "loaded_bytes": place.hit(tokens).usage.loaded_bytes}
+    return result(name, Kind.GAIN, hits, computed, bar=bar, limit_is="the prompt computed again", details=details)

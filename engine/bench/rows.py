@@ -1,0 +1,81 @@
+"""Rows that engines add to ``kvstore bench``, by the entry point ``kvstore.bench_rows``.
+
+Listing them loads nothing: what measures a row is imported when the row is run, and torch with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.bench.harness import Bar, BenchFailed, Result
+from kvstore.bench.rows import Row
+from kvstore.bench.stage import Stage
+
+Measure = Callable[[Stage, str, Any], list[Result]]
+
+IDEAL = Bar(1.2, at_least=False)
+STEP = Bar(1.15, at_least=False)
+
+
+def late(module: str, function: str, **arguments: object) -> Measure:
+    """``function`` of a module of this package, imported when it is called.
+
+    It raises BenchFailed where a package is missing.
+    """
+
+    def measure(stage: Stage, name: str, bar: Any) -> list[Result]:
+        try:
+            found = getattr(importlib.import_module(f"engine.bench.{module}"), function)
+        except ModuleNotFoundError as missing:
+            raise BenchFailed(f"{name}: needs the Python module {missing.name}, not found") from missing
+        lines: list[Result] = found(stage, name, bar, **arguments)
+        return lines
+
+    return measure
+
+
+ROWS = (
+    Row("reuse_dram", "TTFT of 1k-8k tokens computed again / found in DRAM", None, late("reuse", "reuse", tier="dram")),
+    Row("reuse_nvme", "TTFT of 1k-8k tokens computed again / found on NVMe", None, late("reuse", "reuse", tier="nvme")),
+    Row("reuse_pays", "cached tokens from which on reuse brings the first token earlier", None, late("reuse", "pays")),
+    *(
+        Row(
+            f"handoff_{round(100 * ratio):03d}",
+            f"2nd token of a prompt handed over, transfer = {ratio:g} x prefill / without; .ideal: / ideal pipeline",
+            IDEAL,
+            late("handoff", "handoff", ratio=ratio),
+        )
+        for ratio in (0.25, 0.5, 1.0)
+    ),
+    Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", None, late("hook", "hook")),
+    *(
+        Row(
+            f"decode_step_{batch}",
+            f"decode step of {batch} over pages / over a contiguous cache",
+            STEP,
+            late("decode_step", "decode_step", batch=batch),
+        )
+        for batch in (1, 8, 16)
+    ),
+    *(
+        Row(
+            f"compress_{codec}_{dtype}",
+            f"pages of {dtype} to {codec} and back / memcpy of the exact bytes",
+            None,
+            late("compression", "speed", codec=codec, dtype=dtype),
+        )
+        for codec in ("int8", "fp8")
+        for dtype in ("bfloat16", "float32")
+    ),
+    *(
+        Row(
+            f"compress_logits_{family}",
+            f"a small {family}: bytes saved, error of logits",
+            None,
+            late("compression", "logits", number=number),
+        )
+        for number, family in enumerate(("llama", "qwen3", "mla"))
+    ),
+)

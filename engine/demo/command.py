@@ -1,0 +1,112 @@
+"""``kvstore demo``: its options, and its end in any case."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from engine.demo import telling
+from engine.demo.acts import Demo
+from engine.demo.machine import Interrupts, Machine, Plan
+from engine.demo.script import Script, encoder, read_documents, turns
+from engine.presets import PRESETS
+from engine.simulator.generate import conversations
+from engine.simulator.trace import read_trace
+from kvstore.cli.output import bytes_text, json_option, print_json
+from kvstore.config import parse_size
+from kvstore.errors import InvalidRequest
+
+MODEL = "small-llama"
+REQUESTS = 12
+RATE = 0.03  # requests per second of trace time: so slow that conversations come back within a few requests
+SEED = 1
+DRAM, NVME = "48MiB", "512MiB"  # 64 pages of the default model, and more than 400 of them
+SPARE_BYTES = 64 << 20  # left free in the folder of the NVMe file
+FOLDER = "/var/tmp"  # a disk, where /tmp may be memory
+
+
+@click.command()
+@click.option("--model", default=MODEL, show_default=True, help=f"A model's folder, or {', '.join(PRESETS)}.")
+@click.option("--requests", type=click.IntRange(2), default=REQUESTS, show_default=True, help="How many are asked.")
+@click.option("--trace", metavar="FILE", help="Conversations as in this trace, in Mooncake's JSONL format, scaled.")
+@click.option("--documents", metavar="FOLDER", help="What is asked about: *.md.  [default: kvstore's own]")
+@click.option("--dram", metavar="SIZE", default=DRAM, show_default=True, help="Capacity of the node's DRAM.")
+@click.option("--nvme", metavar="SIZE", default=NVME, show_default=True, help="Size of its NVMe file.")
+@click.option("--folder", default=FOLDER, show_default=True, help="Where that file lies; it is removed at the end.")
+@json_option
+def demo(
+    model: str,
+    requests: int,
+    trace: str | None,
+    documents: str | None,
+    dram: str,
+    nvme: str,
+    folder: str,
+    as_json: bool,
+) -> int:
+    """Start a node, a prefill and a decode engine; ask them; show what is reused, and from which tier.
+
+    Several users ask about the same documents, turn by turn. Every prompt is answered with the pool and without it.
+    The node is killed with -9 half way. At the end shared memory is emptied, as by a restart of the machine. Exit code 1
+    where an answer with the pool is not the one without.
+    """
+    dram_bytes, nvme_bytes = parse_size(dram, "dram"), parse_size(nvme, "nvme")
+    _check_model(model)
+    _check_folder(folder, nvme_bytes)
+    texts = read_documents(Path(documents) if documents else None)
+    source = read_trace(trace, requests) if trace else conversations(requests, rate=RATE, seed=SEED)
+    asked = turns(source)
+    if len(asked) < 2:
+        raise InvalidRequest("trace", "has fewer than two requests")
+
+    def say(text: str, nl: bool = True) -> None:
+        if not as_json:
+            click.echo(text, nl=nl)
+            sys.stdout.flush()
+
+    interrupts = Interrupts()
+    with interrupts.handled(), ExitStack() as stack:
+        with interrupts.held():
+            # Sockets have short paths only, so they do not lie in a folder that users choose.
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-"))
+            disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=folder))
+            plan = Plan(
+                name=f"demo-{os.getpid()}",
+                place=Path(place),
+                nvme=Path(disk) / "nvme",
+                model=model,
+                dram_bytes=dram_bytes,
+                nvme_bytes=nvme_bytes,
+            )
+            machine = Machine(plan, interrupts)
+            stack.callback(machine.close)
+        say("\n".join(machine.start()))
+        if plan.is_preset:
+            say(telling.GIBBERISH)
+        script = Script(texts, encoder(None if plan.is_preset else model))
+        result = Demo(machine, script, say).run(asked)
+    if as_json:
+        print_json(result)
+    return 0 if result["same_answers"] else 1
+
+
+def _check_model(model: str) -> None:
+    """What is no model is said at once, and not when a node and two engines have been started."""
+    if model not in PRESETS and not Path(model).is_dir():
+        raise InvalidRequest("model", f"{model!r} is no preset and no folder here; presets are {', '.join(PRESETS)}")
+
+
+def _check_folder(folder: str, nvme_bytes: int) -> None:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise InvalidRequest("folder", f"{folder}: {error.strerror}") from None
+    if free < nvme_bytes + SPARE_BYTES:
+        needed = f"the NVMe file needs {bytes_text(nvme_bytes)}, {folder} has {bytes_text(free)} free"
+        raise InvalidRequest("folder", f"{needed}; another --folder, or a smaller --nvme, will do")

@@ -1,0 +1,235 @@
+"""The demo's machine: a node and two engines as processes, their files, and how all of that ends.
+
+``python -m kvstore serve`` and ``python -m kvstore engine`` are started as anybody would. Whatever happens, every process
+is ended by its id, and no file is left.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from engine.client import EngineClient
+from engine.presets import PRESETS
+from kvstore.errors import NodeUnavailable
+from kvstore.tier.folder import PREFIX, purge
+
+NODE_START_S: Final = 30.0
+ENGINE_START_S: Final = 300.0  # a large model is read from a disk
+STOP_S: Final = 15.0
+PAGE_TOKENS: Final = 32
+LOCAL_PREFILL_TOKENS: Final = 128
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """Signals that ask for an end raise KeyboardInterrupt: one of them, never while a process is being started, and
+    none while everything is being cleaned up.
+    """
+
+    def __init__(self) -> None:
+        self._held = self._came = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Inside, such signals are ours."""
+        before = {number: signal.signal(number, self._handle) for number in ENDING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, they wait."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._came:
+            self._interrupt()
+
+    def ignored(self) -> None:
+        """From here on they do nothing: what is cleaned up now is bounded anyway."""
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._held:
+            self._came = True
+        else:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        self.ignored()
+        raise KeyboardInterrupt
+
+
+class Child:
+    """A process of ``kvstore``. Started when made; ends by itself, or by ``ask_to_end`` or ``kill`` and ``wait``."""
+
+    def __init__(self, what: str, arguments: list[str], env: Mapping[str, str], log: Path) -> None:
+        self.what = what
+        self._log = log
+        with open(log, "ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=dict(env),
+            )
+
+    def line(self, timeout_s: float) -> str:
+        """The line it prints when it serves. Raises NodeUnavailable where it ends before, or takes longer."""
+        assert self._process.stdout is not None
+        pipe, text, deadline_s = self._process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        while not text.endswith(b"\n"):
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                raise NodeUnavailable(f"{self.what} did not serve within {timeout_s:g} s")
+            more = os.read(pipe, 4096)
+            if not more:
+                raise NodeUnavailable(f"{self.what} ended with {self._process.wait(STOP_S)}: {self._last_words()}")
+            text += more
+        return text.decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end."""
+        self._process.kill()
+        self.wait()
+
+    def ask_to_end(self) -> None:
+        """SIGTERM."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def wait(self) -> None:
+        """Wait for its end, and make it end where that takes too long."""
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the machine has. ``place``: a folder for sockets and logs; ``nvme``: where that file shall be."""
+
+    name: str
+    place: Path
+    nvme: Path
+    model: str
+    dram_bytes: int
+    nvme_bytes: int
+
+    @property
+    def is_preset(self) -> bool:
+        """Whether the model is made of random numbers."""
+        return self.model in PRESETS
+
+
+class Machine:
+    """Life: made (nothing runs) -> ``start`` -> ``kill_node`` and ``start_node`` -> ``restart`` -> ``close``."""
+
+    def __init__(self, plan: Plan, interrupts: Interrupts) -> None:
+        self.plan = plan
+        self.prefill_address = ""
+        self._interrupts = interrupts
+        self._shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
+        # What the caller has set for nodes and engines of its own is not meant for these.
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        self._env = clean | {"KVSTORE_SHM_DIR": str(self._shm_dir), "OMP_NUM_THREADS": "1"}
+        self._children: list[Child] = []
+        self._node: Child | None = None
+        self._client: EngineClient | None = None
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine that answers."""
+        assert self._client is not None, "it does not run"
+        return self._client
+
+    def start(self) -> list[str]:
+        """Start everything; the lines in which node and engines say what they are."""
+        lines = [self.start_node()]
+        prefill = self._engine("prefill")
+        # The decode engine needs the other's address. That one knows it only when it serves, after reading its model.
+        # So a port is not chosen but a socket in our folder is.
+        decode = self._engine("decode", "--prefill", self._socket("prefill"))
+        for child in (prefill, decode):
+            lines.append(child.line(ENGINE_START_S))
+        self.prefill_address = self._socket("prefill")
+        self._client = EngineClient(self._socket("decode"))
+        return lines
+
+    def start_node(self) -> str:
+        """Start the node, for the first time or again; its line."""
+        plan = self.plan
+        sizes = ["--dram", str(plan.dram_bytes), "--nvme", f"{plan.nvme}:{plan.nvme_bytes}", "--demote-at", "0"]
+        self._node = self._child("the node", ["serve", "--name", plan.name, *sizes, "--log-level", "warning"])
+        return self._node.line(NODE_START_S)
+
+    def kill_node(self) -> None:
+        """kill -9."""
+        assert self._node is not None
+        self._node.kill()
+        self._node = None
+
+    def restart(self) -> list[str]:
+        """What a restart of the machine does: nothing runs, shared memory is empty. Then as ``start``."""
+        self._stop()
+        return self.start()
+
+    def close(self) -> None:
+        """End every process, and remove what was in shared memory."""
+        self._interrupts.ignored()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        for child in self._children:
+            child.ask_to_end()
+        for child in self._children:
+            child.wait()
+        self._children.clear()
+        self._node = None
+        purge(self._shm_dir / f"{PREFIX}{self.plan.name}")
+
+    def _engine(self, role: str, *more: str) -> Child:
+        plan = self.plan
+        arguments = ["--role", role, "--model", plan.model, "--node", plan.name, "--listen", self._socket(role)]
+        arguments += ["--threads", "1", "--page-tokens", str(PAGE_TOKENS), "--arena", "512MiB", "--drain-s", "1"]
+        arguments += ["--local-prefill-tokens", str(LOCAL_PREFILL_TOKENS), "--name", role, "--log-level", "error"]
+        return self._child(f"the {role} engine", ["engine", *arguments, *more])
+
+    def _socket(self, role: str) -> str:
+        return f"unix:{self.plan.place / role}"
+
+    def _child(self, what: str, arguments: list[str]) -> Child:
+        log = self.plan.place / f"{what.split()[1]}.log"
+        with self._interrupts.held():
+            child = Child(what, arguments, self._env, log)
+            self._children.append(child)
+        return child

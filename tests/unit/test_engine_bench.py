@@ -1,0 +1,128 @@
+"""Rows about engines: that ``kvstore bench`` finds them, the arithmetic of the ideal pipeline, and rows end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.bench.handoff import WAYS, Prefilled, ideal_s
+from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
+from engine.bench.reuse import pays_from
+from engine.bench.rows import ROWS
+from engine.client import Answer
+from engine.presets import PRESETS
+from engine.request import Usage
+from kvstore.bench.harness import BenchFailed
+from kvstore.bench.rows import ROWS as OWN
+from kvstore.bench.rows import chosen
+
+MIB = 1 << 20
+
+
+def test_rows_of_engines_are_added_and_replace_none() -> None:
+    names = [row.name for row in ROWS]
+    assert len(names) == len(set(names)) and not set(names) & set(OWN)
+    assert {row.name for row in chosen([])} == {*OWN, *names}
+    assert [row.name for row in chosen(["handoff_050", "get_2m"])] == ["get_2m", "handoff_050"]
+
+
+def test_rows_of_the_store_load_no_engine() -> None:
+    code = "import sys; from kvstore.bench.rows import chosen; chosen(['get_2m']); print('engine' in sys.modules); "
+    code += "chosen([]); print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK])
+def test_scales_know_their_models(scale: Scale) -> None:
+    config = PRESETS[scale.model].config
+    content = 2 * config["num_key_value_heads"] * config["head_dim"]
+    assert scale.token_bytes == 4 * content * config["num_hidden_layers"]
+    lengths = [*scale.long.values(), *scale.short.values(), scale.handed]
+    assert max(lengths) + scale.page_tokens <= config["max_position_embeddings"]
+    assert scale.arena_bytes >= 2 * max(lengths) * scale.token_bytes
+    assert sum(lengths) * scale.token_bytes < scale.dram_bytes, "nothing is evicted while a row runs"
+
+
+def test_prompts_follow_from_length_and_seed() -> None:
+    assert prompt(100, 1).tolist() == prompt(100, 1).tolist() != prompt(100, 2).tolist()
+    assert cores() == sorted(cores())
+
+
+# --- The ideal pipeline ---------------------------------------------------------------------------------------------
+
+TWO_CHUNKS = Prefilled(ends_s=(1.0, 2.0), tokens=(100, 200))
+
+
+def test_ideal_of_a_fast_link_is_the_prefill_and_a_step() -> None:
+    assert ideal_s(TWO_CHUNKS, 0.1, layers=4, layer_token_bytes=1, bytes_per_s=1e12) == pytest.approx(2.1)
+
+
+def test_ideal_of_a_slow_link_is_the_transfer_and_what_the_last_layer_takes() -> None:
+    # 200 tokens of 4 layers at 100 B/s are 8 s, and the first byte goes at once.
+    found = ideal_s(TWO_CHUNKS, 0.1, layers=4, layer_token_bytes=1, bytes_per_s=100)
+    assert found == pytest.approx(8 + 0.1 / 4)
+
+
+def test_ideal_of_a_link_as_fast_as_the_prefill() -> None:
+    # A piece of 100 tokens takes 1 / 4 s, as long as its layer: the last one begins at 1.75 s and is there at 2 s.
+    found = ideal_s(TWO_CHUNKS, 0.4, layers=4, layer_token_bytes=1, bytes_per_s=400)
+    assert found == pytest.approx(2.4)
+    # Twice as slow: 4 s of transfer, one step's last layer.
+    found = ideal_s(TWO_CHUNKS, 0.4, layers=4, layer_token_bytes=1, bytes_per_s=200)
+    assert found == pytest.approx(4.1)
+
+
+# --- What is checked, what is concluded ------------------------------------------------------------------------------
+
+
+def test_another_answer_fails_the_row() -> None:
+    answers = [Answer(tokens, "", "length", Usage(prompt_tokens=1)) for tokens in ((1, 2), (1, 2), (1, 3))]
+    same("x", answers[0], answers[1])
+    with pytest.raises(BenchFailed, match=r"x: answered \(1, 3\), recomputed it is \(1, 2\)"):
+        same("x", answers[2], answers[0])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "tokens"),
+    [
+        ({64: 1.5, 128: 2, 256: 3}, 64),
+        ({64: 0.5, 128: 2, 256: 3}, 128),
+        ({64: 1.5, 128: 0.9, 256: 3}, 256),  # not before it does for all that are longer
+        ({64: 1.5, 128: 2, 256: 1.0}, float("inf")),
+    ],
+)
+def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], tokens: float) -> None:
+    assert pays_from(ratios) == tokens
+
+
+def run_quick(folder: Path, *rows: str) -> dict[str, dict[str, Any]]:
+    """The lines by name."""
+    command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", "--dir", str(folder), *rows]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert said.returncode == 0, said.stderr
+    return {line["name"]: line for line in json.loads(said.stdout)["rows"]}
+
+
+def test_handing_over_from_end_to_end(tmp_path: Path) -> None:
+    lines = run_quick(tmp_path, "handoff_050")
+    ideals = {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
+    assert set(lines) == {f"handoff_050.{way}" for way in WAYS} | ideals
+    for way in WAYS:
+        line = lines[f"handoff_050.{way}"]
+        assert line["ours"] == pytest.approx(line["details"]["ttft_s"] + line["details"]["gap_s"])
+    assert all(line["bar"] == "<= 1.2" for name, line in lines.items() if name in ideals)
+
+
+def test_reuse_and_the_hook_from_end_to_end(tmp_path: Path) -> None:
+    lines = run_quick(tmp_path, "reuse_pays", "hook_layer")
+    for tier in ("dram", "nvme"):
+        assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
+        assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
+    assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
+    assert not list(tmp_path.iterdir())
