@@ -111,6 +111,7 @@ def _step_mla(
     nope = query.shape[-1] - batch.arena.layout.mla_rope
     projection = module.kv_b_proj
     assert isinstance(projection, torch.nn.Linear), "not the MLA that is known here"
+    assert getattr(projection, "bias", None) is None, "latents of a projection with a bias cannot be absorbed"
     rows = projection.weight.view(query.shape[1], -1, latent)
     absorbed = torch.bmm(query[..., :nope].transpose(0, 1), rows[:, :nope]).transpose(0, 1)
     query = torch.cat((absorbed, query[..., nope:]), dim=-1)

@@ -27,13 +27,20 @@ from engine.request import Event, Finished, Piece, PrefillEvent, Request, Role, 
 from engine.wire import SERVICE, events_of, layout_message, pieces_of, prefill_event, submit_request
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, Credentials, endpoint
-from kvstore.client.remote.node import RemoteNode, end
+from kvstore.client.remote.node import OPTIONS, RemoteNode, end
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
+# An engine that stands still, or whose machine has gone, is known to have in so many milliseconds together, however long
+# its answer may take.
+WATCH: Final = {
+    "grpc.keepalive_time_ms": 3000,
+    "grpc.http2.ping_timeout_ms": 4000,
+    "grpc.http2.max_pings_without_data": 0,
+}
 SLACK_S: Final = 2.0  # a call outlives its request by that much, so that the engine says itself what is late
 
 
@@ -50,6 +57,7 @@ class Answer:
 
 class _RemoteEngine(RemoteNode):
     service = f"/{SERVICE}/"
+    options = tuple((dict(OPTIONS) | WATCH).items())
 
 
 class EngineClient:

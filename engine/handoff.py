@@ -264,13 +264,14 @@ class Fetch:
             for reader, frame, count in readers:
                 with_rows = staging.layer_target(self._arena, frame, count, layer)
                 while True:
+                    done = self.handoff is not None
                     try:
                         with with_rows() as rows:
                             reader.read_layer(layer, rows)
                         break
                     except DeadlineExceeded:
                         self._still_coming(stop)
-                        if self.handoff is not None and self.handoff.stored < stop:
+                        if done:  # all is written that ever will be: this page had no room, or was evicted already
                             return False
                 self._link.carry(count * layout.layer_bytes, self._stopped)
                 sequence.spent.moved_bytes += count * layout.layer_bytes

@@ -28,6 +28,7 @@ from kvstore.service.api.watching import Calls
 START_S: Final = 10.0
 GRACE_S: Final = 2.0  # for calls under way when the engine ends
 STOP_S: Final = 10.0
+PING_MS_MIN: Final = ("grpc.http2.min_ping_interval_without_data_ms", 1000)  # its clients watch it closely
 MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
 
 
@@ -107,7 +108,7 @@ class EngineServer:
             ends.callback(threads.close)
             ends.callback(calls.close)
             server = grpc.aio.server(
-                options=options(config.rpcs_max),
+                options=list({**dict(options(config.rpcs_max)), PING_MS_MIN[0]: PING_MS_MIN[1]}.items()),
                 interceptors=[GateOthers(gate, SERVICE)],
                 maximum_concurrent_rpcs=CALLS_OUTSIDE * config.rpcs_max,
             )

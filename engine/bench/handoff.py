@@ -30,14 +30,16 @@ import itertools
 import statistics
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, engines, node, prompt, same
+from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, node, prompt, same, started
 from engine.client import Answer
 from engine.models import load_model
 from engine.request import Done, Failed, Progress, Request, Sampling
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
+from kvstore.bench.processes import NO_SETTINGS
 from kvstore.bench.stage import Stage
 from kvstore.model.layout import Layout
 
@@ -88,7 +90,8 @@ class Pair:
     decode: EngineProcess
     layout: Layout
     scale: Scale
-    bytes_per_s: float
+    bytes_per_s: float  # of the link
+    prefill_s: float  # of a prompt of ``scale.handed`` tokens
 
     def alone(self, tokens: Tokens) -> Answer:
         """Answered where the prompt is computed."""
@@ -115,26 +118,31 @@ class Pair:
 
 def handoff(stage: Stage, name: str, bar: Bar | None, ratio: float) -> list[Result]:
     """Every way to hand a prompt over, with a transfer of ``ratio`` times the prefill. ``bar``: of ``.ideal``."""
+    with ExitStack() as scene:
+        return _lines(stage, name, bar, paired(stage, scene, ratio))
+
+
+def paired(stage: Stage, scene: ExitStack, ratio: float, settings: Mapping[str, object] = NO_SETTINGS) -> Pair:
+    """Both engines, the link such that the KV of the usual prompt takes ``ratio`` times its prefill. Ended with
+    ``scene``. ``settings``: of both, beside the usual ones.
+    """
     scale = Scale.of(stage.settings)
+    daemon = node(stage, scene, {})
+    common = {**settings, "node": daemon.name}
+    prefill = started(stage, scene, 0, {**common, "role": "both"})
     layout = load_model(scale.model).layout(scale.page_tokens)
     assert layout.page_bytes == scale.token_bytes * scale.page_tokens, "the scale says what a token's KV takes"
-    with ExitStack() as scene:
-        daemon = node(stage, scene, {})
-        (prefill,) = engines(stage, scene, [{"role": "both", "node": daemon.name}])
-        tokens = prompt(scale.handed, seed=1)
-        prefill.answer(tokens, use_pool=False)
-        prefill_s = statistics.median(_prefill(prefill, layout, tokens).ends_s[-1] for _ in range(PROBES))
-        bytes_per_s = len(tokens) * scale.token_bytes / (ratio * prefill_s)
-        settings = {
-            "role": "decode",
-            "node": daemon.name,
-            "prefill": prefill.address,
-            "local_prefill_tokens": 0,
-            "link": f"{bytes_per_s:.0f}B/s",
-        }
-        decode = engines(stage, scene, [settings], first_core=1)[0]
-        pair = Pair(prefill, decode, layout, scale, bytes_per_s)
-        return _lines(stage, name, bar, pair, {"ratio": ratio, "prefill_s": prefill_s, "link_bytes_per_s": bytes_per_s})
+    prefill.ready()
+    tokens = prompt(scale.handed, seed=1)
+    prefill.answer(tokens, use_pool=False)
+    prefill_s = statistics.median(_prefill(prefill, layout, tokens).ends_s[-1] for _ in range(PROBES))
+    bytes_per_s = len(tokens) * scale.token_bytes / (ratio * prefill_s)
+    asking = {"role": "decode", "prefill": prefill.address, "local_prefill_tokens": 0, "link": f"{bytes_per_s:.0f}B/s"}
+    decode = started(stage, scene, 1, {**common, **asking})
+    decode.ready()
+    pair = Pair(prefill, decode, layout, scale, bytes_per_s, prefill_s)
+    pair.handed(prompt(scale.handed, seed=2), "eager_layer")  # nothing is new to the processes after it
+    return pair
 
 
 def _prefill(engine: EngineProcess, layout: Layout, tokens: Tokens) -> Prefilled:
@@ -157,14 +165,13 @@ def _second_s(answer: Answer) -> float:
     return (answer.usage.ttft_ms + answer.usage.gap_ms) / 1e3
 
 
-def _lines(stage: Stage, name: str, bar: Bar | None, pair: Pair, details: dict[str, float]) -> list[Result]:
+def _lines(stage: Stage, name: str, bar: Bar | None, pair: Pair) -> list[Result]:
     layers = pair.layout.layers
     layer_token_bytes = pair.scale.token_bytes / layers
     alone: list[float] = []
     ideals: list[float] = []
     answers: dict[str, list[Answer]] = {way: [] for way in WAYS}
     ways = list(WAYS)
-    pair.handed(prompt(pair.scale.handed, seed=2), ways[0])
     for turn in range(stage.settings.rounds):
         tokens = prompt(pair.scale.handed, seed=10 + turn)
         want = pair.alone(tokens)
@@ -179,14 +186,15 @@ def _lines(stage: Stage, name: str, bar: Bar | None, pair: Pair, details: dict[s
     lines = []
     for way, given in answers.items():
         ours = [_second_s(one) for one in given]
-        more = {
-            **details,
+        details = {
+            "prefill_s": pair.prefill_s,
+            "link_bytes_per_s": pair.bytes_per_s,
             "ttft_s": statistics.median(one.usage.ttft_ms / 1e3 for one in given),
             "gap_s": statistics.median(one.usage.gap_ms / 1e3 for one in given),
             "visible_s": statistics.median(us - them for us, them in zip(ours, alone, strict=True)),
         }
         limit_is = "the second token without a transfer"
-        lines.append(result(f"{name}.{way}", Kind.TIME, ours, alone, limit_is=limit_is, details=more))
+        lines.append(result(f"{name}.{way}", Kind.TIME, ours, alone, limit_is=limit_is, details=details))
         if way in IDEAL_OF:
             limit_is = "the second token of an ideal pipeline"
             lines.append(result(f"{name}.{way}.ideal", Kind.TIME, ours, ideals, bar=bar, limit_is=limit_is))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,18 +199,10 @@ def node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daem
     return stage.daemon(scene, size_bytes, scale.extent_bytes, {"eviction": "lru", **settings})
 
 
-def engines(
-    stage: Stage, scene: ExitStack, wanted: Sequence[Mapping[str, object]], first_core: int = 0
-) -> list[EngineProcess]:
-    """Engines with these settings beside the usual ones, each on its own core, ended with ``scene``."""
-    common = Scale.of(stage.settings).engine
-    started = [
-        scene.enter_context(EngineProcess(core, stage.settings.shm_dir, {**common, **settings}))
-        for core, settings in enumerate(wanted, first_core)
-    ]
-    for one in started:
-        one.ready()
-    return started
+def started(stage: Stage, scene: ExitStack, core: int, settings: Mapping[str, object]) -> EngineProcess:
+    """An engine with these settings beside the usual ones, ended with ``scene``. It is not ``ready`` yet."""
+    settings = {**Scale.of(stage.settings).engine, **settings}
+    return scene.enter_context(EngineProcess(core, stage.settings.shm_dir, settings))
 
 
 def same(name: str, got: Answer, want: Answer) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from engine.bench.processes import EngineProcess, Scale, Tokens, engines, node, prompt, same
+from engine.bench.processes import EngineProcess, Scale, Tokens, node, prompt, same, started
 from engine.client import Answer
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.nvme import NEVER, vacate
@@ -105,7 +105,8 @@ def _place(stage: Stage, scene: ExitStack, with_nvme: bool) -> Place:
         }
     daemon = node(stage, scene, settings)
     store = scene.enter_context(connect(daemon.name))
-    (engine,) = engines(stage, scene, [{"role": "both", "node": daemon.name}])
+    engine = started(stage, scene, 0, {"role": "both", "node": daemon.name})
+    engine.ready()
     return Place(engine, store, scale)
 
 

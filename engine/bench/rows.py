@@ -49,6 +49,12 @@ ROWS = (
         )
         for ratio in (0.25, 0.5, 1.0)
     ),
+    Row(
+        "neighbours",
+        "p99 gap of running answers while long prompts come in, packed or handed over / in quiet",
+        None,
+        late("neighbours", "neighbours"),
+    ),
     Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", None, late("hook", "hook")),
     *(
         Row(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -95,8 +96,9 @@ class Demo:
     def _warm_up(self) -> None:
         """The first forward of a process is slow, of each engine: that is not what is measured here."""
         tokens = self._script.some(WARM_UP_TOKENS)
-        for _ in self._machine.client.stream(tokens, max_tokens=2, use_pool=False, deadline_s=ANSWER_S):
-            pass
+        with self._machine.interrupts.held():
+            for _ in self._stream(tokens, 2, False):
+                pass
 
     def _start_node(self) -> dict[str, Any]:
         begun_s = time.monotonic()
@@ -139,23 +141,32 @@ class Demo:
     def _answer(self, conversation: Conversation, turn: Turn, use_pool: bool) -> Answered:
         answered = Answered()
         begun_s = time.monotonic()
-        stream = self._machine.client.stream(
-            conversation.tokens,
-            max_tokens=turn.answer_tokens,
-            ignore_eos=self._machine.plan.is_preset,
+        stream = self._stream(conversation.tokens, turn.answer_tokens, use_pool)
+        interrupts = self._machine.interrupts
+        with interrupts.held(), closing(stream):  # an exception out of a signal's handler would break gRPC's stream
+            for event in stream:
+                match event:
+                    case Token():
+                        answered.ttft_ms = answered.ttft_ms or 1e3 * (time.monotonic() - begun_s)
+                        answered.tokens.append(event.id)
+                    case Finished():
+                        answered.usage = event.usage
+                if use_pool:
+                    self._say_text.more(event.text)
+                if interrupts.came:
+                    break
+        return answered
+
+    def _stream(self, tokens: list[int], max_tokens: int, use_pool: bool) -> Generator[Token | Finished, None, None]:
+        machine = self._machine
+        stream = machine.client.stream(
+            tokens,
+            max_tokens=max_tokens,
+            ignore_eos=machine.plan.is_preset,
             use_pool=use_pool,
             deadline_s=ANSWER_S,
         )
-        for event in stream:
-            match event:
-                case Token():
-                    answered.ttft_ms = answered.ttft_ms or 1e3 * (time.monotonic() - begun_s)
-                    answered.tokens.append(event.id)
-                case Finished():
-                    answered.usage = event.usage
-            if use_pool:
-                self._say_text.more(event.text)
-        return answered
+        yield from stream
 
     def _tiers_saved(self) -> dict[str, Any]:
         """The node's tiers, when all that shall be saved is."""

@@ -53,8 +53,9 @@ def demo(
     """Start a node, a prefill and a decode engine; ask them; show what is reused, and from which tier.
 
     Several users ask about the same documents, turn by turn. Every prompt is answered with the pool and without it.
-    The node is killed with -9 half way. At the end shared memory is emptied, as by a restart of the machine. Exit code 1
-    where an answer with the pool is not the one without.
+    The node is killed with -9 half way. At the end shared memory is emptied, as by a restart of the machine.
+
+    Exit code 1 where an answer with the pool is not the one without.
     """
     dram_bytes, nvme_bytes = parse_size(dram, "dram"), parse_size(nvme, "nvme")
     _check_model(model)

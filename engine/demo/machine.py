@@ -1,7 +1,7 @@
 """The demo's machine: a node and two engines as processes, their files, and how all of that ends.
 
-``python -m kvstore serve`` and ``python -m kvstore engine`` are started as anybody would. Whatever happens, every process
-is ended by its id, and no file is left.
+``kvstore serve`` and ``kvstore engine`` are started as anybody would. Whatever happens, every process is ended by its
+id, and no file is left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._held = self._came = False
+        self.came = False
+        self._held = False
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -52,13 +53,13 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, they wait."""
+        """Inside, they wait; ``came`` says whether there is one."""
         self._held = True
         try:
             yield
         finally:
             self._held = False
-        if self._came:
+        if self.came:
             self._interrupt()
 
     def ignored(self) -> None:
@@ -68,7 +69,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._held:
-            self._came = True
+            self.came = True
         else:
             self._interrupt()
 
@@ -154,7 +155,7 @@ class Machine:
     def __init__(self, plan: Plan, interrupts: Interrupts) -> None:
         self.plan = plan
         self.prefill_address = ""
-        self._interrupts = interrupts
+        self.interrupts = interrupts
         self._shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
         # What the caller has set for nodes and engines of its own is not meant for these.
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
@@ -172,9 +173,8 @@ class Machine:
     def start(self) -> list[str]:
         """Start everything; the lines in which node and engines say what they are."""
         lines = [self.start_node()]
+        # Unix sockets, because the decode engine has to know the other's address before that one serves.
         prefill = self._engine("prefill")
-        # The decode engine needs the other's address. That one knows it only when it serves, after reading its model.
-        # So a port is not chosen but a socket in our folder is.
         decode = self._engine("decode", "--prefill", self._socket("prefill"))
         for child in (prefill, decode):
             lines.append(child.line(ENGINE_START_S))
@@ -202,7 +202,7 @@ class Machine:
 
     def close(self) -> None:
         """End every process, and remove what was in shared memory."""
-        self._interrupts.ignored()
+        self.interrupts.ignored()
         self._stop()
 
     def _stop(self) -> None:
@@ -229,7 +229,7 @@ class Machine:
 
     def _child(self, what: str, arguments: list[str]) -> Child:
         log = self.plan.place / f"{what.split()[1]}.log"
-        with self._interrupts.held():
+        with self.interrupts.held():
             child = Child(what, arguments, self._env, log)
             self._children.append(child)
         return child

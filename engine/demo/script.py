@@ -18,10 +18,10 @@ from kvstore.errors import InvalidRequest
 Encode = Callable[[str, bool], list[int]]
 """Tokens of a text; True: the text opens a prompt, and what the tokenizer puts before those goes with it."""
 
-OPENING_TOKENS_MEAN = 550  # what the mean opening of the trace becomes
-OPENING_TOKENS_MIN, OPENING_TOKENS_MAX = 350, 900
+OPENING_TOKENS_MEAN = 450  # what the mean opening of the trace becomes
+OPENING_TOKENS_MIN, OPENING_TOKENS_MAX = 300, 800
 PASTED_TOKENS_MAX = 200
-ANSWER_TOKENS_MIN, ANSWER_TOKENS_MAX = 8, 16
+ANSWER_TOKENS_MIN, ANSWER_TOKENS_MAX = 6, 12
 PROMPT_TOKENS_MAX = 4096  # a conversation that would get longer is opened anew
 DOCUMENTS = 4
 # Which of them the conversations are about, in turn: some documents are asked about more often than others.

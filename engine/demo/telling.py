@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from engine.demo.acts import Row
     from engine.demo.script import Conversation
 
-ANSWER_CHARACTERS: Final = 18
+ANSWER_CHARACTERS: Final = 12
 QUESTION_CHARACTERS: Final = 48
 GIBBERISH: Final = (
-    "Its weights are random, so what it says is gibberish, a token per byte. `--model PATH` takes a real one.\n"
+    "Its weights are random: what it says is gibberish, a token per byte. `--model PATH` takes a real one.\n"
 )
 KILLED: Final = "-- kill -9 of the node: what it held can still be read; nothing can be written until it is back"
 RESTARTING: Final = """

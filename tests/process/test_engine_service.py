@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import signal
 import time
@@ -41,6 +43,7 @@ from tests.process.harness import Machine, wait_until
 from tests.process.scraping import Scrape, fetch
 
 REQUESTS_MAX = 4
+LOST_S = 20.0  # by when an engine that stands still is known to, and another one has answered
 LONG = {"max_tokens": 4000, "ignore_eos": True}  # some seconds
 
 
@@ -157,6 +160,22 @@ def test_a_caller_that_goes_away_cancels(engine: EngineClient) -> None:
     assert any(engine.status()["requests"].values())
     stream.close()
     wait_idle(engine, 3.0)
+
+
+def test_a_client_that_is_closed_keeps_no_connection(shared: EngineProcess, engine: EngineClient) -> None:
+    def sockets() -> int:
+        return sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+
+    before = sockets()
+    for ended in (True, False, False):
+        client = shared.client()
+        stream = client.stream(prompt(20), **LONG)
+        next(stream)
+        if ended:
+            stream.close()
+        client.close()
+        del client, stream
+    wait_until("their sockets are closed", lambda: gc.collect() >= 0 and sockets() <= before)
 
 
 def test_a_deadline_is_kept(engine: EngineClient) -> None:
@@ -372,21 +391,26 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(machine: Machine) -> No
             list(running)
 
 
-def test_an_answer_goes_on_where_its_engine_was_killed(machine: Machine) -> None:
+def test_an_answer_goes_on_where_its_engine_was_lost(machine: Machine) -> None:
     first, second = spawn_engine(machine), spawn_engine(machine)
     first.wait_ready(), second.wait_ready()
     how: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.7, "seed": 5}
     with first.client() as client, second.client() as other:
         whole = other.generate("Tell me", **how)
-        stream = client.stream("Tell me", resume=[second.address], **how)
-        events = [next(stream) for _ in range(100)]
-        first.kill()
-        events += stream
-        assert [event.id for event in events[:-1] if isinstance(event, Token)] == list(whole.tokens)
-        assert [event.index for event in events[:-1] if isinstance(event, Token)] == list(range(600))
-        assert "".join(event.text for event in events) == whole.text
-        end = events[-1]
-        assert isinstance(end, Finished) and end.usage.completion_tokens == 600
+        for lose in (first.stop, first.kill):
+            stream = client.stream("Tell me", resume=[second.address], **how)
+            events = [next(stream) for _ in range(100)]
+            lose()
+            begun_s = time.monotonic()
+            events += stream
+            assert time.monotonic() - begun_s < LOST_S
+            tokens = [event for event in events if isinstance(event, Token)]
+            assert [token.id for token in tokens] == list(whole.tokens)
+            assert [token.index for token in tokens] == list(range(600))
+            assert "".join(event.text for event in events) == whole.text
+            end = events[-1]
+            assert isinstance(end, Finished) and end.usage.completion_tokens == 600
+            first.resume()
         with pytest.raises(NodeUnavailable):
             client.generate("anybody?", max_tokens=2)
         answer = client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1", second.address], ignore_eos=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import weakref
@@ -202,16 +201,17 @@ class RemoteNode:
         _kept.append(self._channel)  # dropping it would wait for gRPC's threads, which are the parent's
 
 
-def end(stream: Iterator[bytes]) -> None:
+def end(stream: Any) -> None:
     """End what ``receive`` returned, wherever it is; nothing happens where it has ended.
 
-    A stream without threads of its own is only done when its last event was taken: otherwise it would keep the
-    connection open for as long as the process lives, also after ``close``.
+    A stream without a thread of its own is only done when its last event was taken. gRPC does not do that when it is
+    cancelled, nor when it is dropped: the connection would stay open as long as the process lives, also after
+    ``close``. There is no public way to take them; where the private one is gone, that much is lost.
     """
-    stream.cancel()  # type: ignore[attr-defined]
-    with contextlib.suppress(grpc.RpcError, ValueError):  # cancelled; or closed by another thread
-        for _ in stream:
-            pass
+    stream.cancel()
+    state, take = getattr(stream, "_state", None), getattr(stream, "_consume_next_event", None)
+    while take is not None and getattr(state, "due", None):
+        take()  # all are there: it was cancelled
 
 
 def lost(error: grpc.RpcError) -> bool:
@@ -232,7 +232,7 @@ def _channel(endpoint: Endpoint, given: tuple[tuple[str, Any], ...]) -> grpc.Cha
     if not endpoint.tls:
         return grpc.insecure_channel(endpoint.target, options=options)
     if endpoint.server_name:
-        options.append(("grpc.ssl_target_name_override", endpoint.server_name))  # type: ignore[arg-type]
+        options.append(("grpc.ssl_target_name_override", endpoint.server_name))
     credentials = grpc.ssl_channel_credentials(endpoint.ca, endpoint.key, endpoint.cert)
     return grpc.secure_channel(endpoint.target, credentials, options=options)
 
