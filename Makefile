@@ -1,5 +1,5 @@
 # Every target makes the environment it needs (.venv, versions from constraints.txt) when it is not there.
-#   make demo    a node, a writer and a reader process on this machine, and what they measured
+#   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
 #   make bench   the store against the limits of this machine

@@ -34,12 +34,13 @@ from kvstore.pb import store_pb2
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
-# An engine that stands still, or whose machine has gone, is known to have in so many milliseconds together, however long
-# its answer may take.
+# An engine that stands still, or whose machine has gone, is known to have after so many milliseconds together, however
+# long its answer may take. (Not ``keepalive_timeout_ms``: a ping for another reason may be on its way instead.)
 WATCH: Final = {
     "grpc.keepalive_time_ms": 3000,
     "grpc.http2.ping_timeout_ms": 4000,
     "grpc.http2.max_pings_without_data": 0,
+    "grpc.min_reconnect_backoff_ms": 2000,  # also how long one attempt to connect may take; a busy engine needs a while
 }
 SLACK_S: Final = 2.0  # a call outlives its request by that much, so that the engine says itself what is late
 

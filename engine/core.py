@@ -77,8 +77,8 @@ class Engine:
         forms = codecs(self.layout)
         self.prefills = Prefills(self.arena, self.pool, forms)
         self._sides = SideBatches(runner, self.arena, self._wake)
-        self._routes = Routes(config, Peers(connect), self.arena, self.pool, forms, self.observer, self._wake)
-        self._connect = connect
+        self._peers = Peers(connect)
+        self._routes = Routes(config, self._peers, self.arena, self.pool, forms, self.observer, self._wake)
         self._admission = Admission(self.arena, config.batch_max)
         self._eos = frozenset(model.eos_ids)
         self._step = Step(config, runner, self.arena, self.pool, self.prefills, self._sides, self.speeds)
@@ -184,7 +184,7 @@ class Engine:
         sequence = self._known.get(request_id)
         if sequence is None or not sequence.answers:
             return False
-        return Migration(self._connect(target), target, self.pool).ask(sequence, self._post, self._left, self._gone)
+        return Migration(self._peers[target], target, self.pool).ask(sequence, self._post, self._left, self._gone)
 
     def drain(self, target: str | None, timeout_s: float) -> int:
         """Accept nothing more; wait for what runs, moved to ``target`` where there is one. How many still run then."""
@@ -192,11 +192,20 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         while self._known and time.monotonic() < deadline:
             if target is not None:
-                for request_id, sequence in list(self._known.items()):
-                    if sequence.state is State.DECODING:
-                        self.migrate(request_id, target)
+                target = self._moved(target)
             time.sleep(IDLE_S)
         return len(self._known)
+
+    def _moved(self, target: str) -> str | None:
+        """Let what decodes go on at ``target``; None where that is not to be had."""
+        for request_id, sequence in list(self._known.items()):
+            if sequence.state is State.DECODING and sequence.answers:
+                try:
+                    self.migrate(request_id, target)
+                except KVStoreError as error:
+                    log.warning("what runs here stays, %s does not take it: %s", target, error)
+                    return None
+        return target
 
     def _made(self, request: Request, emit: Callable[[Any], None], answers: bool) -> Sequence:
         if self._stopping or self.draining:

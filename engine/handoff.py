@@ -72,6 +72,7 @@ class Fetch:
         codec: tuple[str, Lossy | None],
         source: Source,
         grain: Grain,
+        chunk_tokens: int,
         changed: Callable[[], None],
     ) -> None:
         self.sequence = sequence
@@ -87,6 +88,7 @@ class Fetch:
         exact = sequence.cache is not None and codec[1] is None
         self._source = source if exact else Source.ARENA  # lossy pages are in the pool under another layout
         self._grain = grain
+        self._chunk_tokens = chunk_tokens  # of a step here; the other engine is taken to be set up alike
         self._changed = changed
         self._admitted = threading.Event()
         self._done = threading.Event()
@@ -137,6 +139,9 @@ class Fetch:
         try:
             timeout_s = sequence.deadline_s - time.monotonic()
             for event in self._peer.prefill(request, layout, hold_s, timeout_s=timeout_s):
+                if self._stopped():  # given up before that engine knew of it
+                    self._release()
+                    return
                 match event:
                     case Admitted():
                         sequence.spent.prefill_cached = dict(event.cached_tokens)
@@ -153,6 +158,7 @@ class Fetch:
             raise NodeUnavailable(f"engine {self.address} ended a prefill without a word")
         except KVStoreError as error:
             self._fail(error)
+            self._release()  # it may have finished all the same, and its last word was lost
 
     def _move(self) -> None:
         try:
@@ -235,12 +241,12 @@ class Fetch:
     def _move_from_pool(self) -> None:
         """Full pages as they are written to the pool; what does not get there, and the tail, out of the arena.
 
-        A group of pages at a time, all layers of it, then the next: in that order they are computed.
+        A chunk's pages at a time, all layers of them, then the next: in that order they are computed.
         """
         sequence = self.sequence
         page_tokens = sequence.page_tokens
         page, full = self._start // page_tokens, sequence.prompt // page_tokens
-        group = max(1, 512 // page_tokens)
+        group = max(1, self._chunk_tokens // page_tokens)
         while page < full:
             stop = min(page + group, full)
             tail = self._pull(full * page_tokens) if stop == full and sequence.prompt > full * page_tokens else None

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.pool import Pool
-from engine.request import Event, Failed, Finished, Request, Token, Usage
+from engine.request import Event, Failed, Finished, Request, Role, Token, Usage
 from engine.sequence import Sequence, State
-from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 
 ASK_S = 10.0
 
@@ -26,6 +26,10 @@ class Target(Protocol):
 
     def submit(self, request: Request) -> Iterator[Event]:
         """Have it answer."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """What it is."""
         ...
 
 
@@ -48,8 +52,31 @@ class Migration:
         the engine's thread: when its frames are free, and when its client has been told the end.
 
         Raises:
+            NodeUnavailable, VersionMismatch, InvalidRequest: the other engine is not there, or not for this; the
+                request stays.
             DeadlineExceeded: the engine's thread did not come to it.
         """
+        self._check()
+        return self._leave(sequence, post, left, gone)
+
+    def _check(self) -> None:
+        """Whether the other engine would take it: what has left does not come back."""
+        status = self._target.status()
+        if status["role"] == Role.PREFILL:
+            raise InvalidRequest("target", f"{self._address} computes prompts for others, and answers none")
+        if status["draining"]:
+            raise NodeUnavailable(f"{self._address} takes no new requests: it is being drained")
+        theirs, ours = status["layout"]["fingerprint"], self._pool.layout.fingerprint.hex()
+        if theirs != ours:
+            raise VersionMismatch(f"{self._address} has pages of another layout: ours {ours}, theirs {theirs}")
+
+    def _leave(
+        self,
+        sequence: Sequence,
+        post: Callable[[Callable[[], None]], None],
+        left: Callable[[Sequence], None],
+        gone: Callable[[Sequence], None],
+    ) -> bool:
         answer: Future[bool] = Future()
 
         def leave() -> None:

@@ -35,7 +35,7 @@ LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
 REMOTE_LOOK_TIMEOUT_S = 1.0
 CACHES_MAX = 1024  # of tenants and adapters, kept ready
-WRITE_TTL_S = 60.0
+WRITE_TTL_S = 30.0  # of a chunk's pages; what takes longer is written with the next chunk
 
 log = logging.getLogger("kvstore.engine.pool")
 
@@ -60,6 +60,7 @@ class Pool:
         self.up = store is not None  # whether the node takes pages, as far as we know
         self._mapped = not isinstance(store, RemoteStore)  # what is read through shared memory needs no node
         self._failed_s = 0.0
+        self._in_doubt = False  # the node may hold frames for us that we know nothing of
         self._arena = arena
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
         self._stopped = threading.Event()
@@ -84,7 +85,17 @@ class Pool:
                 self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
                 self.up = self.up or began_s > self._failed_s  # a failure meanwhile is newer than this look
             except KVStoreError:
+                self._in_doubt = self._in_doubt or self.up
                 self.up = False
+
+    def between_steps(self) -> None:
+        """Called by the thread that writes, while it writes nothing: after a failure, have the node let go of what it
+        granted to us and we never heard of. It cannot tell by itself as long as this process lives.
+        """
+        if self._in_doubt and self.up and self.store is not None:
+            self._in_doubt = False
+            with self._forgiven():
+                self.store.renew_session()
 
     def cache(self, salt: str, adapter: str, lossy: bool = False) -> PrefixCache | None:
         """Pages of a tenant and adapter, exact or lossy ones; None without a store."""
@@ -175,9 +186,10 @@ class Pool:
         """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say."""
         if sequence.cache is None or not pages or not self._readable:
             return 0
+        found = 0
         with self._forgiven():
-            return sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
-        return 0
+            found = sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
+        return found
 
     @property
     def _readable(self) -> bool:
@@ -194,8 +206,8 @@ class Pool:
         """Put pages up to ``stop`` that are not in DRAM; returns up to where they are on their way."""
         assert sequence.frames is not None
         keys = cache.keys(sequence.tokens[: stop * sequence.page_tokens])
-        # Not ``stored_pages``: what was put without waiting may have had no room. And a page that is on NVMe alone has to
-        # be in DRAM again before another one hangs on it.
+        # Not ``stored_pages``: what was put without waiting may have had no room. And a page that is on NVMe alone has
+        # to be in DRAM again before another one hangs on it.
         first = cache.lookup(keys).tiers.get(Tier.DRAM, 0)
         for index, frame, count in runs(sequence.frames[first:stop]):
             start = first + index
@@ -216,7 +228,7 @@ class Pool:
             self.failures += 1
         except KVStoreError as error:
             self.failures += 1
-            self.up, self._failed_s = False, time.monotonic()
+            self.up, self._failed_s, self._in_doubt = False, time.monotonic(), True
             log.warning("the pool cannot be used: %s", error)
 
     def failed(self, error: KVStoreError) -> None:
@@ -245,13 +257,16 @@ class ChunkWriter:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
         sequence, page_tokens = self._sequence, self._sequence.page_tokens
         try:
+            self._keys = self._cache.keys(sequence.tokens[: self._stop * page_tokens])
+            if self._cache.lookup(self._keys).pages >= self._stop:  # the last page of a prompt that was all there
+                sequence.stored_pages = self._stop
+                return
             behind = sequence.cached // page_tokens
             if behind:
                 sequence.stored_pages = self._pool._put(self._cache, sequence, behind)
             self._first = max(behind, sequence.stored_pages)
             if self._first >= self._stop:
                 return
-            self._keys = self._cache.keys(sequence.tokens[: self._stop * page_tokens])
             # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
             self._runs = runs(sequence.frames[self._first : self._stop]) if sequence.frames is not None else []
             writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)

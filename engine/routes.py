@@ -93,6 +93,7 @@ class Routes:
             (name, self._codecs[name]),
             sequence.request.source or self._config.source,
             sequence.request.grain or self._config.grain,
+            self._config.chunk_tokens,
             self._changed,
         )
         self._fetches[sequence.id] = fetch

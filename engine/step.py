@@ -45,6 +45,7 @@ class Step:
 
     def run(self, sequences: list[Sequence], next_token: Next, observer: Observer) -> bool:
         """Whether there was anything to do."""
+        self._pool.between_steps()
         self._collect(next_token)
         decoding = self._decoding(sequences)
         chunks = self._chunks(sequences, self._config.chunk_tokens - len(decoding))

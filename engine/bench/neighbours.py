@@ -13,6 +13,7 @@ the same engine in quiet, in the same round. Its median, and how many steps were
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -71,7 +72,7 @@ class Running:
         found = [
             later - earlier
             for times in self._times
-            for earlier, later in zip(times, times[1:], strict=False)
+            for earlier, later in itertools.pairwise(times)
             if start <= later <= stop
         ]
         if not found:

@@ -37,8 +37,9 @@ class Scale:
     Attributes:
         token_bytes: of KV of one token.
         step_tokens: of a chunk.
-        long: prompts of the rows about reuse, in tokens. short: about where it begins to pay; a page and one token
-            more is the shortest prompt with something to reuse.
+        long: prompts of the rows about reuse, in tokens. One more than full pages is the best case, whose last token
+            alone is computed; the worst is a prompt that ends with a page, which is computed again.
+        short: prompts about where reuse begins to pay; a page and one token more is the shortest with any.
         handed: the prompt of the rows about hand-offs.
     """
 
@@ -84,7 +85,7 @@ FULL = Scale(
     dram_bytes=GIB,
     extent_bytes=128 * MIB,
     nvme_extent_bytes=128 * MIB,
-    long={"1k": 1024, "2k": 2048, "4k": 4096, "8k": 8192},
+    long={"1k": 1025, "1k_pages": 1024, "2k": 2049, "4k": 4097, "8k": 8193},
     short={f"{64 * pages}": 64 * pages + 1 for pages in _PAGES},
     handed=2048,
 )
@@ -96,7 +97,7 @@ QUICK = Scale(
     dram_bytes=48 * MIB,
     extent_bytes=16 * MIB,
     nvme_extent_bytes=16 * MIB,
-    long={"128": 128, "256": 256},
+    long={"128": 129, "128_pages": 128, "256": 257},
     short={"16": 17, "64": 65},
     handed=200,
 )

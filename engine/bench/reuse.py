@@ -3,7 +3,7 @@
 One engine on one core, one node beside it, one prompt per length. The prompt is answered once, which stores it; then
 hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a whole one: all
 pages but what the last token needs, for its logits have to be computed. What is timed is the engine's own TTFT, from
-submission to the first token; both count it alike.
+submission to the first token.
 
 In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold.
 """

@@ -90,6 +90,7 @@ def demo(
         say("\n".join(machine.start()))
         if plan.is_preset:
             say(telling.GIBBERISH)
+        say("")
         script = Script(texts, encoder(None if plan.is_preset else model))
         result = Demo(machine, script, say).run(asked)
     if as_json:

@@ -59,8 +59,8 @@ class Interrupts:
             yield
         finally:
             self._held = False
-        if self.came:
-            self._interrupt()
+            if self.came:  # also where something failed: that may be why
+                self._interrupt()
 
     def ignored(self) -> None:
         """From here on they do nothing: what is cleaned up now is bounded anyway."""
@@ -91,6 +91,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=dict(env),
+                start_new_session=True,  # Ctrl-C is for us alone: we end them, in order
             )
 
     def line(self, timeout_s: float) -> str:
@@ -159,7 +160,8 @@ class Machine:
         self._shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
         # What the caller has set for nodes and engines of its own is not meant for these.
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-        self._env = clean | {"KVSTORE_SHM_DIR": str(self._shm_dir), "OMP_NUM_THREADS": "1"}
+        ours = {"KVSTORE_SHM_DIR": self._shm_dir, "TMPDIR": plan.place, "OMP_NUM_THREADS": 1}
+        self._env = clean | {name: str(value) for name, value in ours.items()}
         self._children: list[Child] = []
         self._node: Child | None = None
         self._client: EngineClient | None = None

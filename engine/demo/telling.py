@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ANSWER_CHARACTERS: Final = 12
 QUESTION_CHARACTERS: Final = 48
 GIBBERISH: Final = (
-    "Its weights are random: what it says is gibberish, a token per byte. `--model PATH` takes a real one.\n"
+    "Its weights are random: what it says is gibberish, a token per byte. `--model PATH` takes a real one."
 )
 KILLED: Final = "-- kill -9 of the node: what it held can still be read; nothing can be written until it is back"
 RESTARTING: Final = """

@@ -20,7 +20,7 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Un
 from kvstore.model.replica import Status
 from kvstore.tier.counters import SessionCounters
 from kvstore.transfer import control
-from kvstore.transfer.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
+from kvstore.transfer.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
 OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
@@ -143,6 +143,8 @@ class SocketChannel:
             data = control.encode(op, request_id, count=count, a=a, b=b, flags=flags, body=body)
             reply = SocketReply(self, request_id, deadline)
             while True:
+                if op is Op.GRANT and flags & AHEAD and self._socket is None:  # no need to wait for a daemon now
+                    raise NodeUnavailable(f"{self.folder.name}: not connected, and nothing needed")
                 sock = self._socket or self._connect(deadline)
                 if len(self._waiting) >= OUTSTANDING_MAX:
                     self._collect_oldest(deadline)

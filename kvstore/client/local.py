@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -157,15 +158,15 @@ class Mapped:
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> Message:
-        """Request and reply; asked once more where the daemon went away between them. For what may be asked twice.
-
+        """Request and reply; asked once more in that time where the daemon went away. For what may be asked twice.
         Raises what ``Channel.request`` and ``PendingReply.result`` do.
         """
-        request = self.channel.request
+        ask = partial(self.channel.request, op, count=count, a=a, b=b, flags=flags, body=body)
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         try:
-            return request(op, count=count, a=a, b=b, flags=flags, body=body, timeout_s=timeout_s).result()
+            return ask(timeout_s=timeout_s).result()
         except NodeUnavailable:
-            return request(op, count=count, a=a, b=b, flags=flags, body=body, timeout_s=timeout_s).result()
+            return ask(timeout_s=max(0.0, deadline - time.monotonic())).result()
 
     def pool(self, frame_class: FrameClass) -> GrantPool:
         """The frames of a class granted to us ahead of need."""

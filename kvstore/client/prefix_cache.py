@@ -330,7 +330,8 @@ class PrefixCache(LayerVerbs):
         put.counters.took(PUT_ASYNC, start_ns)
         self._puts.append(put)
         while len(self._puts) > PUTS_UNREAD_MAX:
-            with contextlib.suppress(Unavailable):  # kept for whoever asks for that result
+            # Kept for whoever asks for that result; InvalidRequest: its session has ended.
+            with contextlib.suppress(Unavailable, InvalidRequest):
                 self._puts.popleft().result()
         return put
 

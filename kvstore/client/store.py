@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvstore.client.admin import AdminVerbs
+from kvstore.client.channel import SocketChannel
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.objects import ObjectVerbs
 from kvstore.client.prefix_cache import PrefixCache
@@ -94,6 +95,16 @@ class Store(AdminVerbs, ObjectVerbs):
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self.name}: not ready after {timeout_s:g} s")
             time.sleep(0.005)
+
+    def renew_session(self) -> None:
+        """End the session and begin another, after requests whose outcome is unknown: frames that the node holds for
+        us, in doubt until this process ends, are free at once. No thread may be writing; leases end, calls under way
+        fail. Raises NodeUnavailable where there is no such node.
+        """
+        mapped = self._node.mapped()
+        if mapped is not None and isinstance(mapped.channel, SocketChannel):
+            mapped.channel.ended = True
+            self._node.writable()
 
     def close(self) -> None:
         """End the session, and an embedded node with it. Closing twice is fine."""

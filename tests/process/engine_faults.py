@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import kvstore
 from engine.client import EngineClient
@@ -21,6 +22,7 @@ from tests.process.harness import Daemon, Machine, check_laws, wait_settled, wai
 
 END_S = 60.0  # for an answer, on a slow, busy machine
 IDLE_S = 20.0  # for frames to return: an engine that stands still is given up within 8 s
+RESERVED_S = 35.0  # for frames of a dead engine that reached its node over gRPC: until their deadline
 NODE = "faults"
 
 Tokens = npt.NDArray[np.uint32]
@@ -112,9 +114,8 @@ class Cluster:
         """Start an engine (again) without waiting for it."""
         flags = {"node": NODE, "listen": self.address(name), **self.flags[name]}
         flags = {flag: value.format(cluster=self) for flag, value in flags.items()}
-        for flag in ("prefill",):
-            if flag in flags:
-                flags[flag] = self.address(*flags[flag].split(","))
+        if "prefill" in flags:
+            flags["prefill"] = self.address(*flags["prefill"].split(","))
         self._engines[name] = process = spawn_engine(self.machine, **flags)
         return process
 
@@ -138,11 +139,10 @@ class Cluster:
             wait_until(f"{name} answers", lambda client=client: answers(client))  # type: ignore[misc]
         return [self.client(name) for name in names]
 
-    def kill(self, name: str, again: bool = True) -> None:
-        """kill -9; ``again``: start it anew without waiting."""
+    def kill(self, name: str) -> None:
+        """kill -9, and start it anew without waiting."""
         assert self._engines[name].kill() == -9
-        if again:
-            self.spawn(name)
+        self.spawn(name)
 
     def restart_node(self) -> Daemon:
         """Start the node again, after it has ended."""
@@ -160,14 +160,21 @@ class Cluster:
 
     def store(self) -> kvstore.Store:
         """A connection to the node; the caller closes it."""
-        return kvstore.connect(NODE, 10.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVSTORE_SHM_DIR", str(self.machine.shm_dir))
+            return kvstore.connect(NODE, 10.0)
 
-    def settled(self, *names: str) -> None:
-        """These engines have every frame back, so has the node, and its laws hold."""
-        for name in names or self.flags:
+    def idle_all(self) -> None:
+        """Every engine has all its frames back, and the laws of the node hold."""
+        for name in self.flags:
             self.idle(name)
         with self.store() as store:
-            wait_settled(store, 15.0)
+            check_laws(store)
+
+    def settled(self) -> None:
+        """The node has back what dead engines had reserved; of one that reached it over gRPC, when that has expired."""
+        with self.store() as store:
+            wait_settled(store, RESERVED_S)
             check_laws(store)
 
     def idle(self, name: str, timeout_s: float = IDLE_S) -> None:
@@ -185,6 +192,15 @@ class Cluster:
             wait_until(f"{name} is idle", idle, timeout_s)
         except AssertionError as late:
             raise AssertionError(f"{late}: {seen}") from None
+
+    def idle_frames(self, name: str) -> None:
+        """Every frame is back there, whoever may still be passed tokens."""
+        self.state(name, lambda status: status["frames"]["free"] == status["frames"]["total"], IDLE_S)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether it has said that it serves, and lives."""
+        process = self._engines[name]
+        return process.alive and "\n" in process.output()
 
     def state(self, name: str, holds: Callable[[dict[str, Any]], Any], timeout_s: float = END_S) -> None:
         """Wait until its status is so."""
@@ -208,13 +224,21 @@ def answers(client: EngineClient) -> bool:
 
 
 def holds_of(process: EngineProcess) -> dict[str, int]:
-    """Threads and open files of a process."""
+    """Threads and connections of a process; its other files are the node's, of which there may be more and more."""
     proc = Path(f"/proc/{process.pid}")
-    return {"threads": len(list((proc / "task").iterdir())), "files": len(list((proc / "fd").iterdir()))}
+    sockets = [file for file in (proc / "fd").iterdir() if "socket:" in _target(file)]
+    return {"threads": len(list((proc / "task").iterdir())), "sockets": len(sockets)}
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # just closed
+        return ""
 
 
 def wait_no_more(process: EngineProcess, before: dict[str, int], slack: int = 4) -> None:
-    """Threads and files are as many again; gRPC's own come and go."""
+    """They are as many again; gRPC's own come and go."""
     now: dict[str, int] = {}
 
     def fewer() -> bool:
@@ -222,10 +246,9 @@ def wait_no_more(process: EngineProcess, before: dict[str, int], slack: int = 4)
         return all(now[what] <= before[what] + slack for what in before)
 
     try:
-        wait_until("threads and files are gone", fewer, IDLE_S)
+        wait_until("threads and connections are gone", fewer, IDLE_S)
     except AssertionError as late:
-        files = sorted(os.readlink(file) for file in Path(f"/proc/{process.pid}/fd").iterdir())
-        raise AssertionError(f"{late}: {before} before, {now} now: {files}") from None
+        raise AssertionError(f"{late}: {before} before, {now} now") from None
 
 
 def right(cluster: Cluster, by: str, *runs: Running) -> None:
@@ -237,11 +260,12 @@ def right(cluster: Cluster, by: str, *runs: Running) -> None:
         assert run.tokens == cluster.reference(by, run.prompt, len(run.tokens)), run.usage
 
 
-def made(engines: dict[str, dict[str, str]], logs: Path, names: Sequence[str] = (), **node: str) -> Iterator[Cluster]:
+def made(engines: dict[str, dict[str, str]], logs: Path, **node: str) -> Iterator[Cluster]:
     """One for a fixture, with its engines ready."""
     cluster = Cluster(logs, engines, **node)
     try:
-        cluster.ready(*(names or engines))
+        cluster.ready(*engines)
         yield cluster
+        cluster.settled()
     finally:
         cluster.close()

@@ -198,7 +198,14 @@ class InProcess:
         """As ``EngineClient.prefill``."""
         events: queue.SimpleQueue[PrefillEvent] = queue.SimpleQueue()
         self.target.prefill(request, layout, hold_s or 0.0, events.put)
-        yield from _until_end(events, timeout_s)
+        done = False
+        try:
+            for event in _until_end(events, timeout_s):
+                done = isinstance(event, Done)
+                yield event
+        finally:
+            if not done:  # closing it before gives it up
+                self.target.release(request.id)
 
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
@@ -214,12 +221,22 @@ class InProcess:
         """As ``EngineClient.submit``."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.target.submit(request, events.put)
-        yield from _until_end(events, None)
+        try:
+            yield from _until_end(events, None)
+        finally:
+            self.target.cancel(request.id)
+
+    def status(self) -> dict[str, Any]:
+        """As ``EngineClient.status``."""
+        return self.target.status()
 
 
 def _until_end(events: queue.SimpleQueue[Any], timeout_s: float | None) -> Iterator[Any]:
     while True:
-        event = events.get(timeout=timeout_s or ANSWER_S)
+        try:
+            event = events.get(timeout=ANSWER_S if timeout_s is None else max(0.001, timeout_s))
+        except queue.Empty:
+            raise kvstore.errors.DeadlineExceeded("the engine did not answer in time") from None
         yield event
         if isinstance(event, Done | Finished | Failed):
             return
@@ -306,7 +323,9 @@ class Lab:
         """What other engines know it by."""
         return next(address for address, known in self.engines.items() if known is one)
 
-    def ask(self, one: Engine, tokens: Tokens, count: int = 8, sampling: Mapping[str, Any] | None = None, **request: Any) -> Answer:
+    def ask(
+        self, one: Engine, tokens: Tokens, count: int = 8, sampling: Mapping[str, Any] | None = None, **request: Any
+    ) -> Answer:
         """Submit a prompt."""
         self._asked += 1
         chosen = Sampling(**{"max_tokens": count, "ignore_eos": True, **(sampling or {})})
@@ -326,7 +345,10 @@ class Lab:
     def settle(self) -> None:
         """Every engine is idle and has all its frames; nobody of them holds anything in a store."""
         for address, one in self.engines.items():
-            wait_until(f"{address} is idle: {_left(one)}", lambda one=one: not _left(one), SETTLE_S)
+            try:
+                wait_until(f"{address} is idle", lambda one=one: not _left(one), SETTLE_S)
+            except AssertionError as late:
+                raise AssertionError(f"{late}: {_left(one)}") from None
             one.arena.check()
             one.check()
         for store in self.stores:

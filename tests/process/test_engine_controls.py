@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from engine.core import Engine
-from engine.request import Role
+from engine.request import Finished, Request, Role, Sampling, Token, Usage
 from kvstore import Layout
+from tests.process import engine_tokens
 from tests.process.engine_tokens import (
     MAIN,
     TOLERANCE,
     Answer,
+    Expected,
     Lab,
     check_answer,
     distance,
@@ -74,8 +76,9 @@ def another_prompts(preset: str, pages: Pages, other: Pages) -> Pages:
 
 
 def another_place(preset: str, pages: Pages, other: Pages) -> Pages:
-    """Two pages of this prompt have changed places."""
-    return pages[[0, 2, 1, 3, 4]]
+    """A page of this prompt stands twice. (Two that change places would be right: keys know where they are.)"""
+    pages[2] = pages[1]
+    return pages
 
 
 def layers_swapped(preset: str, pages: Pages, other: Pages) -> Pages:
@@ -93,7 +96,9 @@ def turned(preset: str, pages: Pages, other: Pages) -> Pages:
     """Keys stand one position later than they are: turned by one more step."""
     keys = torch.from_numpy(keys_in(preset, pages).copy())
     rotary = served(preset).net.model.rotary_emb
-    cos, sin = (part[0, 0].numpy() for part in rotary(keys, torch.tensor([[1]])))
+    cos, sin = (part[0, 0, : keys.shape[-1] // 2].numpy() for part in rotary(keys, torch.tensor([[1]])))
+    length = np.sqrt(cos**2 + sin**2)  # YaRN makes keys longer, once
+    cos, sin = np.tile(cos / length, 2), np.tile(sin / length, 2)
     half = keys.shape[-1] // 2
     rotated = np.concatenate([-keys[..., half:].numpy(), keys[..., :half].numpy()], axis=-1)
     keys_in(preset, pages)[:] = keys.numpy() * cos + rotated * sin
@@ -181,7 +186,7 @@ def test_wrong_pages_change_what_is_handed_over(lab: Lab, preset: str) -> None:
             check_wrong(preset, answer)
 
 
-@pytest.mark.parametrize("preset", MAIN)
+@pytest.mark.parametrize("preset", [*MAIN, "tiny-gpt-oss"])
 def test_turning_keys_is_one_position(lab: Lab, preset: str) -> None:
     """The control is what it says: keys of the first layer are, turned, those of the same tokens one position later."""
     true, other = stored(lab, preset)
@@ -194,3 +199,28 @@ def test_turning_keys_is_one_position(lab: Lab, preset: str) -> None:
     ours = keys_in(preset, turned(preset, true.copy(), other))[0, 0, :, :-1]
     np.testing.assert_allclose(ours, keys_in(preset, moved)[0, 0, :, 1:], atol=1e-4)
     assert np.abs(ours - keys_in(preset, true)[0, 0, :, :-1]).max() > 0.1
+
+
+# --- the judge --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gap", "right"), [(TOLERANCE / 2, True), (TOLERANCE * 2, False)])
+def test_only_ties_are_forgiven(monkeypatch: pytest.MonkeyPatch, gap: float, right: bool) -> None:
+    """The reference says 3, closely before 5, and after a 5 it says 7: an answer of 5 and 7 needs a tie."""
+    after = np.append(TOKENS, np.uint32(5))
+    first, second = torch.zeros(1, 10), torch.zeros(1, 10)
+    first[0, [3, 5]], second[0, 7] = torch.tensor([2.0, 2.0 - gap]), 1.0
+    known = {
+        ("none", TOKENS.tobytes()): Expected((3, 4), torch.cat([first, second])),
+        ("none", after.tobytes()): Expected((7,), second),
+    }
+    monkeypatch.setattr(engine_tokens, "_expected", known)
+    request = Request(id="tie", tokens=TOKENS, sampling=Sampling(max_tokens=2))
+    answer = Answer("none", request, {0: first[0], 1: second[0]})
+    for event in (Token(5, 0), Token(7, 1), Finished("length", Usage(prompt_tokens=len(TOKENS)))):
+        answer.emit(event)
+    if right:
+        check_answer(answer)
+    else:
+        with pytest.raises(AssertionError, match="no tie"):
+            check_answer(answer)

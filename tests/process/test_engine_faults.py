@@ -30,15 +30,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def cluster(shared: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("KVSTORE_SHM_DIR", str(shared.machine.shm_dir))
+def cluster(shared: Cluster) -> Iterator[Cluster]:
     shared.ready(*ENGINES)
     wait_until("no engine is avoided", lambda: handed_off(shared), 30.0)
     yield shared
     for name in ENGINES:
         shared[name].resume()
     shared.ready(*ENGINES)
-    shared.settled()
+    shared.idle_all()
 
 
 def handed_off(cluster: Cluster) -> bool:
@@ -75,7 +74,7 @@ def test_a_killed_prefill_engine_costs_time_only(
     cluster.state(victim, lambda status: status["prefills_held"] and not any(status["requests"].values()))
     half = Running(decode, prompt(7003, seed + 1), max_tokens=24, prefill=[dead, other], **midway)
     cluster.state(victim, lambda status: status["requests"]["computing"])
-    waits = Running(decode, prompt(1500, seed + 2), max_tokens=24, prefill=[dead], handoff="lazy", **{})
+    waits = Running(decode, prompt(1500, seed + 2), max_tokens=24, prefill=[dead], handoff="lazy")
     time.sleep(0.2)
     cluster.kill(victim)
     right(cluster, "decode", computed, half, waits)
@@ -133,11 +132,11 @@ def test_a_node_that_is_away_is_missed_by_nobody(cluster: Cluster, how: str) -> 
     decode = cluster.client("decode")
     one, two = cluster.address("one"), cluster.address("two")
     seed = 40 if how == "killed" else 50
-    cluster.reference("decode", prompt(100, seed), 6000)
-    answer = Running(decode, prompt(100, seed), max_tokens=6000).drawn(300)
+    cluster.reference("decode", prompt(100, seed), 2500)
+    answer = Running(decode, prompt(100, seed), max_tokens=2500).drawn(300)
     handed = [
-        Running(decode, prompt(3001, seed + 1), max_tokens=24, prefill=[one], source="dram"),
-        Running(decode, prompt(3002, seed + 2), max_tokens=24, prefill=[two], source="arena"),
+        Running(decode, prompt(2001, seed + 1), max_tokens=24, prefill=[one], source="dram"),
+        Running(decode, prompt(2002, seed + 2), max_tokens=24, prefill=[two], source="arena"),
     ]
     cluster.state("one", lambda status: status["requests"]["computing"])
     if how == "killed":

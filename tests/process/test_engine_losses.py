@@ -45,7 +45,9 @@ def test_any_subset_is_evicted(lab: Lab, nvme: bool, number: int) -> None:
     store = lab.store(nvme=nvme)
     one = lab.engine(preset, store, page_tokens=page, chunk_tokens=chance.choice((24, 64, 512)))
     trunk = prompt(number, 3 * page + 5)
-    prompts = [trunk] + [np.concatenate([trunk[: cut * page], prompt(10 + cut, 3 * page + cut)]) for cut in (0, 1, 2, 3)]
+    prompts = [trunk] + [
+        np.concatenate([trunk[: cut * page], prompt(10 + cut, 3 * page + cut)]) for cut in (0, 1, 2, 3)
+    ]
     lab.answers(one, prompts, 4)
     hits = set()
     for _ in range(4):
@@ -167,7 +169,7 @@ def killed_at(lab: Lab, what: str, moment: Callable[[], bool]) -> None:
     kill(lab.machine)
 
 
-@pytest.mark.parametrize(("preset", "back"), zip(MAIN, (True, False, True), strict=True))
+@pytest.mark.parametrize(("preset", "back"), [*zip(MAIN, (True, False, True), strict=True)])
 def test_node_killed_while_a_prompt_is_computed(lab: Lab, preset: str, back: bool) -> None:
     store = node(lab)
     one = lab.engine(preset, store, chunk_tokens=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -206,9 +207,12 @@ def end(stream: Any) -> None:
 
     A stream without a thread of its own is only done when its last event was taken. gRPC does not do that when it is
     cancelled, nor when it is dropped: the connection would stay open as long as the process lives, also after
-    ``close``. There is no public way to take them; where the private one is gone, that much is lost.
+    ``close``. There is no public way to take them; where the private one is gone, that much is lost. Nor are they taken
+    where a signal's handler raised inside the stream: gRPC would then wait for them for ever.
     """
     stream.cancel()
+    if isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+        return
     state, take = getattr(stream, "_state", None), getattr(stream, "_consume_next_event", None)
     while take is not None and getattr(state, "due", None):
         take()  # all are there: it was cancelled

@@ -91,6 +91,10 @@ class RemoteStore(RemoteObjects, Store):
                     ) from error
                 time.sleep(_RETRY_S)
 
+    def renew_session(self) -> None:
+        """See ``Store.renew_session``. There is no session here: the node itself ends what its callers left."""
+        self._remote.check_open()
+
     def close(self) -> None:
         """End the connection. Closing twice is fine."""
         self._remote.close()
