@@ -122,7 +122,8 @@ def _run(
     from engine.server import EngineServer
 
     tally = Tally()
-    engine = Engine(config, model, store, EngineClient, tally)
+    others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it
+    engine = Engine(config, model, store, lambda address: others.enter_context(EngineClient(address)), tally)
     server = EngineServer(config, engine, model, tally)
     engine.start()
     try:
@@ -155,6 +156,7 @@ def _run(
     finally:
         engine.stop()
         server.stop()
+        others.close()
 
 
 def described(said: Ready) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Prefills:
         sequence.state = State.HELD
         with self._lock:
             known = self._known.get(sequence.id)
-            if known is not None:
+            if known is not None and not sequence.cancelled:  # released during its last step: it is over already
                 self._expires[sequence.id] = time.monotonic() + known[1]
         sequence.tell(Done(handoff))
 
