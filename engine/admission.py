@@ -50,6 +50,8 @@ def check_request(request: Request, model: Model, layout: Layout, frames: int, a
         raise InvalidRequest("tokens", f"{what} are beyond the context of {model.context_tokens_max}")
     if -(-total // layout.page_tokens) > frames:
         raise InvalidRequest("tokens", f"{total} tokens do not fit the arena of {frames * layout.page_tokens}")
+    if request.adapter:
+        raise InvalidRequest("adapter", "this engine runs its model without adapters")
     if not 0 < request.deadline_s < 1e6:
         raise InvalidRequest("deadline_s", f"must be positive seconds, not {request.deadline_s!r}")
 

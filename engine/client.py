@@ -126,7 +126,7 @@ class EngineClient:
             resume: engines that go on where this one fails or dies in the middle: tokens are drawn as they would have
                 been here, and none comes twice. Each is asked once.
             how: fields of ``Sampling`` (``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``,
-                ``ignore_eos``) and of ``Request`` (``id``, ``salt``, ``adapter``, ``deadline_s``, ``prefill``,
+                ``ignore_eos``) and of ``Request`` (``id``, ``salt``, ``deadline_s``, ``prefill``,
                 ``handoff``, ``source``, ``grain``, ``use_pool``, ``allow_lossy``).
 
         Raises:

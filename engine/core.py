@@ -25,11 +25,12 @@ from engine.config import EngineConfig
 from engine.decode import SideBatches
 from engine.handoff import Peer, Peers
 from engine.lossy import codecs
+from engine.migration import Migration
 from engine.models import Model
 from engine.observer import Observer
 from engine.pool import Pool
 from engine.prefill import Prefills
-from engine.request import Emit, Piece, PrefillEvent, Request, Role
+from engine.request import Cancel, Emit, Piece, PrefillEvent, Request, Role
 from engine.routes import Routes
 from engine.runner import Runner
 from engine.sequence import Sequence, State
@@ -37,6 +38,7 @@ from engine.speeds import Speeds
 from engine.status import describe
 from engine.step import Step
 from engine.text import Detokenizer
+from engine.wire import explain_mismatch
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls, VersionMismatch
 from kvstore.model.layout import Layout
@@ -78,14 +80,17 @@ class Engine:
         self.prefills = Prefills(self.arena, self.pool, forms)
         self._sides = SideBatches(runner, self.arena, self._wake)
         self._peers = Peers(connect)
-        self._routes = Routes(config, self._peers, self.arena, self.pool, forms, self.observer, self._wake)
+        self._routes = Routes(
+            config, self._peers, self.arena, self.pool, forms, model.vocab_size, self.observer, self._wake
+        )
         self._admission = Admission(self.arena, config.batch_max)
         self._eos = frozenset(model.eos_ids)
         self._step = Step(config, runner, self.arena, self.pool, self.prefills, self._sides, self.speeds)
-        self._active: dict[str, Sequence] = {}  # have frames
+        self._active: dict[Sequence, None] = {}  # have frames, in the order they got them
         self._parked: list[Sequence] = []  # lazy: computed elsewhere first, then they wait for frames
         self._leaving: list[Sequence] = []  # ended, their frames may still be written to
-        self._known: dict[str, Sequence] = {}  # all that have not ended
+        self._known: dict[str, Sequence] = {}  # all that have not ended, held prefills among them
+        self._entry = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
@@ -110,14 +115,15 @@ class Engine:
     def check(self) -> None:
         """Conservation of frames, for an engine that is idle: all that nobody has are free."""
         self.arena.check()
-        holders = [*self._active.values(), *self._leaving, *self.prefills.sequences()]
+        holders = [*self._active, *self._leaving, *self.prefills.sequences()]
         held = sum(len(sequence.frames) for sequence in holders if sequence.frames is not None)
         assert held + self.arena.frames_free == self.arena.frames_total, (held, self.arena.frames_free)
 
     # --- what is asked of it ------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, emit: Emit) -> None:
-        """Answer a prompt. ``emit`` is called for every event by the engine's thread, which it must not keep.
+    def submit(self, request: Request, emit: Emit) -> Cancel:
+        """Answer a prompt. ``emit`` is called for every event by the engine's thread, which it must not keep. Returns
+        what cancels this request, and no later one of the same id.
 
         Raises:
             InvalidRequest: see ``check_request``; or the role is prefill, or the id is in use.
@@ -128,27 +134,23 @@ class Engine:
             raise InvalidRequest("role", "this engine computes prompts for others; ask one of role decode or both")
         sequence = self._made(request, emit, answers=True)
         self._post(lambda: self._submitted(sequence))
+        return partial(self._cancel, sequence)
 
-    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> None:
-        """Compute a prompt for another engine, whose pages are of ``layout``.
+    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
+        """Compute a prompt for another engine, whose pages are of ``layout``. Returns what gives it up.
 
         Raises:
             VersionMismatch: the layouts differ; says in which fields.
             InvalidRequest, TooManyCalls, NodeUnavailable: as ``submit``; or the role is decode.
         """
         if layout.fingerprint != self.layout.fingerprint:
-            from engine.wire import explain_mismatch
-
             raise VersionMismatch(explain_mismatch(self.layout, layout))
         if self.role is Role.DECODE:
             raise InvalidRequest("role", "this engine answers requests; ask one of role prefill or both")
         sequence = self._made(request, emit, answers=False)
-        try:
-            self.prefills.admit(sequence, min(hold_s, self.config.hold_s) if hold_s > 0 else self.config.hold_s)
-        except InvalidRequest:
-            self._known.pop(sequence.id, None)
-            raise
+        self.prefills.admit(sequence, min(hold_s, self.config.hold_s) if hold_s > 0 else self.config.hold_s)
         self._post(lambda: self._admission.add(sequence))
+        return partial(self._cancel, sequence)
 
     def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
         """See ``Prefills.pull``."""
@@ -163,11 +165,23 @@ class Engine:
     def cancel(self, request_id: str) -> bool:
         """End a request. Whether there was one."""
         sequence = self._known.get(request_id)
-        if sequence is None:
-            return False
+        if sequence is not None:
+            self._cancel(sequence)
+        return sequence is not None
+
+    def _cancel(self, sequence: Sequence) -> None:
         sequence.cancelled = True
+        elsewhere = sequence.elsewhere
+        if elsewhere is not None and sequence.state is State.LEFT:
+            threading.Thread(target=self._cancel_there, args=(elsewhere,), name="engine-cancel", daemon=True).start()
         self._wake()
-        return True
+
+    @staticmethod
+    def _cancel_there(elsewhere: Callable[[], object]) -> None:
+        try:
+            elsewhere()
+        except KVStoreError as error:
+            log.warning("an answer that went on elsewhere was not cancelled there: %s", error)
 
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
@@ -179,8 +193,6 @@ class Engine:
 
     def migrate(self, request_id: str, target: str) -> bool:
         """Have the engine at ``target`` go on with a request; its client sees no difference. Whether there was one."""
-        from engine.migration import Migration
-
         sequence = self._known.get(request_id)
         if sequence is None or not sequence.answers:
             return False
@@ -190,7 +202,7 @@ class Engine:
         """Accept nothing more; wait for what runs, moved to ``target`` where there is one. How many still run then."""
         self.draining = True
         deadline = time.monotonic() + timeout_s
-        while self._known and time.monotonic() < deadline:
+        while self.draining and self._known and time.monotonic() < deadline:
             if target is not None:
                 target = self._moved(target)
             time.sleep(IDLE_S)
@@ -211,14 +223,15 @@ class Engine:
         if self._stopping or self.draining:
             raise NodeUnavailable("this engine takes no new requests: it is being drained")
         check_request(request, self.model, self.layout, self.arena.frames_total, answers)
-        if request.id in self._known:
-            raise InvalidRequest("request_id", f"{request.id} is in use here")
-        if len(self._known) >= self.config.requests_max:
-            raise TooManyCalls(f"{self.config.requests_max} requests are here already", retry_after_s=1.0)
         text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
         cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
         sequence = Sequence(request, emit, text, self.layout.page_tokens, cache, answers)
-        self._known[request.id] = sequence
+        with self._entry:
+            if request.id in self._known:
+                raise InvalidRequest("request_id", f"{request.id} is in use here")
+            if len(self._known) >= self.config.requests_max:
+                raise TooManyCalls(f"{self.config.requests_max} requests are here already", retry_after_s=1.0)
+            self._known[request.id] = sequence
         return sequence
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -241,21 +254,23 @@ class Engine:
             for sequence in self._admission.admit(len(self._active)):
                 self._load(sequence)
             self._follow()
-            if not self._step.run(list(self._active.values()), self._next_token, self.observer):
+            if not self._step.run(list(self._active), self._next_token, self.observer):
                 with self._changed:
                     if not self._inbox and not self._stopping:
                         self._changed.wait(IDLE_S)
         self._end_all()
 
     def _submitted(self, sequence: Sequence) -> None:
-        if self._routes.choose(sequence, self.role) and self._routes.lazy(sequence):
+        if sequence.stopped:  # all was told by the engine that died
+            self._finish(sequence, "stop")
+        elif self._routes.choose(sequence, self.role) and self._routes.lazy(sequence):
             self._routes.begin(sequence)
             self._parked.append(sequence)
         else:
             self._admission.add(sequence)
 
     def _load(self, sequence: Sequence) -> None:
-        self._active[sequence.id] = sequence
+        self._active[sequence] = None
         sequence.state, sequence.loading = State.LOADING, True
 
         def load() -> None:
@@ -271,7 +286,7 @@ class Engine:
         self._loaders.submit(load)
 
     def _loaded(self, sequence: Sequence, tokens: int) -> None:
-        if sequence.id not in self._active:
+        if sequence not in self._active:
             return  # it ended meanwhile
         sequence.cached = tokens
         sequence.stored_pages = 0 if sequence.lossy else tokens // sequence.page_tokens
@@ -286,75 +301,78 @@ class Engine:
         for sequence in [one for one in self._parked if self._routes.settled(one)]:
             self._parked.remove(sequence)
             self._admission.add(sequence)
-        for sequence in list(self._active.values()):
+        for sequence in list(self._active):
             if sequence not in self._sides:
                 self._routes.follow(sequence, self._next_token, self._refused)
 
     def _refused(self, sequence: Sequence, error: KVStoreError) -> None:
-        sequence.fail(error)
         self.observer.ended("failed", sequence.usage())
         self._over(sequence)
+        sequence.fail(error)
 
     def _next_token(self, sequence: Sequence, token: int) -> None:
         """One more token of a sequence was drawn."""
         if not sequence.answers:
-            self._active.pop(sequence.id, None)
-            self._known.pop(sequence.id, None)
-            self.prefills.complete(sequence, token)
+            self._active.pop(sequence, None)
             self.observer.ended("prefilled", sequence.usage())
+            self.prefills.complete(sequence, token)
             return
         sequence.state = State.DECODING
         reason = sequence.token(token, self._eos)
         if sequence.arrivals is None and sequence.cached // sequence.page_tokens > sequence.stored_pages:
             self.pool.append(sequence)
         if reason:
-            sequence.finish(reason)
-            self.observer.ended(reason, sequence.usage())
-            self._over(sequence)
+            self._finish(sequence, reason)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def _sweep(self, now_s: float) -> None:
         """End what was cancelled or is late, and take back the frames of what has ended."""
-        for sequence in [*self._admission.drop(now_s), *self._active.values(), *self._parked]:
+        for sequence in [*self._admission.drop(now_s), *self._active, *self._parked]:
             if sequence.cancelled or sequence.expired(now_s):
-                self._end(sequence)
+                self.observer.ended("cancelled" if sequence.cancelled else "failed", sequence.usage())
+                self._over(sequence)
+                sequence.give_up()
+                if not sequence.answers:
+                    self.prefills.failed(sequence)
         for sequence in self.prefills.over(now_s):
-            self._active.pop(sequence.id, None)
-            self._known.pop(sequence.id, None)
+            self._forget(sequence)
             self._leaving.append(sequence)
         self._leaving = [sequence for sequence in self._leaving if not self._given_back(sequence)]
 
-    def _end(self, sequence: Sequence) -> None:
-        if sequence.cancelled and sequence.answers:
-            sequence.finish("cancelled")
-        else:
-            sequence.fail_late()
-        self.observer.ended("cancelled" if sequence.cancelled else "failed", sequence.usage())
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        self.observer.ended(reason, sequence.usage())
         self._over(sequence)
+        sequence.finish(reason)  # last: its client may ask again under the same id
 
     def _over(self, sequence: Sequence) -> None:
+        """It has no more part in anything; its client is told after this."""
         if sequence in self._parked:
             self._parked.remove(sequence)
-        self._active.pop(sequence.id, None)
-        self._known.pop(sequence.id, None)
-        if not sequence.answers:  # its frames return when nobody pulls
-            self.prefills.failed(sequence, NodeUnavailable("it was cancelled, or too late"))
-        else:
+        self._active.pop(sequence, None)
+        if sequence.answers:
+            self._forget(sequence)
             self._leaving.append(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._known.get(sequence.id) is sequence:
+            del self._known[sequence.id]
 
     def _left(self, sequence: Sequence) -> None:
         """Another engine goes on with it: its frames are free, its client stays."""
-        self._active.pop(sequence.id, None)
+        if sequence not in self._active:
+            return  # it ended meanwhile
+        self._active.pop(sequence, None)
         self._leaving.append(sequence)
         self.observer.ended("migrated", sequence.usage())
 
     def _gone(self, sequence: Sequence) -> None:
-        self._known.pop(sequence.id, None)
+        self._forget(sequence)
 
     def _given_back(self, sequence: Sequence) -> bool:
         """Whether its frames are back; not before every thread that may touch them is done."""
-        if sequence.loading or sequence in self._sides or not self._routes.over(sequence):
+        over = self._routes.over(sequence)  # first: it gives a hand-off up, for which a side batch may wait
+        if sequence.loading or sequence in self._sides or not over:
             return False
         if sequence.frames is not None:
             self.arena.give_back(sequence.frames)
@@ -364,8 +382,10 @@ class Engine:
     def _end_all(self) -> None:
         error: KVStoreError = NodeUnavailable("this engine has ended")
         for sequence in list(self._known.values()):
-            sequence.fail(error)
             self._over(sequence)
+            sequence.fail(error)
+            if not sequence.answers:
+                self.prefills.failed(sequence)
         for sequence in self._leaving:  # or side batches would wait for what is on its way
             self._routes.over(sequence)
         self._sides.stop()

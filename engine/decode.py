@@ -40,7 +40,7 @@ def in_time(sequence: Sequence, layers: int, layer_s: float) -> bool:
     there = arrivals.layers_with(sequence.prompt)
     if there == layers:
         return True
-    if not there or not arrivals.layer_s:
+    if not there or not arrivals.layer_s or arrivals.late:
         return False
     # Both ends of a straight line: the first layer that is missing, and the last one.
     each = MARGIN * arrivals.layer_s
@@ -53,18 +53,19 @@ class Waits:
 
     sequences: list[Sequence]
     budget_s: float
-    missed: set[str] = field(default_factory=set)
+    missed: set[Sequence] = field(default_factory=set)
     waited_s: float = 0.0
 
     def before(self, layer: int) -> None:
         """Called before the layer's KV is read."""
         for sequence in self.sequences:
             arrivals = sequence.arrivals
-            if arrivals is None or sequence.id in self.missed or arrivals.tokens(layer) >= sequence.prompt:
+            if arrivals is None or sequence in self.missed or arrivals.tokens(layer) >= sequence.prompt:
                 continue
             start = time.monotonic()
             if not arrivals.wait(layer, sequence.prompt, start + self.budget_s - self.waited_s):
-                self.missed.add(sequence.id)
+                self.missed.add(sequence)
+                arrivals.late = True
             self.waited_s += time.monotonic() - start
 
 
@@ -80,11 +81,11 @@ class SideBatches:
         self._changed = changed
         self._threads = ThreadPoolExecutor(SIDE_MAX, "engine-side")
         self._done: queue.SimpleQueue[tuple[Sequence, torch.Tensor | BaseException | None]] = queue.SimpleQueue()
-        self._inside: set[str] = set()
+        self._inside: set[Sequence] = set()
         self.steps = 0
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.id in self._inside
+        return sequence in self._inside
 
     @property
     def full(self) -> bool:
@@ -93,7 +94,7 @@ class SideBatches:
 
     def add(self, sequence: Sequence) -> None:
         """Make its next token aside."""
-        self._inside.add(sequence.id)
+        self._inside.add(sequence)
         self.steps += 1
         self._threads.submit(self._step, sequence)
 
@@ -103,7 +104,7 @@ class SideBatches:
         """
         while not self._done.empty():
             sequence, given = self._done.get_nowait()
-            self._inside.discard(sequence.id)
+            self._inside.discard(sequence)
             if isinstance(given, BaseException):
                 raise given
             yield sequence, given

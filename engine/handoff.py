@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeU
 from kvstore.model.layout import Layout
 
 LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
+PEERS_MAX = 64
 CONNECT_S = 10.0  # for a prefill engine to begin
 
 log = logging.getLogger("kvstore.engine.handoff")
@@ -73,6 +75,7 @@ class Fetch:
         source: Source,
         grain: Grain,
         chunk_tokens: int,
+        vocab_size: int,
         changed: Callable[[], None],
     ) -> None:
         self.sequence = sequence
@@ -89,13 +92,14 @@ class Fetch:
         self._source = source if exact else Source.ARENA  # lossy pages are in the pool under another layout
         self._grain = grain
         self._chunk_tokens = chunk_tokens  # of a step here; the other engine is taken to be set up alike
+        self._vocab_size = vocab_size
         self._changed = changed
         self._admitted = threading.Event()
         self._done = threading.Event()
         self._given_up = False
         self._mover: threading.Thread | None = None
         self._start = 0
-        self._wire_id = f"{sequence.id}.{time.monotonic_ns():x}"  # a second attempt is another prefill there
+        self._wire_id = uuid.uuid4().hex  # a second attempt is another prefill there
 
     # --- called by the engine's thread ------------------------------------------------------------------------------
 
@@ -144,11 +148,13 @@ class Fetch:
                     return
                 match event:
                     case Admitted():
+                        sequence.lossy = sequence.lossy or event.lossy
                         sequence.spent.prefill_cached = dict(event.cached_tokens)
                         self._admitted.set()
                     case Progress():
                         pass
                     case Done():
+                        self._check(event.handoff)
                         self.handoff = event.handoff
                         self._done.set()
                         self._changed()
@@ -171,12 +177,24 @@ class Fetch:
                 self._move_from_pool()
             else:
                 self._take(self._pull(self._start))
+            if self.arrivals.layers_with(self.sequence.prompt) < self._arena.layout.layers:
+                raise NodeUnavailable(f"engine {self.address} sent less than all of a prompt")
             self._await(self._done)  # released earlier, it would count as given up
-            self._release()
             self._changed()
         except KVStoreError as error:
             self._fail(error)
-            self._release()
+        self._run(self._release)  # nobody waits for that
+
+    def _check(self, handoff: HandOff) -> None:
+        """Another engine's word is not taken for the tokens and pages of ours."""
+        cache, sequence = self.sequence.cache, self.sequence
+        if not 0 <= handoff.first_token < self._vocab_size:
+            raise InvalidRequest("first_token", f"{handoff.first_token} is no token of this model")
+        ours = cache.keys(sequence.tokens[: sequence.prompt]).hashes if cache is not None and handoff.pages else []
+        if ours and list(handoff.pages) != ours:
+            raise InvalidRequest("pages", f"engine {self.address} names other pages than this prompt has")
+        if not 0 <= handoff.stored <= sequence.prompt // sequence.page_tokens:
+            raise InvalidRequest("stored", f"{handoff.stored} pages are more than this prompt has")
 
     def _release(self) -> None:
         try:
@@ -211,21 +229,23 @@ class Fetch:
                 raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
             yield piece
 
-    def _take(self, pieces: Iterator[Piece], tell: bool = True) -> None:
+    def _take(self, pieces: Iterator[Piece]) -> None:
         for piece in pieces:
             self._store(piece)
-            if tell:
-                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
+            self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
 
     def _store(self, piece: Piece) -> None:
         frames, page_tokens = self.sequence.frames, self.sequence.page_tokens
         assert frames is not None
-        self._link.carry(len(piece.data), self._stopped)
-        self.sequence.spent.moved_bytes += len(piece.data)
         first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
         count = piece.tokens // page_tokens
-        if piece.token_start + piece.tokens > self.sequence.prompt or piece.layer >= self._arena.layout.layers:
-            raise InvalidRequest("piece", "is of no page of this prompt")
+        layout = self._codec.layout if self._codec is not None else self._arena.layout
+        inside = piece.token_start + piece.tokens <= self.sequence.prompt and piece.layer < layout.layers
+        whole = piece.token_start % page_tokens == 0 and (not rest or not count) and piece.tokens > 0
+        if not inside or not whole or len(piece.data) != layout.kv_heads * piece.tokens * layout.token_bytes:
+            raise InvalidRequest("piece", f"engine {self.address} sent what is of no page of this prompt")
+        self._link.carry(len(piece.data), self._stopped)
+        self.sequence.spent.moved_bytes += len(piece.data)
         data = np.frombuffer(piece.data, np.uint8).reshape(max(1, count), -1)
         if self._codec is not None:
             data = self._codec.decode(data)
@@ -253,6 +273,8 @@ class Fetch:
             if not self._read_group(page, stop, tail):
                 self._take(self._pull(page * page_tokens))
                 return
+            if tail is not None:  # what of it was computed in a later chunk
+                self._take(tail)
             page = stop
         if self._start // page_tokens >= full:
             self._take(self._pull(full * page_tokens))
@@ -281,12 +303,14 @@ class Fetch:
                             return False
                 self._link.carry(count * layout.layer_bytes, self._stopped)
                 sequence.spent.moved_bytes += count * layout.layer_bytes
+            tokens = stop * sequence.page_tokens
             if tail is not None:
                 piece = next(tail, None)
                 if piece is None or piece.layer != layer:
                     raise NodeUnavailable(f"engine {self.address} sent layers of a tail out of order")
                 self._store(piece)
-            self.arrivals.reached(layer, sequence.prompt if tail is not None else stop * sequence.page_tokens)
+                tokens = piece.token_start + piece.tokens
+            self.arrivals.reached(layer, tokens)
         return True
 
     def _still_coming(self, stop: int) -> None:
@@ -314,23 +338,32 @@ class Fetch:
                     break
             self._link.carry(moved, self._stopped)
             sequence.spent.moved_bytes += moved
+        arrived = [position] * self._arena.layout.layers
         if position < sequence.prompt:
-            self._take(self._pull(position), tell=False)
-        self.arrivals.all_reached(sequence.prompt)
+            for piece in self._pull(position):
+                self._store(piece)
+                arrived[piece.layer] = piece.token_start + piece.tokens
+        self.arrivals.all_reached(min(arrived))
 
 
 class Peers:
-    """Clients of other engines, one per address, made when first needed."""
+    """Clients of other engines, one per address, made when first needed; the ``PEERS_MAX`` used last are kept."""
 
     def __init__(self, connect: Callable[[str], Peer]) -> None:
         self._connect = connect
+        self._lock = threading.Lock()
         self._known: dict[str, Peer] = {}
         self._failed: dict[str, float] = {}
 
     def __getitem__(self, address: str) -> Peer:
-        if address not in self._known:
-            self._known[address] = self._connect(address)
-        return self._known[address]
+        with self._lock:
+            peer = self._known.pop(address, None) or self._connect(address)
+            self._known[address] = peer  # the newest, at the end
+            while len(self._known) > PEERS_MAX:
+                forgotten = next(iter(self._known))
+                del self._known[forgotten]
+                self._failed.pop(forgotten, None)
+            return peer
 
     def avoid(self, address: str, seconds: float) -> None:
         """It did not answer: ask others first for a while."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.pool import Pool
-from engine.request import Event, Failed, Finished, Request, Role, Token, Usage
+from engine.request import Event, Failed, Request, Role, Token, Usage
 from engine.sequence import Sequence, State
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 
@@ -28,18 +29,23 @@ class Target(Protocol):
         """Have it answer."""
         ...
 
+    def cancel(self, request_id: str) -> bool:
+        """End that."""
+        ...
+
     def status(self) -> dict[str, Any]:
         """What it is."""
         ...
 
 
 class Migration:
-    """One request on its way. ``ask`` returns as soon as the request has left, or is known not to."""
+    """One request on its way. Until the other engine has said its first word, its frames stay and it can come back."""
 
     def __init__(self, target: Any, address: str, pool: Pool) -> None:
         self._target: Target = target
         self._address = address
         self._pool = pool
+        self._id = uuid.uuid4().hex
 
     def ask(
         self,
@@ -48,19 +54,45 @@ class Migration:
         left: Callable[[Sequence], None],
         gone: Callable[[Sequence], None],
     ) -> bool:
-        """Let it leave between two steps. False where it does not run (any more). ``left`` and ``gone`` are called by
-        the engine's thread: when its frames are free, and when its client has been told the end.
+        """Let it go on there. False where it does not run here (any more). ``left`` and ``gone`` are called by the
+        engine's thread: when its frames are no longer needed, and when its client has been told the end.
 
         Raises:
-            NodeUnavailable, VersionMismatch, InvalidRequest: the other engine is not there, or not for this; the
-                request stays.
-            DeadlineExceeded: the engine's thread did not come to it.
+            KVStoreError: the other engine is not there, or does not take it; it goes on here.
+            DeadlineExceeded: neither engine said so in time; it may go on there.
         """
         self._check()
-        return self._leave(sequence, post, left, gone)
+        taken: Future[bool] = Future()
+
+        def leave() -> None:
+            if not taken.set_running_or_notify_cancel():
+                return  # whoever asked has given up
+            if sequence.state is not State.DECODING or sequence.arrivals is not None:
+                taken.set_result(False)
+                return
+            self._pool.append(sequence)
+            sequence.state = State.LEFT
+            threading.Thread(target=pass_on, name="engine-migrated", daemon=True).start()
+
+        def pass_on() -> None:
+            try:
+                if self._pass_on(sequence, lambda: post(lambda: left(sequence)), taken):
+                    post(lambda: gone(sequence))
+                else:
+                    post(lambda: _back(sequence))
+            finally:
+                if not taken.done():
+                    taken.set_result(False)
+
+        post(leave)
+        try:
+            return taken.result(ASK_S)
+        except TimeoutError:
+            taken.cancel()
+            raise DeadlineExceeded(f"{self._address} did not take request {sequence.id} within {ASK_S:g} s") from None
 
     def _check(self) -> None:
-        """Whether the other engine would take it: what has left does not come back."""
+        """Whether the other engine is one that would take it."""
         status = self._target.status()
         if status["role"] == Role.PREFILL:
             raise InvalidRequest("target", f"{self._address} computes prompts for others, and answers none")
@@ -70,64 +102,45 @@ class Migration:
         if theirs != ours:
             raise VersionMismatch(f"{self._address} has pages of another layout: ours {ours}, theirs {theirs}")
 
-    def _leave(
-        self,
-        sequence: Sequence,
-        post: Callable[[Callable[[], None]], None],
-        left: Callable[[Sequence], None],
-        gone: Callable[[Sequence], None],
-    ) -> bool:
-        answer: Future[bool] = Future()
-
-        def leave() -> None:
-            if sequence.state is not State.DECODING or sequence.arrivals is not None:
-                answer.set_result(False)
-                return
-            self._pool.append(sequence)
-            sequence.state = State.LEFT
-            left(sequence)
-
-            def pass_on() -> None:
-                self._pass_on(sequence)
-                post(lambda: gone(sequence))
-
-            threading.Thread(target=pass_on, name="engine-migrated", daemon=True).start()
-            answer.set_result(True)
-
-        post(leave)
-        try:
-            return answer.result(ASK_S)
-        except TimeoutError:
-            raise DeadlineExceeded(f"request {sequence.id} did not leave within {ASK_S:g} s") from None
-
-    def _pass_on(self, sequence: Sequence) -> None:
-        """Tokens that the other engine makes, as if they were ours."""
-        left_s = max(0.001, sequence.deadline_s - time.monotonic())
+    def _pass_on(self, sequence: Sequence, left: Callable[[], None], taken: Future[bool]) -> bool:
+        """Tokens that the other engine makes, as if they were ours. False where it did not begin."""
         request = replace(
             sequence.request,
-            id=f"{sequence.id}.{time.monotonic_ns():x}",
+            id=self._id,
             tokens=sequence.tokens[: sequence.length].copy(),
             generated=sequence.generated,
-            deadline_s=left_s,
+            deadline_s=max(0.001, sequence.deadline_s - time.monotonic()),
         )
+        begun = False
         try:
             for event in self._target.submit(request):
-                if sequence.cancelled:
-                    sequence.finish("cancelled")
-                    return
-                match event:
-                    case Token():
-                        sequence.generated = event.index + 1
-                        sequence.tell(event)
-                    case Finished():
-                        sequence.state = State.ENDED
-                        sequence.tell(replace(event, usage=_joined(sequence.usage(), event.usage)))
-                        return
-                    case Failed():
-                        raise event.error
+                if isinstance(event, Failed):
+                    raise event.error
+                if not begun:
+                    begun = True
+                    sequence.elsewhere = lambda: self._target.cancel(self._id)
+                    left()
+                    taken.set_result(True)
+                if isinstance(event, Token):
+                    sequence.generated = event.index + 1
+                    sequence.tell(event)
+                else:
+                    sequence.tell(replace(event, usage=_joined(sequence.usage(), event.usage)))
+                    sequence.state = State.ENDED
+                    return True
             raise NodeUnavailable(f"engine {self._address} ended an answer without a word")
         except KVStoreError as error:
-            sequence.fail(error)
+            if begun:
+                sequence.fail(error)
+            elif not taken.done():
+                taken.set_exception(error)
+            return begun
+
+
+def _back(sequence: Sequence) -> None:
+    """It was not taken: it goes on here."""
+    if sequence.state is State.LEFT:
+        sequence.state = State.DECODING
 
 
 def _joined(here: Usage, there: Usage) -> Usage:

@@ -22,11 +22,12 @@ from engine import staging
 from engine.arena import Arena, runs
 from engine.lossy import Lossy
 from engine.sequence import Sequence
+from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.remote.store import RemoteStore
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace
+from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
@@ -128,17 +129,14 @@ class Pool:
         if not wanted or sequence.cache is None or not self._readable:
             return 0
         tokens = sequence.tokens[: wanted * page_tokens]
-        pages = 0
-        with self._forgiven():
-            pages = self._get(sequence, sequence.cache, sequence.cache.keys(tokens), 0, "")
+        pages = self._get(sequence, sequence.cache, sequence.cache.keys(tokens), 0, "")
         if self.codec is None or not sequence.request.allow_lossy or pages == wanted:
             return pages * page_tokens
         lossy = self.cache(sequence.request.salt, sequence.request.adapter, True)
         if lossy is not None:
-            with self._forgiven():
-                more = self._get(sequence, lossy, lossy.keys(tokens), pages, f"-{self.codec.name}")
-                sequence.lossy = sequence.lossy or more > 0
-                pages += more
+            more = self._get(sequence, lossy, lossy.keys(tokens), pages, f"-{self.codec.name}")
+            sequence.lossy = sequence.lossy or more > 0
+            pages += more
         return pages * page_tokens
 
     def _get(self, sequence: Sequence, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
@@ -148,7 +146,8 @@ class Pool:
         for index, frame, count in runs(sequence.frames[first : len(keys)]):
             start = first + index
             asked = keys[start : start + count]
-            with staging.receive(self._arena, frame, count) as rows:
+            found = Match(0, 0, "")
+            with self._forgiven(), staging.receive(self._arena, frame, count) as rows:
                 if kind and self.codec is not None:
                     found = cache.get(asked)
                     if found.data is not None and found.pages:
@@ -228,8 +227,9 @@ class Pool:
             self.failures += 1
         except KVStoreError as error:
             self.failures += 1
-            self.up, self._failed_s, self._in_doubt = False, time.monotonic(), True
             log.warning("the pool cannot be used: %s", error)
+            if isinstance(error, Unavailable):
+                self.up, self._failed_s, self._in_doubt = False, time.monotonic(), True
 
     def failed(self, error: KVStoreError) -> None:
         """What ``_forgiven`` does, for who cannot use a ``with``."""
@@ -250,7 +250,7 @@ class ChunkWriter:
         self._stop = stop_page
         self._first = 0
         self._keys: Keys | None = None
-        self._runs: list[tuple[int, int, int]] = []
+        self._runs: list[tuple[int, int, Rows | None]] = []
         self._writer: Writer | None = None
 
     def before(self) -> None:
@@ -268,7 +268,11 @@ class ChunkWriter:
             if self._first >= self._stop:
                 return
             # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
-            self._runs = runs(sequence.frames[self._first : self._stop]) if sequence.frames is not None else []
+            assert sequence.frames is not None
+            self._runs = [
+                (frame, count, staging.layers_in_place(self._arena, frame, count))
+                for _, frame, count in runs(sequence.frames[self._first : self._stop])
+            ]
             writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
             self._writer = writer.__enter__()
         except KVStoreError as error:
@@ -292,8 +296,8 @@ class ChunkWriter:
 
     def _rows(self, layer: int) -> Any:
         parts = []
-        for _, frame, count in self._runs:
-            rows = staging.send_layer(self._arena, frame, count, layer)
+        for frame, count, there in self._runs:
+            rows = staging.send_layer(self._arena, frame, count, layer) if there is None else there[layer]
             parts.append(rows if self._pool.codec is None else self._pool.codec.encode(rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -19,7 +19,7 @@ from engine.paged_cache import Slice
 from engine.pool import ChunkWriter, Pool
 from engine.request import Admitted, Done, HandOff, Piece, Progress
 from engine.sequence import Arrivals, Sequence, State
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 PIECE_BYTES = 1 << 20
 
@@ -66,13 +66,15 @@ class Chunk:
             self._writer.after(succeeded)
         if succeeded:
             self.sequence.cached = self.stop
-            self.sequence.spent.computed += self.tokens
+            prompt = self.sequence.prompt
+            self.sequence.spent.computed += min(self.stop, prompt) - min(self.start, prompt)
 
 
 class Prefills:
     """Prompts computed for other engines: from their admission until fetched, released, or held for too long.
 
-    Threads of the service pull; the engine's thread does the rest. Frames return when nobody pulls any more.
+    Threads of the service pull and release; the engine's thread does the rest. A prefill is over when it has failed, or
+    is done and released or held for too long; its frames return when nobody pulls any more.
     """
 
     def __init__(self, arena: Arena, pool: Pool, codecs: Mapping[str, Lossy | None]) -> None:
@@ -80,8 +82,7 @@ class Prefills:
         self._pool = pool
         self._codecs = codecs
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Sequence, float]] = {}  # and for how long it is held when it is done
-        self._expires: dict[str, float] = {}
+        self._known: dict[str, Sequence] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -89,21 +90,20 @@ class Prefills:
     def sequences(self) -> list[Sequence]:
         """All that are known."""
         with self._lock:
-            return [sequence for sequence, _ in self._known.values()]
+            return list(self._known.values())
 
     def admit(self, sequence: Sequence, hold_s: float) -> None:
-        """Know it from now on. Raises InvalidRequest where that id is known already."""
+        """Know it from now on; its id is no other's."""
+        sequence.progress = Arrivals(self._pool.layout.layers)
+        sequence.hold_s = hold_s
         with self._lock:
-            if sequence.id in self._known:
-                raise InvalidRequest("request_id", f"{sequence.id} is being prefilled here already")
-            sequence.progress = Arrivals(self._pool.layout.layers)
-            self._known[sequence.id] = sequence, hold_s
+            self._known[sequence.id] = sequence
 
     def loaded(self, sequence: Sequence) -> None:
         """Its stored prefix is in the frames: tell who asked."""
         assert sequence.progress is not None
         sequence.progress.all_reached(sequence.cached)
-        sequence.tell(Admitted(sequence.prompt, dict(sequence.spent.cached)))
+        sequence.tell(Admitted(sequence.prompt, dict(sequence.spent.cached), sequence.lossy))
 
     def advanced(self, sequence: Sequence, tokens_per_s: float) -> None:
         """A chunk of it is computed."""
@@ -125,41 +125,31 @@ class Prefills:
             computed_tokens=sequence.spent.computed,
             prefill_ms=1e3 * (time.monotonic() - sequence.begun_s),
         )
-        sequence.state = State.HELD
         with self._lock:
-            known = self._known.get(sequence.id)
-            if known is not None and not sequence.cancelled:  # released during its last step: it is over already
-                self._expires[sequence.id] = time.monotonic() + known[1]
+            sequence.state = State.HELD
+            sequence.held_until_s = time.monotonic() + sequence.hold_s
         sequence.tell(Done(handoff))
 
     def release(self, request_id: str) -> bool:
         """Whoever asked has everything, or wants no more of it. Any thread."""
         with self._lock:
-            known = self._known.get(request_id)
-            if known is None:
-                return False
-            known[0].cancelled = True
-            self._expires[request_id] = 0.0
-            return True
+            sequence = self._known.get(request_id)
+            if sequence is not None:
+                sequence.cancelled = True
+            return sequence is not None
 
-    def failed(self, sequence: Sequence, error: KVStoreError) -> None:
-        """It will not be completed: wake who pulls."""
-        if sequence.progress is not None:
-            sequence.progress.fail(error)
-        with self._lock:
-            self._expires[sequence.id] = 0.0
+    def failed(self, sequence: Sequence) -> None:
+        """It has ended and will not be completed: wake who pulls."""
+        assert sequence.progress is not None and sequence.state is State.ENDED
+        sequence.progress.fail(NodeUnavailable("it was cancelled, or too late"))
 
     def over(self, now_s: float) -> list[Sequence]:
         """Those whose frames may return. Each is told once."""
         with self._lock:
-            ids = [
-                request_id
-                for request_id, until in self._expires.items()
-                if until <= now_s and self._known[request_id][0].pulls == 0
-            ]
-            for request_id in ids:
-                del self._expires[request_id]
-            return [self._known.pop(request_id)[0] for request_id in ids]
+            over = [one for one in self._known.values() if one.pulls == 0 and _is_over(one, now_s)]
+            for sequence in over:
+                del self._known[sequence.id]
+            return over
 
     # --- pulling: threads of the service ------------------------------------------------------------------------------
 
@@ -174,10 +164,9 @@ class Prefills:
         if codec not in self._codecs:
             raise InvalidRequest("codec", f"{codec!r} is not one of {', '.join(self._codecs)}")
         with self._lock:
-            known = self._known.get(request_id)
-            if known is None or known[0].cancelled:
+            sequence = self._known.get(request_id)
+            if sequence is None or sequence.cancelled:
                 raise InvalidRequest("request_id", f"no prefill {request_id!r} is held here")
-            sequence = known[0]
             if token_start % sequence.page_tokens or not 0 <= token_start < sequence.prompt:
                 raise InvalidRequest("token_start", f"{token_start} begins no page of this prompt")
             sequence.pulls += 1
@@ -225,4 +214,6 @@ class Prefills:
             yield Piece(layer, last * page_tokens, rest, data, xxhash.xxh3_64_intdigest(data))
 
 
-__all__ = ["Chunk", "Prefills"]
+def _is_over(sequence: Sequence, now_s: float) -> bool:
+    held = sequence.state is State.HELD
+    return sequence.state is State.ENDED or (held and (sequence.cancelled or sequence.held_until_s <= now_s))

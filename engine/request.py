@@ -148,10 +148,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A prefill for another engine has begun: this much of its prompt was in the pool, by tier."""
+    """A prefill for another engine has begun: this much of its prompt was in the pool, by tier.
+
+    ``lossy``: some of it as lossy replicas, so that all that follows is no longer exact.
+    """
 
     prompt_tokens: int
     cached_tokens: Mapping[str, int]
+    lossy: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,8 @@ class Progress:
 Event = Token | Finished | Failed
 Emit = Callable[[Event], None]
 """Called by the engine's thread, once per event, in order; must not block."""
+Cancel = Callable[[], None]
+"""Ends one request; does nothing where it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

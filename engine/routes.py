@@ -36,10 +36,12 @@ class Routes:
         arena: Arena,
         pool: Pool,
         codecs: Mapping[str, Lossy | None],
+        vocab_size: int,
         observer: Observer,
         changed: Callable[[], None],
     ) -> None:
         self._config = config
+        self._vocab_size = vocab_size
         self._observer = observer
         self._peers = peers
         self._arena = arena
@@ -47,8 +49,8 @@ class Routes:
         self._codecs = codecs
         self._changed = changed
         self._link = parse_link(config.link)
-        self._fetches: dict[str, Fetch] = {}
-        self._left: dict[str, list[str]] = {}
+        self._fetches: dict[Sequence, Fetch] = {}
+        self._left: dict[Sequence, list[str]] = {}
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -64,7 +66,7 @@ class Routes:
             stored = self._pool.written(sequence, (sequence.prompt - 1) // sequence.page_tokens)
             if sequence.prompt - stored * sequence.page_tokens <= self._config.local_prefill_tokens:
                 return False
-        self._left[sequence.id] = engines
+        self._left[sequence] = engines
         return True
 
     def lazy(self, sequence: Sequence) -> bool:
@@ -73,7 +75,7 @@ class Routes:
 
     def begin(self, sequence: Sequence) -> Fetch | None:
         """Ask the next engine; None where none is left."""
-        left = self._left.get(sequence.id, [])
+        left = self._left.get(sequence, [])
         peer = None
         while left and peer is None:
             address = left.pop(0)
@@ -94,20 +96,21 @@ class Routes:
             sequence.request.source or self._config.source,
             sequence.request.grain or self._config.grain,
             self._config.chunk_tokens,
+            self._vocab_size,
             self._changed,
         )
-        self._fetches[sequence.id] = fetch
+        self._fetches[sequence] = fetch
         fetch.begin(self._pool.layout, self._config.hold_s)
         return fetch
 
     def settled(self, sequence: Sequence) -> bool:
         """Whether the prompt is computed, or will not be."""
-        fetch = self._fetches.get(sequence.id)
+        fetch = self._fetches.get(sequence)
         return fetch is None or fetch.handoff is not None or fetch.failure is not None
 
     def go(self, sequence: Sequence) -> None:
         """It has frames, and in them what the pool had: bring the rest from where it is computed, if elsewhere."""
-        fetch = self._fetches.get(sequence.id) or self.begin(sequence)
+        fetch = self._fetches.get(sequence) or self.begin(sequence)
         if fetch is not None:
             sequence.state = State.MOVING
             if fetch.failure is None:
@@ -115,7 +118,7 @@ class Routes:
 
     def follow(self, sequence: Sequence, next_token: Next, refused: Callable[[Sequence, KVStoreError], None]) -> None:
         """What has come of its hand-off since the last turn."""
-        fetch = self._fetches.get(sequence.id)
+        fetch = self._fetches.get(sequence)
         if fetch is None or sequence.state not in (State.MOVING, State.DECODING):
             return
         if fetch.failure is not None:
@@ -127,15 +130,16 @@ class Routes:
             sequence.arrivals = fetch.arrivals
             next_token(sequence, fetch.handoff.first_token)
         elif fetch.handoff is not None and fetch.complete:
-            sequence.arrivals = None
-            sequence.stored_pages = 0 if sequence.lossy else fetch.handoff.stored
-            self._observer.handed_off(sequence.spent.moved_bytes, sequence.since_first_s())
-            self.over(sequence)
+            if sequence.arrivals is not None:
+                sequence.arrivals = None
+                sequence.stored_pages = 0 if sequence.lossy else fetch.handoff.stored
+                self._observer.handed_off(sequence.spent.moved_bytes, sequence.since_first_s())
+            self.over(sequence)  # once its thread has ended
 
     def _failed(self, sequence: Sequence, fetch: Fetch, refused: Callable[[Sequence, KVStoreError], None]) -> None:
         """Another engine, or compute what has not arrived here. Engines that do not fit are a mistake to show."""
         failure = fetch.failure
-        del self._fetches[sequence.id]
+        del self._fetches[sequence]
         log.warning("prefill of %s by %s failed: %s", sequence.id, fetch.address, failure)
         if isinstance(failure, VersionMismatch):
             refused(sequence, failure)
@@ -146,19 +150,20 @@ class Routes:
             arrived = min(fetch.arrivals.tokens(layer) for layer in range(self._arena.layout.layers))
             sequence.cached = min(arrived, sequence.prompt - 1) // sequence.page_tokens * sequence.page_tokens
         sequence.arrivals = None
+        sequence.spent.prefill_engine, sequence.spent.prefill_cached = "", {}
         sequence.state = State.COMPUTING
         if sequence.length == sequence.prompt:  # no token was drawn: another engine may still do all of it
             self.go(sequence)
 
     def over(self, sequence: Sequence) -> bool:
         """The sequence has ended, or has all it needs. Whether its frames are no longer written to."""
-        self._left.pop(sequence.id, None)
-        fetch = self._fetches.get(sequence.id)
+        self._left.pop(sequence, None)
+        fetch = self._fetches.get(sequence)
         if fetch is None:
             return True
         if not fetch.complete and fetch.failure is None:
             fetch.give_up()
         if not fetch.idle:
             return False
-        del self._fetches[sequence.id]
+        del self._fetches[sequence]
         return True

@@ -16,7 +16,7 @@ import torch
 from engine.request import Failed, Finished, Request, Token, Usage
 from engine.text import Detokenizer
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.errors import DeadlineExceeded, KVStoreError
+from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
 
 class State(Enum):
@@ -42,6 +42,7 @@ class Arrivals:
         self._tokens = [0] * layers
         self._changed = threading.Condition()
         self.failure: KVStoreError | None = None
+        self.late = False  # a step waited for it in vain
         self.layer_s = 0.0  # how long a layer takes to arrive, smoothed; 0: unknown
         self._last_s = 0.0
 
@@ -127,7 +128,7 @@ class Sequence:
         self.deadline_s = self.begun_s + request.deadline_s
         self.page_tokens = page_tokens
         self.prompt = len(request.tokens)  # what there is to prefill
-        left = max(1, request.sampling.max_tokens - request.generated)
+        left = max(1, request.sampling.max_tokens - request.generated) if answers else 1
         self.capacity = self.prompt + (left if answers else 0)
         self.tokens: npt.NDArray[np.uint32] = np.empty(self.prompt + left, np.uint32)
         self.tokens[: self.prompt] = request.tokens
@@ -148,7 +149,8 @@ class Sequence:
         self.progress: Arrivals | None = None  # of a prefill for another engine: what that may pull
         self.loading = False  # a thread reads its prefix into the frames
         self.pulls = 0  # transfers out of its frames under way
-        self.prefill_begun_s = 0.0
+        self.hold_s = self.held_until_s = 0.0  # of a prefill that is done
+        self.elsewhere: Callable[[], object] | None = None  # cancels it where it went on
         self._emit = emit
         self._text = text
         self._first_s = self._second_s = self._last_s = 0.0
@@ -174,8 +176,14 @@ class Sequence:
     # --- telling its client -----------------------------------------------------------------------------------------
 
     def tell(self, event: Any) -> None:
-        """Pass an event on."""
-        self._emit(event)
+        """Pass an event on, unless its client was told an end."""
+        if self.state is not State.ENDED:
+            self._emit(event)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether what another engine has told already holds a stop string."""
+        return self._text is not None and self._text.stopped is not None
 
     def token(self, token: int, eos: frozenset[int]) -> str:
         """One more token was drawn; tells the client. Returns why that was the last one, or ""."""
@@ -213,9 +221,14 @@ class Sequence:
         self.state = State.ENDED
         self._emit(Failed(error))
 
-    def fail_late(self) -> None:
-        """Its deadline has passed."""
-        self.fail(DeadlineExceeded(f"request {self.id} was not answered within {self.request.deadline_s:g} s"))
+    def give_up(self) -> None:
+        """It was cancelled, or its deadline has passed."""
+        if self.cancelled and self.answers:
+            self.finish("cancelled")
+        elif self.cancelled:
+            self.fail(NodeUnavailable(f"prefill {self.id} was given up"))
+        else:
+            self.fail(DeadlineExceeded(f"request {self.id} was not answered within {self.request.deadline_s:g} s"))
 
     def usage(self) -> Usage:
         """What it cost until now."""

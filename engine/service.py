@@ -20,13 +20,14 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.metrics import Tally
-from engine.request import Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role
+from engine.request import Cancel, Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role
 from engine.tokenizer import Tokenizer
 from engine.wire import explain_mismatch, pack_piece, prefill_reply, replies_of, request_of, tokens_bytes, tokens_of
 from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
     KVStoreError,
+    NodeUnavailable,
     PermissionDenied,
     TooManyCalls,
     VersionMismatch,
@@ -40,7 +41,7 @@ from kvstore.service.api.wire import document, layout_of
 
 PULLS_MAX: Final = 64  # each has a thread: it waits for layers
 AHEAD_MAX: Final = 4  # messages of KV that wait for their reader, 2 MiB each
-OWNERS_MAX: Final = 1 << 16
+SHARE_MAX: Final = 0.75  # of the requests that may be here, by one caller
 RETRY_AFTER_S: Final = 0.2
 BEFORE_DEADLINE_S: Final = 0.2  # a call that waits on purpose ends so long before its deadline, to tell how it went
 
@@ -50,10 +51,10 @@ Item = TypeVar("Item")
 class Engine(Protocol):
     """What is served. See ``engine.core``."""
 
-    def submit(self, request: Request, emit: Callable[[Event], None]) -> None:
+    def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
         """Answer a prompt."""
 
-    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> None:
+    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
         """Compute a prompt for another engine."""
 
     def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
@@ -119,19 +120,29 @@ class Mailbox(Generic[Item]):
 class Owners:
     """Whose request is whose, so that an id is no key to the requests of others. Of the event loop alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_max: int) -> None:
         self._known: dict[str, tuple[Identity, float]] = {}  # until when a released prefill can still be asked for
+        self._each_max = each_max
 
-    def add(self, request_id: str, caller: Identity, seconds: float) -> None:
-        """Raises TooManyCalls where there is no room, InvalidRequest where that id is somebody else's."""
+    @contextlib.contextmanager
+    def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[None]:
+        """Know it from now on; forget it where what is done inside fails.
+
+        Raises TooManyCalls where there is no room for more of this caller, InvalidRequest where that id is in use.
+        """
         now_s = time.monotonic()
-        if len(self._known) >= OWNERS_MAX:
-            self._known = {name: found for name, found in self._known.items() if found[1] > now_s}
-            if len(self._known) >= OWNERS_MAX:
-                raise TooManyCalls("too many requests are known", RETRY_AFTER_S)
-        if request_id in self._known and self._known[request_id][0] != caller:
+        self._known = {name: found for name, found in self._known.items() if found[1] > now_s}
+        theirs = 0 if caller.operator else sum(owner == caller for owner, _ in self._known.values())
+        if theirs >= self._each_max:
+            raise TooManyCalls(f"{caller.name} has {self._each_max} requests here", RETRY_AFTER_S)
+        if request_id in self._known:
             raise InvalidRequest("request_id", f"{request_id} is in use")
         self._known[request_id] = caller, now_s + seconds
+        try:
+            yield
+        except BaseException:
+            self.drop(request_id)
+            raise
 
     def drop(self, request_id: str) -> None:
         """It has ended."""
@@ -153,7 +164,7 @@ class EngineCalls:
         self._model = model
         self._layout = model.layout(config.page_tokens)
         self._tally = tally
-        self._owners = Owners()
+        self._owners = Owners(max(1, int(config.requests_max * SHARE_MAX)))
         self._pulls = ThreadPoolExecutor(PULLS_MAX, "engine-pull")
         self._pulling = 0
         self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that nobody waits any more
@@ -172,19 +183,21 @@ class EngineCalls:
             request = await call.quick(self._request, said, call.left_s)
             call.caller.check_salt(request.salt)
             self._check_engines(call, request)
-            self._owners.add(request.id, call.caller, request.deadline_s)
             mailbox: Mailbox[Event] = Mailbox()
-            await call.wait(self._engine.submit, request, mailbox.put, undo=lambda _: self._engine.cancel(request.id))
+            with self._owners.adding(request.id, call.caller, request.deadline_s):
+                cancel = await call.wait(self._engine.submit, request, mailbox.put, undo=lambda cancel: cancel())
         tokens = tokens_bytes(request.tokens) if said.text else b""
         accepted = pb.Accepted(request_id=request.id, prompt_tokens=request.prompt_tokens, tokens=tokens)
         try:
             await call.send(pb.SubmitReply(accepted=accepted).SerializeToString())
             async for events in _until_end(mailbox):
+                if isinstance(events[-1], Finished):
+                    self._owners.drop(request.id)  # before its caller hears of it, and asks again
                 for reply in replies_of(events):
                     await call.send(reply.SerializeToString())
         finally:
             self._owners.drop(request.id)
-            self._later(self._engine.cancel, request.id)  # where it has ended already, nothing happens
+            self._later(cancel)  # where it has ended already, nothing happens
 
     def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
         """The request of a message. Blocks: it tokenises."""
@@ -212,7 +225,7 @@ class EngineCalls:
     async def prefill(self, call: Call, message: bytes) -> None:
         """Compute a prompt for another engine, and keep its KV for a while."""
         said = parse(pb.PrefillRequest, message)
-        hold_s = said.hold_ms / 1000 or self._config.hold_s
+        hold_s = min(said.hold_ms / 1000 or self._config.hold_s, self._config.hold_s)
         with self._counting():
             if not said.request.request_id:
                 raise InvalidRequest("request_id", "is missing: the KV is asked for by it")
@@ -221,13 +234,11 @@ class EngineCalls:
                 raise VersionMismatch(explain_mismatch(self._layout, theirs))
             request = await call.quick(self._request, said.request, call.left_s)
             call.caller.check_salt(request.salt)
-            self._owners.add(request.id, call.caller, request.deadline_s + hold_s)
             mailbox: Mailbox[PrefillEvent] = Mailbox()
-            await call.wait(
-                self._engine.prefill,
-                *(request, theirs, hold_s, mailbox.put),
-                undo=lambda _: self._engine.release(request.id),
-            )
+            with self._owners.adding(request.id, call.caller, request.deadline_s + hold_s):
+                give_up = await call.wait(
+                    self._engine.prefill, request, theirs, hold_s, mailbox.put, undo=lambda give_up: give_up()
+                )
         done = False
         try:
             async for events in _until_end(mailbox):
@@ -237,15 +248,11 @@ class EngineCalls:
         finally:
             if not done:
                 self._owners.drop(request.id)
-                self._later(self._give_up, request.id)
+                self._later(give_up)
 
-    def _later(self, what: Callable[[str], object], request_id: str) -> None:
+    def _later(self, what: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # this server has ended, and soon the engine
-            self._ends.submit(what, request_id)
-
-    def _give_up(self, request_id: str) -> None:
-        if not self._engine.release(request_id):
-            self._engine.cancel(request_id)
+            self._ends.submit(what)
 
     async def pull(self, call: Call, message: bytes) -> None:
         """The KV of a prefill. A thread walks through it, at most ``AHEAD_MAX`` messages ahead of its reader."""
@@ -343,7 +350,7 @@ class _Walk:
 
     def run(self) -> None:
         """Walk to the end."""
-        end: KVStoreError | None = None
+        end: KVStoreError | None = NodeUnavailable("the engine failed in the middle of a hand-off")
         try:
             for piece in self._pieces:
                 for message in pack_piece(piece):
@@ -352,12 +359,13 @@ class _Walk:
                     if self._ended.is_set():
                         return
                     self._mailbox.put(message)
+            end = None
         except KVStoreError as error:
             end = error
         finally:
             if hasattr(self._pieces, "close"):
                 self._pieces.close()
-        self._mailbox.put(end)
+            self._mailbox.put(end)
 
     async def messages(self) -> AsyncIterator[bytes]:
         """What comes of it. Raises what the walk failed with."""

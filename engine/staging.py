@@ -48,6 +48,14 @@ def send_layer(arena: Arena, frame: int, count: int, layer: int) -> Bytes:
     return rows
 
 
+def layers_in_place(arena: Arena, frame: int, count: int) -> Bytes | None:
+    """All layers of them, ``[layers, count, layer_bytes]``, strided; None where the host cannot see them in place."""
+    if not on_host(arena):
+        return None
+    layout = arena.layout
+    return arena.rows(frame, count).reshape(count, layout.layers, layout.layer_bytes).swapaxes(0, 1)
+
+
 def send_tail(arena: Arena, frame: int, layer: int, tokens: int) -> Bytes:
     """The first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``. Only those: what is
     behind them in the frame may be another tenant's.

@@ -48,7 +48,8 @@ class Step:
         self._pool.between_steps()
         self._collect(next_token)
         decoding = self._decoding(sequences)
-        chunks = self._chunks(sequences, self._config.chunk_tokens - len(decoding))
+        budget = max(self._config.page_tokens, self._config.chunk_tokens - len(decoding))  # or prompts would starve
+        chunks = self._chunks(sequences, budget)
         if not decoding and not chunks:
             return False
         for chunk in chunks:
@@ -117,7 +118,7 @@ class Step:
         rows: list[int] = []
         drawing: list[Sequence] = []
         for row, sequence in enumerate(decoding):
-            if sequence.id not in waits.missed:
+            if sequence not in waits.missed:
                 sequence.cached += 1
                 rows.append(row)
                 drawing.append(sequence)

@@ -211,7 +211,7 @@ def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
     """The event in a message. Raises Unavailable where there is none that this version knows."""
     match reply.WhichOneof("event"):
         case "admitted":
-            return Admitted(reply.admitted.prompt_tokens, dict(reply.admitted.cached_tokens))
+            return Admitted(reply.admitted.prompt_tokens, dict(reply.admitted.cached_tokens), reply.admitted.lossy)
         case "progress":
             return Progress(reply.progress.tokens, reply.progress.tokens_per_s)
         case "done":

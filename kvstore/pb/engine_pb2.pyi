@@ -169,7 +169,7 @@ class PrefillReply(_message.Message):
     def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[HandOff, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "lossy")
     class CachedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,9 +179,11 @@ class Admitted(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: _containers.ScalarMap[str, int]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    lossy: bool
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., lossy: _Optional[bool] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("tokens", "tokens_per_s")

@@ -80,11 +80,6 @@ class Running:
         """The longest time between two tokens."""
         return float(np.diff(self.times_s).max())
 
-    def stalled_s(self, longer_s: float = 0.3) -> float:
-        """All of those that were longer, together."""
-        gaps = np.diff(self.times_s)
-        return float(gaps[gaps > longer_s].sum())
-
 
 class Cluster:
     """A node and engines of tiny-llama at addresses that outlast them. ``engines``: their flags, by name."""
@@ -176,6 +171,10 @@ class Cluster:
         with self.store() as store:
             wait_settled(store, RESERVED_S)
             check_laws(store)
+        mine = {"{cluster.remote_node}", "none"}
+        local = sum(flags.get("node") not in mine for flags in self.flags.values())
+        folder = self.machine.folder(NODE) / "sessions"
+        wait_until("sessions of the dead are gone", lambda: len(list(folder.iterdir())) <= local, IDLE_S)
 
     def idle(self, name: str, timeout_s: float = IDLE_S) -> None:
         """Nothing is under way there, and every frame is back."""
@@ -192,6 +191,15 @@ class Cluster:
             wait_until(f"{name} is idle", idle, timeout_s)
         except AssertionError as late:
             raise AssertionError(f"{late}: {seen}") from None
+
+    def computed(self, name: str) -> None:
+        """It holds a prompt that is computed, and does nothing else."""
+
+        def holds(status: dict[str, Any]) -> bool:
+            busy = sum(count for state, count in status["requests"].items() if state != "held")
+            return bool(status["prefills_held"]) and not busy
+
+        self.state(name, holds)
 
     def idle_frames(self, name: str) -> None:
         """Every frame is back there, whoever may still be passed tokens."""

@@ -226,6 +226,10 @@ class InProcess:
         finally:
             self.target.cancel(request.id)
 
+    def cancel(self, request_id: str) -> bool:
+        """As ``EngineClient.cancel``."""
+        return self.target.cancel(request_id)
+
     def status(self) -> dict[str, Any]:
         """As ``EngineClient.status``."""
         return self.target.status()

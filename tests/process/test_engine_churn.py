@@ -5,6 +5,7 @@ An answer that was cut off is the beginning of the right one. After each test ev
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from engine.core import Engine
 from engine.request import Grain, Handoff, Role, Source
-from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from tests.process.engine_tokens import Answer, Lab, check_answer, expected, prompt, within
 from tests.process.harness import Machine, check_laws
 
@@ -67,7 +68,8 @@ def test_cancels_deadlines_and_moves(lab: Lab, number: int) -> None:
             if chance.random() < 0.6:
                 where.cancel(answer.request.id)
             else:
-                where.migrate(answer.request.id, lab.address_of(decode if where is spare else spare))
+                with contextlib.suppress(KVStoreError):  # too late there as here: it goes on where it is
+                    where.migrate(answer.request.id, lab.address_of(decode if where is spare else spare))
         time.sleep(0.01 * chance.random())
     for _, answer in asked:
         check_beginning(answer)

@@ -20,7 +20,7 @@ from tests.process.harness import wait_until
 HOLD_S = 3.0
 ENGINES = {
     "one": {"role": "both", "link": "4MB/s", "drain_s": "1"},
-    "two": {"role": "both"},
+    "two": {"role": "decode", "prefill": "prefill", "node": "{cluster.remote_node}"},
     "prefill": {"role": "prefill", "chunk_tokens": "32", "hold_s": str(HOLD_S)},
 }
 RANDOM_S = 20.0
@@ -46,7 +46,7 @@ def cluster(shared: Cluster) -> Iterator[Cluster]:
 
 
 def test_an_answer_goes_on_elsewhere_from_its_pages(cluster: Cluster) -> None:
-    one, two = cluster.ready("one", "two")
+    one, _ = cluster.ready("one", "two")
     how: dict[str, Any] = {"temperature": 0.7, "seed": 3}
     tokens = prompt(300, 1)
     whole = cluster.reference("two", tokens, 1200, **how)
@@ -55,7 +55,7 @@ def test_an_answer_goes_on_elsewhere_from_its_pages(cluster: Cluster) -> None:
     ends = Running(one, prompt(301, 2), max_tokens=4000, prefill=[])
     goes_on.drawn(400), ends.drawn(10)
     held = Running(one, prompt(4001, 3), max_tokens=8, prefill=prefill, handoff="lazy")
-    cluster.state("prefill", lambda status: status["prefills_held"] and not any(status["requests"].values()))
+    cluster.computed("prefill")
     cluster.kill("one")
     killed_s = time.monotonic()
     for run in (ends, held):
@@ -98,7 +98,7 @@ def test_a_caller_that_goes_away_frees_both_engines(cluster: Cluster) -> None:
 
 
 def test_a_running_answer_moves_to_another_engine(cluster: Cluster) -> None:
-    one, two = cluster.ready("one", "two")
+    _, two = cluster.ready("one", "two")
     here, there = cluster.address("one"), cluster.address("two")
     moving = Running(two, prompt(200, 7), max_tokens=800, id="moving").drawn(50)
     with pytest.raises(InvalidRequest, match="^target: "):
@@ -127,7 +127,7 @@ def test_a_running_answer_moves_to_another_engine(cluster: Cluster) -> None:
 
 
 def test_drain_and_roles_under_load(cluster: Cluster) -> None:
-    one, two = cluster.ready("one", "two")
+    _, two = cluster.ready("one", "two")
     runs = [Running(two, prompt(100 + i, 10 + i), max_tokens=500, resume=[cluster.address("one")]) for i in range(4)]
     for run in runs:
         run.drawn(20)
@@ -135,10 +135,10 @@ def test_drain_and_roles_under_load(cluster: Cluster) -> None:
     with pytest.raises(NodeUnavailable, match="drain"):
         two.generate("late", max_tokens=2)
     right(cluster, "one", *runs)
-    two.set_role("both")
+    two.set_role("both")  # which ends the drain
     runs = [Running(two, prompt(110 + i, 20 + i), max_tokens=500) for i in range(2)]
     refused: list[KVStoreError] = []
-    for i, role in enumerate(("decode", "prefill", "decode", "both")):
+    for i, role in enumerate(("both", "prefill", "both", "decode")):
         runs[0].drawn(40 * i + 20)
         two.set_role(role)
         run = Running(two, prompt(300 + i, 30 + i), max_tokens=20)
@@ -250,7 +250,6 @@ def test_random_kills_under_load(cluster: Cluster, seed: int) -> None:
     for asker in askers:
         asker.join(END_S)
     outcomes = sum((asker.outcomes for asker in askers), Counter[str]())
-    print(outcomes, done)
     wrong = [line for asker in askers for line in asker.wrong]
     assert not wrong, wrong
     assert outcomes["answered"] >= 10, (outcomes, done)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 
 from engine.client import EngineClient
 from engine.request import Done, Request, Sampling
 from kvstore import Layout
-from kvstore.errors import TooManyCalls
+from kvstore.errors import KVStoreError, TooManyCalls
 from tests.process.engine_faults import Cluster, Running, made, right
 from tests.process.engines import prompt
 from tests.process.harness import wait_until
 
 HOLD_S = 1.5
 FRAMES = 42
-REQUESTS_MAX = 24
+REQUESTS_MAX = 32  # three quarters of them for one caller
+LARGE = 6
 ENGINES = {
     "small": {
         "arena": str(FRAMES * 12288),  # pages of tiny-llama, 16 tokens each
@@ -43,20 +46,28 @@ def small(cluster: Cluster) -> Iterator[EngineClient]:
 
 def test_requests_get_frames_in_the_order_they_came(cluster: Cluster, small: EngineClient) -> None:
     """Three at a time, or fewer large ones; a small one does not overtake, and what is too many is told so."""
-    lengths = [16 * (5 + 7 * i % 30) for i in range(REQUESTS_MAX)]
+    lengths = [16 * (5 + 7 * i % 30) for i in range(18)]
     assert sum(length // 16 + 3 for length in lengths) > 3 * FRAMES
     for i, length in enumerate(lengths):
         cluster.reference("small", prompt(length, i), 30)
-    runs = []
-    for i, length in enumerate(lengths):
-        runs.append(Running(small, prompt(length, i), max_tokens=30, use_pool=False))
-        wait_until("it has arrived", lambda count=i + 1: _here(small) + _ended(runs) >= count)
-    while _ended(runs) + _here(small) < REQUESTS_MAX:
-        time.sleep(0.001)
-    if not _ended(runs):
-        with pytest.raises(TooManyCalls) as refused:
-            small.generate("one more", max_tokens=2)
-        assert refused.value.retry_after_s > 0
+    everybody: list[Running] = []
+
+    def ask(length: int, seed: int, **how: Any) -> Running:
+        run = Running(small, prompt(length, seed), use_pool=False, **how)
+        everybody.append(run)
+        wait_until("it is here", lambda: _here(small) + sum(one.done for one in everybody) >= len(everybody))
+        return run
+
+    for i in range(LARGE):
+        ask(20, 200, max_tokens=640, id=f"large-{i}")  # all frames, each
+    runs = [ask(length, i, max_tokens=30) for i, length in enumerate(lengths)]
+    assert not any(run.tokens for run in runs), "they did not have to wait"
+    refused: KVStoreError | None = None
+    while refused is None:
+        refused = ask(20, 200, max_tokens=640, id=f"large-{len(everybody)}").error
+    assert isinstance(refused, TooManyCalls) and refused.retry_after_s > 0, refused
+    for i in range(len(everybody)):
+        small.cancel(f"large-{i}")
     right(cluster, "small", *runs)
     for i, run in enumerate(runs[:-3]):
         later = min(other.times_s[0] for other in runs[i + 3 :])
@@ -67,11 +78,8 @@ def _here(client: EngineClient) -> int:
     return sum(client.status()["requests"].values())
 
 
-def _ended(runs: list[Running]) -> int:
-    return sum(run.done for run in runs)
-
-
 def test_prefills_that_nobody_fetches_make_room(cluster: Cluster, small: EngineClient) -> None:
+    layout()
     for i in range(3):
         request = Request(id=f"held-{i}", tokens=prompt(13 * 16 - 1, 100 + i), sampling=Sampling(max_tokens=4))
         *_, last = small.prefill(request, layout(), 20.0)
@@ -84,6 +92,7 @@ def test_prefills_that_nobody_fetches_make_room(cluster: Cluster, small: EngineC
     right(cluster, "small", waits)
 
 
+@cache
 def layout() -> Layout:
     from engine.models import load_model
 
@@ -91,21 +100,20 @@ def layout() -> Layout:
 
 
 def test_a_full_pool_changes_no_answer(cluster: Cluster, small: EngineClient) -> None:
-    """A tenant beyond its quota, and a node whose frames may none of them leave: pages are not stored, and that is all."""
+    """A tenant beyond its quota, and a node whose pages may none of them leave: nothing is stored, and that is all."""
     over = [Running(small, prompt(300 + i, 120 + i), max_tokens=200, salt="poor") for i in range(3)]
     right(cluster, "small", *over)
     for run in over:
         assert run.gap_s() < 1.0, f"tokens waited {run.gap_s():.2f} s for a pool that is full"
     with cluster.store() as store:
-        cache, leases, keep = store.cache(layout(), "greedy"), [], 0
-        while store.stats()["tiers"]["dram"]["frames"].get("free", 0) or keep < 4:
-            tokens = prompt(16 * 16, 1000 + keep)
-            page = cache.page_bytes
-            cache.put(tokens, bytes(16 * page))
-            leases.append(cache.lease(cache.keys(tokens), 60.0).__enter__())
-            keep += 1
-            if keep > 40:
+        pages, leases = store.cache(layout(), "greedy"), []
+        for seed in range(1000, 1100):
+            keys = pages.keys(prompt(16 * 4, seed))
+            new = pages.put(keys, bytes(4 * pages.page_bytes))
+            if not new:
                 break
+            leases.append(pages.lease(keys, 60.0).__enter__())
+        assert not new and leases, "the node is not full"
         full = [Running(small, prompt(310 + i, 130 + i), max_tokens=200) for i in range(3)]
         right(cluster, "small", *full)
         for run in full:
