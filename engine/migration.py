@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.pool import Pool
-from engine.request import Event, Failed, Request, Role, Token, Usage
+from engine.request import Event, Failed, Finished, Request, Role, Token, Usage
 from engine.sequence import Sequence, State
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 
@@ -59,7 +59,7 @@ class Migration:
 
         Raises:
             KVStoreError: the other engine is not there, or does not take it; it goes on here.
-            DeadlineExceeded: neither engine said so in time; it may go on there.
+            DeadlineExceeded: it was not taken in time; it goes on here.
         """
         self._check()
         taken: Future[bool] = Future()
@@ -81,7 +81,7 @@ class Migration:
                 else:
                     post(lambda: _back(sequence))
             finally:
-                if not taken.done():
+                if not taken.done():  # cancelled it cannot be: it is running
                     taken.set_result(False)
 
         post(leave)
@@ -89,6 +89,7 @@ class Migration:
             return taken.result(ASK_S)
         except TimeoutError:
             taken.cancel()
+            self._target.cancel(self._id)  # its stream ends then, and the request comes back
             raise DeadlineExceeded(f"{self._address} did not take request {sequence.id} within {ASK_S:g} s") from None
 
     def _check(self) -> None:
@@ -116,11 +117,14 @@ class Migration:
             for event in self._target.submit(request):
                 if isinstance(event, Failed):
                     raise event.error
+                if not begun and isinstance(event, Finished) and event.reason == "cancelled":
+                    return False
                 if not begun:
                     begun = True
                     sequence.elsewhere = lambda: self._target.cancel(self._id)
                     left()
-                    taken.set_result(True)
+                    if not taken.done():
+                        taken.set_result(True)
                 if isinstance(event, Token):
                     sequence.generated = event.index + 1
                     sequence.tell(event)

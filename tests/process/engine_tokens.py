@@ -246,22 +246,6 @@ def _until_end(events: queue.SimpleQueue[Any], timeout_s: float | None) -> Itera
             return
 
 
-class Steps(Observer):
-    """What an engine did: (sequences that decoded, prompt tokens computed) of each step, and how requests ended."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-        self.outcomes: list[str] = []
-
-    def ended(self, outcome: str, usage: Usage) -> None:
-        """See Observer."""
-        self.outcomes.append(outcome)
-
-    def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """See Observer."""
-        self.steps.append((decoding, chunk_tokens))
-
-
 class Lab:
     """Stores and engines of one test. Leaving it waits until they are idle, and checks that nothing leaked."""
 
@@ -282,7 +266,7 @@ class Lab:
 
         monkeypatch.setattr(engine.step, "choose_many", tapped)
         # This process does not keep frames that it was granted ahead for seconds: the tests wait for them often.
-        monkeypatch.setattr(grants, "IDLE_S", 0.05)
+        monkeypatch.setattr(grants, "IDLE_S", 0.1)
 
     def __enter__(self) -> Lab:
         return self

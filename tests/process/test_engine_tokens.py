@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from engine.core import Engine
+from engine.observer import Observer
+from engine.request import Usage
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.process.engine_tokens import (
     MAIN,
     Answer,
     Lab,
-    Steps,
     Tokens,
     check_answer,
     keys_of,
@@ -38,6 +39,22 @@ CASES = [
 def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     with Lab(machine, monkeypatch) as here:
         yield here
+
+
+class Steps(Observer):
+    """What an engine did: (sequences that decoded, prompt tokens computed) of each step, and how requests ended."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.outcomes: list[str] = []
+
+    def ended(self, outcome: str, usage: Usage) -> None:
+        """See Observer."""
+        self.outcomes.append(outcome)
+
+    def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
+        """See Observer."""
+        self.steps.append((decoding, chunk_tokens))
 
 
 def ragged(page: int) -> list[Tokens]:
@@ -227,7 +244,7 @@ def test_an_answer_ends_with_the_end_of_sequence(lab: Lab) -> None:
     drawn = [lab.ask(one, prompt(600 + i, 20), 40, {"temperature": 1.5, "seed": i}).wait() for i in range(30)]
     ended = [answer for answer in drawn if one.model.eos_ids[0] in answer.tokens]
     assert ended
-    for answer in ended:
+    for answer in ended[:2]:
         sampling = {"temperature": 1.5, "seed": answer.request.sampling.seed, "ignore_eos": False}
         again = lab.ask(one, answer.request.tokens, 40, sampling).wait()
         assert again.reason == "eos"
