@@ -107,7 +107,7 @@ class GrantPool:
             self._timer, idle = None, []
             if time.monotonic() - self._used_s >= IDLE_S:
                 idle, self._frames = self._frames, []
-            elif self._frames or self._asked is not None:  # asked for since the look above
+            if self._frames or self._asked is not None:  # asked for since the look above
                 self._watch()
         self.forfeit(idle)
 
