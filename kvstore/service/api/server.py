@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,25 +20,22 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.client.local import LocalNode
 from kvstore.client.store import Store
 from kvstore.config import NodeConfig
-from kvstore.errors import InvalidRequest
 from kvstore.service.api import listening
 from kvstore.service.api.admin import AdminCalls
 from kvstore.service.api.gate import CALLS_OUTSIDE, Gate, Threads
 from kvstore.service.api.holdings import sweep_forever
 from kvstore.service.api.identities import Identities
+from kvstore.service.api.loop import LoopServer
 from kvstore.service.api.methods import SERVICE, GateOthers, handlers
 from kvstore.service.api.objects import ObjectCalls
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
-from kvstore.service.api.watching import Calls
 from kvstore.service.api.wire import MESSAGE_BYTES_MAX
 from kvstore.service.dispatch import Dispatcher
 from kvstore.service.embedded import InProcessChannel
 from kvstore.service.node import Node
 
-START_S: Final = 10.0
 GRACE_S: Final = 2.0  # for calls under way when the daemon ends
-STOP_S: Final = 10.0
 CONNECTIONS_MAX: Final = 2048
 BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
 
@@ -61,7 +57,7 @@ class _Here:
         """The daemon ends its node itself."""
 
 
-class ApiServer:
+class ApiServer(LoopServer):
     """Serves from ``start`` to ``stop``.
 
     Raises:
@@ -69,62 +65,18 @@ class ApiServer:
     """
 
     def __init__(self, config: NodeConfig, node: Node, dispatcher: Dispatcher) -> None:
-        self.addresses: list[str] = []
-        self.identities = Identities(config.identities)
+        super().__init__("kvstore-api", Identities(config.identities))
         self._plan = listening.plan(config, self.identities)
         self._config = config
         self._node = node
         self._dispatcher = dispatcher
-        self._started = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="kvstore-api", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._gate: Gate | None = None
-
-    def start(self) -> None:
-        """Listen and serve. ``addresses`` says where then. Raises InvalidRequest where an address cannot be had."""
-        self._thread.start()
-        if not self._started.wait(START_S):
-            raise InvalidRequest("listen", f"did not begin within {START_S:g} s")
-        if self._failure is not None:
-            raise self._failure
 
     def under_way(self) -> int:
         """Calls that were admitted and have not ended."""
         return self._gate.under_way if self._gate is not None else 0
 
-    @property
-    def calls(self) -> Calls | None:
-        """What became of all calls; None before ``start``."""
-        return self._gate.calls if self._gate is not None else None
-
-    def reload(self) -> None:
-        """Read the identities again. For a signal handler: it only asks the loop to."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self.identities.reload)
-
-    def stop(self) -> None:
-        """Take no more calls, and end those under way: by themselves within ``GRACE_S``, or cancelled."""
-        if self._loop is not None and self._stopping is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stopping.set)
-        if self._thread.ident is not None:
-            self._thread.join(STOP_S)
-
-    def _serve(self) -> None:
-        try:
-            asyncio.run(self._run())
-        except InvalidRequest as error:
-            if self._started.is_set():
-                raise
-            self._failure = error
-            self._started.set()
-
-    async def _run(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(log_unexpected)
+    async def _run(self, stopping: asyncio.Event) -> None:
+        asyncio.get_running_loop().set_exception_handler(log_unexpected)
         config, threads = self._config, Threads()
         folder = self._node.folder
         with contextlib.ExitStack() as ends:
@@ -154,17 +106,20 @@ class ApiServer:
             server.add_generic_rpc_handlers((handlers(gate, pages, reservations, leases, objects, admin),))
             alive = await add_others(server, SERVICE)
             ends.callback(sweep, True)
-            await self._serve_until_stopped(server, alive, sweep)
+            await self._serve_until_stopped(server, alive, sweep, stopping)
 
     async def _serve_until_stopped(
-        self, server: grpc.aio.Server, alive: health.aio.HealthServicer, sweep: Callable[[], None]
+        self,
+        server: grpc.aio.Server,
+        alive: health.aio.HealthServicer,
+        sweep: Callable[[], None],
+        stopped: asyncio.Event,
     ) -> None:
-        assert self._stopping is not None
         self.addresses = self._plan.bind(server)
         await server.start()
         self._started.set()
         sweeping = asyncio.create_task(sweep_forever(sweep))
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(stopped.wait())
         try:
             ended, _ = await asyncio.wait({stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)
             if sweeping in ended:
