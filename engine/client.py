@@ -13,7 +13,7 @@ Every call has a deadline. Errors are those of ``kvstore.errors``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -173,7 +173,7 @@ class EngineClient:
 
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """The KV of a prefill, as it is computed. Whoever uses a piece compares its checksum.
 
         Raises:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -23,11 +23,11 @@ from engine.admission import Admission, check_request, memory_frames
 from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.decode import SideBatches
-from engine.handoff import Peer, Peers
 from engine.lossy import codecs
 from engine.migration import Migration
 from engine.models import Model
 from engine.observer import Observer
+from engine.peers import Peer, Peers
 from engine.pool import Pool
 from engine.prefill import Prefills
 from engine.request import Cancel, Emit, Piece, PrefillEvent, Request, Role
@@ -152,7 +152,7 @@ class Engine:
         self._post(lambda: self._admission.add(sequence))
         return partial(self._cancel, sequence)
 
-    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
+    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Generator[Piece, None, None]:
         """See ``Prefills.pull``."""
         return self.prefills.pull(request_id, token_start, codec, timeout_s)
 

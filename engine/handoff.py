@@ -14,8 +14,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 
 import numpy as np
 import xxhash
@@ -24,36 +24,16 @@ from engine import staging
 from engine.arena import Arena, runs
 from engine.link import Link
 from engine.lossy import Lossy
-from engine.request import Admitted, Done, Failed, Grain, HandOff, Piece, PrefillEvent, Progress, Request, Source
+from engine.peers import Peer, Pieces
+from engine.request import Admitted, Done, Failed, Grain, HandOff, Piece, Progress, Request, Source
 from engine.sequence import Arrivals, Sequence
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.layout import Layout
 
 LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
-PEERS_MAX = 64
 CONNECT_S = 10.0  # for a prefill engine to begin
 
 log = logging.getLogger("kvstore.engine.handoff")
-
-
-class Peer(Protocol):
-    """Another engine, as far as a hand-off needs it. ``EngineClient`` is one."""
-
-    def prefill(
-        self, request: Request, layout: Layout, hold_s: float | None = None, *, timeout_s: float | None = None
-    ) -> Iterator[PrefillEvent]:
-        """Have it compute a prompt."""
-        ...
-
-    def pull(
-        self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
-    ) -> Iterator[Piece]:
-        """Fetch the KV. Whoever uses a piece compares its checksum."""
-        ...
-
-    def release(self, request_id: str) -> bool:
-        """It is not needed any more."""
-        ...
 
 
 class Fetch:
@@ -221,28 +201,41 @@ class Fetch:
 
     # --- out of the other engine's arena ----------------------------------------------------------------------------
 
-    def _pull(self, token_start: int) -> Iterator[Piece]:
-        for piece in self._peer.pull(self._wire_id, token_start, self._codec_name, timeout_s=self._left_s()):
-            if self._stopped():
-                raise self.failure or NodeUnavailable("the hand-off was given up")
-            if xxhash.xxh3_64_intdigest(piece.data) != piece.checksum:
-                raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
-            yield piece
+    def _pull(self, token_start: int) -> Pieces:
+        pieces = self._peer.pull(self._wire_id, token_start, self._codec_name, timeout_s=self._left_s())
+        try:
+            for piece in pieces:
+                if self._stopped():
+                    raise self.failure or NodeUnavailable("the hand-off was given up")
+                if piece.layer >= self._arena.layout.layers:
+                    raise InvalidRequest("layer", f"{self.address} sent layer {piece.layer}, which there is not")
+                if xxhash.xxh3_64_intdigest(piece.data) != piece.checksum:
+                    raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
+                yield piece
+        finally:  # or the other engine would hold what is still being pulled until this is collected
+            pieces.close()
 
-    def _take(self, pieces: Iterator[Piece]) -> None:
-        for piece in pieces:
-            self._store(piece)
-            self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
+    def _take(self, pieces: Pieces) -> None:
+        with closing(pieces):
+            for piece in pieces:
+                self._store(piece, self.arrivals.tokens(piece.layer))
+                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
 
-    def _store(self, piece: Piece) -> None:
+    def _store(self, piece: Piece, there: int) -> None:
+        """Put a piece into the frames, where ``there`` tokens of its layer are."""
         frames, page_tokens = self.sequence.frames, self.sequence.page_tokens
         assert frames is not None
         first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
         count = piece.tokens // page_tokens
         layout = self._codec.layout if self._codec is not None else self._arena.layout
-        inside = piece.token_start + piece.tokens <= self.sequence.prompt and piece.layer < layout.layers
+        inside = piece.token_start <= there and piece.token_start + piece.tokens <= self.sequence.prompt
         whole = piece.token_start % page_tokens == 0 and (not rest or not count) and piece.tokens > 0
-        if not inside or not whole or len(piece.data) != layout.kv_heads * piece.tokens * layout.token_bytes:
+        if (
+            not inside
+            or not whole
+            or not 0 <= piece.layer < layout.layers
+            or len(piece.data) != layout.kv_heads * piece.tokens * layout.token_bytes
+        ):
             raise InvalidRequest("piece", f"engine {self.address} sent what is of no page of this prompt")
         self._link.carry(len(piece.data), self._stopped)
         self.sequence.spent.moved_bytes += len(piece.data)
@@ -270,16 +263,17 @@ class Fetch:
         while page < full:
             stop = min(page + group, full)
             tail = self._pull(full * page_tokens) if stop == full and sequence.prompt > full * page_tokens else None
-            if not self._read_group(page, stop, tail):
-                self._take(self._pull(page * page_tokens))
-                return
-            if tail is not None:  # what of it was computed in a later chunk
-                self._take(tail)
+            with closing(tail) if tail is not None else nullcontext():
+                if not self._read_group(page, stop, tail):
+                    self._take(self._pull(page * page_tokens))
+                    return
+                if tail is not None:  # what of it was computed in a later chunk
+                    self._take(tail)
             page = stop
         if self._start // page_tokens >= full:
             self._take(self._pull(full * page_tokens))
 
-    def _read_group(self, page: int, stop: int, tail: Iterator[Piece] | None) -> bool:
+    def _read_group(self, page: int, stop: int, tail: Pieces | None) -> bool:
         """Read pages layer by layer, with the tail's same layers. False where they are not in the pool."""
         sequence, layout = self.sequence, self._arena.layout
         assert sequence.cache is not None and sequence.frames is not None
@@ -308,7 +302,7 @@ class Fetch:
                 piece = next(tail, None)
                 if piece is None or piece.layer != layer:
                     raise NodeUnavailable(f"engine {self.address} sent layers of a tail out of order")
-                self._store(piece)
+                self._store(piece, tokens)
                 tokens = piece.token_start + piece.tokens
             self.arrivals.reached(layer, tokens)
         return True
@@ -340,39 +334,11 @@ class Fetch:
             sequence.spent.moved_bytes += moved
         arrived = [position] * self._arena.layout.layers
         if position < sequence.prompt:
-            for piece in self._pull(position):
-                self._store(piece)
-                arrived[piece.layer] = piece.token_start + piece.tokens
+            with closing(self._pull(position)) as pieces:
+                for piece in pieces:
+                    self._store(piece, arrived[piece.layer])
+                    arrived[piece.layer] = piece.token_start + piece.tokens
         self.arrivals.all_reached(min(arrived))
-
-
-class Peers:
-    """Clients of other engines, one per address, made when first needed; the ``PEERS_MAX`` used last are kept."""
-
-    def __init__(self, connect: Callable[[str], Peer]) -> None:
-        self._connect = connect
-        self._lock = threading.Lock()
-        self._known: dict[str, Peer] = {}
-        self._failed: dict[str, float] = {}
-
-    def __getitem__(self, address: str) -> Peer:
-        with self._lock:
-            peer = self._known.pop(address, None) or self._connect(address)
-            self._known[address] = peer  # the newest, at the end
-            while len(self._known) > PEERS_MAX:
-                forgotten = next(iter(self._known))
-                del self._known[forgotten]
-                self._failed.pop(forgotten, None)
-            return peer
-
-    def avoid(self, address: str, seconds: float) -> None:
-        """It did not answer: ask others first for a while."""
-        self._failed[address] = time.monotonic() + seconds
-
-    def usable(self, addresses: tuple[str, ...]) -> list[str]:
-        """Those not to be avoided now."""
-        now = time.monotonic()
-        return [address for address in addresses if self._failed.get(address, 0.0) <= now]
 
 
 def _for_prefill(sequence: Sequence, wire_id: str) -> Request:
@@ -389,6 +355,3 @@ def _for_prefill(sequence: Sequence, wire_id: str) -> Request:
         use_pool=request.use_pool,
         allow_lossy=request.allow_lossy,
     )
-
-
-__all__ = ["Fetch", "Peer", "Peers"]

@@ -122,6 +122,8 @@ class Migration:
                 if not begun:
                     begun = True
                     sequence.elsewhere = lambda: self._target.cancel(self._id)
+                    if sequence.cancelled:  # while it was on its way
+                        self._target.cancel(self._id)
                     left()
                     if not taken.done():
                         taken.set_result(True)

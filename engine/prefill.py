@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import xxhash
 
@@ -153,7 +153,7 @@ class Prefills:
 
     # --- pulling: threads of the service ------------------------------------------------------------------------------
 
-    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
+    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Generator[Piece, None, None]:
         """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed.
 
         Raises:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 
 from engine.arena import Arena
 from engine.config import EngineConfig
-from engine.handoff import Fetch, Peers
+from engine.handoff import Fetch
 from engine.link import parse_link
 from engine.lossy import Lossy
 from engine.observer import Observer
+from engine.peers import Peers
 from engine.pool import Pool
 from engine.request import Handoff, Role
 from engine.sequence import Sequence, State
