@@ -117,7 +117,7 @@ class EngineConfig:
     link: str = setting("none", parse_text)
     """How fast hand-offs go at most: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."""
     compress: str = setting("none", parse_text)
-    """none, int8 or fp8: pages are written as lossy replicas only, which requests must allow; so are their hand-offs."""
+    """none, int8 or fp8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise."""
     hold_s: float = setting(30.0, parse_number)
     """How long a finished prefill waits to be fetched."""
     salt: str = setting("", parse_text)

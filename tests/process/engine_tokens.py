@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -209,7 +209,7 @@ class InProcess:
 
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """As ``EngineClient.pull``."""
         return self.target.pull(request_id, token_start, codec, timeout_s or ANSWER_S)
 

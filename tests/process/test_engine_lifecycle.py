@@ -6,9 +6,9 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -39,8 +39,9 @@ class Sender(InProcess):
 
     bench: Bench
 
-    def pull(self, *asked: Any, **how: Any) -> Iterator[Piece]:
-        return self.bench.sends(super().pull(*asked, **how))
+    def pull(self, *asked: Any, **how: Any) -> Generator[Piece, None, None]:
+        with closing(super().pull(*asked, **how)) as pieces:
+            yield from self.bench.sends(pieces)
 
     def release(self, request_id: str) -> bool:
         time.sleep(self.bench.release_s)
