@@ -134,6 +134,8 @@ class SocketChannel:
             InvalidRequest: the channel is closed, or this is a forked child.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        if self._refusal and self.ended:
+            raise NodeUnavailable(f"{self.folder.name}: the session was renewed meanwhile")
         if self._refusal:
             raise InvalidRequest("store", self._refusal)
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):

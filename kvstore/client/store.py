@@ -132,7 +132,14 @@ class Store(AdminVerbs, ObjectVerbs):
                 raise NodeUnavailable(f"{self.name}: its daemon is not running")
             time.sleep(0.005)
         body = (control.pack_json({"call": call, **arguments}),)
-        message = self._node.writable().exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
+        mapped = self._node.writable()
+        try:
+            message = mapped.exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
+        except NodeUnavailable:
+            renewed = self._node.writable()
+            if renewed is mapped:
+                raise
+            message = renewed.exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
         return control.unpack_json(message.body)
 
     def _alive(self) -> bool:
