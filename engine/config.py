@@ -17,7 +17,7 @@ from typing import Any
 from engine.link import parse_link
 from engine.request import Grain, Handoff, Role, Source
 from kvstore.config import LOG_FORMATS, LOG_LEVELS
-from kvstore.config.reading import parsed, read, setting
+from kvstore.config.reading import read, setting
 from kvstore.config.values import (
     GIB,
     parse_address,
@@ -179,15 +179,6 @@ class EngineConfig:
 def _require(name: str, holds: bool, rule: str, got: object) -> None:
     if not holds:
         raise InvalidRequest(name, f"{rule}, got {got!r}")
-
-
-def engine_config(**raw: object) -> EngineConfig:
-    """An `EngineConfig` from keyword arguments as users write them (``arena="256MiB"``). Reads no file, no environment.
-
-    Raises:
-        InvalidRequest: an unknown name or a bad value.
-    """
-    return parsed(EngineConfig, raw)
 
 
 def load(

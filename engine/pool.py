@@ -24,7 +24,6 @@ from engine.lossy import Lossy
 from engine.sequence import Sequence
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.remote.store import RemoteStore
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
@@ -49,17 +48,17 @@ class Pool:
     Attributes:
         layout: of the exact pages.
         codec: how pages are written: None as they are, else as lossy replicas under a layout of their own.
-        hook_s, hook_layers, hook_bytes: spent in writing layers while a forward waits for it, since the start.
+        hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
     """
 
     def __init__(self, store: Store | None, layout: Layout, arena: Arena, compress: str = "none") -> None:
         self.store = store
         self.layout = layout
         self.codec: Lossy | None = Lossy.of(layout, compress)
-        self.hook_s, self.hook_layers, self.hook_bytes = 0.0, 0, 0
+        self.hook_s, self.hook_layers = 0.0, 0
         self.failures = 0
         self.up = store is not None  # whether the node takes pages, as far as we know
-        self._mapped = not isinstance(store, RemoteStore)  # what is read through shared memory needs no node
+        self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
         self._in_doubt = False  # the node may hold frames for us that we know nothing of
         self._arena = arena
@@ -292,7 +291,6 @@ class ChunkWriter:
         pool = self._pool
         pool.hook_s += time.perf_counter() - start_s
         pool.hook_layers += 1
-        pool.hook_bytes += (self._stop - self._first) * self._cache.layout.layer_bytes
 
     def _rows(self, layer: int) -> Any:
         parts = []

@@ -36,6 +36,8 @@ class Store(AdminVerbs, ObjectVerbs):
     store, a daemon's pages stay. A forked child is refused and connects itself.
     """
 
+    reads_without_node = True  # what is read through shared memory needs no daemon
+
     def __init__(self, node: LocalNode) -> None:
         self._node = node
         self._registrations = Registrations()

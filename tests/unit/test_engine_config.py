@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.cli import HELP, default_text
-from engine.config import EngineConfig, engine_config, load, parse_engines
+from engine.config import EngineConfig, load, parse_engines
 from engine.metrics import table as metrics_table
 from engine.request import Grain, Handoff, Role, Source
 from kvstore import config as node_config
@@ -65,7 +65,8 @@ def test_flags_go_before_the_environment_before_the_file(tmp_path: Path) -> None
 
 
 def test_words_become_nouns() -> None:
-    config = engine_config(model="m", handoff="lazy", source="dram", grain="whole", listen="a:1,unix:/b")
+    given = {"model": "m", "handoff": "lazy", "source": "dram", "grain": "whole", "listen": "a:1,unix:/b"}
+    config, _ = load(env={}, flags=given)
     assert (config.handoff, config.source, config.grain) == (Handoff.LAZY, Source.DRAM, Grain.WHOLE)
     assert config.listen == ("a:1", "unix:/b")
 
@@ -96,7 +97,7 @@ def test_words_become_nouns() -> None:
 )
 def test_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        engine_config(**{"model": "m", **wrong})
+        load(env={}, flags={"model": "m", **wrong})
     assert refused.value.field == next(iter(wrong))
 
 

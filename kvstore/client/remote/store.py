@@ -30,6 +30,8 @@ class RemoteStore(RemoteObjects, Store):
     lost connection is made again by the next call. A forked child is refused and connects itself.
     """
 
+    reads_without_node = False
+
     def __init__(self, node: RemoteNode) -> None:
         self._remote = node
         self._registrations = Registrations()
