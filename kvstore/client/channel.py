@@ -72,7 +72,7 @@ class SocketChannel:
     A forked child has no part in the session: its copies of the descriptors are closed and every call is refused.
 
     A channel serves one incarnation of a node. Where the folder was made anew, frames granted before are void; the
-    channel then ends for good (``ended``), and its owner makes another.
+    channel then ends for good (``ended``), and its owner makes another. ``close`` ends it as well.
 
     Args:
         folder: the node's folder.
@@ -88,6 +88,7 @@ class SocketChannel:
         self._session = secrets.randbits(63) | 1
         self._file = SessionFile(folder, self._session)
         self._refusal = ""
+        self._renewed = False  # closed because another channel follows
         self._sending = threading.Lock()  # held while a request is encoded and sent, or a connection made
         self._changed = threading.Condition()  # guards the five below
         self._socket: socket.socket | None = None
@@ -134,7 +135,7 @@ class SocketChannel:
             InvalidRequest: the channel is closed, or this is a forked child.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        if self._refusal and self.ended:
+        if self._renewed:
             raise NodeUnavailable(f"{self.folder.name}: the session was renewed meanwhile")
         if self._refusal:
             raise InvalidRequest("store", self._refusal)
@@ -160,7 +161,7 @@ class SocketChannel:
         """End the session: what it had reserved is given back, its leases end. Requests on their way fail."""
         if self._refusal:
             return
-        self._refusal = "is closed"
+        self._renewed, self.ended, self._refusal = self.ended, True, "is closed"
         self._file.close()  # first the lock, so that the daemon finds it free when it sees the connection end
         self._lose(self._socket)
         if self._sending.acquire(timeout=self.timeout_s):

@@ -28,7 +28,7 @@ class GrantPool:
     Life of a frame here: granted -> ``take`` (its taker writes a page into it) -> sealed, or handed back with ``add``
     where the page was already stored. What is left goes back to the node when nobody took a frame for ``IDLE_S``, at
     ``Channel.close``, or by the death of this process. What may be in doubt after a lost connection is never written
-    again: ``forfeit``.
+    again: ``forfeit``. Its one timer ends with ``end``, and starts no other once its channel has ended.
     """
 
     def __init__(self, frame_class: FrameClass, channel: Channel) -> None:
@@ -97,9 +97,16 @@ class GrantPool:
 
     def _watch(self) -> None:
         """One timer while there are frames: a client that stopped writing must not keep them from others."""
-        self._timer = threading.Timer(IDLE_S, self._idle)
-        self._timer.daemon = True
-        self._timer.start()
+        if not self._channel.ended:
+            self._timer = threading.Timer(IDLE_S, self._idle)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def end(self) -> None:
+        """The channel has ended, and all frames with it: no timer may keep this pool, and its node's memory."""
+        timer = self._timer  # without the lock: a finalizer may run in a thread that holds it
+        if timer is not None:
+            timer.cancel()
 
     def _idle(self) -> None:
         self._collect()
@@ -152,7 +159,7 @@ class GrantPool:
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
             self._give_back(timeout_s=0.0)
         with self._lock:
-            if self._forfeited and self._timer is None and not getattr(self._channel, "ended", False):
+            if self._forfeited and self._timer is None:
                 self._watch()  # somebody else was just sending, or the node is down
 
     def _give_back(self, timeout_s: float | None = None) -> None:
@@ -169,12 +176,27 @@ class GrantPool:
                 raise
 
 
-def new_pool(pools: dict[FrameClass, GrantPool], frame_class: FrameClass, channel: Channel) -> GrantPool:
-    """A pool of a class that had none. Of very many classes only the pools in use are kept; others are soon made."""
-    if len(pools) >= POOLS_MAX:
-        for other in [other for other, pool in list(pools.items()) if pool.idle]:
-            pools.pop(other, None)
-    return pools.setdefault(frame_class, GrantPool(frame_class, channel))
+class GrantPools:
+    """The pools of one session, one per class. Threads may share it. Ends with its channel: ``end``."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pools: dict[FrameClass, GrantPool] = {}
+
+    def of(self, frame_class: FrameClass) -> GrantPool:
+        """The pool of a class. Of very many classes only the pools in use are kept; others are soon made."""
+        pool = self._pools.get(frame_class)
+        if pool is not None:
+            return pool
+        if len(self._pools) >= POOLS_MAX:
+            for other in [other for other, pool in list(self._pools.items()) if pool.idle]:
+                self._pools.pop(other, None)
+        return self._pools.setdefault(frame_class, GrantPool(frame_class, self._channel))
+
+    def end(self) -> None:
+        """End the timers. The channel has ended."""
+        for pool in list(self._pools.values()):
+            pool.end()
 
 
 def still_ours(address: Address, word: int) -> bool:

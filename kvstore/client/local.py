@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.channel import AFTER_FORK, SocketChannel
-from kvstore.client.grants import GrantPool, new_pool
+from kvstore.client.ends import Embedded, Ends
+from kvstore.client.grants import GrantPool, GrantPools
 from kvstore.client.nvme import NvmeReader
 from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
@@ -125,7 +125,7 @@ class Mapped:
         self.counters = channel.counters
         self.counting = True  # of gets; a benchmark compares with gets that are not counted
         self.extents: dict[int, Extent] = older.extents if older is not None else {}
-        self.pools: dict[FrameClass, GrantPool] = older.pools if older is not None else {}
+        self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
         self.nvme = nvme
         self.timeout_s = timeout_s
@@ -170,8 +170,7 @@ class Mapped:
 
     def pool(self, frame_class: FrameClass) -> GrantPool:
         """The frames of a class granted to us ahead of need."""
-        pool = self.pools.get(frame_class)
-        return pool if pool is not None else new_pool(self.pools, frame_class, self.channel)
+        return self.pools.of(frame_class)
 
     def row(self, frame_class: FrameClass) -> int:
         """Where pages of this geometry are counted."""
@@ -197,40 +196,6 @@ class Mapped:
         extent = self.extents.get(number) or self.extent(number)
         if extent is not None and frame < len(extent.last_use):
             extent.last_use[frame] = time.monotonic_ns()
-
-
-class Embedded(Protocol):
-    """A node inside this process."""
-
-    def channel(self) -> Channel:
-        """A new session with it."""
-        ...
-
-    def close(self) -> None:
-        """End it and remove its files."""
-        ...
-
-
-class _Ends:
-    """What has to be ended with a LocalNode, also when it is merely dropped or the process exits."""
-
-    def __init__(self, embedded: Embedded | None, workers: Workers, threads: ReadThreads) -> None:
-        self.pid = os.getpid()
-        self.embedded = embedded
-        self.workers = workers
-        self.threads = threads
-        self.channel: Channel | None = None
-
-    def end(self) -> None:
-        """Close everything, the node last. In a forked child nothing is done: all of it is the parent's."""
-        if os.getpid() != self.pid:
-            return
-        self.workers.close()
-        self.threads.close()
-        if self.channel is not None:
-            self.channel.close()
-        if self.embedded is not None:
-            self.embedded.close()
 
 
 class LocalNode:
@@ -260,7 +225,7 @@ class LocalNode:
         self._header_id = (0, 0)
         self._lock = threading.Lock()
         self._threads = ReadThreads(f"kvstore-{self.folder.name}-nvme")
-        self._ends = _Ends(embedded, self.workers, self._threads)
+        self._ends = Ends(embedded, self.workers, self._threads)
         self._finalizer = weakref.finalize(self, self._ends.end)
         _nodes.add(self)
 
@@ -296,7 +261,7 @@ class LocalNode:
             InvalidRequest, VersionMismatch: as ``mapped``.
         """
         mapped = self.mapped()
-        if mapped is not None and getattr(mapped.channel, "ended", False):
+        if mapped is not None and mapped.channel.ended:
             mapped = self._map()
         deadline = time.monotonic() + self.timeout_s
         while mapped is None:
@@ -349,7 +314,7 @@ class LocalNode:
                 self._unmap(old)
                 return None
             epoch, incarnation = header.words[_EPOCH], header.words[_INCARNATION]
-            if old is not None and (incarnation != old.incarnation or getattr(old.channel, "ended", False)):
+            if old is not None and (incarnation != old.incarnation or old.channel.ended):
                 self._unmap(old)
                 old = None
             segment = old.segment if old is not None else SegmentMap.open(self.folder, incarnation)
@@ -361,6 +326,7 @@ class LocalNode:
             self._header_id = identity
             parts = self.folder, header, incarnation, epoch, index, segment, channel, old, nvme
             self._mapped = Mapped(*parts, self.timeout_s)
+            self._ends.pools = self._mapped.pools
             return self._mapped
 
     def _open_header(self) -> Header | None:
@@ -384,6 +350,7 @@ class LocalNode:
         self._mapped = None
         if old is not None and self._ends.embedded is None:
             old.channel.close()
+            old.pools.end()
 
     def _after_fork(self) -> None:
         self.refusal = AFTER_FORK.format(self._pid)

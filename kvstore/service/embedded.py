@@ -41,7 +41,7 @@ class InProcessChannel:
         self._node = node
         self._dispatcher = dispatcher
         self._session = secrets.randbits(63) | 1
-        self._closed = False
+        self.ended = False
         self.counters = SessionCounters()
         node.sessions.join(self._session, self.counters)
         node.handle(ev.SessionOpened(time.monotonic_ns(), self._session))
@@ -63,7 +63,7 @@ class InProcessChannel:
         timeout_s: float | None = None,
     ) -> _Done:
         """See ``Channel.request``. Nothing is waited for but the node's mutex, so no deadline is needed."""
-        if self._closed:
+        if self.ended:
             raise NodeUnavailable("the store is closed")
         sent = control.encode(op, 0, count=count, a=a, b=b, flags=flags, body=body)
         reply = self._dispatcher.exchange(self._session, control.decode(memoryview(sent)))
@@ -77,8 +77,8 @@ class InProcessChannel:
 
     def close(self) -> None:
         """See ``Channel.close``."""
-        if not self._closed:
-            self._closed = True
+        if not self.ended:
+            self.ended = True
             self._node.sessions.leave(self._session)
             self._node.handle(ev.SessionDead(time.monotonic_ns(), self._session))
 

@@ -40,6 +40,11 @@ class Channel(Protocol):
         """What this session counts for its node to see."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """No request can succeed any more: it was closed, or its node was made anew."""
+        ...
+
     def request(
         self,
         op: Op,

@@ -50,7 +50,7 @@ class _Here:
         self._dispatcher = dispatcher
 
     def channel(self) -> InProcessChannel:
-        """See ``client.local.Embedded``."""
+        """See ``client.ends.Embedded``."""
         return InProcessChannel(self._node, self._dispatcher)
 
     def close(self) -> None:
