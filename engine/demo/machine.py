@@ -22,7 +22,8 @@ from typing import Final
 from engine.client import EngineClient
 from engine.presets import PRESETS
 from kvstore.errors import NodeUnavailable
-from kvstore.tier.folder import PREFIX, purge
+from kvstore.tier.folder import PREFIX
+from kvstore.tier.purging import purge
 
 NODE_START_S: Final = 30.0
 ENGINE_START_S: Final = 300.0  # a large model is read from a disk

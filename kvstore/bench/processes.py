@@ -17,7 +17,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvstore.bench.harness import BenchFailed
-from kvstore.tier.folder import PREFIX, purge
+from kvstore.tier.folder import PREFIX
+from kvstore.tier.purging import purge
 
 READY_S = 120.0  # the first start populates memory
 STOP_S = 20.0

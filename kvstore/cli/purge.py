@@ -9,8 +9,9 @@ import click
 
 from kvstore.cli.output import json_option, print_json
 from kvstore.errors import InvalidRequest
-from kvstore.tier.folder import PREFIX, list_nodes
-from kvstore.tier.folder import purge as purge_folder
+from kvstore.tier.folder import PREFIX, NodeFolder, list_nodes
+from kvstore.tier.purging import check_purge, owned
+from kvstore.tier.purging import purge as purge_folder
 
 
 def shm_dir() -> Path:
@@ -20,17 +21,16 @@ def shm_dir() -> Path:
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every node of this machine whose daemon is not running.")
+@click.option("--all", "everything", is_flag=True, help="Every node of yours whose daemon is not running.")
 @json_option
 def purge(names: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Remove the pages and files of nodes NAMES. A running daemon's node is refused."""
     if bool(names) == everything:
         raise InvalidRequest("names", "give the names of nodes, or --all")
-    known = dict(list_nodes(shm_dir()))
     for name in names:
-        if name not in known:
-            raise InvalidRequest("names", f"there is no node {name!r} on this machine")
-    chosen = names or tuple(name for name, alive in known.items() if not alive)
+        check_purge(NodeFolder(shm_dir(), name).path)
+    dead = (name for name, alive in list_nodes(shm_dir()) if not alive)
+    chosen = names or tuple(name for name in dead if owned(shm_dir() / f"{PREFIX}{name}"))
     for name in chosen:
         purge_folder(shm_dir() / f"{PREFIX}{name}")
     if as_json:

@@ -19,6 +19,7 @@ from kvstore.client.session import SessionFile
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
 from kvstore.tier.counters import SessionCounters
+from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import control
 from kvstore.transfer.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
@@ -212,7 +213,7 @@ class SocketChannel:
                 raise InvalidRequest("store", self._refusal)
             if self.ended:
                 raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
-            if not self.folder.is_dir():
+            if not NodeFolder.at(self.folder).trusted():  # purged, and a stranger may have made another
                 raise NodeUnavailable(f"{self.folder.name}: there is no such node on this machine")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:

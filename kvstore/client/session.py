@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstore.errors import OutOfSpace
 from kvstore.tier.counters import SessionCounters
+from kvstore.tier.plain_files import open_plain
 
 
 class SessionFile:
@@ -36,7 +37,7 @@ class SessionFile:
             if os.fstat(self._fd).st_nlink:
                 return
             self.close()
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        fd = open_plain(self._path, os.O_RDWR | os.O_CREAT, 0o660)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink == 0:

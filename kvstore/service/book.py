@@ -17,6 +17,7 @@ from typing import Any
 from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import open_plain, read_plain, remove
 
 log = logging.getLogger("kvstore.node")
 
@@ -26,10 +27,10 @@ NAMES, PINS = "names", "pins"
 def add_name(folder: NodeFolder, incarnation: int, root: bytes, about: Mapping[str, Any]) -> None:
     """One more name."""
     path = folder.path / NAMES
-    if not path.exists():
+    if not path.is_file() or path.is_symlink():
         _replace(path, _head(incarnation))
     # Lines begin with their end: one that a kill cut short spoils no other.
-    with open(path, "ab", buffering=0) as file:
+    with open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
         file.write(b"\n" + _line(root, about))
 
 
@@ -49,11 +50,11 @@ def read_names(folder: NodeFolder, incarnation: int) -> dict[bytes, dict[str, An
     """The names of this incarnation, as far as they can be read; those of another are removed."""
     path, named = folder.path / NAMES, dict[bytes, dict[str, Any]]()
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_plain(path).split(b"\n")
     except FileNotFoundError:
         return named
     if lines[0] != _head(incarnation):
-        path.unlink()
+        remove(path)
         return named
     for line in filter(None, lines[1:]):
         try:
@@ -75,7 +76,7 @@ def restore_pins(state: NodeState, folder: NodeFolder, incarnation: int) -> None
 
 def _read_pins(path: Path, incarnation: int) -> list[tuple[int, list[bytes], bytes, float]]:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_plain(path))
         if document["incarnation"] != f"{incarnation:016x}":
             return []
         return [
@@ -104,8 +105,8 @@ def _line(root: bytes, about: Mapping[str, Any]) -> bytes:
 
 def _replace(path: Path, data: bytes) -> None:
     fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    remove(fresh)
+    descriptor = open_plain(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
     os.replace(fresh, path)

@@ -25,6 +25,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.service.dispatch import Dispatcher
 from kvstore.service.node import Node
 from kvstore.state import events as ev
+from kvstore.tier.plain_files import chmod_socket, open_folder, remove
 from kvstore.transfer import control
 
 log = logging.getLogger("kvstore.control")
@@ -122,16 +123,16 @@ class ControlServer:
     def start(self) -> None:
         """Listen on the node's socket. The file of a dead daemon is replaced: we hold the name's lock."""
         path = self._node.performer.folder.control
-        path.unlink(missing_ok=True)
+        remove(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        here = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+        here = open_folder(path.parent)
         try:
             listener.bind(
                 f"/proc/self/fd/{here}/{path.name}"
             )  # a socket's path is at most 107 bytes, a folder's is not
         finally:
             os.close(here)
-        os.chmod(path, self._node.config.file_mode)
+        chmod_socket(path, self._node.config.file_mode)
         listener.listen(BACKLOG)
         self._listener = listener
         self._thread.start()

@@ -28,8 +28,8 @@ from kvstore.state import events as ev
 from kvstore.state import integrity
 from kvstore.state.node_state import NodeState
 from kvstore.state.views import Rows
-from kvstore.tier.folder import purge
 from kvstore.tier.header import DaemonState
+from kvstore.tier.purging import purge
 from kvstore.tier.records import ExtentTable
 from kvstore.tier.sessions import Sessions
 

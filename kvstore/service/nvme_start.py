@@ -22,6 +22,7 @@ from kvstore.tier.folder import EMBEDDED_PREFIX, NodeFolder
 from kvstore.tier.nvme import ExtentOnDisk, NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_target import read_superblock
+from kvstore.tier.plain_files import remove
 from kvstore.tier.records import ExtentTable
 
 log = logging.getLogger("kvstore.nvme")
@@ -123,12 +124,12 @@ def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTab
             table.close()
     missing = [extent for number, extent in sorted(known.items()) if number not in tables]
     if missing:
-        loading.touch()
+        folder.new_file(loading, 1, b"", sparse=True)
         for extent in missing:
             tables[extent.number] = _from_disk(folder, nvme, extent)
             if failpoint.ACTIVE:
                 failpoint.hit("nvme.loaded")
-        loading.unlink()
+        remove(loading)
 
 
 def _is_same(table: ExtentTable, extent: ExtentOnDisk | None) -> bool:

@@ -7,6 +7,7 @@ differs. One path for a clean stop and for kill -9, so that it is exercised ever
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -29,9 +30,11 @@ from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState, NvmeParts
 from kvstore.state.tiering import TieringRules
 from kvstore.tier.dram import SegmentFile, check_space
-from kvstore.tier.folder import NodeFolder, reap_embedded
+from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState, Header, boot_id
 from kvstore.tier.index import Index, IndexDamaged
+from kvstore.tier.plain_files import open_plain, remove
+from kvstore.tier.purging import reap_embedded
 from kvstore.tier.records import ExtentTable
 
 EXTENT_BYTES_MAX = 128 * MIB
@@ -89,20 +92,22 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
 def _clear(folder: NodeFolder) -> None:
     """Remove what another boot or incarnation left: it could not be read any more, and would keep its memory."""
     for extent in folder.extents():
-        folder.records(extent).unlink(missing_ok=True)
-        folder.marks(extent).unlink(missing_ok=True)
+        remove(folder.records(extent))
+        remove(folder.marks(extent))
     for epoch in folder.epochs():
         Index.remove(folder, epoch)
-    folder.segment.unlink(missing_ok=True)
+    remove(folder.segment)
 
 
 def _void(folder: NodeFolder, number: int) -> None:
     """Give up an extent whose tables cannot be believed. Its position will hold other pages: clients that mapped it,
     lease holders among them, must see that nothing is sealed there any more."""
-    with open(folder.records(number), "r+b", buffering=0) as file:
-        file.write(bytes(os.fstat(file.fileno()).st_size))
-    folder.records(number).unlink()
-    folder.marks(number).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        fd = open_plain(folder.records(number), os.O_RDWR)
+        with open(fd, "r+b", buffering=0) as file:
+            file.write(bytes(os.fstat(fd).st_size))
+    remove(folder.records(number))
+    remove(folder.marks(number))
 
 
 def _recover(
@@ -140,7 +145,7 @@ def _recover_tiers(
         open_tables(folder, nvme, performer.tables)
         nvme.devices.write_map(folder)
     else:
-        folder.nvme.unlink(missing_ok=True)
+        remove(folder.nvme)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     found = [_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns())

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tier.folder import allocate
+from kvstore.tier.plain_files import open_plain
 
 COUNTERS_BYTES: Final = 4096
 MISS_REASONS: Final = ("absent", "generation", "identity", "checksum", "extent", "io")
@@ -122,7 +123,7 @@ class SessionCounters:
             OutOfSpace, OSError: no memory for the page, or no file; counting goes on where it was.
         """
         # Opened for this alone: a map keeps a copy of its descriptor, which would keep a lock taken through it.
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_plain(path, os.O_RDWR)
         try:
             allocate(fd, 0, COUNTERS_BYTES, str(path))  # a store into a hole of a full tmpfs would kill us
             words: memoryview[int] = memoryview(mmap.mmap(fd, COUNTERS_BYTES)).cast("Q")

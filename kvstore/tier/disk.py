@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
+from kvstore.tier.plain_files import check_placed
 
 BLOCK_BYTES: Final = 4096
 IOV_MAX: Final = 1024  # buffers of one system call
@@ -256,13 +257,16 @@ class FileDisk:
 
 def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool]:
     """``(fd, made just now)``; the file is not touched."""
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         kind = os.stat(name).st_mode
         if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
             raise InvalidRequest("nvme", f"{name} is neither a file nor a block device")
         # Keeps out mounts and other owners; without O_CREAT only devices know it.
-        return os.open(name, flags | (os.O_EXCL if writable and stat.S_ISBLK(kind) else 0)), False
+        fd = os.open(name, flags | (os.O_EXCL if writable and stat.S_ISBLK(kind) else 0))
+        if writable:
+            _check_placed(name, fd)
+        return fd, False
     except FileNotFoundError:
         if not create:
             raise InvalidRequest("nvme", f"{name} does not exist") from None
@@ -278,6 +282,14 @@ def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool
     except OSError as error:
         raise _refusal(error, name) from None
     return fd, True
+
+
+def _check_placed(name: str, fd: int) -> None:
+    try:
+        check_placed(name, fd)
+    except PermissionError:
+        os.close(fd)
+        raise
 
 
 def _refusal(error: OSError, name: str) -> Exception:

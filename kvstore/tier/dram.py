@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.tier.folder import NodeFolder, allocate, list_nodes, purge, reap_embedded
+from kvstore.tier.folder import NodeFolder, allocate, list_nodes
 from kvstore.tier.header import DaemonState, Header
+from kvstore.tier.plain_files import open_plain
+from kvstore.tier.purging import purge, reap_embedded
 from kvstore.tier.records import ExtentTable
 
 __all__ = [
@@ -205,7 +207,7 @@ def _map(fd: int) -> mmap.mmap:
 def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
     """``(fd, extent_bytes, positions)`` of a sound segment, else None."""
     try:
-        fd = os.open(folder.segment, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_plain(folder.segment, os.O_RDWR)
     except FileNotFoundError:
         return None
     head = os.pread(fd, _HEAD.size, 0)

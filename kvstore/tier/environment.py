@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import struct
 import threading
 import weakref
@@ -22,6 +23,7 @@ import lmdb
 
 from kvstore.errors import NodeBusy, OutOfSpace
 from kvstore.tier.folder import NodeFolder, allocate
+from kvstore.tier.plain_files import check_plain, open_plain, remove
 
 READERS_MAX: Final = 1024  # read transactions at one time, over all processes of the node
 PAGE_BYTES: Final = 4096
@@ -129,12 +131,12 @@ def make(
         IndexFull: it does not fit ``map_bytes`` or the memory there is. Nothing has changed.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     os.mkdir(temporary, folder.dir_mode)
     try:
         os.chmod(temporary, folder.dir_mode)  # whatever the umask
         _fill(temporary, folder, map_bytes, ((SEALED, sealed, True), (PENDING, pending, False), (NVME, nvme, True)))
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
         os.rename(temporary, path)
     except lmdb.Error as error:
         translate(error)
@@ -167,7 +169,7 @@ def _fill(
 def allocate_map(path: Path, size_bytes: int) -> None:
     """Give the first ``size_bytes`` of a map file their memory. Raises IndexFull where there is none."""
     # LMDB keeps its process locks on lock.mdb only, so opening and closing the data file here drops none of them.
-    fd = os.open(path / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+    fd = open_plain(path / "data.mdb", os.O_RDWR)
     try:
         allocate(fd, 0, size_bytes, str(path))
     except OutOfSpace as error:
@@ -182,7 +184,11 @@ def stored_map_bytes(path: Path) -> int | None:
     The length matters: reading beyond the end of a mapped file is a SIGBUS, not an error.
     """
     try:
-        with open(path / "data.mdb", "rb") as file:
+        # LMDB follows links, so what it is going to open is looked at before; and not opened, for closing any
+        # descriptor of its lock file would drop the locks that this process has on it.
+        check_plain(path, stat.S_IFDIR)
+        check_plain(path / "lock.mdb", stat.S_IFREG)
+        with open(open_plain(path / "data.mdb", os.O_RDONLY), "rb") as file:
             head = file.read(_META.size)
             size = os.fstat(file.fileno()).st_size
     except OSError:

@@ -23,7 +23,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import stat
 import time
 import weakref
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
+from kvstore.tier.plain_files import NotPlain, open_folder, open_plain, remove
 
 PREFIX: Final = "kvstore-"
 EMBEDDED_PREFIX: Final = "kvstore-embedded-"
@@ -74,7 +74,7 @@ class NodeFolder:
             raise InvalidRequest("path", f"{where} is not a node's folder (its name starts with {PREFIX!r})")
         shared = False
         with contextlib.suppress(OSError):
-            shared = bool(where.stat().st_mode & stat.S_IRGRP)
+            shared = bool(where.lstat().st_mode & stat.S_IRGRP)
         return cls(where.parent, where.name.removeprefix(PREFIX), shared)
 
     @property
@@ -146,19 +146,47 @@ class NodeFolder:
             InvalidRequest: ``shm_dir`` is absent, or something of another user (or no directory) has that name.
             FileNotFoundError: it was purged in the same moment.
         """
-        for path in (self.path, self.sessions):
-            try:
-                os.mkdir(path, self.dir_mode)
-                os.chmod(path, self.dir_mode)  # whatever the umask
-            except FileExistsError:
-                pass
-            except FileNotFoundError:
-                if self.path.parent.is_dir():
-                    raise  # purged between two of these calls
-                raise InvalidRequest("shm_dir", f"{self.path.parent} does not exist") from None
-        status = os.lstat(self.path)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise InvalidRequest("name", f"{self.path} belongs to user {status.st_uid}; take another name")
+        made = self._make()
+        try:
+            fd = open_folder(self.path)
+        except NotPlain:
+            raise InvalidRequest("name", f"{self.path} is no folder, or a link; take another name") from None
+        except PermissionError:
+            raise InvalidRequest("name", f"{self.path} belongs to another user; take another name") from None
+        try:
+            owner = os.fstat(fd).st_uid
+            if owner != os.geteuid():
+                raise InvalidRequest("name", f"{self.path} belongs to user {owner}; take another name")
+            if made:
+                os.fchmod(fd, self.dir_mode)  # whatever the umask
+            self._make_sessions(fd)
+        finally:
+            os.close(fd)
+
+    def _make(self) -> bool:
+        """Whether the folder was made just now."""
+        try:
+            os.mkdir(self.path, self.dir_mode)
+            return True
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            raise InvalidRequest("shm_dir", f"{self.path.parent} does not exist") from None
+
+    def _make_sessions(self, here: int) -> None:
+        name = self.sessions.name
+        made = True
+        try:
+            os.mkdir(name, self.dir_mode, dir_fd=here)
+        except FileExistsError:
+            made = False
+        try:
+            fd = open_folder(name, dir_fd=here)
+        except NotPlain:
+            raise InvalidRequest("name", f"{self.sessions} is no folder, or a link; purge the node") from None
+        if made:
+            os.fchmod(fd, self.dir_mode)
+        os.close(fd)
 
     def trusted(self) -> bool:
         """True where the folder is there and was made by this user, by root, or by one of a group shared with it.
@@ -185,16 +213,18 @@ class NodeFolder:
         for attempt in range(_LOCK_TRIES):
             try:
                 self.create()
-                fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self.file_mode)
+                fd = open_plain(self.lock_file, os.O_RDWR | os.O_CREAT, self.file_mode)
+            except NotPlain:
+                raise InvalidRequest("name", f"{self.lock_file} is no plain file; purge the node") from None
             except FileNotFoundError:  # purged meanwhile
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = _holder(fd)
+                by = holder(fd)
                 os.close(fd)
                 if attempt + 1 == _LOCK_TRIES:
-                    raise NodeBusy(f"node {self.name!r} is held by {holder} ({self.path})") from None
+                    raise NodeBusy(f"node {self.name!r} is held by {by} ({self.path})") from None
                 time.sleep(_LOCK_RETRY_S)
                 continue
             if _same_file(fd, self.lock_file):
@@ -218,12 +248,12 @@ class NodeFolder:
             NodeBusy: its daemon runs, or is just starting.
             FileNotFoundError: it was just being purged.
         """
-        fd = os.open(self.lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_plain(self.lock_file, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield
         except BlockingIOError:
-            raise NodeBusy(f"node {self.name!r} is held by {_holder(fd)} ({self.path})") from None
+            raise NodeBusy(f"node {self.name!r} is held by {holder(fd)} ({self.path})") from None
         finally:
             os.close(fd)
 
@@ -243,12 +273,9 @@ class NodeFolder:
             self._lock_fd = -1
 
     def _remove_temporaries(self) -> None:
-        for entry in list(os.scandir(self.path)):
-            half_index = entry.name.startswith("index-") and entry.name.endswith(".tmp")
-            if entry.is_dir(follow_symlinks=False) and half_index:
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name.startswith(_TEMPORARY):
-                os.unlink(entry.path)
+        for name in os.listdir(self.path):
+            if name.startswith(_TEMPORARY) or (name.startswith("index-") and name.endswith(".tmp")):
+                remove(self.path / name)
 
     def new_file(self, path: Path, size_bytes: int, head: bytes, sparse: bool = False) -> None:
         """Put a whole new file at ``path``, zeros after ``head``: readers see the old one or all of the new one.
@@ -259,7 +286,8 @@ class NodeFolder:
             OutOfSpace: its memory could not be allocated; nothing changed.
         """
         temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, self.file_mode)
+        remove(temporary)
+        fd = open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self.file_mode)
         try:
             os.fchmod(fd, self.file_mode)  # whatever the umask
             if sparse:
@@ -292,62 +320,18 @@ def allocate(fd: int, start: int, size_bytes: int, what: str) -> None:
         ) from None
 
 
-def purge(path: str | os.PathLike[str]) -> None:
-    """Remove a node's folder with everything in it. Absent: nothing happens.
-
-    Clients that still map it see incarnation 0 (the node is gone); their memory is freed when they unmap it.
-
-    Raises:
-        NodeBusy: its daemon lives; nothing was removed.
-        InvalidRequest: ``path`` is not a node's folder.
-    """
-    folder = NodeFolder.at(path)
-    try:
-        fd = os.open(folder.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, folder.file_mode)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _same_file(fd, folder.lock_file):  # another purge was faster
-            return
-        with contextlib.suppress(FileNotFoundError), open(folder.header, "r+b") as header:
-            header.write(bytes(32))  # magic, version, incarnation, epoch
-        for entry in list(os.scandir(folder.path)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            elif entry.name != folder.lock_file.name:
-                os.unlink(entry.path)
-        # Last, under the lock: a daemon that opened the old lock file sees that it is gone and starts anew.
-        os.unlink(folder.lock_file)
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(folder.path)
-    except BlockingIOError:
-        raise NodeBusy(f"node {folder.name!r} is held by {_holder(fd)}; stop it before purging {path}") from None
-    finally:
-        os.close(fd)
-
-
 def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
     """``(name, alive)`` of every node folder here that this user may trust, by name; alive = its lock is held."""
     nodes = []
-    for name in _folder_names(shm_dir, PREFIX):
+    for name in folder_names(shm_dir, PREFIX):
         folder = NodeFolder.at(Path(shm_dir) / name)
         if folder.trusted():
             nodes.append((folder.name, _is_locked(folder)))
     return nodes
 
 
-def reap_embedded(shm_dir: str | os.PathLike[str]) -> list[str]:
-    """Purge folders of embedded stores whose process is gone. Returns their names; those of others are left alone."""
-    reaped = []
-    for name in _folder_names(shm_dir, EMBEDDED_PREFIX):
-        with contextlib.suppress(NodeBusy, OSError):
-            purge(Path(shm_dir) / name)
-            reaped.append(name.removeprefix(PREFIX))
-    return reaped
-
-
-def _folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
+def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
+    """Names in ``shm_dir`` that a node's folder may have; whose they are, and whether folders, nobody has looked."""
     try:
         names = os.listdir(shm_dir)
     except FileNotFoundError:
@@ -357,7 +341,7 @@ def _folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
 
 def _is_locked(folder: NodeFolder) -> bool:
     try:
-        fd = os.open(folder.lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_plain(folder.lock_file, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -369,7 +353,8 @@ def _is_locked(folder: NodeFolder) -> bool:
     return False
 
 
-def _holder(fd: int) -> str:
+def holder(fd: int) -> str:
+    """Who holds the lock file behind ``fd``, for a message."""
     text = os.pread(fd, 32, 0).decode(errors="replace").strip()
     return f"process {text}" if text else "another process"
 

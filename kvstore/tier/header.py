@@ -15,6 +15,7 @@ from typing import Final, overload
 
 from kvstore.errors import VersionMismatch
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import open_plain
 
 HEADER_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1
@@ -81,9 +82,11 @@ class Header:
         """
         assert incarnation != 0, "0 means purged"
         path = folder.header
-        if not path.exists() or path.stat().st_size != HEADER_BYTES:
+        try:
+            header = cls(path, _map(path, writable=True))
+        except (FileNotFoundError, ValueError):  # ValueError: it is too short
             folder.new_file(path, HEADER_BYTES, b"")
-        header = cls(path, _map(path, writable=True))
+            header = cls(path, _map(path, writable=True))
         words = header.words
         words[0] = 0  # a client that opens it now sees no header; the magic comes last
         for position in range(1, _WORDS):
@@ -104,10 +107,8 @@ class Header:
             VersionMismatch: it is of another version of the file formats.
         """
         try:
-            if folder.header.stat().st_size < HEADER_BYTES:
-                return None
             header = cls(folder.header, _map(folder.header, writable))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: it is too short
             return None
         magic, version = header.words[0], header.words[1]
         if magic != _MAGIC or header.incarnation == 0:
@@ -142,7 +143,7 @@ def boot_id() -> bytes:
 
 
 def _map(path: Path, writable: bool) -> mmap.mmap:
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    fd = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         return mmap.mmap(fd, HEADER_BYTES, mmap.MAP_SHARED, protection)

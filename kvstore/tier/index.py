@@ -10,8 +10,8 @@ itself: of a chain of 10 pages, DRAM may hold the first 4 and NVMe the first 7; 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +25,7 @@ from kvstore.model.replica import ADDRESS_DTYPE, Address
 from kvstore.tier import environment as env
 from kvstore.tier.environment import PAGE_BYTES, IndexCrowded, IndexDamaged, IndexFull, translate
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import remove
 from kvstore.tier.transaction import Room, Tables, WriteTxn
 
 __all__ = ["Index", "IndexCrowded", "IndexDamaged", "IndexFull", "WriteTxn"]
@@ -115,7 +116,8 @@ class Index:
     @staticmethod
     def remove(folder: NodeFolder, epoch: int) -> None:
         """Remove an epoch's files, if there are any. Readers that have it open keep what they see."""
-        shutil.rmtree(folder.index(epoch), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(folder.index(epoch))
 
     # --- reading: nothing is changed, results are copies ------------------------------------------------------------
 

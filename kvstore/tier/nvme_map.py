@@ -22,6 +22,7 @@ from kvstore.tier.disk import Disk, FileDisk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.nvme_table import Superblock, frame_offset, interleave, run_buffers
 from kvstore.tier.nvme_target import read_superblock
+from kvstore.tier.plain_files import read_plain
 
 VERSION: Final = 1
 # One request of this size keeps a device busy; more would only keep other requests waiting.
@@ -124,7 +125,7 @@ def named_devices(folder: NodeFolder) -> list[tuple[str, Superblock]]:
 
 def _stored(folder: NodeFolder) -> tuple[int, list[tuple[str, Superblock]]] | None:
     try:
-        digest, _, text = folder.nvme.read_bytes().partition(b"\n")
+        digest, _, text = read_plain(folder.nvme).partition(b"\n")
         if digest != xxhash.xxh3_64_hexdigest(text).encode():
             return None
         stored = json.loads(text)

@@ -24,6 +24,7 @@ import xxhash
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import open_plain
 
 RECORDS_HEAD_BYTES: Final = 4096
 _VERSION: Final = 2
@@ -188,7 +189,7 @@ def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:
 
 
 def _map(path: Path, writable: bool) -> mmap.mmap:
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    fd = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:

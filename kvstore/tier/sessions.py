@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.tier.counters import NOTHING, SessionCounters, Tally, Vector, read_counters
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import open_plain
 
 
 class Sessions:
@@ -81,7 +82,7 @@ class Sessions:
         """Whether a session lives, and what it counted. The file of one that has ended goes. ``_lock`` is held."""
         path = self._folder.session(session)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(path, os.O_RDONLY)
         except FileNotFoundError:
             return False, None
         except PermissionError:  # of another user, who does not share it: nothing tells that it ended

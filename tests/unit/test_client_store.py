@@ -17,7 +17,7 @@ from kvstore.client.grants import AHEAD_FRAMES_MAX
 from kvstore.client.proof import prove
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
-from kvstore.tier.folder import purge
+from kvstore.tier.purging import purge
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 PAGE = LAYOUT.page_bytes

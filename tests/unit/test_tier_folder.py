@@ -16,8 +16,9 @@ import pytest
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, VersionMismatch
 from kvstore.tier import dram
 from kvstore.tier.dram import check_space
-from kvstore.tier.folder import NodeFolder, list_nodes, purge, reap_embedded
+from kvstore.tier.folder import NodeFolder, list_nodes
 from kvstore.tier.header import HEADER_BYTES, DaemonState, Header, boot_id
+from kvstore.tier.purging import purge, reap_embedded
 
 
 @pytest.fixture(params=["tmp", "shm"])
@@ -240,7 +241,8 @@ def test_locking_while_others_probe_and_purge(home: Path) -> None:
     source = """
         import sys, time
         from kvstore.errors import NodeBusy
-        from kvstore.tier.folder import list_nodes, purge
+        from kvstore.tier.folder import list_nodes
+        from kvstore.tier.purging import purge
         print("ready", flush=True)
         while True:
             list_nodes(sys.argv[1])

@@ -21,6 +21,7 @@ import grpc.aio
 from kvstore.config import parse_address
 from kvstore.errors import InvalidRequest
 from kvstore.service.api.identities import Identities
+from kvstore.tier.plain_files import chmod_socket
 
 UNIX: Final = "unix:"
 
@@ -81,7 +82,7 @@ class Plan:
         before = os.umask(0o777 & ~self.file_mode)  # nobody connects before the mode is set
         try:
             server.add_insecure_port(f"{UNIX}{path}")
-            os.chmod(path, self.file_mode)
+            chmod_socket(path, self.file_mode)
         except (RuntimeError, OSError):
             raise InvalidRequest("listen", f"cannot listen on {UNIX}{path}: is its folder there?") from None
         finally:

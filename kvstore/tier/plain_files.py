@@ -1,0 +1,127 @@
+"""Files and folders opened by names that somebody else may have put there: what is a link, or no plain file, is absent.
+
+Anyone may make names in ``/dev/shm`` and ``/var/tmp``, and members of its group in a shared node's folder. What is
+opened here is checked through the descriptor that is then used, so that nothing can be exchanged in between:
+
+- a file is a regular file with one name. A symbolic link is not followed; a second (hard) name might be of a file that
+  its owner keeps elsewhere; a pipe would make whoever opens it wait;
+- a folder is a directory and no link to one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+_ABSENT = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.EISDIR)
+
+
+class NotPlain(FileNotFoundError):
+    """There is something of that name, but no plain file or folder: for whoever wants one, there is none."""
+
+
+def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+    """Open a plain file; closed on exec. ``flags`` without O_TRUNC, which would come before the check.
+
+    Raises:
+        NotPlain: it is a link, has a second name, or is no regular file. Nothing was changed.
+        OSError: as ``os.open``.
+    """
+    assert not flags & os.O_TRUNC
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            raise _not_plain(path) from None
+        raise
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: removed in this moment
+        return fd
+    os.close(fd)
+    raise _not_plain(path)
+
+
+def open_folder(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> int:
+    """Open a directory, for ``dir_fd`` of other calls.
+
+    Raises:
+        NotPlain: it is a link or no directory.
+        FileNotFoundError, OSError: as ``os.open``.
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            raise _not_plain(path) from None
+        raise
+
+
+def check_plain(path: str | os.PathLike[str], kind: int) -> None:
+    """For what others open by its name: a plain file (``stat.S_IFREG``), a directory (``S_IFDIR``), or absent.
+
+    Raises:
+        NotPlain: it is something else.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_IFMT(found.st_mode) != kind or (kind == stat.S_IFREG and found.st_nlink > 1):
+        raise _not_plain(path)
+
+
+def read_plain(path: str | os.PathLike[str]) -> bytes:
+    """All of a plain file. Raises as ``open_plain``."""
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def remove(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
+    """Remove a name, whatever it is; of a directory with all that is below it. No link is followed. Absent: nothing.
+
+    Raises:
+        OSError: it may not be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+            shutil.rmtree(path, dir_fd=dir_fd)  # by descriptors, all the way down
+        else:
+            os.unlink(path, dir_fd=dir_fd)
+
+
+def chmod_socket(path: Path, mode: int) -> None:
+    """Change the mode of a socket's file that we made; of nothing that has come in its place."""
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            os.chmod(f"/proc/self/fd/{fd}", mode)
+    finally:
+        os.close(fd)
+
+
+def check_placed(path: str, fd: int) -> None:
+    """An open file of a path that a user named: where anyone may make names, it has to be ours, under its only name.
+
+    Elsewhere whoever may write to the folder decides what is in it. This is what the kernel's ``protected_symlinks``,
+    ``protected_regular`` and ``protected_hardlinks`` say, where they are switched on, of other calls than ours too.
+
+    Raises:
+        PermissionError: it was put there by another user; says by whom.
+    """
+    found = os.fstat(fd)
+    above, here = os.stat(Path(path).parent), os.lstat(path)
+    if not above.st_mode & stat.S_IWOTH:
+        return
+    for owner in (here.st_uid, found.st_uid):
+        if owner not in (os.geteuid(), above.st_uid):
+            raise PermissionError(errno.EPERM, f"was put there by user {owner}; remove it, or take another place", path)
+    if found.st_nlink > 1 and not stat.S_ISLNK(here.st_mode):
+        raise PermissionError(errno.EPERM, "has a second name; remove it, or take another place", path)
+
+
+def _not_plain(path: str | os.PathLike[str]) -> NotPlain:
+    return NotPlain(errno.ENOENT, "is no plain file or folder", os.fspath(path))
