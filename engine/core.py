@@ -290,11 +290,11 @@ class Engine:
             return  # it ended meanwhile
         sequence.cached = tokens
         sequence.stored_pages = 0 if sequence.lossy else tokens // sequence.page_tokens
-        sequence.state = State.COMPUTING
         if not sequence.answers:
+            sequence.compute_rest()
             self.prefills.loaded(sequence)
-            return
-        self._routes.go(sequence)
+        elif not self._routes.go(sequence):
+            sequence.compute_rest()
 
     def _follow(self) -> None:
         """Hand-offs: what has come of them since the last turn."""

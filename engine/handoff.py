@@ -155,7 +155,7 @@ class Fetch:
                 self._move_whole()
             elif self._source is Source.DRAM:
                 self._move_from_pool()
-            else:
+            elif self._start < self.sequence.prompt:
                 self._take(self._pull(self._start))
             if self.arrivals.layers_with(self.sequence.prompt) < self._arena.layout.layers:
                 raise NodeUnavailable(f"engine {self.address} sent less than all of a prompt")
@@ -270,7 +270,7 @@ class Fetch:
                 if tail is not None:  # what of it was computed in a later chunk
                     self._take(tail)
             page = stop
-        if self._start // page_tokens >= full:
+        if full * page_tokens <= self._start < sequence.prompt:
             self._take(self._pull(full * page_tokens))
 
     def _read_group(self, page: int, stop: int, tail: Pieces | None) -> bool:

@@ -119,12 +119,12 @@ class Pool:
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence) -> int:
-        """Copy the longest stored prefix of the prompt into the sequence's frames; returns its tokens, at most n-1.
+        """Copy the longest stored prefix of the prompt into the sequence's frames; returns its tokens, at most all.
 
         Called in a thread of its own. A pool that cannot be read has nothing.
         """
         page_tokens = sequence.page_tokens
-        wanted = (sequence.prompt - 1) // page_tokens
+        wanted = sequence.prompt // page_tokens
         if not wanted or sequence.cache is None or not self._readable:
             return 0
         tokens = sequence.tokens[: wanted * page_tokens]

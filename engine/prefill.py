@@ -102,7 +102,7 @@ class Prefills:
     def loaded(self, sequence: Sequence) -> None:
         """Its stored prefix is in the frames: tell who asked."""
         assert sequence.progress is not None
-        sequence.progress.all_reached(sequence.cached)
+        sequence.progress.all_reached(sequence.cached // sequence.page_tokens * sequence.page_tokens)  # pages, whole
         sequence.tell(Admitted(sequence.prompt, dict(sequence.spent.cached), sequence.lossy))
 
     def advanced(self, sequence: Sequence, tokens_per_s: float) -> None:

@@ -64,8 +64,8 @@ class Routes:
         if not engines:
             return False
         if asked is None:
-            stored = self._pool.written(sequence, (sequence.prompt - 1) // sequence.page_tokens)
-            if sequence.prompt - stored * sequence.page_tokens <= self._config.local_prefill_tokens:
+            stored = self._pool.written(sequence, sequence.prompt // sequence.page_tokens)
+            if max(1, sequence.prompt - stored * sequence.page_tokens) <= self._config.local_prefill_tokens:
                 return False
         self._left[sequence] = engines
         return True
@@ -109,13 +109,17 @@ class Routes:
         fetch = self._fetches.get(sequence)
         return fetch is None or fetch.handoff is not None or fetch.failure is not None
 
-    def go(self, sequence: Sequence) -> None:
-        """It has frames, and in them what the pool had: bring the rest from where it is computed, if elsewhere."""
+    def go(self, sequence: Sequence) -> bool:
+        """It has frames, and in them what the pool had: bring the rest from where it is computed, if elsewhere.
+
+        Whether it is.
+        """
         fetch = self._fetches.get(sequence) or self.begin(sequence)
         if fetch is not None:
             sequence.state = State.MOVING
             if fetch.failure is None:
                 fetch.move()
+        return fetch is not None
 
     def follow(self, sequence: Sequence, next_token: Next, refused: Callable[[Sequence, KVStoreError], None]) -> None:
         """What has come of its hand-off since the last turn."""
@@ -149,12 +153,13 @@ class Routes:
             self._peers.avoid(fetch.address, AVOID_S)
         if fetch.moving:
             arrived = min(fetch.arrivals.tokens(layer) for layer in range(self._arena.layout.layers))
-            sequence.cached = min(arrived, sequence.prompt - 1) // sequence.page_tokens * sequence.page_tokens
+            whole = arrived // sequence.page_tokens * sequence.page_tokens
+            sequence.cached = sequence.prompt if arrived >= sequence.prompt else whole
         sequence.arrivals = None
         sequence.spent.prefill_engine, sequence.spent.prefill_cached = "", {}
-        sequence.state = State.COMPUTING
-        if sequence.length == sequence.prompt:  # no token was drawn: another engine may still do all of it
-            self.go(sequence)
+        # Where no token was drawn another engine may still do all of it.
+        if sequence.length > sequence.prompt or not self.go(sequence):
+            sequence.compute_rest()
 
     def over(self, sequence: Sequence) -> bool:
         """The sequence has ended, or has all it needs. Whether its frames are no longer written to."""

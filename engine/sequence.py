@@ -165,6 +165,17 @@ class Sequence:
         """Known tokens whose KV has to be computed for the logits of the next one; 1 while it decodes."""
         return self.length - self.cached
 
+    def compute_rest(self) -> None:
+        """What is not in the frames is computed here. Where all of it is, the last token is computed again, into its
+        own frame: nobody keeps logits.
+        """
+        if self.cached == self.length:
+            self.cached = self.length - 1
+            loaded = self.spent.cached
+            if sum(loaded.values()) == self.prompt:
+                loaded[next(reversed(loaded))] -= 1  # pages came in their order: the tier of the last one
+        self.state = State.COMPUTING
+
     def since_first_s(self) -> float:
         """Seconds since its first token was drawn."""
         return time.monotonic() - self._first_s

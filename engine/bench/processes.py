@@ -37,8 +37,8 @@ class Scale:
     Attributes:
         token_bytes: of KV of one token.
         step_tokens: of a chunk.
-        long: prompts of the rows about reuse, in tokens. One more than full pages is the best case, whose last token
-            alone is computed; the worst is a prompt that ends with a page, which is computed again.
+        long: prompts of the rows about reuse, in tokens: one more than full pages, and full pages. Of either the last
+            token alone is computed.
         short: prompts about where reuse begins to pay; a page and one token more is the shortest with any.
         handed: the prompt of the rows about hand-offs.
     """

@@ -2,7 +2,7 @@
 
 One engine on one core, one node beside it, one prompt per length. The prompt is answered once, which stores it; then
 hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a whole one: all
-pages but what the last token needs, for its logits have to be computed. What is timed is the engine's own TTFT, from
+full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own TTFT, from
 submission to the first token.
 
 In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold.
@@ -25,6 +25,7 @@ from kvstore.client.store import Store, connect
 
 HITS = 3  # per round, beside one recomputation
 SAVED_S = 60.0
+BESIDE = Bar(1.25, at_least=False)  # either way one token is computed
 
 
 @dataclass
@@ -39,23 +40,28 @@ class Place:
     def hit(self, tokens: Tokens) -> Answer:
         """An answer whose prefix comes from the tier, all of it. Raises BenchFailed where it does not."""
         found = self.engine.answer(tokens)
-        whole = (len(tokens) - 1) // self.scale.page_tokens * self.scale.page_tokens
+        page_tokens = self.scale.page_tokens
+        whole = min(len(tokens) // page_tokens * page_tokens, len(tokens) - 1)
         if dict(found.usage.cached_tokens) != {self.tier: whole}:
             raise BenchFailed(f"{len(tokens)} tokens: cached {dict(found.usage.cached_tokens)}, not {whole}")
         return found
 
 
 def reuse(stage: Stage, name: str, bar: Bar | None, tier: str) -> list[Result]:
-    """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in ``tier``."""
+    """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in ``tier``; and
+    ``<name>.1k_pages.longer``: a prompt of full pages beside one that is a token longer.
+    """
     with ExitStack() as scene:
         place = _place(stage, scene, with_nvme=tier == "nvme")
         lengths = place.scale.long
         answers = _stored(place, lengths)
         if tier == "nvme":
             _leave_dram(place, lengths)
-        return [
+        lines = [
             _line(stage, f"{name}.{label}", bar, place, length, answers[label]) for label, length in lengths.items()
         ]
+        pairs = [(label, length) for label, length in lengths.items() if length + 1 in lengths.values()]
+        return lines + [_longer(stage, f"{name}.{label}.longer", place, length) for label, length in pairs]
 
 
 def pays(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
@@ -151,3 +157,17 @@ def _line(stage: Stage, name: str, bar: Bar | None, place: Place, length: int, w
         hits.append(statistics.median(times))
     details = {"tokens": length, "tier": place.tier, "loaded_bytes": place.hit(tokens).usage.loaded_bytes}
     return result(name, Kind.GAIN, hits, computed, bar=bar, limit_is="the prompt computed again", details=details)
+
+
+def _longer(stage: Stage, name: str, place: Place, length: int) -> Result:
+    """A hit of all pages of a prompt, beside a hit of one that has as many and one token more."""
+    times: list[list[float]] = [[], []]
+    for turn in range(stage.settings.rounds):
+        found: list[list[float]] = [[], []]
+        for step in range(2 * HITS):
+            more = (turn + step) % 2
+            found[more].append(place.hit(prompt(length + more, seed=1)).usage.ttft_ms / 1e3)
+        for more in (0, 1):
+            times[more].append(statistics.median(found[more]))
+    details = {"tokens": length, "tier": place.tier}
+    return result(name, Kind.TIME, *times, bar=BESIDE, limit_is="a prompt one token longer", details=details)

@@ -29,8 +29,10 @@ def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
 
 
 def found(one: Engine, store: Store, tokens: Tokens) -> int:
-    """Tokens that a request will find: pages whole, and not the last token."""
-    return int(store.cache(one.layout).lookup(tokens).tokens)
+    """Tokens that a request will find: pages whole; of the last token only its logits are missing."""
+    if len(tokens) < one.layout.page_tokens:
+        return 0
+    return min(store.cache(one.layout).lookup(keys_of(one, store, tokens)).tokens, len(tokens) - 1)
 
 
 # --- pages that are gone ----------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ def ragged(page: int) -> list[Tokens]:
 
 
 def full(tokens: Tokens, page: int) -> int:
-    """The most that a hit may be: a prompt's last token is computed."""
-    return (len(tokens) - 1) // page * page
+    """The most that a hit may be: all full pages, of which a prompt's last token is computed all the same."""
+    return min(len(tokens) // page * page, len(tokens) - 1)
 
 
 def check_hits(answers: list[Answer], tier: str, page: int) -> None:
