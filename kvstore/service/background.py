@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from kvstore.service.kv_events import KvEvents
 from kvstore.service.mover import Mover
 from kvstore.service.node import Node
 from kvstore.service.scanner import Scanner
 from kvstore.service.scrubber import Scrubber
+from kvstore.service.stop_save import StopSave
 
 TICK_S = 0.1
 JOIN_S = 5.0
@@ -40,10 +42,10 @@ class Background:
         for thread in self._threads:
             thread.start()
 
-    def stop(self, drain: bool = False) -> None:
+    def stop(self, save_s: float = 0.0, ended: Callable[[], bool] = lambda: False) -> None:
         """End the threads, and write a last checkpoint. Memory that was not populated yet is by the next start.
 
-        ``drain``: what is in DRAM is saved to NVMe first, as far as that may be.
+        ``save_s``: DRAM is about to go, so what is in it is saved to NVMe for so long, or until ``ended``.
         """
         self._stopped.set()
         if self._kv_events is not None:
@@ -51,8 +53,8 @@ class Background:
         self.mover.wake()
         for thread in self._threads:
             thread.join(JOIN_S)
-        if drain:
-            self.mover.drain()
+        if save_s:
+            StopSave(self._node, self.mover).run(save_s, ended)
         self.mover.checkpoint()
 
     def _tick(self) -> None:

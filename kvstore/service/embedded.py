@@ -22,6 +22,8 @@ from kvstore.tier.header import DaemonState
 from kvstore.transfer import control
 from kvstore.transfer.control import Message, Op
 
+SAVE_S = 20.0  # that an end may take to save what DRAM holds
+
 
 @dataclass(frozen=True)
 class _Done:
@@ -117,7 +119,7 @@ class EmbeddedNode:
     def close(self) -> None:
         """Stop serving; a pool without a name of its own gives its memory back, once what NVMe takes is saved there."""
         anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
-        self._background.stop(drain=anonymous)
+        self._background.stop(SAVE_S if anonymous else 0.0)
         self.node.stop(remove=anonymous)
 
 

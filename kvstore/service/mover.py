@@ -24,8 +24,6 @@ log = logging.getLogger("kvstore.nvme")
 
 BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads need not wait long
 IDLE_S = 0.02
-DRAIN_S = 60.0
-DRAIN_PAGES = 4096  # leave DRAM between two batches, so that the pages they hung on come next
 
 
 class Mover:
@@ -57,15 +55,14 @@ class Mover:
             self.checkpoint()
         return busy
 
-    def drain(self) -> None:
-        """DRAM is about to go: save what NVMe takes of it, for at most ``DRAIN_S``. The mover's thread has ended."""
-        nvme, deadline = self._node.nvme, time.monotonic() + DRAIN_S
-        while nvme is not None and time.monotonic() < deadline:
-            self._node.demote(BATCH_BYTES, self._day_bytes_left(nvme), everything=True)
-            busy = self._copy(nvme)
-            gone = self._node.handle(ev.Evict(time.monotonic_ns(), pages=DRAIN_PAGES)).detail
-            if not busy and not gone.get("pages"):
-                return
+    def save_all(self, bytes_max: int) -> int:
+        """DRAM is about to go: decide what to save next, for ``carry``; how many chains were not looked at yet."""
+        nvme = self._node.nvme
+        return self._node.save_all(bytes_max, self._day_bytes_left(nvme)) if nvme is not None else 0
+
+    def carry(self) -> bool:
+        """Make the copies that were decided; False where there were none."""
+        return self._node.nvme is not None and self._copy(self._node.nvme)
 
     def _copy(self, nvme: NvmePages) -> bool:
         copies = self._node.performer.copies

@@ -261,16 +261,27 @@ class Node:
         """The pages on NVMe; None where the node has no such tier, or is not started."""
         return self._performer.nvme if self._performer is not None else None
 
-    def demote(self, bytes_max: int, day_bytes_left: int, everything: bool = False) -> None:
+    def demote(self, bytes_max: int, day_bytes_left: int) -> None:
         """Decide what to save now; it waits in ``Performer.copies``. Not where the tables have no room to grow."""
         with self._mutex:
-            if self._performer is None:
-                return
-            frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]
-            tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
-            if self._shm_free_bytes() > tables_bytes + INDEX_HEADROOM_BYTES:
-                event = ev.Demote(time.monotonic_ns(), bytes_max, day_bytes_left, everything)
+            if self._performer is not None and self._nvme_tables_fit():
+                event = ev.Demote(time.monotonic_ns(), bytes_max, day_bytes_left)
                 self._performer.perform(self.state.handle(event))
+
+    def save_all(self, bytes_max: int, day_bytes_left: int) -> int:
+        """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet."""
+        with self._mutex:
+            if self._performer is None or not self._nvme_tables_fit():
+                return 0
+            reply = self._performer.perform(
+                self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left))
+            )
+            return int(reply.detail["chains"]) if reply is not None else 0
+
+    def _nvme_tables_fit(self) -> bool:
+        frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]
+        tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
+        return self._shm_free_bytes() > tables_bytes + INDEX_HEADROOM_BYTES
 
     def device_failed(self, broken: dict[int, OSError]) -> None:
         """Writing at these positions failed: their devices are read on, and not written to until the next start."""

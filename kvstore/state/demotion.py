@@ -117,8 +117,11 @@ class Demotion:
 
     def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
         """See ``Below.may_leave``."""
-        admitted = self.rules.admission == "all" or page.turns > 0
-        return not admitted or self.nvme.find(key) is not None or not self.takes(pool.frame_class)
+        return not self.admits(page) or self.nvme.find(key) is not None or not self.takes(pool.frame_class)
+
+    def admits(self, page: Page) -> bool:
+        """The page is worth a write."""
+        return self.rules.admission == "all" or page.turns > 0
 
     def coming(self, pool: ClassPool) -> bool:
         """See ``Below.coming``."""
@@ -147,9 +150,7 @@ class Demotion:
     def demote(self, event: ev.Demote) -> list[ev.Instruction]:
         """See ``events.Demote``; at most one batch is on its way down."""
         out: list[ev.Instruction] = []
-        self._day_bytes_left = event.day_bytes_left
-        capped = bool(self.rules.write_bytes_per_day)
-        size = min(event.bytes_max, event.day_bytes_left) if capped else event.bytes_max
+        size = self.begin_day(event.bytes_max, event.day_bytes_left)
         pools = list(enumerate(self.dram.segment.pools.values()))
         for place, pool in pools[self._turn :] + pools[: self._turn]:
             if pool.frame_class in self._refused and self._has_room(pool.frame_class):
@@ -157,14 +158,19 @@ class Demotion:
             if not self.takes(pool.frame_class):
                 self.give_up(pool)
             elif not self.copies.saving:
-                if event.everything or self._is_crowded(pool):
-                    everything = event.everything or self.rules.demote_at == 0
+                if self._is_crowded(pool):
+                    everything = self.rules.demote_at == 0
                     self._look_ahead(pool, pool.frames if everything else -(-pool.frames // AHEAD_SHARE))
                 batch = self._choose(pool, max(1, size // pool.frame_class.nvme_stride), out)
                 if batch.pages:
                     self.copies.start_saving(batch, out)
                     self._turn = place + 1
         return out
+
+    def begin_day(self, bytes_max: int, day_bytes_left: int) -> int:
+        """So much may be written today yet; returns how much of ``bytes_max`` that is."""
+        self._day_bytes_left = day_bytes_left
+        return min(bytes_max, day_bytes_left) if self.rules.write_bytes_per_day else bytes_max
 
     def _has_room(self, frame_class: FrameClass) -> bool:
         return self.nvme.could_take(self.nvme.segment.pool(frame_class))
@@ -246,7 +252,7 @@ class Demotion:
                     self.counters["save_refused_space"] += len(pool.unsaved)
                     self.give_up(pool)
                 break
-            self._add(batch, climb.anchor, climb.take(len(targets)), targets)
+            self.add(batch, climb.anchor, climb.take(len(targets)), targets)
             if climb.pages:
                 self._climb = climb
                 break
@@ -265,7 +271,8 @@ class Demotion:
             return None
         return climb
 
-    def _add(self, batch: Batch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
+    def add(self, batch: Batch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
+        """These pages, which hang on ``anchor``, are part of the batch, and will be in these frames of NVMe."""
         held = self.nvme.find(anchor) if anchor else None
         if held is not None:  # else it starts the chain, or hangs on a page of this very batch
             self.nvme.hold(held)

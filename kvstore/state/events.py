@@ -65,6 +65,7 @@ __all__ = [
     "Reserve",
     "Revoke",
     "Save",
+    "SaveAll",
     "Saved",
     "Seal",
     "SealGranted",
@@ -263,15 +264,23 @@ class EvictChosen:
 
 @dataclass(slots=True)
 class Demote:
-    """Decide what to save to the tier below now: at most ``bytes_max``; today ``day_bytes_left`` may be written.
+    """Decide what to save to the tier below now: at most ``bytes_max``; today ``day_bytes_left`` may be written."""
 
-    ``everything``: DRAM is about to go, so all that is in it is cold.
+    now_ns: int
+    bytes_max: int
+    day_bytes_left: int = 0
+
+
+@dataclass(slots=True)
+class SaveAll:
+    """DRAM is about to go: decide what to save next of all that is only there, hottest chains first, as ``Demote``.
+
+    The reply's detail tells how many ``chains`` have not been looked at, or not to their end.
     """
 
     now_ns: int
     bytes_max: int
     day_bytes_left: int = 0
-    everything: bool = False
 
 
 @dataclass(slots=True)
@@ -413,6 +422,7 @@ Event = (
     | Evict
     | EvictChosen
     | Demote
+    | SaveAll
     | Saved
     | Prefetch
     | Loaded

@@ -127,6 +127,7 @@ class NodeState:
         if self.tiering is not None:
             handlers |= {
                 ev.Demote: self.tiering.demotion.demote,
+                ev.SaveAll: self.tiering.last_save.save,
                 ev.Saved: self.tiering.saved,
                 ev.Prefetch: self.tiering.promotion.prefetch,
                 ev.Loaded: self.tiering.promotion.loaded,

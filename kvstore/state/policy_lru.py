@@ -14,8 +14,8 @@ from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, SLOT_MASK, STALE_MAX, 
 class Lru:
     """A binary heap of ``use << 32 | slot`` in an array, 13 bytes per page and no objects.
 
-    ``use`` is milliseconds since the first page came. A removed or moved page leaves a stale entry behind, which is
-    dropped when it surfaces, or when there are too many.
+    ``use`` is milliseconds since some time before the first page came. A removed or moved page leaves a stale entry
+    behind, which is dropped when it surfaces, or when there are too many.
     """
 
     def __init__(self, pages: int = 0) -> None:
@@ -87,7 +87,7 @@ class Lru:
     def _relative(self, used_ms: int) -> int:
         """Milliseconds since the base; the base moves up when 49 days have gone by."""
         if self._base_ms is None:
-            self._base_ms = used_ms
+            self._base_ms = max(0, used_ms - MS_MAX // 4)  # later ones may have been used before it
         if used_ms - self._base_ms >= MS_MAX:
             shift = used_ms - self._base_ms - MS_MAX // 2
             self._base_ms += shift

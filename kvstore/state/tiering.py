@@ -21,6 +21,7 @@ from kvstore.model.replica import Address, FrameState
 from kvstore.state import events as ev
 from kvstore.state.copying import NODE_SESSION, Copies
 from kvstore.state.demotion import ADMISSIONS, Demotion, TieringRules
+from kvstore.state.last_save import LastSave
 from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
@@ -42,6 +43,7 @@ class Tiering:
         self.rules = rules
         self.copies = Copies(dram, nvme, tenants)
         self.demotion = Demotion(self.copies, counters, rules)
+        self.last_save = LastSave(self.demotion)
         self.promotion = Promotion(self.copies, writing, counters, rules.promote_after)
         dram.below = self.demotion
         dram.in_flight = nvme.in_flight = self.copies.extents

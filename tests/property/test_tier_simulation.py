@@ -84,12 +84,25 @@ class TierSimulation(Simulation):
             self.world.populate(missing)
 
     def _reboot(self) -> None:
+        if self.random.random() < 0.5:
+            self._last_save()
         self.world.reboot()
         self.checkpoints.clear()
         self._populate()
         if self.random.random() < 0.5:
             while self.world.scan_on(count=20):
                 pass
+
+    def _last_save(self) -> None:
+        """An orderly end: nothing leaves DRAM, and what NVMe can hold of it is there."""
+        world = self.world
+        world.settle()
+        before = set(world.shell.index)
+        calm = not world.crash_at and not world.copies_fail and not world.rotten
+        world.last_save(self.random.choice([30_000, 1 << 20]))
+        if calm and not world.crash_at:
+            assert set(world.shell.index) == before
+            assert not self.lossless or before <= world.shell.nvme_index.keys(), "not all is saved"
 
     def _put(self) -> None:
         world, session, chain = self.world, self._session(), self._chain()

@@ -49,7 +49,7 @@ class TieredWorld(World):
     """See the module. ``lossless``: NVMe is large enough, so no page may be lost but by damage."""
 
     may_lose = (*MAY_LOSE, ev.Prefetch)
-    nvme_may_lose: tuple[type, ...] = (ev.Demote, ev.Damaged)
+    nvme_may_lose: tuple[type, ...] = (ev.Demote, ev.SaveAll, ev.Damaged)
 
     def __init__(
         self, extent_bytes: int, positions: int, nvme: Nvme, *, now_ns: int = 10**12, lossless: bool = False
@@ -155,6 +155,19 @@ class TieredWorld(World):
             if not self.shell.copies:
                 return
         raise AssertionError("the mover is never done")
+
+    def last_save(self, bytes_max: int = 1 << 20) -> None:
+        """The node saves what only DRAM holds, as before its memory goes. It comes to an end whatever fails."""
+        cap = self.nvme.rules.write_bytes_per_day
+        for _ in range(ROUNDS_MAX):
+            while self.move_on():
+                pass
+            reply = self.send(ev.SaveAll(self.now_ns, bytes_max, max(0, cap - self.written_today) if cap else 0))
+            while self.move_on():
+                pass
+            if reply is None or not reply.detail["chains"]:
+                return
+        raise AssertionError("saving never ends")
 
     def _fails(self) -> bool:
         return self.chance.random() < self.copies_fail

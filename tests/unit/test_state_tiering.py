@@ -80,7 +80,7 @@ def evict(world: TieredWorld, pages: int) -> int:
 def save_all(world: TieredWorld) -> None:
     """Everything in DRAM is saved, and still there."""
     for _ in range(2 * len(world.state.segment.pools)):
-        world.decide(ev.Demote(world.now_ns, 1 << 30, everything=True))
+        world.decide(ev.SaveAll(world.now_ns, 1 << 30))
         fly(world)
     assert world.shell.index.keys() <= world.shell.nvme_index.keys()
 
@@ -210,13 +210,59 @@ def test_a_chain_whose_front_went_meanwhile_is_looked_up_again() -> None:
     keys = put(world, *range(4))
     for key in cold[:4:-1]:
         world.damage(key)
-    world.decide(ev.Demote(world.now_ns, 3 * STRIDE, everything=True))
+    world.decide(ev.SaveAll(world.now_ns, 3 * STRIDE))
     fly(world)
     world.now_ns += 1000 * MS
     evict(world, 9)
     world.settle()
     world.check()
     assert set(keys) <= world.readable()
+
+
+# --- before the memory goes -------------------------------------------------------------------------------------------
+
+
+def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
+    world = node()
+    cold, hot = put(world, 1, 2), put(world, 3, 4, 5)
+    assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [hot[:2]]
+    assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [], "one batch at a time"
+    fly(world)
+    assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [[hot[2], cold[0]]]
+    fly(world)
+    last = world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
+    assert saves(last) == [[cold[1]]] and last[-1] == ev.Reply(detail={"chains": 0})
+    fly(world)
+    assert world.shell.nvme_index.keys() == world.shell.index.keys(), "and nothing has left DRAM"
+
+
+def test_a_last_save_ends_whatever_fails() -> None:
+    world = node(positions=8)
+    for i in range(30):
+        put(world, i, 100 + i)
+    world.copies_fail = 1.0
+    world.last_save(3 * STRIDE)
+    assert not world.shell.nvme_index and len(world.shell.index) == 60
+    world.copies_fail = 0.0
+    world.last_save()
+    assert len(world.shell.nvme_index) == 60
+
+
+def test_a_last_save_lets_nothing_leave_for_what_is_colder() -> None:
+    world = node(nvme_positions=1)
+    keys = [put(world, i)[0] for i in range(20)]
+    world.last_save(3 * STRIDE)
+    assert world.shell.nvme_index.keys() == set(keys[4:]), "the hottest that it holds"
+    assert world.state.counters["pages_saved"] == 16
+
+
+def test_a_last_save_keeps_what_is_not_worth_a_write() -> None:
+    world = node(admission="reused")
+    put(world, 1, 2)
+    put(world, 3)
+    again = put(world, 3, 4)
+    world.last_save()
+    assert world.shell.nvme_index.keys() == set(again)
 
 
 def test_what_the_first_chain_of_a_batch_hangs_on_is_not_evicted_for_the_second() -> None:
@@ -394,7 +440,7 @@ def test_pages_being_copied_are_not_moved(both: bool) -> None:
     for extent in (1, 2):
         for key in by_extent[extent][:4] if extent == 1 else by_extent[extent][:2]:
             world.damage(key)
-    world.decide(ev.Demote(world.now_ns, 1 << 20, everything=True))
+    world.decide(ev.SaveAll(world.now_ns, 1 << 20))
     flying = {page.key: page.source for copy in world.shell.copies for page in copy.pages}
     assert {address.extent for address in flying.values()} == ({1, 2} if both else {1})
     world.now_ns += 1000 * MS

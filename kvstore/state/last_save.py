@@ -1,0 +1,146 @@
+"""LastSave: DRAM is about to go, so what only DRAM holds is saved, hottest chain first. Part of ``Tiering``.
+
+The leaves of DRAM are listed once, by their last use. Then each decision takes the next of them, and saves their chains
+from the front, a batch at a time, so that whatever ends it, what was saved is usable::
+
+    last use    chain      NVMe has    batches of three
+    now         A B C D    A           B C D | E F
+    1 min ago   A B E F
+
+Nothing leaves DRAM for it: readers go on. It comes to an end whatever happens: a leaf is taken once, and a page whose
+save failed is not tried again. NVMe makes room for what is hotter than what leaves there, and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.model.replica import Address, FrameClass
+from kvstore.state import closure
+from kvstore.state import events as ev
+from kvstore.state.copying import Batch
+from kvstore.state.demotion import LEAVES_PER_STEP, Climb
+from kvstore.state.views import RecordView
+
+if TYPE_CHECKING:
+    from kvstore.state.demotion import Demotion
+
+
+def leaves_hottest_first(records: RecordView) -> list[Address]:
+    """All sealed pages that no sealed page hangs on, those used last in front."""
+    links = closure.link(records.snapshots())
+    leaf = np.ones(len(links.parent), bool)
+    leaf[links.parent[links.parent >= 0]] = False
+    leaves = [links.address(i) for i in np.flatnonzero(leaf).tolist()]
+    return sorted(leaves, key=lambda address: records.last_use_ns(*address[:2]), reverse=True)
+
+
+class LastSave:
+    """Life: made with the node -> ``save`` lists the leaves -> ``save`` until no chain is left, or nobody asks more.
+
+    Pages that are stored meanwhile are not in it. Whoever asks again when none is left begins anew.
+    """
+
+    def __init__(self, demotion: Demotion) -> None:
+        self._demotion = demotion
+        self._copies = demotion.copies
+        self._dram = demotion.dram
+        self._nvme = demotion.nvme
+        self._leaves: deque[Address] | None = None
+        self._climb: Climb | None = None  # of a chain that was too long for one batch
+        self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
+
+    def save(self, event: ev.SaveAll) -> list[ev.Instruction]:
+        """See ``events.SaveAll``; at most one batch is on its way down."""
+        out: list[ev.Instruction] = []
+        size = self._demotion.begin_day(event.bytes_max, event.day_bytes_left)
+        if self._leaves is None:
+            self._leaves = deque(leaves_hottest_first(self._dram.records))
+        if not self._copies.saving:
+            batch = self._choose(self._leaves, size, out)
+            if batch is not None:
+                self._copies.start_saving(batch, out)
+        left = len(self._leaves) + (self._climb is not None)
+        if not left:
+            self._leaves = None
+            self._full.clear()
+        out.append(ev.Reply(detail={"chains": left}))
+        return out
+
+    def _choose(self, leaves: deque[Address], size: int, out: list[ev.Instruction]) -> Batch | None:
+        """A batch of the next chains, as far as they are of one class; None where these have nothing to save."""
+        batch: Batch | None = None
+        for _ in range(LEAVES_PER_STEP):
+            leaf = self._climb.leaf if self._climb is not None else leaves[0] if leaves else None
+            if leaf is None:
+                break
+            if not self._dram.sealed(leaf):
+                self._next(leaves)
+                continue
+            frame_class = self._dram.segment.extents[leaf.extent].pool.frame_class
+            if batch is not None and batch.frame_class != frame_class:
+                break
+            room = max(1, size // frame_class.nvme_stride) - (len(batch.pages) if batch is not None else 0)
+            if room <= 0:
+                break
+            climb = self._climbed(leaf, frame_class, leaves)
+            if climb is None:
+                continue
+            batch = batch if batch is not None else Batch([], frame_class)
+            self._take(climb, batch, room, out)
+        return batch if batch is not None and batch.pages else None
+
+    def _next(self, leaves: deque[Address]) -> None:
+        """Nothing more of this chain."""
+        if self._climb is not None:
+            self._climb = None
+        else:
+            leaves.popleft()
+
+    def _climbed(self, leaf: Address, frame_class: FrameClass, leaves: deque[Address]) -> Climb | None:
+        """The way up from the next leaf, which is taken off the list; None where there is nothing to save of it now."""
+        climb, self._climb = self._climb, None
+        if climb is None:
+            leaves.popleft()
+            wanted = frame_class not in self._full and self._demotion.takes(frame_class) and self._is_admitted(leaf)
+            climb = Climb(leaf, self._copies) if wanted else None
+        elif not climb.still_holds():
+            climb = None
+        if climb is None:
+            return None
+        if not climb.go_on():
+            self._climb = climb
+            return None
+        return climb if climb.pages else None
+
+    def _is_admitted(self, leaf: Address) -> bool:
+        extent = self._dram.segment.extents[leaf.extent]
+        page = self._dram.page(extent.pool, extent.slot_base + leaf.frame)
+        return self._demotion.admits(page)
+
+    def _take(self, climb: Climb, batch: Batch, room: int, out: list[ev.Instruction]) -> None:
+        """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
+        pool, used_ms = self._nvme.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
+        wanted = climb.count(room)
+        if not wanted:
+            return
+        there = pool.free + len(self._nvme.segment.vacant & self._nvme.segment.populated) * pool.frames_per_extent
+        if there < wanted and ((coldest_ms := pool.policy.coldest_ms()) is None or coldest_ms >= used_ms):
+            wanted = there  # what could leave there is hotter
+            if not wanted:
+                self._full.add(batch.frame_class)
+                return
+        owner = self._copies.owner(self._dram, climb.leaf)
+        fits = self._nvme.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
+        targets = self._nvme.take_after(climb.anchor, pool, fits, out) if fits else []
+        if not targets:
+            self._demotion.counters["save_refused_space" if fits else "save_refused_quota"] += 1
+            return
+        self._demotion.add(batch, climb.anchor, climb.take(len(targets)), targets)
+        self._climb = climb if climb.pages else None
+
+    def _used_ms(self, leaf: Address) -> int:
+        return self._dram.records.last_use_ns(*leaf[:2]) // 1_000_000
