@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstore.client.session import SessionFile
-from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
 from kvstore.tier.counters import SessionCounters
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import control
 from kvstore.transfer.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
+from kvstore.transfer.copies import Copies
 
 OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
@@ -68,8 +69,9 @@ class SocketChannel:
 
     Life: made (nothing started) -> ``begin``, or the first request: session file locked -> first request: connected,
     HELLO -> requests; a lost connection fails what was on its way and the next request connects again in the name of
-    the same session, so a restart of the daemon in between goes unnoticed. Two ends: ``close``, or the death of this
-    process; either frees the session file's lock, by which the daemon knows that this session can write nothing more.
+    the same session, so a restart of the daemon in between goes unnoticed. Two ends: ``close``, once the last copy in
+    flight has ended, or the death of this process; either frees the session file's lock, by which the daemon knows that
+    this session can write nothing more.
     A forked child has no part in the session: its copies of the descriptors are closed and every call is refused.
 
     A channel serves one incarnation of a node. Where the folder was made anew, frames granted before are void; the
@@ -86,6 +88,7 @@ class SocketChannel:
         self.timeout_s = timeout_s
         self.incarnation = incarnation
         self.ended = False
+        self.copies = Copies()
         self._session = secrets.randbits(63) | 1
         self._file = SessionFile(folder, self._session)
         self._refusal = ""
@@ -136,10 +139,8 @@ class SocketChannel:
             InvalidRequest: the channel is closed, or this is a forked child.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        if self._renewed:
-            raise NodeUnavailable(f"{self.folder.name}: the session was renewed meanwhile")
         if self._refusal:
-            raise InvalidRequest("store", self._refusal)
+            raise self._refused()
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise NodeUnavailable(f"{self.folder.name}: other requests kept the connection busy until the deadline")
         try:
@@ -163,13 +164,20 @@ class SocketChannel:
         if self._refusal:
             return
         self._renewed, self.ended, self._refusal = self.ended, True, "is closed"
-        self._file.close()  # first the lock, so that the daemon finds it free when it sees the connection end
+        # First the lock, so that the daemon finds it free when it sees the connection end. Where a copy is in flight it
+        # finds it held, keeps the frames, and looks again.
+        self.copies.close(self._refused, self._file.close)
         self._lose(self._socket)
         if self._sending.acquire(timeout=self.timeout_s):
             try:
                 self._bury(time.monotonic() + self.timeout_s)
             finally:
                 self._sending.release()
+
+    def _refused(self) -> KVStoreError:
+        if self._renewed:
+            return NodeUnavailable(f"{self.folder.name}: the session was renewed meanwhile")
+        return InvalidRequest("store", self._refusal)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -347,6 +355,7 @@ class SocketChannel:
     def _after_fork(self) -> None:
         """In the child: let go of the descriptors, leave the locks alone (other threads may have held them)."""
         self._refusal = AFTER_FORK.format(self._pid)
+        self.copies.after_fork(self._refused)
         self._file.close()
         for sock in (self._socket, *self._spent):
             if sock is not None:

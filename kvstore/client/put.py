@@ -132,7 +132,8 @@ class PendingPut:
                 part = frames[:limit]
                 if failpoint.ACTIVE:
                     failpoint.hit("client.granted")
-                self._copy(rows, page, part)
+                with self._mapped.channel.copies:
+                    self._copy(rows, page, part)
                 if failpoint.ACTIVE:
                     failpoint.hit("client.copied")
                 del frames[: len(part)]

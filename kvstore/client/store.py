@@ -109,7 +109,12 @@ class Store(AdminVerbs, ObjectVerbs):
             self._node.writable()
 
     def close(self) -> None:
-        """End the session, and an embedded node with it. Closing twice is fine."""
+        """End the session, and an embedded node with it. Closing twice is fine.
+
+        Puts and writers of other threads fail. A copy that one of them is at is not waited for (by an embedded node a
+        second at most): its frames are nobody else's until it has ended, and a named embedded pool cannot be opened
+        again before.
+        """
         self._node.close()
 
     def __enter__(self) -> Store:

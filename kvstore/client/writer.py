@@ -7,11 +7,11 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
@@ -19,6 +19,7 @@ from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.proof import address_runs, stored_pages
 from kvstore.client.ranges import Ranges
+from kvstore.client.spans import Span, parts_of, unbroken
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import (
@@ -31,35 +32,13 @@ from kvstore.model.replica import (
 )
 from kvstore.model.shard import Shard
 from kvstore.transfer.base import PendingReply
-from kvstore.transfer.control import ALONE, BATCH_MAX, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.transfer.control import ALONE, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
 _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT))
 
-
 PIECES_MAX = 256  # that one page may lie in meanwhile, written by ``write_range``
-
-
-class Span:
-    """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
-
-    __slots__ = ("pages", "marks", "page", "count", "first", "generations")
-
-    def __init__(
-        self,
-        pages: npt.NDArray[np.uint8],
-        marks: npt.NDArray[np.uint64],
-        page: int,
-        first: int,
-        generations: npt.NDArray[np.uint64],
-    ) -> None:
-        self.pages = pages  # [count, page_bytes]
-        self.marks = marks  # [count], this shard's progress
-        self.page = page
-        self.count = len(pages)
-        self.first = first  # of its pages among the writer's own
-        self.generations = generations  # low half, in the upper half of the word as progress marks have it
 
 
 class Writer:
@@ -127,13 +106,15 @@ class Writer:
             self._name(mapped)
         try:
             self._reserve(mapped)
-            self._lay_out(mapped)
+            with mapped.channel.copies:
+                self._lay_out(mapped)
         except BaseException:
             self._revoke(self._raw)
             raise
         self._begin()
         if self._shard.count > 1:
-            self._progress(self._spans)
+            with self._open():
+                self._progress(self._spans)
         return self
 
     def write_layer(self, layer: int, data: Any) -> None:
@@ -148,18 +129,18 @@ class Writer:
             InvalidRequest: the layer is not in the layout or another stage's, or data has another size; nothing was
                 written.
         """
-        self._open()
-        start = self._start(layer)
-        rows = rows_to_read(data, self._shard.width, len(self._keys), "data", apart=True)
-        if not self._shard.writes:
-            return
-        stop = start + self._shard.width
-        for span in self._spans:
-            span.pages[:, start:stop] = rows[span.page : span.page + span.count]
-        if failpoint.ACTIVE:
-            failpoint.hit("client.layer")
-        self._written[:, layer] = True
-        self._progress(self._spans)
+        with self._open():
+            start = self._start(layer)
+            rows = rows_to_read(data, self._shard.width, len(self._keys), "data", apart=True)
+            if not self._shard.writes:
+                return
+            stop = start + self._shard.width
+            for span in self._spans:
+                span.pages[:, start:stop] = rows[span.page : span.page + span.count]
+            if failpoint.ACTIVE:
+                failpoint.hit("client.layer")
+            self._written[:, layer] = True
+            self._progress(self._spans)
 
     def write_page(self, page: int, data: Any) -> None:
         """Write all layers of one page: ``page_bytes``, or of a shard its heads' share of each of its layers, in order.
@@ -167,16 +148,16 @@ class Writer:
         Raises:
             InvalidRequest: no such page among the keys, or data has another size; nothing was written.
         """
-        self._open()
-        self._check_page(page)
-        shard, (first, last) = self._shard, self._shard.layers
-        rows = rows_to_read(data, shard.width, last - first, "data", apart=True)
-        for span in self._spans:
-            i = page - span.page
-            if shard.writes and 0 <= i < span.count:
-                shard.part(span.pages[i : i + 1])[0] = rows
-                self._written[span.first + i] = True
-                self._progress([span])
+        with self._open():
+            self._check_page(page)
+            shard, (first, last) = self._shard, self._shard.layers
+            rows = rows_to_read(data, shard.width, last - first, "data", apart=True)
+            for span in self._spans:
+                i = page - span.page
+                if shard.writes and 0 <= i < span.count:
+                    shard.part(span.pages[i : i + 1])[0] = rows
+                    self._written[span.first + i] = True
+                    self._progress([span])
 
     def write_range(self, page: int, offset: int, data: Any) -> None:
         """Write some bytes of one page where they lie in it; a layer is written when all bytes of it were.
@@ -185,7 +166,10 @@ class Writer:
             InvalidRequest: no such page among the keys, or the bytes are not in the page, or (of a shard) not in its
                 layers and, where it has not all heads, not in its heads of one layer; nothing was written.
         """
-        self._open()
+        with self._open():
+            self._write_range(page, offset, data)
+
+    def _write_range(self, page: int, offset: int, data: Any) -> None:
         self._check_page(page)
         layout, shard, row = self._layout, self._shard, rows_to_read(data, len(data), 1, "data")[0]
         stop = offset + len(row)
@@ -274,7 +258,7 @@ class Writer:
             extent = mapped.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
-            for i, count in _unbroken(self.pages_new[first : first + len(words)]):
+            for i, count in unbroken(self.pages_new[first : first + len(words)]):
                 frames = slice(frame + i, frame + i + count)
                 marks = extent.progress[frames, self._shard.number]
                 extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
@@ -284,11 +268,12 @@ class Writer:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self) -> AbstractContextManager[None]:
+        """To be entered around what is stored into our frames. Raises InvalidRequest where nothing may be."""
         if self._mapped is None:
             raise InvalidRequest("writer", "is not entered: use it in a with statement")
-        if self._node.refusal:
-            raise InvalidRequest("store", self._node.refusal)
+        self._node.check_open()
+        return self._mapped.channel.copies
 
     def _begin(self) -> None:
         """Nothing of ours is written yet. What others write counts as written, for nobody waits for us there."""
@@ -321,7 +306,7 @@ class Writer:
     def _seal(self, raw: bytes) -> None:
         assert self._mapped is not None
         requests = []
-        for part in _parts(raw):
+        for part in parts_of(raw):
             count = len(part) // ADDRESS_BYTES
             requests.append(
                 (part, self._mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,)))
@@ -354,7 +339,7 @@ class Writer:
     def _revoke(self, raw: bytes) -> None:
         """Give frames back; where the daemon does not hear of it, their deadline does."""
         mapped = self._mapped
-        for part in _parts(raw):
+        for part in parts_of(raw):
             if mapped is not None:
                 with contextlib.suppress(Unavailable):
                     count, shard = len(part) // ADDRESS_BYTES, self._shard.number + 1
@@ -362,21 +347,6 @@ class Writer:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("writer", "cannot be pickled: it belongs to this process")
-
-
-def _parts(raw: bytes) -> list[bytes]:
-    step = BATCH_MAX * ADDRESS_BYTES
-    return [raw[start : start + step] for start in range(0, len(raw), step)]
-
-
-def _unbroken(pages: list[int]) -> list[tuple[int, int]]:
-    """``(start, count)`` of runs of consecutive page numbers."""
-    runs, start = [], 0
-    for i in range(1, len(pages) + 1):
-        if i == len(pages) or pages[i] != pages[i - 1] + 1:
-            runs.append((start, i - start))
-            start = i
-    return runs
 
 
 def _group_number(group: str | int | None, stages: int) -> int:

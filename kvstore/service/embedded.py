@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvstore.config import NodeConfig
@@ -21,6 +24,9 @@ from kvstore.tier.folder import EMBEDDED_PREFIX
 from kvstore.tier.header import DaemonState
 from kvstore.transfer import control
 from kvstore.transfer.control import Message, Op
+from kvstore.transfer.copies import Copies
+
+COPIES_S = 1.0  # how long an embedded node that is closed waits for copies of other threads
 
 SAVE_S = 20.0  # that an end may take to save what DRAM holds
 
@@ -36,6 +42,11 @@ class _Done:
         return self.message
 
 
+def closed() -> NodeUnavailable:
+    """What a request, or a copy, of a closed store raises."""
+    return NodeUnavailable("the store is closed")
+
+
 class InProcessChannel:
     """Peer of the socket channel: the request is handled in the caller's thread, under the node's mutex."""
 
@@ -44,6 +55,7 @@ class InProcessChannel:
         self._dispatcher = dispatcher
         self._session = secrets.randbits(63) | 1
         self.ended = False
+        self.copies = Copies()
         self.counters = SessionCounters()
         node.sessions.join(self._session, self.counters)
         node.handle(ev.SessionOpened(time.monotonic_ns(), self._session))
@@ -66,7 +78,7 @@ class InProcessChannel:
     ) -> _Done:
         """See ``Channel.request``. Nothing is waited for but the node's mutex, so no deadline is needed."""
         if self.ended:
-            raise NodeUnavailable("the store is closed")
+            raise closed()
         sent = control.encode(op, 0, count=count, a=a, b=b, flags=flags, body=body)
         reply = self._dispatcher.exchange(self._session, control.decode(memoryview(sent)))
         message = control.decode(memoryview(reply or control.encode(Status.OK, 0)))
@@ -81,8 +93,17 @@ class InProcessChannel:
         """See ``Channel.close``."""
         if not self.ended:
             self.ended = True
-            self._node.sessions.leave(self._session)
-            self._node.handle(ev.SessionDead(time.monotonic_ns(), self._session))
+            self.copies.close(closed, self._leave)
+
+    def _leave(self) -> None:
+        self._node.sessions.leave(self._session)
+        self._node.handle(ev.SessionDead(time.monotonic_ns(), self._session))
+
+    def copied(self, deadline: float) -> bool:
+        """Let no copy begin, and wait for those in flight; whether they have ended by then."""
+        ended = threading.Event()
+        self.copies.close(closed, ended.set)
+        return ended.wait(max(0.0, deadline - time.monotonic()))
 
 
 class EmbeddedNode:
@@ -96,6 +117,7 @@ class EmbeddedNode:
         self.scrubber = Scrubber(self.node, config.scrub_bytes_per_s)
         self._background = Background(self.node, self.scrubber)
         self._dispatcher = Dispatcher(self.node, self.scrubber, self._background.mover.wake)
+        self._channels: weakref.WeakSet[InProcessChannel] = weakref.WeakSet()
 
     def start(self) -> None:
         """See ``Node.start``."""
@@ -114,13 +136,31 @@ class EmbeddedNode:
 
     def channel(self) -> InProcessChannel:
         """A new session with this node."""
-        return InProcessChannel(self.node, self._dispatcher)
+        channel = InProcessChannel(self.node, self._dispatcher)
+        self._channels.add(channel)
+        return channel
 
     def close(self) -> None:
-        """Stop serving; a pool without a name of its own gives its memory back, once what NVMe takes is saved there."""
+        """Stop serving; a pool without a name of its own gives its memory back, once what NVMe takes is saved there.
+
+        Where another thread still copies after ``COPIES_S``, a named pool stays locked until that has ended: the frames
+        would be somebody else's by then.
+        """
         anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
         self._background.stop(SAVE_S if anonymous else 0.0)
-        self.node.stop(remove=anonymous)
+        deadline = time.monotonic() + COPIES_S
+        busy = [channel.copies for channel in list(self._channels) if not channel.copied(deadline)]
+        folder = self.node.performer.folder
+        self.node.stop(remove=anonymous, keep_name=bool(busy) and not anonymous)
+        _after(busy, folder.close)
+
+
+def _after(copies: list[Copies], then: Callable[[], None]) -> None:
+    """Call ``then`` when all of these have ended."""
+    if copies:
+        copies[0].close(closed, partial(_after, copies[1:], then))
+    else:
+        then()
 
 
 def open_node(config: NodeConfig) -> EmbeddedNode:

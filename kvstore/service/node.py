@@ -77,13 +77,14 @@ class Node:
         self._sessions.sweep()
         self.started_ns = time.monotonic_ns()
 
-    def stop(self, *, remove: bool = False) -> None:
-        """Release the name. Sealed pages stay for the next start, unless ``remove``; mapped readers read on."""
+    def stop(self, *, remove: bool = False, keep_name: bool = False) -> None:
+        """Release the name, unless ``keep_name``: then its folder does. Sealed pages stay for the next start, unless
+        ``remove``; mapped readers read on."""
         with self._mutex:
             if self._performer is not None:
                 self._performer.header.state = DaemonState.STOPPED
                 path = self.folder
-                self._performer.close()
+                self._performer.close(keep_name)
                 self._performer = self._state = None
                 if remove:
                     purge(path)

@@ -138,8 +138,8 @@ class Performer:
             key = next((key for key, named in self.index.addresses(tier) if named == address), key)
         return key
 
-    def close(self) -> None:
-        """Unmap everything. The files stay."""
+    def close(self, keep_name: bool = False) -> None:
+        """Unmap everything, and release the name unless ``keep_name``. The files stay."""
         self.index.close()
         for table in self.tables.values():
             table.close()
@@ -147,7 +147,8 @@ class Performer:
         if self.nvme is not None:
             self.nvme.close()
         self.header.close()
-        self.folder.close()
+        if not keep_name:
+            self.folder.close()
 
     # --- performing -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvstore.tier.counters import SessionCounters
 from kvstore.transfer.control import Message, Op
+from kvstore.transfer.copies import Copies
 
 
 class PendingReply(Protocol):
@@ -41,6 +42,11 @@ class Channel(Protocol):
         ...
 
     @property
+    def copies(self) -> Copies:
+        """Entered around every store into a frame granted to this session."""
+        ...
+
+    @property
     def ended(self) -> bool:
         """No request can succeed any more: it was closed, or its node was made anew."""
         ...
@@ -64,5 +70,6 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """End the session: what it had reserved is given back, its leases end."""
+        """End the session: what it had reserved is given back, its leases end. Waits for no copy of another thread.
+        Where one is in flight, the node gets the frames back when that copy has ended."""
         ...

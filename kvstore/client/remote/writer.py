@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -130,10 +131,11 @@ class RemoteWriter(Writer):
             page, layer = (int(i) for i in np.argwhere(~self._written)[0])
             raise InvalidRequest("layer", f"layer {layer} of page {self.pages_new[page]} was not written")
 
-    def _open(self) -> None:
+    def _open(self) -> AbstractContextManager[None]:
         if not self._entered:
             raise InvalidRequest("writer", "is not entered: use it in a with statement")
         self._remote.check_open()
+        return contextlib.nullcontext()
 
     def _send(self, pieces: Iterable[Piece], size_bytes: int) -> None:
         """Send pieces and wait until they are where readers find them."""

@@ -1,0 +1,46 @@
+"""Spans: the pages a writer has reserved, as runs of consecutive frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import ADDRESS_BYTES
+from kvstore.transfer.control import BATCH_MAX
+
+
+class Span:
+    """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
+
+    __slots__ = ("pages", "marks", "page", "count", "first", "generations")
+
+    def __init__(
+        self,
+        pages: npt.NDArray[np.uint8],
+        marks: npt.NDArray[np.uint64],
+        page: int,
+        first: int,
+        generations: npt.NDArray[np.uint64],
+    ) -> None:
+        self.pages = pages  # [count, page_bytes]
+        self.marks = marks  # [count], this shard's progress
+        self.page = page
+        self.count = len(pages)
+        self.first = first  # of its pages among the writer's own
+        self.generations = generations  # low half, in the upper half of the word as progress marks have it
+
+
+def parts_of(raw: bytes) -> list[bytes]:
+    """Addresses, end to end, cut into what one request takes."""
+    step = BATCH_MAX * ADDRESS_BYTES
+    return [raw[start : start + step] for start in range(0, len(raw), step)]
+
+
+def unbroken(pages: list[int]) -> list[tuple[int, int]]:
+    """``(start, count)`` of runs of consecutive page numbers."""
+    runs, start = [], 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            runs.append((start, i - start))
+            start = i
+    return runs
