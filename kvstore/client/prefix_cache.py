@@ -218,9 +218,11 @@ class PrefixCache(LayerVerbs):
         keys = self._asked(tokens, extras)
         mapped, pages = self._node.mapped(), 0
         if mapped is not None:
-            self._name(mapped)
-            bring(mapped, keys.hashes, self._closed, time.monotonic() + timeout_s)
             pages = stored_pages(mapped, keys.hashes, self._closed)[0]
+            if known_on_nvme(mapped, keys.hashes, pages, self._closed):  # else nothing will be stored: say nothing
+                self._name(mapped)
+                bring(mapped, keys.hashes, self._closed, time.monotonic() + timeout_s)
+                pages = stored_pages(mapped, keys.hashes, self._closed)[0]
         return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
 
     def _missed(self, asked: int) -> Match:

@@ -1,7 +1,9 @@
-"""The node's book: names of roots, and pins. Files in the node's folder, gone with a reboot.
+"""Book: names of roots, and pins. Two files in the node's folder, gone with a reboot, that outlive kill -9.
 
-It outlives kill -9: it is written before whoever asked for the change hears of it. A name is a line at the end of
-``names``, so that one of many thousands costs no more than the first; pins are few, and written as a whole.
+What has to be written is queued while the node decides (``name``, ``names``, ``pin``, ``unpin``), and written by
+``flush``, which whoever asked for the change calls before it hears of it, when the node is free again: nobody else
+waits for a file. A file is a line that names the incarnation, then a line per name or pin; a later line about a pin
+takes the place of an earlier one. It is written anew when most of it is of no use any more.
 """
 
 from __future__ import annotations
@@ -9,104 +11,180 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from kvstore.model.replica import KEY_BYTES
 from kvstore.state import events as ev
-from kvstore.state.node_state import NodeState
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.plain_files import open_plain, read_plain, remove
+from kvstore.tier.plain_files import open_plain, remove
 
 log = logging.getLogger("kvstore.node")
 
 NAMES, PINS = "names", "pins"
+WASTE_BYTES: Final = 64 << 10  # of lines about pins that are over: a file with less is not written anew
 
 
-def add_name(folder: NodeFolder, incarnation: int, root: bytes, about: Mapping[str, Any]) -> None:
-    """One more name."""
+class Book:
+    """The writing side. ``flush`` may be called by any thread; one writes at a time, in the order of the decisions."""
+
+    def __init__(self, folder: NodeFolder, incarnation: int) -> None:
+        self._names = folder.path / NAMES
+        self._pins = folder.path / PINS
+        self._head = _head(incarnation)
+        self._queue: deque[Callable[[], None]] = deque()  # whoever fills it calls ``flush`` next
+        self._lock = threading.Lock()
+        self._lines: dict[int, bytes] = {}  # of pins, as the file has them
+        self._pins_bytes: int | None = None  # of that file; None: it is a former daemon's, and written anew
+
+    @property
+    def dirty(self) -> bool:
+        """Something is to be written."""
+        return bool(self._queue)
+
+    def name(self, line: bytes) -> None:
+        """One more name."""
+        self._queue.append(partial(self._append, self._names, line))
+
+    def names(self, lines: list[bytes]) -> None:
+        """These names, and no others."""
+        self._queue.append(lambda: _replace(self._names, [self._head, *lines]))
+
+    def pin(self, pin: ev.WritePin) -> None:
+        """One more pin, or another in its place."""
+        self._queue.append(lambda: self._pinned(pin.number, _pin_line(pin)))
+
+    def unpin(self, numbers: list[int]) -> None:
+        """These are over."""
+        self._queue.append(lambda: self._unpinned(numbers))
+
+    def flush(self) -> None:
+        """Write what is queued; when this returns, all that was queued before is in the files.
+
+        What a full folder refuses holds as long as this daemon, and is lost to the next one after a kill.
+        """
+        with self._lock:
+            while self._queue:
+                try:
+                    self._queue.popleft()()
+                except OSError as error:
+                    log.error("names and pins cannot be written, and would not outlive a kill: %s", error)
+
+    def _append(self, path: Path, line: bytes) -> None:
+        if not path.is_file() or path.is_symlink():
+            _replace(path, [self._head])
+        # Lines begin with their end: one that a kill cut short spoils no other.
+        with open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
+            file.write(b"\n" + line)
+
+    def _pinned(self, number: int, line: bytes) -> None:
+        self._lines[number] = line
+        self._write_pins(line)
+
+    def _unpinned(self, numbers: list[int]) -> None:
+        gone = [number for number in numbers if self._lines.pop(number, None) is not None]
+        if gone:
+            self._write_pins(json.dumps({"over": gone}).encode())
+
+    def _write_pins(self, line: bytes) -> None:
+        kept = sum(len(line) + 1 for line in self._lines.values())
+        size = self._pins_bytes + len(line) + 1 if self._pins_bytes is not None else None
+        if size is None or size > 2 * kept + WASTE_BYTES:
+            self._pins_bytes = None  # until it is known what the file has
+            _replace(self._pins, [self._head, *self._lines.values()])
+            self._pins_bytes = len(self._head) + kept
+        else:
+            self._append(self._pins, line)
+            self._pins_bytes = size
+
+
+# --- Reading, at a start -------------------------------------------------------------------------------------------
+
+
+def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Roots and their names, of this incarnation, as far as they can be read; those of another are removed."""
     path = folder.path / NAMES
-    if not path.is_file() or path.is_symlink():
-        _replace(path, _head(incarnation))
-    # Lines begin with their end: one that a kill cut short spoils no other.
-    with open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
-        file.write(b"\n" + _line(root, about))
-
-
-def write_names(folder: NodeFolder, incarnation: int, named: Mapping[bytes, Mapping[str, Any]]) -> None:
-    """These names, and no others."""
-    lines = [_head(incarnation), *(_line(root, about) for root, about in named.items())]
-    _replace(folder.path / NAMES, b"\n".join(lines))
-
-
-def write_pins(folder: NodeFolder, incarnation: int, pins: list[dict[str, Any]]) -> None:
-    """These pins, and no others."""
-    document = {"incarnation": f"{incarnation:016x}", "pins": pins}
-    _replace(folder.path / PINS, json.dumps(document).encode())
-
-
-def read_names(folder: NodeFolder, incarnation: int) -> dict[bytes, dict[str, Any]]:
-    """The names of this incarnation, as far as they can be read; those of another are removed."""
-    path, named = folder.path / NAMES, dict[bytes, dict[str, Any]]()
-    try:
-        lines = read_plain(path).split(b"\n")
-    except FileNotFoundError:
-        return named
-    if lines[0] != _head(incarnation):
-        remove(path)
-        return named
-    for line in filter(None, lines[1:]):
+    for line in _lines(path, incarnation):
         try:
             about = json.loads(line)
-            named[bytes.fromhex(about.pop("root"))] = {**about, "salt": str(about["salt"])}
+            yield bytes.fromhex(about.pop("root")), {**about, "salt": str(about["salt"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.error("a name of a tenant cannot be read and is lost: %s", error)
-    return named
 
 
-def restore_pins(state: NodeState, folder: NodeFolder, incarnation: int) -> None:
-    """Pins of the daemon before, those that have not run out. Before anything may leave."""
+def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
+    """Pins of the daemon before, those that have not run out; to be handled before anything may leave."""
+    pins: dict[int, dict[str, Any]] = {}
+    for line in _lines(folder.path / PINS, incarnation):
+        try:
+            said = json.loads(line)
+            if "pins" in said:  # all in one, as once they were
+                if said["incarnation"] == f"{incarnation:016x}":
+                    pins |= {int(pin["pin"]): pin for pin in said["pins"]}
+            elif "over" in said:
+                for number in said["over"]:
+                    pins.pop(int(number), None)
+            else:
+                pins[int(said["pin"])] = said
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.error("a pin cannot be read and is lost: %s", error)
+    return list(_granted(pins))
+
+
+def _granted(pins: dict[int, dict[str, Any]]) -> Iterator[ev.Pin]:
     now_ns, now_s = time.monotonic_ns(), time.time()
-    for number, keys, root, until_s in _read_pins(folder.path / PINS, incarnation):
-        if until_s > now_s:
-            until_ns = now_ns + int((until_s - now_s) * 1e9)
-            state.handle(ev.Pin(now_ns, number, keys, root, until_ns, until_s, restore=True))
+    for number, pin in pins.items():
+        try:
+            raw, root, until_s = bytes.fromhex(pin["keys"]), bytes.fromhex(pin["root"]), float(pin["until"])
+            keys = [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+            asked = bytes.fromhex(pin.get("asked", "")) or keys[-1]
+            left_ns = int((until_s - now_s) * 1e9)
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+            log.error("a pin cannot be read and is lost: %s", error)
+            continue
+        if left_ns > 0:
+            yield ev.Pin(now_ns, number, keys, root, now_ns + left_ns, until_s, restore=True, asked=asked)
 
 
-def _read_pins(path: Path, incarnation: int) -> list[tuple[int, list[bytes], bytes, float]]:
+def _lines(path: Path, incarnation: int) -> Iterator[bytes]:
+    """Lines of that incarnation's file but for the first, one by one: an old file may be of any size."""
     try:
-        document = json.loads(read_plain(path))
-        if document["incarnation"] != f"{incarnation:016x}":
-            return []
-        return [
-            (int(pin["pin"]), _keys(pin["keys"]), bytes.fromhex(pin["root"]), float(pin["until"]))
-            for pin in document["pins"]
-        ]
+        with open(open_plain(path, os.O_RDONLY), "rb") as file:
+            head = file.readline().rstrip(b"\n")
+            if head != _head(incarnation) and not head.startswith(b"{"):
+                remove(path)
+                return
+            if head.startswith(b"{"):
+                yield head
+            yield from filter(None, (line.rstrip(b"\n") for line in file))
     except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.error("pins cannot be read and are lost: %s", error)
-        return []
-
-
-def _keys(text: str) -> list[bytes]:
-    raw = bytes.fromhex(text)
-    return [raw[i : i + 16] for i in range(0, len(raw), 16)]
+        return
+    except OSError as error:
+        log.error("%s cannot be read and is lost: %s", path, error)
 
 
 def _head(incarnation: int) -> bytes:
     return f"incarnation {incarnation:016x}".encode()
 
 
-def _line(root: bytes, about: Mapping[str, Any]) -> bytes:
-    return json.dumps({"root": root.hex(), **about}).encode()  # in ASCII, without a line end inside
+def _pin_line(pin: ev.WritePin) -> bytes:
+    named = {"keys": b"".join(pin.keys).hex(), "root": pin.root.hex(), "asked": pin.asked.hex()}
+    return json.dumps({"pin": pin.number, **named, "until": pin.until_s}).encode()
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
     fresh = path.with_name(f"{path.name}.new")
     remove(fresh)
     descriptor = open_plain(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(b"\n".join(lines))
+    except OSError:
+        remove(fresh)
+        raise
     os.replace(fresh, path)

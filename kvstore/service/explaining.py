@@ -25,6 +25,7 @@ from kvstore.service.event_log import SLOTS, PageEvent
 from kvstore.service.named_pages import raw_keys, raw_root
 from kvstore.service.node import Node
 from kvstore.service.performer import Performer
+from kvstore.state.names import Name
 from kvstore.state.node_state import NodeState
 
 EXPLAIN_PAGES_MAX: Final = 500  # of one call: about 100 bytes each in its answer
@@ -79,7 +80,8 @@ class Explaining:
         named = self._node.look(_named_roots)
         found: dict[str, dict[str, Any]] = {}
         tenants: dict[str, set[str]] = {}
-        for about, pages in named.values():
+        for name, pages in named.values():
+            about = name.about
             fingerprint = str(about.get("fingerprint", ""))
             if fingerprint and model in (None, about.get("model")):  # objects have none
                 entry = found.setdefault(fingerprint, {"fingerprint": fingerprint, "layout": None, "pages": 0})
@@ -144,7 +146,8 @@ class Explaining:
     def _elsewhere(self, tokens: Any, root: bytes) -> list[dict[str, Any]]:
         """Other roots that the node knows under which a first page of these tokens is stored."""
         firsts: list[tuple[bytes, dict[str, Any]]] = []
-        for other, (about, pages) in self._node.look(_named_roots).items():
+        for other, (name, pages) in self._node.look(_named_roots).items():
+            about = name.about
             page_tokens = int((about.get("layout") or {}).get("page_tokens", _DEFAULTS["page_tokens"]))
             if other != root and pages and about.get("layout") and len(tokens) >= page_tokens:
                 firsts.append((Keys.of(tokens[:page_tokens], page_tokens, other).hashes[0], about))
@@ -156,10 +159,10 @@ class Explaining:
         return fitted(told, 32 * 1024) if told else []
 
 
-def _named_roots(_: Performer, state: NodeState) -> dict[bytes, tuple[dict[str, Any], int]]:
+def _named_roots(_: Performer, state: NodeState) -> dict[bytes, tuple[Name, int]]:
     """Root -> what was said of it, and how many pages it has."""
     tenants = state.tenants
-    return {root: (about, tenants.pages(root)) for root, about in tenants.named.items()}
+    return {root: (name, tenants.pages(root)) for root, name in tenants.named.all().items()}
 
 
 def _stored(performer: Performer, _: NodeState, firsts: list[tuple[bytes, dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -132,6 +132,9 @@ class Node:
                 if not self.sessions.alive(session):
                     self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
             broken, self._performer.erase_failures = self._performer.erase_failures, {}
+            book = self._performer.book
+        if book.dirty:
+            book.flush()
         if broken:
             self.device_failed(broken)
             if type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None):

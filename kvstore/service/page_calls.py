@@ -146,10 +146,8 @@ class PageCalls:
 
     def _roots(self, salt: str, tiers: tuple[Tier, ...]) -> selection.Words:
         """Roots of a tenant. Those that nobody named are the tenant ""'s."""
-        named = self._node.look(
-            lambda _, state: {root: str(about["salt"]) for root, about in state.tenants.named.items()}
-        )
-        roots = selection.first_words([root for root, whose in named.items() if whose == salt])
+        named = self._node.look(lambda _, state: state.tenants.named.all())
+        roots = selection.first_words([root for root, name in named.items() if name.salt == salt])
         if salt:
             return roots
         stored = selection.stored(self._node, tiers, time.monotonic_ns())
@@ -157,10 +155,10 @@ class PageCalls:
 
     def _names(self) -> dict[int, tuple[str, str]]:
         """First 8 bytes of a root -> (tenant, model)."""
-        named = self._node.look(lambda _, state: dict(state.tenants.named))
+        named = self._node.look(lambda _, state: state.tenants.named.all())
         return {
-            int.from_bytes(root[:8], "little"): (str(about["salt"]), str(about.get("model", "")))
-            for root, about in named.items()
+            int.from_bytes(root[:8], "little"): (name.salt, str(name.about.get("model", "")))
+            for root, name in named.items()
         }
 
 

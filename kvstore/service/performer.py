@@ -26,7 +26,7 @@ from kvstore.model.replica import (
     standing_of,
     word_of,
 )
-from kvstore.service import book
+from kvstore.service.book import Book
 from kvstore.service.event_log import EventLog
 from kvstore.service.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
 from kvstore.service.nvme_pages import NvmePages
@@ -68,6 +68,7 @@ class Performer:
         self.sessions_to_check: list[int] = []
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.events = EventLog(staged=True)
+        self.book = Book(folder, header.incarnation)
         self.erase_failures: dict[int, OSError] = {}  # positions where an object's head could not be made unreadable
         self._index_ops: list[IndexOp] = []  # of one decision
         self._now_ns = now_ns
@@ -86,9 +87,11 @@ class Performer:
             ev.WriteStamp: self._write_stamp,
             ev.Move: self._move,
             ev.WriteUse: self._write_use,
-            ev.WriteName: lambda said: self._write_book(book.add_name, said.root, said.about),
+            ev.WriteName: lambda said: self.book.name(said.line),
             ev.WriteNames: self._write_names,
-            ev.WritePins: lambda said: self._write_book(book.write_pins, said.pins),
+            ev.ForgetNames: self._forget_names,
+            ev.WritePin: self.book.pin,
+            ev.ErasePins: lambda over: self.book.unpin(over.numbers),
             ev.Save: self.copies.append,
             ev.Load: self.copies.append,
         }
@@ -140,6 +143,7 @@ class Performer:
 
     def close(self, keep_name: bool = False) -> None:
         """Unmap everything, and release the name unless ``keep_name``. The files stay."""
+        self.book.flush()
         self.index.close()
         for table in self.tables.values():
             table.close()
@@ -325,16 +329,12 @@ class Performer:
             table.last_use[frames] = used[places]
 
     def _write_names(self, instruction: ev.WriteNames) -> None:
-        """Names were forgotten: whoever said one of them says it again before it puts, or its quota would not hold."""
-        self.header.names_forgotten += 1
-        self._write_book(book.write_names, instruction.named)
+        self._forget_names()
+        self.book.names(instruction.lines)
 
-    def _write_book(self, write: Callable[..., None], *what: Any) -> None:
-        """What a full folder refuses holds as long as this daemon, and is lost to the next one after a kill."""
-        try:
-            write(self.folder, self.header.incarnation, *what)
-        except OSError as error:
-            log.error("names and pins cannot be written, and would not outlive a kill: %s", error)
+    def _forget_names(self, _: ev.ForgetNames | None = None) -> None:
+        """Whoever said a name says it again before it puts, or its quota would not hold."""
+        self.header.names_forgotten += 1
 
     def _move(self, instruction: ev.Move) -> None:
         """Data and body first, then the new word, then the index; the old word goes last."""

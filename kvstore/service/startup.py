@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -155,11 +156,14 @@ def _recover_tiers(
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)
-    book.restore_pins(state, folder, header.incarnation)
+    for pin in book.read_pins(folder, header.incarnation):
+        performer.perform(state.handle(pin))
+    performer.book.flush()
+    header.names_forgotten += 1  # a kill may have come between a page and its root's name: clients say theirs again
     return performer, state
 
 
-def _state(config: NodeConfig, header: Header, performer: Performer, named: dict[bytes, Any]) -> NodeState:
+def _state(config: NodeConfig, header: Header, performer: Performer, named: Iterable[Any]) -> NodeState:
     if config.eviction not in POLICIES:
         raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
     segment = Segment(header.extent_bytes, header.positions, policy=config.eviction)

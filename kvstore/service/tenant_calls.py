@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import OBJECTS_MODEL, object_root
@@ -13,9 +14,14 @@ from kvstore.model.replica import KEY_BYTES
 from kvstore.service.answers import fitted
 from kvstore.service.explaining import layout_said
 from kvstore.service.node import Node
+from kvstore.service.performer import Performer
 from kvstore.state import events as ev
+from kvstore.state.node_state import NodeState
+from kvstore.state.pins import TENANT_KEYS_MAX
 
 TEXT_BYTES_MAX = 1024  # of a salt, an adapter, a model
+LOOK_PAGES: Final = 100  # looked at while the node holds still
+NONE_STORED: Final = "none of these pages is stored from the start of the chain"
 PIN_TTL_S_MAX = 30 * 86_400.0
 
 
@@ -81,15 +87,46 @@ def _pin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     keys, root, ttl_s = _keys(request), _hex(request, "root"), request.get("ttl_s")
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= PIN_TTL_S_MAX:
         raise InvalidRequest("ttl_s", f"must be seconds, more than zero and at most {PIN_TTL_S_MAX:.0f}, not {ttl_s!r}")
+    keys = _stored(node, keys[: TENANT_KEYS_MAX + 1], root)
+    if not keys:
+        raise InvalidRequest("keys", NONE_STORED)
+    asked = bytes.fromhex(request["keys"][-1])
     now_ns = time.monotonic_ns()
     # Drawn, since numbers in order would tell each tenant how often others pin.
-    event = ev.Pin(now_ns, secrets.randbits(32) | 1, keys, root, now_ns + int(ttl_s * 1e9), time.time() + ttl_s)
+    until_ns, until_s = now_ns + int(ttl_s * 1e9), time.time() + ttl_s
+    event = ev.Pin(now_ns, secrets.randbits(32) | 1, keys, root, until_ns, until_s, asked=asked)
     detail = node.handle(event).detail
     if "refused" in detail:
         raise InvalidRequest("keys", detail["refused"])
     if not detail.get("pages"):
-        raise InvalidRequest("keys", "none of these pages is stored from the start of the chain")
+        raise InvalidRequest("keys", NONE_STORED)
     return detail
+
+
+def _stored(node: Node, keys: list[bytes], root: bytes) -> list[bytes]:
+    """The longest leading part of ``keys`` of which some tier has each page, of this root and after the one before."""
+    for start in range(0, len(keys), LOOK_PAGES):
+        part = keys[start : start + LOOK_PAGES]
+        before = keys[start - 1] if start else None
+        fits = node.look(partial(_linked, keys=part, root=root, before=before))
+        if fits < len(part):
+            return keys[: start + fits]
+    return keys
+
+
+def _linked(_: Performer, state: NodeState, keys: list[bytes], root: bytes, before: bytes | None) -> int:
+    """How many leading ones of these are stored under this root, each after the one before it. The node holds still."""
+    for i, key in enumerate(keys):
+        for space in state.spaces.values():
+            page = space.find(key)
+            if page is None or space.records.root(*page[:2]) != root:
+                continue
+            if before is None or space.records.parent(*page[:2]) == before:
+                break
+        else:
+            return i
+        before = key
+    return len(keys)
 
 
 def _unpin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +135,8 @@ def _unpin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
         pin = int(pin)
     if isinstance(pin, bool) or not isinstance(pin, int) or pin < 0:
         raise InvalidRequest("pin", f"must be the number of a pin, not {pin!r}")
-    keys = [] if pin else _keys(request)
-    detail = node.handle(ev.Unpin(time.monotonic_ns(), pin, keys)).detail
+    keys, root = ([], b"") if pin else (_keys(request), _hex(request, "root"))
+    detail = node.handle(ev.Unpin(time.monotonic_ns(), pin, keys, root)).detail
     if not detail.get("unpinned"):
         raise InvalidRequest("pin" if pin else "keys", "there is no such pin")
     return detail

@@ -14,6 +14,8 @@ from kvstore.state.instructions import (
     CheckSession,
     Copying,
     Drop,
+    ErasePins,
+    ForgetNames,
     Instruction,
     Load,
     Move,
@@ -25,7 +27,7 @@ from kvstore.state.instructions import (
     WriteLease,
     WriteName,
     WriteNames,
-    WritePins,
+    WritePin,
     WriteReserved,
     WriteSealed,
     WriteShards,
@@ -46,9 +48,11 @@ __all__ = [
     "Delete",
     "Demote",
     "Drop",
+    "ErasePins",
     "Event",
     "Evict",
     "EvictChosen",
+    "ForgetNames",
     "Grant",
     "Instruction",
     "Load",
@@ -83,7 +87,7 @@ __all__ = [
     "WriteLease",
     "WriteName",
     "WriteNames",
-    "WritePins",
+    "WritePin",
     "WriteReserved",
     "WriteSealed",
     "WriteShards",
@@ -360,7 +364,7 @@ class NameRoot:
 class Pin:
     """Keep what is stored of these consecutive pages, from the first on, until ``until_ns``.
 
-    ``pin``: its number, 0 for a new one; ``restore``: it was granted by an earlier daemon.
+    ``pin``: its number, 0 for a new one; ``restore``: it was granted by an earlier daemon, and named by ``asked``.
     """
 
     now_ns: int
@@ -370,15 +374,17 @@ class Pin:
     until_ns: int
     until_s: float
     restore: bool = False
+    asked: bytes = b""
 
 
 @dataclass(slots=True)
 class Unpin:
-    """End this pin, or all whose last page is the last of ``keys``."""
+    """End this pin, or the one of that root and these pages."""
 
     now_ns: int
     pin: int = 0
     keys: list[bytes] = field(default_factory=list)
+    root: bytes = b""
 
 
 @dataclass(slots=True)

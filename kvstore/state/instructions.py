@@ -180,24 +180,39 @@ class WriteUse:
 
 @dataclass(slots=True)
 class WriteName:
-    """A root has this name: it has to outlive the daemon."""
+    """A root has this name, as a line of JSON: it has to outlive the daemon."""
 
-    root: bytes
-    about: dict[str, Any]
+    line: bytes
 
 
 @dataclass(slots=True)
 class WriteNames:
-    """These names are all there are."""
+    """Names were forgotten; these lines are all there are."""
 
-    named: dict[bytes, dict[str, Any]]
+    lines: list[bytes]
 
 
 @dataclass(slots=True)
-class WritePins:
-    """The pins changed: they have to outlive the daemon."""
+class ForgetNames:
+    """Names were forgotten that did not have to outlive the daemon: clients have to say theirs again."""
 
-    pins: list[dict[str, Any]]
+
+@dataclass(slots=True)
+class WritePin:
+    """This pin has to outlive the daemon. Its fields are as in ``state.pins``."""
+
+    number: int
+    keys: list[bytes]
+    root: bytes
+    asked: bytes
+    until_s: float
+
+
+@dataclass(slots=True)
+class ErasePins:
+    """These pins are over."""
+
+    numbers: list[int]
 
 
 @dataclass(slots=True)
@@ -239,7 +254,9 @@ Instruction = (
     | WriteUse
     | WriteName
     | WriteNames
-    | WritePins
+    | ForgetNames
+    | WritePin
+    | ErasePins
     | CheckSession
     | Reply
 )

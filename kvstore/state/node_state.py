@@ -68,7 +68,7 @@ class NodeState:
         sessions_max: int = 256,
         nvme: NvmeParts | None = None,
         quotas: Iterable[Quota] = (),
-        named: dict[bytes, dict[str, Any]] | None = None,
+        named: Iterable[tuple[bytes, dict[str, Any]]] = (),
         pins_share_max: float = 0.5,
     ) -> None:
         self.segment = segment
@@ -81,7 +81,8 @@ class NodeState:
         self._checked = 0
         tiers = (Tier.DRAM, Tier.NVME) if nvme is not None else (Tier.DRAM,)
         self.tenants = Tenants(tiers, quotas)
-        self.tenants.named.update(named or {})
+        for root, about in named:
+            self.tenants.restore(root, about)
         dram = self.tenants.holdings[Tier.DRAM]
         self.space = Space(segment, index, records, self.leases, self.counters, generation, Tier.DRAM, dram)
         self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)
@@ -118,7 +119,7 @@ class NodeState:
             ev.Evict: self._evict,
             ev.EvictChosen: Choosing(self.space_of).evict,
             ev.Tick: self._tick,
-            ev.NameRoot: self._name_root,
+            ev.NameRoot: self.tenants.named_by,
             ev.Pin: self.pins.pin,
             ev.Unpin: self.pins.unpin,
             ev.Populated: self._populated,
@@ -141,7 +142,14 @@ class NodeState:
         """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
         for space in self.spaces.values():
             space.begin(event.now_ns)
-        return self._handlers[type(event)](event)
+        out = self._handlers[type(event)](event)
+        return self._booked(out) if self.tenants.book or self.pins.book else out
+
+    def _booked(self, out: list[ev.Instruction]) -> list[ev.Instruction]:
+        """With what has to be written down, first: whose pages are is known before there are any."""
+        book = self.tenants.book + self.pins.book
+        self.tenants.book, self.pins.book = [], []
+        return book + out
 
     def space_of(self, extent: int) -> Space:
         """The space that an extent belongs to; DRAM's where there is none of that number."""
@@ -356,16 +364,6 @@ class NodeState:
         out.append(ev.Reply())
         return out
 
-    def _name_root(self, event: ev.NameRoot) -> list[ev.Instruction]:
-        tenants, forgotten = self.tenants, self.tenants.forgotten
-        news = tenants.name(event.root, event.about)
-        out: list[ev.Instruction] = []
-        if tenants.forgotten != forgotten:
-            out.append(ev.WriteNames(dict(tenants.named)))
-        elif news:
-            out.append(ev.WriteName(event.root, event.about))
-        return [*out, ev.Reply(detail={"named": event.root in tenants.named})]
-
     def _stamped(self, event: ev.Stamped) -> list[ev.Instruction]:
         return [ev.WriteStamp(event.address, event.checksums)] if self.space.sealed(event.address) else []
 
@@ -380,7 +378,7 @@ class NodeState:
         for name in self.leases.expired(event.now_ns):
             self._end_lease(name, out)
         self.writing.expire(event.now_ns, out)
-        out += self.pins.expire(event.now_ns)
+        self.pins.expire(event.now_ns)
         for space in self.spaces.values():
             space.quotas.trim(out)
         lost = [number for number, session in self.sessions.items() if not session.connected]

@@ -1,8 +1,9 @@
 """Pins: prefixes that an operator keeps from leaving until a deadline, in whichever tiers have them.
 
-Under closure it is enough that something hangs on the last page. A pin names its pages by key, so they may move; what
-damage takes away it loses. All pins of a tier together keep at most a share of it; pages under several count once.
-Pinning what is pinned already moves the deadline of that pin.
+Under closure it is enough that something hangs on the last page. A pin names its pages by key and root, so they may
+move; what damage takes away it loses. All pins of a tier together keep at most a share of it, and those of one tenant a
+share of that; pages under several count once. A pin keeps, and counts, what is stored of the pages that it was asked
+for; its name is the last of those, so that asking again, when more is stored, moves its deadline and its end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from kvstore.state.tenants import Tenants
 
 PINS_MAX = 1024
 TENANT_PINS_MAX = 256
-KEYS_MAX = 65536  # of all pins together: they are written down as a whole
+KEYS_MAX = 65536  # of all pins together
+TENANT_KEYS_MAX = KEYS_MAX // 2
+TENANT_SHARE = 0.75  # of what pins may keep of a tier, by one tenant's
 
 
 @dataclass(slots=True)
@@ -28,38 +31,59 @@ class Pin:
 
     keys: list[bytes]
     root: bytes
+    asked: bytes
+    salt: str  # at the time when it was pinned: whom it counts for
     until_ns: int
     until_s: float  # the same by the wall clock, which outlives a daemon
     frame_bytes: int = 0
     lengths: dict[Tier, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Use:
+    """What one tenant's pins take."""
+
+    pins: int = 0
+    keys: int = 0
+    kept_bytes: Counter[Tier] = field(default_factory=Counter)
+
+
 class Pins:
-    """All pins of a node. Part of ``NodeState``."""
+    """All pins of a node. Part of ``NodeState``.
+
+    Attributes:
+        book: what changed, for the next decision to carry.
+    """
 
     def __init__(self, spaces: dict[Tier, Space], tenants: Tenants, share_max: float) -> None:
         self.spaces = spaces
         self.tenants = tenants
         self.share_max = share_max
         self.pins: dict[int, Pin] = {}
+        self.book: list[ev.Instruction] = []
         self._next = 1
+        self._named: dict[tuple[bytes, bytes], int] = {}  # root and last page asked for -> pin
         self._kept: dict[Tier, Counter[bytes]] = {tier: Counter() for tier in spaces}  # pages by their pins
         self.kept_bytes: dict[Tier, int] = dict.fromkeys(spaces, 0)
+        self._uses: dict[str, Use] = {}
+        self._keys = 0
 
     def pin(self, event: ev.Pin) -> list[ev.Instruction]:
         """See ``events.Pin``."""
-        pin = Pin(event.keys, event.root, event.until_ns, event.until_s)
+        name = event.root, event.asked or event.keys[-1]
+        pin = Pin(event.keys, *name, self.tenants.salt(event.root), event.until_ns, event.until_s)
         for tier, space in self.spaces.items():
-            length = self._stored(space, event.keys)
+            length = self._stored(space, event.keys, event.root)
             if length > max(pin.lengths.values(), default=0):
-                page = space.find(event.keys[0])
-                assert page is not None
+                page = space.find(event.keys[length - 1])
+                assert page is not None  # counted just now
                 pin.frame_bytes = space.segment.extents[page.extent].pool.frame_class.frame_bytes
                 pin.lengths[tier] = length
         pages = max(pin.lengths.values(), default=0)
         if not pages:
             return [ev.Reply(detail={"pages": 0})]
-        same = next((n for n, old in self.pins.items() if old.keys == pin.keys and not event.restore), 0)
+        pin.keys = pin.keys[:pages]
+        same = self._named.get(name, 0)
         refusal = "" if event.restore else self._refusal(pin, same)
         if refusal:
             return [ev.Reply(detail={"refused": refusal})]
@@ -69,51 +93,49 @@ class Pins:
         self._next = max(self._next, number + 1)
         if same:
             self._end(same)
-        self.pins[number] = pin
-        for tier, length in pin.lengths.items():
-            self._keep(pin, tier, length)
-            address = self.spaces[tier].find(pin.keys[length - 1])
-            assert address is not None
-            self.spaces[tier].hold(address)
+        self._begin(number, pin)
+        self.book.append(ev.WritePin(number, pin.keys, pin.root, pin.asked, pin.until_s))
         detail = {"pin": number, "pages": pages, "bytes": pages * pin.frame_bytes, "until": pin.until_s}
-        return [self.book(), ev.Reply(detail=detail)]
+        return [ev.Reply(detail=detail)]
 
     def _refusal(self, pin: Pin, same: int) -> str:
         """Why there can be no such pin; "" where there can. ``same``: it takes the place of this one."""
         if not self._begins(pin):
             return "do not begin with the first page of their chain: what is before them would be kept and not counted"
+        use = self._uses.get(pin.salt, Use())
         for tier, length in pin.lengths.items():
             segment = self.spaces[tier].segment
-            new = sum(key not in self._kept[tier] for key in pin.keys[:length])
-            if (
-                self.kept_bytes[tier] + new * pin.frame_bytes
-                > self.share_max * segment.positions * segment.extent_bytes
-            ):
+            more_bytes = sum(key not in self._kept[tier] for key in pin.keys[:length]) * pin.frame_bytes
+            may_bytes = self.share_max * segment.positions * segment.extent_bytes
+            if self.kept_bytes[tier] + more_bytes > may_bytes:
                 return f"would keep more than {self.share_max:g} of {tier}, see pins_share_max"
-        if same:
-            return ""
-        salt = self.tenants.salt(pin.root)
-        if sum(self.tenants.salt(old.root) == salt for old in self.pins.values()) >= TENANT_PINS_MAX:
+            if use.kept_bytes[tier] + more_bytes > TENANT_SHARE * may_bytes:
+                return f"would keep more of {tier} than one tenant's may: {TENANT_SHARE:g} of pins_share_max"
+        more = len(pin.keys) - (len(self.pins[same].keys) if same else 0)
+        if not same and use.pins >= TENANT_PINS_MAX:
             return f"this tenant has {TENANT_PINS_MAX} pins, and may have no more"
-        if len(self.pins) >= PINS_MAX or sum(len(old.keys) for old in self.pins.values()) + len(pin.keys) > KEYS_MAX:
+        if use.keys + more > TENANT_KEYS_MAX:
+            return f"the pins of one tenant may keep {TENANT_KEYS_MAX} pages"
+        if (not same and len(self.pins) >= PINS_MAX) or self._keys + more > KEYS_MAX:
             return f"there can be {PINS_MAX} pins of {KEYS_MAX} pages in all"
         return ""
 
     def unpin(self, event: ev.Unpin) -> list[ev.Instruction]:
         """See ``events.Unpin``."""
-        found = [
-            n for n, pin in self.pins.items() if n == event.pin or (event.keys and pin.keys[-1:] == event.keys[-1:])
-        ]
-        for number in found:
-            self._end(number)
-        return [self.book(), ev.Reply(detail={"unpinned": len(found)})]
+        number = self._named.get((event.root, event.keys[-1]), 0) if event.keys else event.pin
+        found = [number] if number in self.pins else []
+        self._over(found)
+        return [ev.Reply(detail={"unpinned": len(found)})]
 
-    def expire(self, now_ns: int) -> list[ev.Instruction]:
+    def expire(self, now_ns: int) -> None:
         """Pins past their deadlines end."""
-        over = [number for number, pin in self.pins.items() if pin.until_ns <= now_ns]
-        for number in over:
+        self._over([number for number, pin in self.pins.items() if pin.until_ns <= now_ns])
+
+    def _over(self, numbers: list[int]) -> None:
+        for number in numbers:
             self._end(number)
-        return [self.book()] if over else []
+        if numbers:
+            self.book.append(ev.ErasePins(numbers))
 
     def lost(self, space: Space, gone: Collection[bytes]) -> None:
         """These pages are about to go. The caller recounts what hangs on the others, see ``held``."""
@@ -128,7 +150,8 @@ class Pins:
                 else:
                     del pin.lengths[space.tier]
                     if not pin.lengths:
-                        del self.pins[number]
+                        self._forget(number)
+                        self.book.append(ev.ErasePins([number]))
 
     def held(self, space: Space) -> list[Address]:
         """Pages that pins hang on, one entry per pin."""
@@ -159,43 +182,70 @@ class Pins:
             for number, pin in self.pins.items()
         ]
 
-    def book(self) -> ev.WritePins:
-        """What has to outlive the daemon."""
-        return ev.WritePins(
-            [
-                {"pin": n, "keys": b"".join(pin.keys).hex(), "root": pin.root.hex(), "until": pin.until_s}
-                for n, pin in self.pins.items()
-            ]
-        )
-
     def _begins(self, pin: Pin) -> bool:
         """Its first page is the first of a chain."""
         space = self.spaces[next(iter(pin.lengths))]
         page = space.find(pin.keys[0])
-        assert page is not None  # stored, as ``lengths`` says
-        return space.records.parent(*page[:2]) == space.records.root(*page[:2])
+        return page is not None and space.records.parent(*page[:2]) == pin.root
 
     @staticmethod
-    def _stored(space: Space, keys: list[bytes]) -> int:
-        """How many leading pages this tier has."""
-        return next((i for i, key in enumerate(keys) if space.find(key) is None), len(keys))
+    def _stored(space: Space, keys: list[bytes], root: bytes) -> int:
+        """How many leading pages of this root the tier has: by closure all that are before one it has."""
+
+        def has(length: int) -> bool:
+            page = space.find(keys[length - 1])
+            return page is not None and space.records.root(*page[:2]) == root
+
+        if has(len(keys)):
+            return len(keys)
+        low, high = 0, len(keys) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if has(middle) else (low, middle - 1)
+        return low
 
     def _keep(self, pin: Pin, tier: Tier, length: int) -> None:
         """Count the first ``length`` pages of a pin; negative: not any more."""
-        kept = self._kept[tier]
+        kept, changed = self._kept[tier], 0
         for key in pin.keys[: abs(length)]:
             before = kept[key]
             kept[key] += 1 if length > 0 else -1
             if not before:
-                self.kept_bytes[tier] += pin.frame_bytes
+                changed += pin.frame_bytes
             elif not kept[key]:
                 del kept[key]
-                self.kept_bytes[tier] -= pin.frame_bytes
+                changed -= pin.frame_bytes
+        self.kept_bytes[tier] += changed
+        self._uses[pin.salt].kept_bytes[tier] += changed
+
+    def _begin(self, number: int, pin: Pin) -> None:
+        self.pins[number] = pin
+        self._named[pin.root, pin.asked] = number
+        self._keys += len(pin.keys)
+        use = self._uses.setdefault(pin.salt, Use())
+        use.pins += 1
+        use.keys += len(pin.keys)
+        for tier, length in pin.lengths.items():
+            self._keep(pin, tier, length)
+            address = self.spaces[tier].find(pin.keys[length - 1])
+            assert address is not None  # counted just now, see ``_stored``
+            self.spaces[tier].hold(address)
 
     def _end(self, number: int) -> None:
-        pin = self.pins.pop(number)
+        pin = self.pins[number]
         for tier, length in pin.lengths.items():
             self._keep(pin, tier, -length)
             address = self.spaces[tier].find(pin.keys[length - 1])
             assert address is not None  # held; what damage takes away is known to ``lost``
             self.spaces[tier].unhold(address)
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        pin = self.pins.pop(number)
+        del self._named[pin.root, pin.asked]
+        self._keys -= len(pin.keys)
+        use = self._uses[pin.salt]
+        use.pins -= 1
+        use.keys -= len(pin.keys)
+        if not use.pins:
+            del self._uses[pin.salt]

@@ -5,6 +5,10 @@ per root, under small numbers that every frame keeps (``Extent.owner``), and sum
 its bytes at once. What is stored under a root without a name belongs to the tenant "". What a start finds of such roots
 (names end with a reboot, NVMe does not) is *unclaimed* until its tenant speaks: nobody's quota counts it.
 
+A root's name is remembered for long, and written into the node's book, when pages are stored under it: what reads and
+lookups say of roots that store nothing passes. Both are bounded in bytes (``state.names``); an account keeps its tenant
+as long as it has pages, whether its name is remembered or not.
+
 A frame that is being written for a root (reserved, or copied into from another tier) counts as ``coming`` until its
 page is sealed or given up. Bytes and what is coming together stay within a quota::
 
@@ -14,15 +18,18 @@ page is sealed or given up. Bytes and what is coming together stay within a quot
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvstore.model.replica import Tier
+from kvstore.state import events as ev
+from kvstore.state.names import Name, Names
 
-ROOTS_MAX = 16384  # that keep names; beyond, those without pages are forgotten, longest ago first
-FORGET_AT_ONCE = ROOTS_MAX // 16  # so that the search for them is paid for once in so many names
-ROOTS_KEPT_MIN = 1024  # so many roots are counted before those without pages are looked for
+NAMES_BYTES_MAX = 8 << 20  # of roots that have pages, or had some
+SPOKEN_BYTES_MAX = 1 << 20  # of roots that may have some soon
+ROOTS_KEPT = 1024  # accounts without pages: more are forgotten, longest ago first
 EVERYBODY_ELSE = "*"
 
 
@@ -85,8 +92,11 @@ class Holdings:
     ``suspect``: a tenant may have more than its quota here, for other reasons than that it stored something.
     """
 
-    def __init__(self, tier: Tier, quotas: dict[str, int | None]) -> None:
+    def __init__(self, tier: Tier, quotas: dict[str, int | None], empty: OrderedDict[int, None] | None = None) -> None:
         self.tier = tier
+        self._empty = (
+            empty if empty is not None else OrderedDict()
+        )  # numbers that may have nothing any more, in the order in which that came
         self.quotas = quotas
         self.limited = self.suspect = any(quota is not None for quota in quotas.values())
         self.shares: dict[str | None, Share] = {}
@@ -130,12 +140,16 @@ class Holdings:
         held.bytes += size
         held.share.pages += pages
         held.share.bytes += size
+        if not held.pages:
+            self._empty[number] = None
 
     def expect(self, number: int, size: int) -> None:
         """So many bytes are coming; negative: not any more."""
         held = self.roots[number]
         held.coming += size
         held.share.coming += size
+        if not held.coming:
+            self._empty[number] = None
 
     def rename(self, number: int, salt: str) -> None:
         """This root's pages are that tenant's."""
@@ -169,69 +183,90 @@ class Tenants:
             Tier.DRAM: {quota.salt: quota.dram for quota in quotas},
             Tier.NVME: {quota.salt: quota.nvme for quota in quotas},
         }
-        self.holdings = {tier: Holdings(tier, sizes[tier]) for tier in tiers}
-        self.named: dict[bytes, dict[str, Any]] = {}  # root -> what its clients said of it; "salt" among it
-        self.unnamed = 0  # times that a name was not kept, see ``name``
-        self.forgotten = 0  # names
+        self._empty: OrderedDict[int, None] = OrderedDict()
+        self.holdings = {tier: Holdings(tier, sizes[tier], self._empty) for tier in tiers}
+        self.named = Names(NAMES_BYTES_MAX)  # stand in the book
+        self.spoken = Names(SPOKEN_BYTES_MAX)  # of roots under which nothing was stored yet
+        self.book: list[ev.Instruction] = []  # what changed in ``named``, for the next decision to carry
         self._numbers: dict[bytes, int] = {}
         self._unclaimed: set[bytes] = set()
         self._spare: list[int] = []
-        self._tidy_at = ROOTS_KEPT_MIN
-        self._patience = 0
 
     def number(self, root: bytes, found: bool = False) -> int:
-        """The number that frames of this root's pages keep. ``found``: by a start, and not stored by a client now."""
+        """The number that frames of this root's pages keep: something is, or is about to be, stored under it.
+
+        ``found``: by a start, and not stored by a client now.
+        """
+        spoken = self.spoken.remove(root)
+        if spoken is not None:
+            self._remember(root, spoken)
         number = self._numbers.get(root)
         if number is None:
-            if len(self._numbers) >= self._tidy_at:
-                self._tidy()
+            self._tidy()
             number = self._numbers[root] = self._spare.pop() if self._spare else len(self._numbers) + 1
-            about = self.named.get(root)
-            salt = about["salt"] if about is not None else None if found else ""
+            name = self.named.get(root)
+            salt = name.salt if name is not None else None if found else ""
             if salt is None:
                 self._unclaimed.add(root)
             for holdings in self.holdings.values():
                 holdings.enter(number, root, salt)
+            self._empty[number] = None
         elif self._unclaimed and not found and root in self._unclaimed:
             self._claim(root, number, "")
         return number
 
     def known(self, root: bytes) -> bool:
         """Pages of this root are here, or a client has spoken of it."""
-        return root in self._numbers or root in self.named
+        return root in self._numbers or root in self.named or root in self.spoken
 
     def salt(self, root: bytes) -> str:
         """The tenant that a root belongs to."""
-        about = self.named.get(root)
-        return str(about["salt"]) if about is not None else ""
+        name = self.named.get(root) or self.spoken.get(root)
+        if name is not None:
+            return name.salt
+        number = self._numbers.get(root)
+        if number is None:
+            return ""
+        return next((h.roots[number].share.salt or "" for h in self.holdings.values()), "")
 
     def pages(self, root: bytes) -> int:
         """How many pages a root has, in all tiers together."""
         number = self._numbers.get(root)
         return sum(holdings.roots[number].pages for holdings in self.holdings.values()) if number is not None else 0
 
-    def name(self, root: bytes, about: dict[str, Any]) -> bool:
-        """A client said whose this root is. Whether that is news: the first word counts, until one tells the layout.
+    def named_by(self, event: ev.NameRoot) -> list[ev.Instruction]:
+        """See ``events.NameRoot``."""
+        self.name(event.root, event.about)
+        return [ev.Reply(detail={"named": True})]
 
-        Where ``ROOTS_MAX`` roots have names and pages no more names are kept: its pages are the tenant "" 's.
-        """
-        known = self.named.get(root)
-        if known is not None:
-            news = "layout" in about and "layout" not in known
-            if news:
-                self.named[root] = about
-            return news
-        if len(self.named) >= ROOTS_MAX:
-            self._forget_names()
-        kept = len(self.named) < ROOTS_MAX
-        if kept:
-            self.named[root] = about
+    def name(self, root: bytes, about: dict[str, Any]) -> bool:
+        """A client said whose this root is. Whether that is news: the first word counts, until one tells the layout."""
+        known = self.named.get(root) or self.spoken.get(root)
+        if known is not None and (known.whole or "layout" not in about):
+            return False
+        name, number = Name.of(root, about), self._numbers.get(root)
+        if root in self.named or (number is not None and not self._bare(number)):
+            self._remember(root, name)
         else:
-            self.unnamed += 1
-        number = self._numbers.get(root)
-        if number is not None:
-            self._claim(root, number, str(about["salt"]) if kept else "")
-        return kept
+            self.spoken.add(root, name)
+            if self.spoken.shed(self._is_bare, root):
+                self.book.append(ev.ForgetNames())
+        if number is not None and known is None:
+            self._claim(root, number, name.salt)
+        return True
+
+    def restore(self, root: bytes, about: dict[str, Any]) -> None:
+        """A name of the daemon before."""
+        self.named.add(root, Name.of(root, about))
+        if self.named.shed(lambda _: True, root):
+            self.book = [ev.WriteNames(self.named.lines())]
+
+    def _remember(self, root: bytes, name: Name) -> None:
+        self.named.add(root, name)
+        if self.named.shed(self._is_bare, root):
+            self.book.append(ev.WriteNames(self.named.lines()))
+        else:
+            self.book.append(ev.WriteName(name.line))
 
     def _claim(self, root: bytes, number: int, salt: str) -> None:
         self._unclaimed.discard(root)
@@ -241,30 +276,21 @@ class Tenants:
     def _bare(self, number: int) -> bool:
         return not any(h.roots[number].pages or h.roots[number].coming for h in self.holdings.values())
 
-    def _forget_names(self) -> None:
-        """Of roots without pages, some. Where there are few, they are looked for again when as many have asked."""
-        self._patience = max(0, self._patience - 1)
-        if self._patience:
-            return
-        bare = [root for root in self.named if (n := self._numbers.get(root)) is None or self._bare(n)]
-        for root in bare[:FORGET_AT_ONCE]:
-            del self.named[root]
-            if root in self._numbers:
-                self._forget(root)
-        self.forgotten += len(bare[:FORGET_AT_ONCE])
-        self._patience = 0 if len(bare) >= FORGET_AT_ONCE else FORGET_AT_ONCE
-
-    def _forget(self, root: bytes) -> None:
-        number = self._numbers.pop(root)
-        self._unclaimed.discard(root)
-        self._spare.append(number)
-        for holdings in self.holdings.values():
-            holdings.leave(number)
+    def _is_bare(self, root: bytes) -> bool:
+        number = self._numbers.get(root)
+        return number is None or self._bare(number)
 
     def _tidy(self) -> None:
-        for root in [root for root, number in self._numbers.items() if self._bare(number)]:
-            self._forget(root)
-        self._tidy_at = max(ROOTS_KEPT_MIN, 2 * len(self._numbers))
+        """Forget accounts that have had nothing for longest."""
+        while len(self._empty) >= ROOTS_KEPT:
+            number, _ = self._empty.popitem(last=False)
+            if number and self._bare(number):
+                root = next(iter(self.holdings.values())).roots[number].root
+                del self._numbers[root]
+                self._unclaimed.discard(root)
+                self._spare.append(number)
+                for holdings in self.holdings.values():
+                    holdings.leave(number)
 
     def stats(self, salts: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """Per salt (None: of all) and tier: pages, bytes, quota_bytes (None: none), evicted_quota, refused (pages)."""

@@ -9,6 +9,7 @@ frame it touches; what the clients of the store know better (who may still write
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -100,8 +101,8 @@ class MemoryShell:
         self.ops: list[tuple[str, bytes, Address | None, Tier]] = []
         self.to_check: list[int] = []
         self.reply: ev.Reply | None = None
-        self.names: dict[bytes, dict[str, Any]] = {}  # of roots
-        self.pins: list[dict[str, Any]] = []
+        self.names: dict[str, dict[str, Any]] = {}  # of roots
+        self.pins: dict[int, ev.WritePin] = {}
         self.verbs: dict[type, Callable[[Any], Iterator[None]]] = {
             ev.Carve: self._carve,
             ev.Drop: self._drop,
@@ -119,7 +120,9 @@ class MemoryShell:
             ev.WriteUse: self._write_use,
             ev.WriteName: self._write_name,
             ev.WriteNames: self._write_names,
-            ev.WritePins: self._write_pins,
+            ev.ForgetNames: lambda _: iter(()),
+            ev.WritePin: self._write_pin,
+            ev.ErasePins: self._erase_pins,
             ev.Save: self._copy,
             ev.Load: self._copy,
             ev.CheckSession: self._check_session,
@@ -427,15 +430,22 @@ class MemoryShell:
 
     def _write_name(self, instruction: ev.WriteName) -> Iterator[None]:
         yield
-        self.names[instruction.root] = instruction.about
+        about = json.loads(instruction.line)
+        self.names[about.pop("root")] = about
 
     def _write_names(self, instruction: ev.WriteNames) -> Iterator[None]:
         yield
-        self.names = instruction.named
+        said = [json.loads(line) for line in instruction.lines]
+        self.names = {about.pop("root"): about for about in said}
 
-    def _write_pins(self, instruction: ev.WritePins) -> Iterator[None]:
+    def _write_pin(self, instruction: ev.WritePin) -> Iterator[None]:
         yield
-        self.pins = instruction.pins
+        self.pins[instruction.number] = instruction
+
+    def _erase_pins(self, instruction: ev.ErasePins) -> Iterator[None]:
+        yield
+        for number in instruction.numbers:
+            self.pins.pop(number, None)
 
     def _copy(self, instruction: ev.Save | ev.Load) -> Iterator[None]:
         down = isinstance(instruction, ev.Save)
@@ -475,7 +485,8 @@ class MemoryShell:
             )
             below.populated.update(range(disk.positions))
             parts = NvmeParts(below, NvmeView(self), NvmeView(self), disk.starts << 32, self.nvme.rules)
-        return NodeState(segment, self, self, nvme=parts, named=dict(self.names), **options)
+        named = [(bytes.fromhex(root), about) for root, about in self.names.items()]
+        return NodeState(segment, self, self, nvme=parts, named=named, **options)
 
     def found(self) -> list[recovery.ExtentFound]:
         """What the daemon sees of the tables when it starts."""
@@ -485,7 +496,7 @@ class MemoryShell:
         """Everything but the disk is gone; NVMe's tables are made again from it."""
         assert self.nvme is not None
         self.tables, self.index, self.nvme_index, self.pend, self.content = {}, {}, {}, {}, {}
-        self.names, self.pins = {}, []
+        self.names, self.pins = {}, {}
         self.copies.clear()
         self.next_extent = 1
         for table in self.disk.power_loss():
@@ -522,12 +533,11 @@ class MemoryShell:
                     if key not in self.pend or address.generation < self.pend[key].generation:
                         self.pend[key] = address
         recovery.settle(state)
-        for pin in self.pins:
-            raw, until_ns = bytes.fromhex(pin["keys"]), int(pin["until"] * 1e9)  # there is one clock here
+        for number, pin in self.pins.items():
+            until_ns = int(pin.until_s * 1e9)  # there is one clock here
             if until_ns > now_ns:
-                keys = [raw[i : i + 16] for i in range(0, len(raw), 16)]
-                root = bytes.fromhex(pin["root"])
-                state.handle(ev.Pin(now_ns, pin["pin"], keys, root, until_ns, pin["until"], restore=True))
+                args = now_ns, number, pin.keys, pin.root, until_ns, pin.until_s
+                state.handle(ev.Pin(*args, restore=True, asked=pin.asked))
         return state
 
     def _indexed(self, tier: Tier) -> dict[bytes, Address]:

@@ -26,16 +26,15 @@ class QuotaWorld(TieredWorld):
         """From here on, and after every restart."""
         self.options["quotas"] = [Quota("*", dram, nvme)]
         self.restart()
-        self.introduce()
 
     def introduce(self) -> None:
-        """Clients say whose their chains are, as those of a new session do."""
+        """Clients say whose their chains are, as they do after every start."""
         for frame_class, salt in SALTS.items():
             self.name(frame_class, salt)
 
-    def reboot(self) -> None:
-        """See ``TieredWorld.reboot``: the names are gone."""
-        super().reboot()
+    def restart(self) -> None:
+        """See ``TieredWorld.restart``: names under which nothing was stored are gone."""
+        super().restart()
         self.introduce()
 
     def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:

@@ -28,7 +28,7 @@ ROOT = "ab" * 16
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with kvstore.open(dram="32MiB") as opened:
+    with kvstore.open(dram="32MiB", pins_share_max=0.7) as opened:
         yield opened
 
 

@@ -24,8 +24,7 @@ def put(store: Store, adapter: str, seed: int = 0, salt: str = "t") -> int:
 
 
 def test_a_root_that_was_forgotten_still_counts_for_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "ROOTS_MAX", 16)
-    monkeypatch.setattr(tenants, "FORGET_AT_ONCE", 4)
+    monkeypatch.setattr(tenants, "NAMES_BYTES_MAX", 16 << 10)
     with kvstore.open(dram="16MiB", quotas=[f"t dram={QUOTA}"]) as store:
         assert put(store, "mine") == PAGES
         assert store.put("object", b"1", salt="t") and store.delete("object", salt="t") == 1

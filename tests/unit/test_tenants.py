@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ from kvstore.model.replica import FrameClass, Tier
 from kvstore.service import book
 from kvstore.state import events as ev
 from kvstore.state import pins, tenants
-from kvstore.state.tenants import ROOTS_KEPT_MIN, Tenants
+from kvstore.state.names import Name
+from kvstore.state.tenants import ROOTS_KEPT, Tenants
 from tests.property.world import MS, Chain, World, root_of
 
 ROOT = b"r" * 16
@@ -38,10 +41,10 @@ def test_roots_without_pages_are_forgotten_and_those_with_pages_are_not() -> Non
     accounts = Tenants([Tier.DRAM])
     kept = accounts.number(ROOT)
     accounts.holdings[Tier.DRAM].add(kept, 1, 10)
-    for i in range(3 * ROOTS_KEPT_MIN):
+    for i in range(3 * ROOTS_KEPT):
         accounts.number(i.to_bytes(16, "big"))
     assert accounts.number(ROOT) == kept and accounts.holdings[Tier.DRAM].roots[kept].pages == 1
-    assert len(accounts.holdings[Tier.DRAM].roots) <= ROOTS_KEPT_MIN + 2
+    assert len(accounts.holdings[Tier.DRAM].roots) <= ROOTS_KEPT + 2
 
 
 PAGE = FrameClass(4096, 2, 2)
@@ -60,29 +63,46 @@ def test_what_a_start_finds_is_unclaimed_until_its_tenant_speaks() -> None:
     assert accounts.number(b"o" * 16) == other and below.roots[other].share.salt == "", "stored again without a name"
 
 
-def test_more_roots_than_keep_names_share_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "ROOTS_MAX", 64)
-    monkeypatch.setattr(tenants, "FORGET_AT_ONCE", 4)
+def test_more_names_than_fit_cost_those_who_say_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "NAMES_BYTES_MAX", 64 << 10)
     accounts = Tenants([Tier.DRAM], [Quota("*", dram=1000)])
     dram = accounts.holdings[Tier.DRAM]
 
-    def speak(i: int, pages: int) -> bool:
+    def store(i: int, salt: str, adapter: str = "") -> bytes:
         root = i.to_bytes(16, "big")
-        kept = accounts.name(root, {"salt": f"s{i}"})
-        dram.add(accounts.number(root), pages, pages)
-        return kept
+        accounts.name(root, {"salt": salt, "adapter": adapter})
+        dram.add(accounts.number(root), 1, 1)
+        return root
 
-    assert all(speak(i, pages=1) for i in range(64))
-    assert not any(speak(i, pages=1) for i in range(64, 1064)), "the names of those that have pages are kept"
-    assert len(accounts.named) == 64 and dram.share("").bytes == 1000 and accounts.unnamed == 1000
-    assert len(dram.shares) == 65
-    for i in range(8):
-        dram.add(accounts.number(i.to_bytes(16, "big")), -1, -1)
-    assert sum(speak(i, pages=0) for i in range(2000, 2100)) >= 8, "those without pages make room"
-    assert len(accounts.named) <= 64
+    quiet = [store(i, "quiet") for i in range(20)]
+    noisy = [store(i, "noisy", "x" * 1000) for i in range(1000, 3000)]
+    assert accounts.named.bytes <= accounts.named.bytes_max
+    assert all(root in accounts.named for root in quiet), "nobody loses a name for one who says more"
+    assert 0 < sum(root in accounts.named for root in noisy) < 50 and noisy[-1] in accounts.named
+    assert {accounts.salt(root) for root in noisy} == {"noisy"}, "an account keeps its tenant while it has pages"
+    assert dram.share("noisy").bytes == 2000 and "" not in dram.shares
+    assert any(type(instruction) is ev.WriteNames for instruction in accounts.book)
+    for root in noisy:
+        dram.add(accounts.number(root), -1, -1)
     for i in range(5000):
         accounts.number(i.to_bytes(16, "little"))
-    assert len(dram.shares) <= 66 and len(dram.roots) < 4 * ROOTS_KEPT_MIN, "what is empty is forgotten"
+    assert len(dram.shares) <= 3 and len(dram.roots) < 4000, "what is empty is forgotten"
+
+
+def test_what_is_said_and_not_stored_under_is_not_written_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "SPOKEN_BYTES_MAX", 16 << 10)
+    accounts = Tenants([Tier.DRAM])
+    mine = b"m" * 16
+    accounts.name(mine, {"salt": "mine"})
+    for i in range(1000):
+        accounts.name(i.to_bytes(16, "big"), {"salt": "reader", "adapter": "x" * 500})
+    assert accounts.spoken.bytes <= accounts.spoken.bytes_max and not accounts.named
+    assert {type(instruction) for instruction in accounts.book} == {ev.ForgetNames}
+    accounts.book.clear()
+    accounts.number(mine)
+    assert [type(instruction) for instruction in accounts.book] == [ev.WriteName] and mine in accounts.named
+    accounts.number(mine)
+    assert len(accounts.book) == 1, "once"
 
 
 def world(**options: Any) -> World:
@@ -104,14 +124,17 @@ def store(made: World, chain: Chain) -> None:
 
 def test_bounds_of_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "TENANT_PINS_MAX", 3)
-    monkeypatch.setattr(pins, "KEYS_MAX", 10)
-    made = world(pins_share_max=6 * 4096 / (5 * (64 << 10)))
+    monkeypatch.setattr(pins, "TENANT_KEYS_MAX", 10)
+    made = world(pins_share_max=8 * 4096 / (5 * (64 << 10)))
     for length in (1, 2, 3):
         assert made.pin(Chain(PAGE, (1, 2, 3)[:length]), 1000 * MS) == length
     assert made.pin(Chain(PAGE, (1, 2, 3)), 2000 * MS) == 3, "the same once more is no other"
     refused = pin(made, Chain(PAGE, (1, 2, 3, 4)))
     assert "this tenant has 3 pins" in refused["refused"]
     monkeypatch.setattr(pins, "TENANT_PINS_MAX", 100)
+    assert "may keep 10 pages" in pin(made, Chain(PAGE, (1, 2, 3, 4, 5)))["refused"]
+    monkeypatch.setattr(pins, "TENANT_KEYS_MAX", 100)
+    monkeypatch.setattr(pins, "KEYS_MAX", 10)
     assert "10 pages in all" in pin(made, Chain(PAGE, (1, 2, 3, 4, 5)))["refused"]
     monkeypatch.setattr(pins, "KEYS_MAX", 100)
     store(made, Chain(PAGE, (9,)))
@@ -140,10 +163,44 @@ def test_the_default_tenant_can_be_named_in_a_quota() -> None:
 
 def test_a_book_with_a_torn_line_loses_that_line_alone(tmp_path: Path) -> None:
     folder: Any = SimpleNamespace(path=tmp_path)
+    written = book.Book(folder, 7)
     for i in range(3):
-        book.add_name(folder, 7, bytes([i]) * 16, {"salt": f"s{i}"})
+        written.name(Name.of(bytes([i]) * 16, {"salt": f"s{i}"}).line)
+    written.flush()
     path = tmp_path / book.NAMES
     path.write_bytes(path.read_bytes()[:-5])
-    book.add_name(folder, 7, b"z" * 16, {"salt": "after"})
-    assert [about["salt"] for about in book.read_names(folder, 7).values()] == ["s0", "s1", "after"]
-    assert book.read_names(folder, 8) == {} and not path.exists(), "names of another incarnation are nobody's"
+    written.name(Name.of(b"z" * 16, {"salt": "after"}).line)
+    written.flush()
+    assert [about["salt"] for _, about in book.read_names(folder, 7)] == ["s0", "s1", "after"]
+    assert list(book.read_names(folder, 8)) == [] and not path.exists(), "names of another incarnation are nobody's"
+
+
+def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> None:
+    folder: Any = SimpleNamespace(path=tmp_path)
+    written, path = book.Book(folder, 7), tmp_path / book.PINS
+    keys, until_s = [bytes([i]) * 16 for i in range(200)], time.time() + 600
+    for number in range(1, 301):
+        written.pin(ev.WritePin(number, keys, ROOT, keys[-1], until_s))
+        written.flush()
+        if number > 2:
+            written.unpin([number - 1])
+            written.flush()
+        assert path.stat().st_size < 4 * 7000 + book.WASTE_BYTES
+    before = path.stat()
+    written.unpin([77])
+    written.flush()
+    assert path.stat() == before, "nothing changed"
+    found = book.read_pins(folder, 7)
+    assert [(pin.pin, pin.keys, pin.root, pin.asked) for pin in found] == [
+        (number, keys, ROOT, keys[-1]) for number in (1, 300)
+    ]
+    assert book.read_pins(folder, 8) == [] and not path.exists()
+
+
+def test_a_book_of_pins_as_it_once_was_is_read(tmp_path: Path) -> None:
+    folder: Any = SimpleNamespace(path=tmp_path)
+    old = {"pin": 5, "keys": (b"k" * 16 + b"l" * 16).hex(), "root": ROOT.hex(), "until": time.time() + 60}
+    (tmp_path / book.PINS).write_text(json.dumps({"incarnation": f"{7:016x}", "pins": [old]}))
+    (pin,) = book.read_pins(folder, 7)
+    assert (pin.pin, pin.keys, pin.root, pin.asked) == (5, [b"k" * 16, b"l" * 16], ROOT, b"l" * 16)
+    assert book.read_pins(folder, 8) == []
