@@ -148,6 +148,18 @@ def test_bounds_of_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.evict(pages=100) == 7
 
 
+def test_a_key_alone_pins_and_unpins_nothing() -> None:
+    made = world()
+    chain, until_ns = Chain(PAGE, (1, 2, 3)), made.now_ns + 1000 * MS
+    reply = made.send(ev.Pin(made.now_ns, 0, list(chain.keys), ROOT, until_ns, until_ns / 1e9))
+    assert reply is not None and reply.detail == {"pages": 0}, "these pages are another root's"
+    assert made.pin(chain, 1000 * MS) == 3
+    reply = made.send(ev.Unpin(made.now_ns, keys=list(chain.keys), root=ROOT))
+    assert reply is not None and reply.detail == {"unpinned": 0} and len(made.state.pins.pins) == 1
+    reply = made.send(ev.Unpin(made.now_ns, keys=list(chain.keys), root=root_of(PAGE)))
+    assert reply is not None and reply.detail == {"unpinned": 1} and not made.state.pins.pins
+
+
 def pin(made: World, chain: Chain) -> dict[str, Any]:
     """The answer to a wish for a pin."""
     until_ns = made.now_ns + 1000 * MS
