@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.channel import AFTER_FORK, SocketChannel
+from kvstore.client.claims import Claims
 from kvstore.client.ends import Embedded, Ends
 from kvstore.client.grants import GrantPool, GrantPools
 from kvstore.client.nvme import NvmeReader
@@ -96,6 +97,7 @@ class Mapped:
         "counters",
         "counting",
         "pools",
+        "claims",
         "named",
         "nvme",
         "timeout_s",
@@ -126,6 +128,7 @@ class Mapped:
         self.counting = True  # of gets; a benchmark compares with gets that are not counted
         self.extents: dict[int, Extent] = older.extents if older is not None else {}
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
+        self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
         self.nvme = nvme
         self.timeout_s = timeout_s

@@ -32,7 +32,7 @@ from kvstore.model.replica import (
 )
 from kvstore.model.shard import Shard
 from kvstore.transfer.base import PendingReply
-from kvstore.transfer.control import ALONE, NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.transfer.control import NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
@@ -51,7 +51,8 @@ class Writer:
     Several shards of one write give the same ``group``, and each its ``rank`` of ``ranks`` (its heads) and ``stage`` of
     ``stages`` (its layers): a page is sealed when every shard has sealed its part. A rank whose heads are another one's
     to write (MLA, more ranks than heads) makes the same calls; nothing of its data is used. A reader follows once all
-    shards have entered: before, nobody knows which layers they leave to others.
+    shards have entered: before, nobody knows which layers they leave to others. A shard of a group has one writer at a
+    time: a second one (a retry) gets no frames (``OutOfSpace``) until the first has left.
 
     Attributes (once entered):
         pages_new: indices of the pages to be written, ascending; the others are stored already, or had no room.
@@ -74,7 +75,6 @@ class Writer:
             raise InvalidRequest(field, f"{shard.count} shards of one page are more than {SHARDS_MAX}")
         self.pages_new: list[int] = []
         self.sealed = 0
-        self.alone = False  # whether another writer of this session may have the same shard and group
         self._node = node
         self._shard = shard
         self._layout = layout = shard.layout
@@ -110,6 +110,7 @@ class Writer:
                 self._lay_out(mapped)
         except BaseException:
             self._revoke(self._raw)
+            mapped.claims.release(self)
             raise
         self._begin()
         if self._shard.count > 1:
@@ -204,14 +205,18 @@ class Writer:
             NodeUnavailable, DeadlineExceeded: no acknowledgement; what was not sealed is revoked by its deadline.
         """
         raw, self._raw, self._spans = self._raw, b"", []
-        if kind is not None:
-            self._revoke(raw)
-            return
-        if not self._written.all():
-            self._revoke(raw)
-            page, layer = (int(i) for i in np.argwhere(~self._written)[0])
-            raise InvalidRequest("layer", f"layer {layer} of page {self.pages_new[page]} was not written")
-        self._seal(raw)
+        try:
+            if kind is not None:
+                self._revoke(raw)
+                return
+            if not self._written.all():
+                self._revoke(raw)
+                page, layer = (int(i) for i in np.argwhere(~self._written)[0])
+                raise InvalidRequest("layer", f"layer {layer} of page {self.pages_new[page]} was not written")
+            self._seal(raw)
+        finally:
+            if self._mapped is not None:
+                self._mapped.claims.release(self)
 
     # --- reserving --------------------------------------------------------------------------------------------------
 
@@ -223,17 +228,19 @@ class Writer:
         limit = batch_pages(self._class.page_tokens, self._class.layers)
         number, count = self._shard.number, self._shard.count
         head = self._group.to_bytes(8, "little") + number.to_bytes(4, "little") + count.to_bytes(4, "little")
+        end = page + mapped.claims.claim(self, self._group, number, keys.hashes[page:])
         full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
-        while page < len(keys) and not full:
-            stop = min(page + limit, len(keys))
+        while page < end and not full:
+            stop = min(page + limit, end)
             body = (
                 head,
                 keys.hashes[page - 1] if page else keys.parent,
                 keys.identity_bytes[page * width : stop * width],
             )
-            # May be asked twice: what this very group and shard has reserved already is joined, unless ``alone``.
-            flags, geometry = ALONE if self.alone else 0, pack_class(self._class)
-            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, flags=flags, body=body)
+            # May be asked twice: what this session has reserved for this group and shard already is joined. It is ours,
+            # for no other writer has a claim on it.
+            geometry = pack_class(self._class)
+            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, body=body)
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
             if busy >= 0:  # pages are being saved to make room
@@ -249,6 +256,8 @@ class Writer:
             page = stop
         if refused and not self.pages_new:
             raise QuotaExceeded(OVER_QUOTA)
+        if end < len(keys) and not self.pages_new and not full:
+            raise OutOfSpace("no frame could be reserved: another writer here writes as this shard of the group")
         if full and not self.pages_new:
             raise OutOfSpace("no frame could be reserved: the store is full of pages that may not leave")
 

@@ -144,8 +144,7 @@ class Dispatcher:
             raise InvalidRequest("group", "must not be 0")
         rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
-        again = not message.flags & control.ALONE
-        event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows, again)
+        event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
         reply = _accepted(self.node.handle(event))
         if Status.BUSY in reply.statuses:
             self.wake()

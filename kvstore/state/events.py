@@ -170,7 +170,6 @@ class Reserve:
     ttl_ns: int
     parent: bytes
     rows: Rows
-    again: bool = True  # what this session reserved for this shard before is told once more
 
 
 @dataclass(slots=True)

@@ -34,9 +34,10 @@ class Pending:
         """Every shard has sealed."""
         return self.sealed_mask == (1 << self.shards) - 1
 
-    def open_to(self, shard: int, shards: int, session: int, again: bool) -> bool:
-        """That session may write that shard: it is not sealed, and no other session's; nor its own but ``again``."""
-        mine = self.writing.get(shard, session) == session and (again or shard not in self.writing)
+    def open_to(self, shard: int, shards: int, session: int) -> bool:
+        """That session may write that shard: it is not sealed, and no other session's. Where it is its own already the
+        request was lost, and is asked again: of a session's writers one at a time asks as a shard (``Claims``)."""
+        mine = self.writing.get(shard, session) == session
         return shards == self.shards and mine and not self.sealed_mask >> shard & 1
 
 

@@ -49,9 +49,7 @@ class Writing:
                 statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
                 continue
             absent = True
-            ask = event.shard, event.shards, event.session, event.again
-            # Who does not ask again would not know what it joined after pages that there may be no room for now.
-            if joined is not None and joined.open_to(*ask) and (event.again or not new):
+            if joined is not None and joined.open_to(event.shard, event.shards, event.session):
                 statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
                 joined.writing[event.shard] = event.session
                 out.append(ev.WriteWriter([joined.address], event.shard, event.session))

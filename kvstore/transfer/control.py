@@ -37,7 +37,6 @@ CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CONTINUES = 16  # flag: SEAL_GRANTED brings more of a put whose first pages came before; it is no later request
 OBJECT = 32  # flag: SEAL_GRANTED brings the head of an object; at the end of its body the address that it replaces
-ALONE = 64  # flag: RESERVE joins no page whose shard this session writes already; without, it is the same request again
 HINT = 8  # flag: PREFETCH tells what was read from NVMe just now; whether it is worth DRAM is the node's to decide
 
 _CLASS = struct.Struct("<IHH")

@@ -78,7 +78,6 @@ class Reservations:
         writer = prompt.cache.writer(prompt.keys, ttl_s, group, *cut)
         if prompt.orphan:
             raise InvalidRequest("parent", "is not stored here: reserve from an earlier page on")
-        writer.alone = True  # all callers are one session to the node, and no two may have the same frames
         writer.__enter__()
         reservation = Reservation(writer, prompt.cache, prompt.keys)
         return self.held.add(call.caller, reservation, ttl_s), writer.pages_new
