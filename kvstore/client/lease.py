@@ -16,7 +16,8 @@ from kvstore import failpoint
 from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Match
 from kvstore.client.prefetch import bring
-from kvstore.client.proof import Run, address_parts, known_on_nvme, prove
+from kvstore.client.proof import Run, address_parts, prove
+from kvstore.client.stored import known_on_nvme
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -158,10 +159,10 @@ class Lease:
         """Runs in DRAM, and why not more; what more is on NVMe is brought to DRAM first."""
         keys, closed = self._keys, self._layout.attention == "full"
         runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
-        if reason in ELSEWHERE and known_on_nvme(mapped, keys.hashes, pages, closed):
+        if reason in ELSEWHERE and known_on_nvme(mapped, keys, pages, closed):
             if self._name is not None:
                 self._name(mapped)
-            bring(mapped, keys.hashes, closed, time.monotonic() + mapped.timeout_s)
+            bring(mapped, keys, closed, time.monotonic() + mapped.timeout_s)
             runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
         return runs, reason
 

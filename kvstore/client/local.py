@@ -23,7 +23,7 @@ from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model.objects import is_object_class
-from kvstore.model.replica import FrameClass, FrameState, Tier
+from kvstore.model.replica import KEY_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.counters import TIMED_NS
 from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
@@ -52,6 +52,7 @@ class Extent:
         "page_bytes",
         "words",
         "identity",
+        "roots",
         "info",
         "checksums",
         "last_use",
@@ -68,6 +69,7 @@ class Extent:
         self.page_bytes = frame_class.page_bytes
         self.words = table.words
         self.identity = table.rows[:, fmt.identity]
+        self.roots = self.identity[:, KEY_BYTES : 2 * KEY_BYTES]
         self.info = table.column(fmt.info)
         self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
         self.last_use = table.last_use
@@ -149,6 +151,12 @@ class Mapped:
         extent = Extent(table, self.segment)
         extents[number] = extent
         return extent
+
+    def root_at(self, raw_address: bytes) -> bytes | None:
+        """The root of the page at a raw address, as its record says now; None where there is no such record."""
+        number, frame, _ = _unpack_address(raw_address)
+        extent = self.extents.get(number) or self.extent(number)
+        return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
 
     def exchange(
         self,

@@ -28,11 +28,10 @@ from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY,
 from kvstore.client.read_threads import THREADS, Bounce, Read, ReadThreads
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, FrameClass, FrameState, Tier
+from kvstore.model.replica import ADDRESS, FrameClass, FrameState, Tier
 from kvstore.tier.disk import Bytes, Disk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import faults, payload_sums_in, unpack
-from kvstore.tier.index import Index, IndexDamaged
 from kvstore.tier.nvme_map import NvmeMap
 from kvstore.tier.records import ExtentTable
 
@@ -47,7 +46,7 @@ _digest = xxhash.xxh3_64_intdigest
 class NvmeExtent:
     """One extent on NVMe as a client sees it. A dropped one's words are zero, so that nothing matches."""
 
-    __slots__ = ("number", "position", "frame_class", "words", "last_use", "_table")
+    __slots__ = ("number", "position", "frame_class", "words", "last_use", "roots", "_table")
 
     def __init__(self, table: ExtentTable) -> None:
         self.number = table.extent
@@ -55,6 +54,7 @@ class NvmeExtent:
         self.frame_class = table.frame_class
         self.words = table.words
         self.last_use = table.last_use
+        self.roots = table.rows[:, 24:40]
         self._table = table  # keeps the mappings
 
 
@@ -116,11 +116,17 @@ class NvmeReader:
         """Whether there are devices, and this process may read at least what the node says of them."""
         return self._opened() is not None
 
-    def start(self, index: Index, keys: Keys, frame_class: FrameClass, closed: bool, rows: Bytes) -> NvmeRead | None:
-        """Begin to read the leading pages of ``keys`` into ``rows`` ``[pages, page_bytes]``; None: there are none."""
-        located = locate(index, keys.hashes[: len(rows)], closed)
-        if not located:
-            return None
+    def root_at(self, raw: bytes) -> bytes | None:
+        """The root of the page at a raw address, as its record says now; None where there is no such record."""
+        number, frame, _ = ADDRESS.unpack_from(raw)
+        extent = self._extents.get(number)
+        if extent is None:
+            map_ = self._opened()
+            extent = self._open_extent(number, map_) if map_ is not None else None
+        return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
+
+    def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> NvmeRead:
+        """Begin to read the leading pages of ``keys``, at these addresses, into ``rows`` ``[pages, page_bytes]``."""
         map_ = self._opened()
         if map_ is None:
             return NvmeRead(self, [], [], [], keys, rows, IO)
@@ -325,31 +331,6 @@ def _why(part: Part, i: int, header: Bytes) -> str:
     frame, generation = part.frame + i, int(part.generations[i])
     sound = unpack(header, part.extent.frame_class, part.incarnation, part.extent.number, frame, generation)
     return CHECKSUM if isinstance(sound, str) else IDENTITY
-
-
-def count_stored(index: Index, hashes: list[bytes], start: int = 0) -> int:
-    """How many keys from ``start`` on the index has on NVMe, where chains are prefix-closed. A hint, nothing more."""
-    try:
-        # The first key alone tells most often that there are none.
-        if start == len(hashes) or index.find_nvme(hashes[start]) is None:
-            return 0
-        return index.longest_nvme(hashes[start:] if start else hashes)[0]
-    except IndexDamaged:
-        return 0  # the daemon will rebuild it under a new epoch
-
-
-def locate(index: Index, hashes: list[bytes], closed: bool) -> list[bytes]:
-    """Raw addresses of the leading keys that the index has on NVMe. Hints too."""
-    try:
-        found = index.find_many_nvme(hashes[: count_stored(index, hashes)] if closed else hashes)
-    except IndexDamaged:
-        return []
-    located: list[bytes] = []
-    for raw in found:
-        if raw is None:
-            break
-        located.append(raw[:ADDRESS_BYTES])
-    return located
 
 
 def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[Part], str]:

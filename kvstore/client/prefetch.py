@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstore.client.local import Mapped
-from kvstore.client.nvme import locate
-from kvstore.client.proof import Run, address_parts, stored_pages
+from kvstore.client.proof import Run, address_parts
+from kvstore.client.stored import locate, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Status
 from kvstore.transfer.control import BATCH_MAX, HINT, NO_REPLY, Op
 
@@ -22,7 +23,7 @@ _SCRUB_S: Final = 1.0
 _ASK_S_MIN: Final = 0.2  # for an answer, however close the deadline is
 
 
-def bring(mapped: Mapped, hashes: list[bytes], closed: bool, deadline: float) -> None:
+def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
     """Have the node bring to DRAM what of these leading pages is on NVMe only; until ``deadline`` (``time.monotonic``).
 
     Returns when it is done, refused or late: the index tells what is in DRAM then.
@@ -30,8 +31,8 @@ def bring(mapped: Mapped, hashes: list[bytes], closed: bool, deadline: float) ->
     Raises:
         NodeUnavailable, DeadlineExceeded: the node did not answer in time.
     """
-    stored = stored_pages(mapped, hashes, closed)[0]
-    for part in _parts(b"".join(locate(mapped.index, hashes[stored:], closed))):
+    stored = stored_pages(mapped, keys, closed)[0]
+    for part in _parts(b"".join(locate(mapped, keys[stored:], closed))):
         pause_s = PAUSE_MIN_S
         while (status := _ordered(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
             time.sleep(pause_s)
@@ -40,9 +41,9 @@ def bring(mapped: Mapped, hashes: list[bytes], closed: bool, deadline: float) ->
             return
 
 
-def wish(mapped: Mapped, hashes: list[bytes], closed: bool) -> None:
+def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:
     """The same without waiting for anything. Nothing is raised."""
-    for part in _parts(b"".join(locate(mapped.index, hashes, closed))):
+    for part in _parts(b"".join(locate(mapped, keys, closed))):
         _tell(mapped, part, 0)
 
 

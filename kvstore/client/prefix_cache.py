@@ -21,16 +21,9 @@ from kvstore.client.local import LocalNode, Mapped
 from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
 from kvstore.client.naming import name_root
 from kvstore.client.prefetch import bring, have_verified, tell_damaged, tell_read
-from kvstore.client.proof import (
-    Run,
-    copy_runs,
-    known_on_nvme,
-    prove,
-    stored_beyond,
-    stored_pages,
-    tell_reuse,
-)
+from kvstore.client.proof import Run, copy_runs, prove, tell_reuse
 from kvstore.client.put import PendingPut, checksums_of
+from kvstore.client.stored import known_on_nvme, locate, stored_beyond, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, root_key
@@ -120,9 +113,9 @@ class PrefixCache(LayerVerbs):
         mapped = self._node.mapped()
         pages, nvme_pages, asked = 0, 0, len(keys.hashes)
         if mapped is not None:
-            pages = stored_pages(mapped, keys.hashes, self._closed)[0]
+            pages = stored_pages(mapped, keys, self._closed)[0]
             if pages < asked:
-                found, more = stored_beyond(mapped, keys.hashes, pages, self._closed)
+                found, more = stored_beyond(mapped, keys, pages, self._closed)
                 if more and mapped.nvme.readable():
                     pages, nvme_pages = found, more
             mapped.counters.took(LOOKUP, start_ns)
@@ -218,11 +211,11 @@ class PrefixCache(LayerVerbs):
         keys = self._asked(tokens, extras)
         mapped, pages = self._node.mapped(), 0
         if mapped is not None:
-            pages = stored_pages(mapped, keys.hashes, self._closed)[0]
-            if known_on_nvme(mapped, keys.hashes, pages, self._closed):  # else nothing will be stored: say nothing
+            pages = stored_pages(mapped, keys, self._closed)[0]
+            if known_on_nvme(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
                 self._name(mapped)
-                bring(mapped, keys.hashes, self._closed, time.monotonic() + timeout_s)
-                pages = stored_pages(mapped, keys.hashes, self._closed)[0]
+                bring(mapped, keys, self._closed, time.monotonic() + timeout_s)
+                pages = stored_pages(mapped, keys, self._closed)[0]
         return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
 
     def _missed(self, asked: int) -> Match:
@@ -234,7 +227,7 @@ class PrefixCache(LayerVerbs):
 
     def _found(self, mapped: Mapped, keys: Keys, dram: int, reason: str) -> int:
         """How many pages a get may bring, where DRAM has the first ``dram`` and then none for that reason."""
-        return stored_beyond(mapped, keys.hashes, dram, self._closed)[0] if reason in ELSEWHERE else dram
+        return stored_beyond(mapped, keys, dram, self._closed)[0] if reason in ELSEWHERE else dram
 
     def _beyond(
         self, mapped: Mapped, keys: Keys, target: npt.NDArray[np.uint8], pages: int, reason: str, verify: bool
@@ -264,9 +257,10 @@ class PrefixCache(LayerVerbs):
 
     def _from_nvme(self, mapped: Mapped, keys: Keys, rows: npt.NDArray[np.uint8]) -> tuple[int, str]:
         """Read the leading pages of ``keys`` from NVMe into ``rows``; how many that were, and why not more."""
-        read = mapped.nvme.start(mapped.index, keys, self.frame_class, self._closed, rows)
-        if read is None:
+        located = locate(mapped, keys[: len(rows)], self._closed)
+        if not located:
             return 0, ABSENT
+        read = mapped.nvme.start(located, keys, self.frame_class, rows)
         self._name(mapped, quietly=True)
         tell_read(mapped, read.addresses)  # while the devices are at it
         pages, why = read.result(mapped.timeout_s)
@@ -342,8 +336,8 @@ class PrefixCache(LayerVerbs):
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
         self._name(mapped)
-        stored, last = stored_pages(mapped, keys.hashes, self._closed)
-        known = known_on_nvme(mapped, keys.hashes, stored, self._closed) if stored < len(rows) else ()
+        stored, last = stored_pages(mapped, keys, self._closed)
+        known = known_on_nvme(mapped, keys, stored, self._closed) if stored < len(rows) else ()
         put = PendingPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known)
         if stored < len(rows):
             if last is not None:

@@ -13,7 +13,6 @@ the other 31 keys. Where the guess fails, all keys are looked up and grouped int
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore.client.local import Extent, Mapped
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
-from kvstore.client.nvme import count_stored
+from kvstore.client.stored import named_pages, stored_pages
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
 from kvstore.model.shard import Shard
@@ -64,52 +63,10 @@ def address_parts(runs: list[Run]) -> list[bytes]:
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
-def stored_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
-    """How many leading keys the index names, and the raw address of the last one. A hint: nothing is proven.
-
-    ``closed``: chains are prefix-closed in the index, so that a binary search will do.
-    """
-    try:
-        if closed:
-            return mapped.index.longest(hashes)
-        found = mapped.index.find_many(hashes)
-    except IndexDamaged:
-        return 0, None  # the daemon will rebuild it under a new epoch
-    count = found.index(None) if None in found else len(found)
-    return count, found[count - 1] if count else None
-
-
-def stored_beyond(mapped: Mapped, hashes: list[bytes], dram: int, closed: bool) -> tuple[int, int]:
-    """How many leading keys the index names in any tier, and how many of those on NVMe alone, where the first ``dram``
-    are in DRAM and the next one is not."""
-    if closed:
-        more = count_stored(mapped.index, hashes, dram)
-        return dram + more, more
-    on_nvme = known_on_nvme(mapped, hashes, dram, closed)
-    try:
-        found = mapped.index.find_many(hashes[dram:]) if on_nvme else []
-    except IndexDamaged:
-        return dram, 0
-    count = next((i for i, raw in enumerate(found) if raw is None and dram + i not in on_nvme), len(found))
-    return dram + count, found[:count].count(None)
-
-
-def known_on_nvme(mapped: Mapped, hashes: list[bytes], start: int, closed: bool) -> Collection[int]:
-    """Which pages from ``start`` on the index names on NVMe, whatever else it names."""
-    if closed:
-        return range(start, start + count_stored(mapped.index, hashes, start))
-    try:
-        found = mapped.index.find_many_nvme(hashes[start:])
-    except IndexDamaged:
-        return ()
-    return {page for page, raw in enumerate(found, start) if raw is not None}
-
-
 def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
     """Runs that hold the leading pages of ``keys``, how many pages that are, and why not more ("" where all)."""
-    hashes = keys.hashes
-    asked = len(hashes)
-    stored, raw = stored_pages(mapped, hashes, closed)
+    asked = len(keys.hashes)
+    stored, raw = named_pages(mapped, keys.hashes, closed)
     if raw is None:
         return [], 0, ABSENT if asked else ""
     number, frame, generation = _unpack_address(raw)
@@ -121,7 +78,7 @@ def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> t
             run = Run(extent, first, 0, stored, words)
             if _holds(run, keys):
                 return [run], stored, "" if stored == asked else ABSENT
-    runs, pages, reason = _prove_each(mapped, keys, stored, page_bytes)
+    runs, pages, reason = _prove_each(mapped, keys, stored_pages(mapped, keys, closed)[0], page_bytes)
     return runs, pages, reason or ("" if pages == asked else ABSENT)
 
 

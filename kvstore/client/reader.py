@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kvstore.client.buffers import rows_to_fill
 from kvstore.client.local import Extent, LocalNode, Mapped
 from kvstore.client.prefetch import wish
-from kvstore.client.proof import address_runs, equal_rows, known_on_nvme
+from kvstore.client.proof import address_runs, equal_rows
+from kvstore.client.stored import known_on_nvme
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -177,9 +178,9 @@ class Reader:
         """Layers are read in DRAM: a page that is on NVMe only has to come there first."""
         if self._mapped is not None and self._span(page) is None:
             closed = self._layout.attention == "full"
-            if self._name is not None and known_on_nvme(self._mapped, self._keys.hashes, page, closed):
+            if self._name is not None and known_on_nvme(self._mapped, self._keys, page, closed):
                 self._name(self._mapped, True)
-            wish(self._mapped, self._keys.hashes[page:], closed)
+            wish(self._mapped, self._keys[page:], closed)
 
     def _forget(self, page: int) -> None:
         self._spans = [span for span in self._spans if span.stop <= page]

@@ -17,9 +17,10 @@ from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
 from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local import LocalNode, Mapped
-from kvstore.client.proof import address_runs, stored_pages
+from kvstore.client.proof import address_runs
 from kvstore.client.ranges import Ranges
 from kvstore.client.spans import Span, parts_of, unbroken
+from kvstore.client.stored import stored_pages
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import (
@@ -222,7 +223,7 @@ class Writer:
 
     def _reserve(self, mapped: Mapped) -> None:
         keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
-        page, last = stored_pages(mapped, keys.hashes, self._layout.attention == "full")
+        page, last = stored_pages(mapped, keys, self._layout.attention == "full")
         if last is not None:
             mapped.mark_used(last)
         limit = batch_pages(self._class.page_tokens, self._class.layers)

@@ -145,12 +145,12 @@ class Explaining:
 
     def _elsewhere(self, tokens: Any, root: bytes) -> list[dict[str, Any]]:
         """Other roots that the node knows under which a first page of these tokens is stored."""
-        firsts: list[tuple[bytes, dict[str, Any]]] = []
+        firsts: list[tuple[bytes, bytes, dict[str, Any]]] = []
         for other, (name, pages) in self._node.look(_named_roots).items():
             about = name.about
             page_tokens = int((about.get("layout") or {}).get("page_tokens", _DEFAULTS["page_tokens"]))
             if other != root and pages and about.get("layout") and len(tokens) >= page_tokens:
-                firsts.append((Keys.of(tokens[:page_tokens], page_tokens, other).hashes[0], about))
+                firsts.append((Keys.of(tokens[:page_tokens], page_tokens, other).hashes[0], other, about))
         found: list[dict[str, Any]] = []
         for start in range(0, len(firsts), LOOK_PAGES):
             found += self._node.look(partial(_stored, firsts=firsts[start : start + LOOK_PAGES]))
@@ -165,10 +165,19 @@ def _named_roots(_: Performer, state: NodeState) -> dict[bytes, tuple[Name, int]
     return {root: (name, tenants.pages(root)) for root, name in tenants.named.all().items()}
 
 
-def _stored(performer: Performer, _: NodeState, firsts: list[tuple[bytes, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _stored(
+    performer: Performer, _: NodeState, firsts: list[tuple[bytes, bytes, dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """What was said of those roots whose page some tier has."""
     index = performer.index
-    return [about for key, about in firsts if index.find(key) is not None or index.find_nvme(key) is not None]
+    return [
+        about
+        for key, root, about in firsts
+        if any(
+            address is not None and _identity(performer, address) == key + root
+            for address in (index.find(key), index.find_nvme(key))
+        )
+    ]
 
 
 def _facts(performer: Performer, state: NodeState, keys: list[bytes], root: bytes, now_ns: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,15 @@ class IndexKeeper:
         except IndexDamaged:
             return None
 
-    def look(self, keys: list[bytes], tier: Tier) -> list[Address | None] | None:
+    def absent(self, keys: Sequence[bytes], tier: Tier = Tier.DRAM) -> int:
+        """See ``PageIndex``."""
+        found = self.look(keys, tier)
+        if found is None:
+            find = self.find if tier == Tier.DRAM else self.find_nvme
+            return next((i for i, key in enumerate(keys) if find(key) is not None), len(keys))
+        return next((i for i, address in enumerate(found) if address is not None), len(found))
+
+    def look(self, keys: Sequence[bytes], tier: Tier) -> list[Address | None] | None:
         """Where these pages were last known to be; None where the index cannot tell now. For any thread."""
         if self.wanted:
             return None

@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.replica import Address, Tier, position_of
 from kvstore.service import selection
 from kvstore.service.answers import fitted
-from kvstore.service.named_pages import raw_keys
+from kvstore.service.named_pages import raw_keys, raw_root
 from kvstore.service.node import Node
 from kvstore.service.selection import Ints, Stored, Wish
 from kvstore.state import events as ev
@@ -141,8 +141,11 @@ class PageCalls:
             if not isinstance(salt, str):
                 raise InvalidRequest("salt", f"must be text, not {salt!r}")
             roots = self._roots(salt, tiers)
-        keys = selection.first_words(raw_keys(request["keys"])) if request.get("keys") is not None else None
-        return Wish(tiers, age_s, roots, keys)
+        if request.get("keys") is None:
+            return Wish(tiers, age_s, roots)
+        keys = selection.first_words(raw_keys(request["keys"]))
+        root = selection.first_words([raw_root(request.get("root"))])  # keys can be forged, roots cannot
+        return Wish(tiers, age_s, root if roots is None else np.intersect1d(roots, root), keys)
 
     def _roots(self, salt: str, tiers: tuple[Tier, ...]) -> selection.Words:
         """Roots of a tenant. Those that nobody named are the tenant ""'s."""

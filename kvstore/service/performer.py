@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Performer:
         self.copies: deque[ev.Save | ev.Load] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
         self.tables: dict[int, ExtentTable] = {}
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
+        self.absent = self.index.absent  # see ``PageIndex``
         self.sessions_to_check: list[int] = []
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.events = EventLog(staged=True)
@@ -376,6 +378,7 @@ class NvmeView:
     def __init__(self, performer: Performer) -> None:
         self._performer = performer
         self.find = performer.index.find_nvme
+        self.absent = partial(performer.index.absent, tier=Tier.NVME)
         self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
         self.standing, self.last_use_ns = performer.standing, performer.last_use_ns
 

@@ -50,7 +50,8 @@ def link(snapshots: list[Snapshot]) -> Links:
     words, keys, parents, roots = (values[order] for values in joined)
     position = np.searchsorted(keys, parents)
     position[position == len(keys)] = 0
-    found = keys[position] == parents if len(keys) else np.zeros(0, bool)
+    # A page of another root is no parent, whatever its key.
+    found = (keys[position] == parents) & (roots[position] == roots) if len(keys) else np.zeros(0, bool)
     parent = np.where(parents == roots, -1, np.where(found, position, -2))
     duplicate = np.zeros(len(keys), bool)
     duplicate[1:] = keys[1:] == keys[:-1]

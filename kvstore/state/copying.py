@@ -106,12 +106,12 @@ class Copies:
             wanted = i not in lost and key == page.key and source.sealed(page.source) and target.find(key) is None
             if wanted:
                 parent_key = source.records.parent(*page.source[:2])
-                parent = target.find(parent_key) if parent_key != root else None
+                parent = target.find_in(root, parent_key) if parent_key != root else None
             if not wanted or (parent is None and parent_key != root):
                 arrival.unused.append(page.target)
                 continue
             info = source.records.standing(*page.source[:2])
-            target.seal(page.target, key, parent, info)
+            target.seal(page.target, key, root, parent, info)
             arrival.places.append(i)
             arrival.parents.append(parent_key)
             arrival.standings.append(info)

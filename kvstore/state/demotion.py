@@ -68,6 +68,8 @@ class Climb:
             key = records.key(extent, frame)
             if self._is_there(key):
                 self.anchor, self._next = key, None
+                if key not in self._copies.down and self._copies.nvme.find_in(records.root(extent, frame), key) is None:
+                    self.pages.clear()  # another root's page has this key there: nothing of ours can hang on it
                 break
             self.pages.append((key, self._next))
             parent = records.parent(extent, frame)
@@ -106,7 +108,7 @@ class Demotion:
         self.nvme = copies.nvme
         self.counters = counters
         self.rules = rules
-        self.find = self.nvme.find  # see ``space.Below``
+        self.find_in = self.nvme.find_in  # see ``space.Below``
         self._climb: Climb | None = None  # of a chain that was too long for one batch
         self._refused: set[FrameClass] = set()  # NVMe had no frame for these, and none that could be made free
         self._tails: dict[FrameClass, dict[int, int]] = {}  # of leaves set aside, by slot: see ``_tail``

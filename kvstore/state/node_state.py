@@ -205,7 +205,7 @@ class NodeState:
     def _fit(self, event: ev.Grant, count: int, out: list[ev.Instruction]) -> int:
         """How many of these frames the tenant, told by what the pages will hang on, may fill."""
         page = self.space.find(event.anchor)
-        root = event.anchor if page is None else self.records.root(page.extent, page.frame)
+        root = event.anchor if page is None or self.tenants.known(event.anchor) else self.space.root_of(page)
         if not self.tenants.known(root):  # a page that has left: the seal will tell whose they are
             return count
         number = self.tenants.number(root)
@@ -240,18 +240,16 @@ class NodeState:
         count = len(keys)
         if len(set(keys)) != count or len(set(event.addresses)) != count:
             return [named_twice()]
-        parent = self.space.find(event.parent)
-        parent_ok = parent is not None or event.parent == data[16:32]
-        first = 0
-        while first < count and (found := self.space.find(keys[first])) is not None:
-            first, parent, parent_ok = first + 1, found, True
+        root = data[16:32]
+        first, parent = self.space.leading(root, event.parent, keys)
         # By prefix closure nothing after the first absent page can be stored. What is granted up to the first frame
         # that is not is sealed; the pages after that one hang on nothing.
         last = first
-        if parent_ok:
+        if parent is not None or event.parent == root:
             rest = event.addresses[first:]
             last = count if granted.issuperset(rest) else first + [a in granted for a in rest].index(False)
-        number, whole = self.tenants.number(data[16:32]), last
+            last = first + self.space.absent(keys[first:last])  # a key that was forged stays with the page that has it
+        number, whole = self.tenants.number(root), last
         if last > first and self.space.holdings.limited:
             anchor = keys[first - 1] if first else event.parent
             last = first + self.space.quotas.fit(number, event.frame_class, last - first, anchor, out)
@@ -273,7 +271,7 @@ class NodeState:
             self.segment.extents[addresses[0].extent].pool.granted_ahead -= len(addresses)
             self.counters["pages_sealed"] += len(addresses)
             if self.pending:
-                self.space.show(keys[first:last], addresses, infos)
+                self.space.show(keys[first:last], root, addresses, infos)
                 self.writing.follow(keys[first:last], out)
         out.append(ev.Reply(statuses=statuses))
         return out

@@ -35,10 +35,10 @@ class Objects:
     def seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
         """A head, ``event.replaces`` being the head it replaces, if any.
 
-        Per head: OK, PRESENT (another is there), BUSY (what it replaces is on its way between tiers, or it is not known
-        yet what NVMe holds), NO_PARENT, STALE.
+        Per head: OK, PRESENT (another is there), NO_SPACE (a page of another root has its key), BUSY (what it replaces
+        is on its way between tiers, or it is not known yet what NVMe holds), NO_PARENT, STALE.
         """
-        key = event.rows[0, :16].tobytes()
+        key, root = event.rows[0, :16].tobytes(), event.rows[0, 16:32].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
         current = self._find(key)
         status = Status.OK
@@ -49,6 +49,8 @@ class Objects:
             return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "this is no object's head"})]
         if self._scans():
             status = Status.BUSY
+        elif current is not None and self._state.space_of(current.extent).root_of(current) != root:
+            status = Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
         elif (current or NOWHERE) != event.replaces:
             status = Status.PRESENT
         elif current is not None and self._moving(key):
@@ -56,7 +58,7 @@ class Objects:
         if status != Status.OK:
             return [ev.Reply(statuses=[int(status)])]
         space, granted = self._state.space, self._state.sessions.get(event.session)
-        parent_ok = event.parent == event.rows[0, 16:32].tobytes() or space.find(event.parent) is not None
+        parent_ok = event.parent == root or space.find_in(root, event.parent) is not None
         mine = granted is not None and event.addresses[0] in granted.granted
         out: list[ev.Instruction] = []
         if current is not None and parent_ok and mine:

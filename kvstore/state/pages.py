@@ -64,6 +64,7 @@ class Pages:
         self.now_ns = 0
         self._fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
         self._standings: dict[Address, int] = {}  # of those
+        self._roots: dict[Address, bytes] = {}  # of those, and of what was moved by this event
         self._moved: dict[tuple[int, int], Page] = {}  # by this very event: nothing can be read at the new place yet
 
     def begin(self, now_ns: int) -> None:
@@ -71,6 +72,7 @@ class Pages:
         self.now_ns = now_ns
         self._fresh.clear()
         self._standings.clear()
+        self._roots.clear()
         self._moved.clear()
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -81,6 +83,34 @@ class Pages:
         if address is None:
             address = self.index.find(key)
         return address if address is not None and self.sealed(address) else None
+
+    def find_in(self, root: bytes, key: bytes) -> Address | None:
+        """The same where the page is of that root. Keys can be forged: a page of another root is another page."""
+        address = self.find(key)
+        return address if address is not None and self.root_of(address) == root else None
+
+    def leading(self, root: bytes, parent: bytes, keys: list[bytes]) -> tuple[int, Address | None]:
+        """How many of these keys, from the front, pages of that root have; and the last of them, or where there is none
+        the page of key ``parent``: None where that one is absent too, or the chain begins at the root."""
+        count, last = 0, self.find_in(root, parent) if parent != root else None
+        while count < len(keys) and (found := self.find_in(root, keys[count])) is not None:
+            count, last = count + 1, found
+        return count, last
+
+    def absent(self, keys: list[bytes]) -> int:
+        """How many of these keys, from the front, no sealed page has."""
+        start = 0
+        while start < len(keys):
+            start += self.index.absent(keys[start:])
+            if start < len(keys) and self.find(keys[start]) is not None:
+                break
+            start += start < len(keys)  # an entry that this very event has ended
+        return start
+
+    def root_of(self, address: Address) -> bytes:
+        """Root of a sealed page, as decided so far."""
+        root = self._roots.get(address)
+        return root if root is not None else self.records.root(address.extent, address.frame)
 
     def sealed(self, address: Address) -> bool:
         """The address names a sealed page."""
@@ -122,8 +152,8 @@ class Pages:
 
     # --- sealing and holding ----------------------------------------------------------------------------------------
 
-    def seal(self, address: Address, key: bytes, parent: Address | None, info: int) -> None:
-        """The frame, for which a page was expected, holds it now, sealed.
+    def seal(self, address: Address, key: bytes, root: bytes, parent: Address | None, info: int) -> None:
+        """The frame, for which a page of ``root`` was expected, holds it now, sealed.
 
         The caller writes the instruction, and calls ``leaf`` for chain ends.
 
@@ -135,6 +165,7 @@ class Pages:
         self.holdings.arrived(extent.owner[address.frame], extent.pool.frame_class.frame_bytes)
         self._fresh[key] = address
         self._standings[address] = info
+        self._roots[address] = root
         if parent is not None:
             self.hold(parent)
 
@@ -168,10 +199,11 @@ class Pages:
         if self.holdings.limited:
             self.listed(extent, frame, page.used_ms)
 
-    def show(self, keys: list[bytes], addresses: list[Address], standings: list[int]) -> None:
+    def show(self, keys: list[bytes], root: bytes, addresses: list[Address], standings: list[int]) -> None:
         """Pages of ``seal_chain`` are found by the rest of this event."""
         self._fresh.update(zip(keys, addresses, strict=True))
         self._standings.update(zip(addresses, standings, strict=True))
+        self._roots.update(dict.fromkeys(addresses, root))
 
     def hold(self, address: Address) -> None:
         """Something hangs on this page: it cannot be evicted."""

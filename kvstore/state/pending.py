@@ -27,6 +27,7 @@ class Pending:
     sealed_mask: int = 0
     doomed: bool = False
     holds_parent: bool = False
+    root: bytes = b""
     continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
 
     @property
@@ -59,9 +60,13 @@ class PendingTable:
             self._by_key.setdefault(page.key, []).append(page)
             self._by_parent.setdefault(page.parent, []).append(page)
 
-    def find(self, key: bytes, group: int) -> Pending | None:
-        """The live reservation of ``key`` by ``group``."""
-        return next((page for page in self._by_key.get(key, ()) if page.group == group), None)
+    def find(self, root: bytes, key: bytes, group: int) -> Pending | None:
+        """The live reservation of ``key`` by ``group``; a page of another root is another page."""
+        return next((page for page in self._by_key.get(key, ()) if page.group == group and page.root == root), None)
+
+    def coming(self, root: bytes, key: bytes) -> bool:
+        """Whether that page is reserved by anybody."""
+        return any(page.root == root for page in self._by_key.get(key, ()))
 
     def named(self, key: bytes) -> Pending | None:
         """The reservation readers are shown for ``key``: the earliest live one."""

@@ -49,19 +49,22 @@ class Promotion:
         if not self.nvme.sealed(address):
             return Status.STALE, b""
         records = self.nvme.records
-        key = records.key(address.extent, address.frame)
-        if self.dram.find(key) is not None:
-            return Status.OK, key
+        key, root = records.key(address.extent, address.frame), records.root(address.extent, address.frame)
+        there = self.dram.find(key)
+        if there is not None:  # of another root: the page that came first has the key
+            return Status.OK if self.dram.root_of(there) == root else Status.NO_PARENT, key
         if key in self.copies.up or key in wanted:
             return Status.BUSY, key
         if hint and self._count_read(address) < self.promote_after:
             return Status.PARTIAL, key
         first = next(iter(wanted.values()), None)
-        if first is not None and self._class_of(first[1]) != self._class_of(address):
-            return Status.NO_PARENT, key  # of another layout, so of another chain
+        if first is not None and (
+            self._class_of(first[1]) != self._class_of(address) or records.root(*first[1][:2]) != root
+        ):
+            return Status.NO_PARENT, key  # of another chain
         parent = records.parent(address.extent, address.frame)
-        at_root = parent == records.root(address.extent, address.frame)
-        if at_root or parent in wanted or parent in self.copies.up or self.dram.find(parent) is not None:
+        at_root = parent == root
+        if at_root or parent in wanted or parent in self.copies.up or self.dram.find_in(root, parent) is not None:
             return Status.BUSY, key
         return Status.NO_PARENT, key
 
@@ -79,7 +82,7 @@ class Promotion:
             return 0
         records = self.nvme.records
         parents = [records.parent(address.extent, address.frame) for _, address in wanted[:count]]
-        number = self.copies.owner(self.nvme, wanted[0][1])
+        number, root = self.copies.owner(self.nvme, wanted[0][1]), records.root(*wanted[0][1][:2])
         count = self.dram.quotas.fit(number, frame_class, count, parents[0], out)
         if not count:
             return 0
@@ -90,7 +93,7 @@ class Promotion:
         batch = Batch(pages, frame_class)
         inside = {page.key for page in pages}
         for parent in parents[: len(pages)]:
-            anchor = self.dram.find(parent) if parent not in inside else None
+            anchor = self.dram.find_in(root, parent) if parent not in inside else None
             if anchor is not None:
                 self.dram.hold(anchor)
                 batch.held_dram.append(anchor)

@@ -113,7 +113,8 @@ def _own(space: Space, tenants: Tenants, table: ExtentFound, extent: Extent) -> 
 def settle(state: NodeState) -> None:
     """Second half of ``recover``, with a true index: what hangs on what, and what may be evicted."""
     for page in state.pending.by_address.values():
-        page.holds_parent = not page.doomed and not page.at_root and state.space.find(page.parent) is not None
+        hangs = not page.doomed and not page.at_root
+        page.holds_parent = hangs and state.space.find_in(page.root, page.parent) is not None
     state.space.recount(state.writing.held())
     if state.nvme is not None:
         state.nvme.recount([])
@@ -160,6 +161,7 @@ def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) ->
             writers,
             mask,
             doomed=doomed,
+            root=root,
         )
         state.pending.add(page)
         state.space.expect([address], state.tenants.number(root, found=True))

@@ -39,7 +39,7 @@ class Below(Protocol):
         """The page is saved there, or not worth it, or cannot be; otherwise it has to be saved first."""
         ...
 
-    def find(self, key: bytes) -> Address | None:
+    def find_in(self, root: bytes, key: bytes) -> Address | None:
         """Its copy of the page."""
         ...
 
@@ -172,7 +172,7 @@ class Space(Pages):
         target, (place,) = source.pool.take(1, avoid=source)[0]
         slot = source.slot_base + frame
         page = self.page(source.pool, slot)
-        key = self.records.key(source.number, frame)
+        key, root = self.records.key(source.number, frame), self.records.root(source.number, frame)
         children = source.children[frame]
         source.pool.forget(slot, None)
         if children == 0:
@@ -191,6 +191,7 @@ class Space(Pages):
         new = Address(target.number, place, self.generation)
         self._fresh[key] = new
         self._standings[new] = standing(page.position, page.turns)
+        self._roots[new] = root
         self._moved[target.number, place] = page
         out.append(ev.Move(key, old, new, freed, self.tier))
         self.counters["pages_moved"] += 1
@@ -257,11 +258,11 @@ class Space(Pages):
         age_s = max(0, self.now_ns - used_ns) // 10**9
         self.ages[age_s.bit_length()] += 1
         self.ages_sum_s += age_s
-        copy = self.below.find(key) if self.below is not None else None
+        parent_key, root = self.records.parent(extent.number, frame), self.records.root(extent.number, frame)
+        copy = self.below.find_in(root, key) if self.below is not None else None
         if copy is not None:
             leaving.copies.append((copy, used_ns))
         leaving.keys.append(key)
-        parent_key, root = self.records.parent(extent.number, frame), self.records.root(extent.number, frame)
         at_root = parent_key == root
         leaving.roots.append(root)
         pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))

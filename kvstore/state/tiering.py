@@ -66,14 +66,15 @@ class Tiering:
         kept: list[int] = []
         keys = [row[:16].tobytes() for row in event.heads]
         for i, (address, key) in enumerate(zip(event.addresses, keys, strict=True)):
-            at_root = event.parents[i] == event.heads[i, 16:32].tobytes()
-            parent = None if at_root else self.nvme.find(event.parents[i])
+            root = event.heads[i, 16:32].tobytes()
+            at_root = event.parents[i] == root
+            parent = None if at_root else self.nvme.find_in(root, event.parents[i])
             if not self._waits(address) or self.nvme.find(key) is not None or (parent is None and not at_root):
                 self.counters["pages_not_adopted"] += 1
                 continue
             self.nvme.segment.extents[address.extent].generation[address.frame] = address.generation
-            self.nvme.expect([address], self.tenants.number(event.heads[i, 16:32].tobytes(), found=True))
-            self.nvme.seal(address, key, parent, event.standings[i])
+            self.nvme.expect([address], self.tenants.number(root, found=True))
+            self.nvme.seal(address, key, root, parent, event.standings[i])
             kept.append(i)
         for i in kept:
             self.nvme.leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)

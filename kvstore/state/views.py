@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,10 @@ class PageIndex(Protocol):
 
     def find(self, key: bytes) -> Address | None:
         """None where no sealed page has that key."""
+        ...
+
+    def absent(self, keys: Sequence[bytes]) -> int:
+        """How many of these, from the front, have no entry."""
         ...
 
 

@@ -39,12 +39,15 @@ class Writing:
         pool = self.space.segment.pool(event.frame_class)
         statuses, addresses = [Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys)
         new: list[int] = []
-        parent_ok = event.parent == root or self._holdable(event.parent, event.group)
+        parent_ok = event.parent == root or self._holdable(root, event.parent, event.group)
         absent = False
         anchor = event.parent
         for i, key in enumerate(keys):
             found = None if absent else self.space.find(key)
-            joined = self.pending.find(key, event.group) if found is None else None
+            joined = self.pending.find(root, key, event.group) if found is None else None
+            if found is not None and self.space.root_of(found) != root:  # forged: the page that came first has the key
+                statuses[i], parent_ok, absent = Status.NO_PARENT, False, True
+                continue
             if found is not None:
                 statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
                 continue
@@ -68,6 +71,7 @@ class Writing:
         for i, address in zip(done, taken, strict=True):
             statuses[i], addresses[i] = Status.OK, address
             page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
+            page.root = root
             page.writing[event.shard] = event.session
             self._hold_parent(page)
             page.continues = not page.holds_parent
@@ -83,11 +87,11 @@ class Writing:
         """Why this event got no frame: pages are on their way and frames come soon, or none may leave."""
         return Status.BUSY if self.space.waiting else otherwise
 
-    def _holdable(self, key: bytes, group: int) -> bool:
-        return self.space.find(key) is not None or self.pending.find(key, group) is not None
+    def _holdable(self, root: bytes, key: bytes, group: int) -> bool:
+        return self.space.find_in(root, key) is not None or self.pending.find(root, key, group) is not None
 
     def _hold_parent(self, page: Pending) -> None:
-        parent = None if page.at_root else self.space.find(page.parent)
+        parent = None if page.at_root else self.space.find_in(page.root, page.parent)
         if parent is not None:
             self.space.hold(parent)
             page.holds_parent = True
@@ -138,23 +142,25 @@ class Writing:
         while waiting:
             for child in self.pending.children(waiting.popleft()):
                 self._hold_parent(child)
-                if child.complete and self._seal_whole(child, out) == Status.OK:
+                if child.holds_parent and child.complete and self._seal_whole(child, out) == Status.OK:
                     waiting.append(child.key)
 
     def _seal_whole(self, page: Pending, out: list[ev.Instruction]) -> Status:
-        if self.space.find(page.key) is not None:
+        first = self.space.find(page.key)
+        if first is not None:
+            same = self.space.root_of(first) == page.root
             self.doom([page], out)
-            return Status.PRESENT
-        parent = None if page.at_root else self.space.find(page.parent)
+            return Status.PRESENT if same else Status.NO_PARENT
+        parent = None if page.at_root else self.space.find_in(page.root, page.parent)
         if parent is None and not page.at_root:
-            if self.pending.named(page.parent) is not None:
+            if self.pending.coming(page.root, page.parent):
                 return Status.PARTIAL
             self.doom([page], out)
             return Status.NO_PARENT
         info = standing(*self.space.standing_after(parent, page.continues))
         self._unhold_parent(page)
         self._forget(page, out)
-        self.space.seal(page.address, page.key, parent, info)
+        self.space.seal(page.address, page.key, page.root, parent, info)
         self.space.leaf(page.address, page.key, self.space.now_ns // 1_000_000)
         out.append(ev.WriteSealed([page.address], [page.key], [info]))
         self.counters["pages_sealed"] += 1
@@ -187,7 +193,7 @@ class Writing:
 
     def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[Address]:
         """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on."""
-        for page in [page for key in keys for page in self.pending.children(key)]:
+        for page in [page for key in keys for page in self.pending.children(key) if page.holds_parent]:
             page.holds_parent = False
             self.doom([page], out)
         return self.held()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,6 +76,10 @@ class NvmeView:
         """See ``PageIndex``."""
         return self._shell.nvme_index.get(key)
 
+    def absent(self, keys: Sequence[bytes]) -> int:
+        """See ``PageIndex``."""
+        return next((i for i, key in enumerate(keys) if key in self._shell.nvme_index), len(keys))
+
     def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""
         return self._shell.snapshots(Tier.NVME)
@@ -134,6 +138,10 @@ class MemoryShell:
     def find(self, key: bytes) -> Address | None:
         """See ``PageIndex``."""
         return self.index.get(key)
+
+    def absent(self, keys: Sequence[bytes]) -> int:
+        """See ``PageIndex``."""
+        return next((i for i, key in enumerate(keys) if key in self.index), len(keys))
 
     def key(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""

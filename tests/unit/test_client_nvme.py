@@ -15,6 +15,7 @@ import pytest
 import kvstore
 from kvstore import Tier
 from kvstore.client import nvme, prefetch, reader
+from kvstore.client.grants import GrantPools
 from kvstore.client.nvme import NvmeRead, NvmeReader
 from kvstore.client.put import checksums_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
@@ -130,13 +131,8 @@ class Line:
         self.sent: list[tuple[Op, int, int, bytes]] = []
         self.answers: dict[Op, Callable[[int, bytes], bytes]] = {}
 
-    @property
-    def session(self) -> int:
-        return int(self.channel.session)
-
-    @property
-    def counters(self) -> Any:
-        return self.channel.counters
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.channel, name)
 
     def request(self, op: Op, *, count: int = 0, a: int = 0, flags: int = 0, body: Iterable[bytes] = (), **more: Any):  # type: ignore[no-untyped-def]
         body = tuple(body)
@@ -182,6 +178,7 @@ def shelf(store: kvstore.Store, tmp_path: Path) -> Iterator[Shelf]:
 def line(store: kvstore.Store) -> Line:
     mapped = store._node.writable()
     mapped.channel = line = Line(mapped.channel)
+    mapped.pools = GrantPools(line)
     line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.NO_SPACE] * count)
     return line
 
