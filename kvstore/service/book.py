@@ -23,6 +23,7 @@ from kvstore.model.replica import KEY_BYTES
 from kvstore.state import events as ev
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import open_plain, remove
+from kvstore.tier.quarantine import Held, write_quarantine
 
 log = logging.getLogger("kvstore.node")
 
@@ -34,6 +35,7 @@ class Book:
     """The writing side. ``flush`` may be called by any thread; one writes at a time, in the order of the decisions."""
 
     def __init__(self, folder: NodeFolder, incarnation: int) -> None:
+        self._folder, self._incarnation = folder, incarnation
         self._names = folder.path / NAMES
         self._pins = folder.path / PINS
         self._head = _head(incarnation)
@@ -62,6 +64,10 @@ class Book:
     def unpin(self, numbers: list[int]) -> None:
         """These are over."""
         self._queue.append(lambda: self._unpinned(numbers))
+
+    def quarantine(self, held: Held) -> None:
+        """These positions may not be carved, and no others. Written late it says too much, which harms nobody."""
+        self._queue.append(lambda: write_quarantine(self._folder, self._incarnation, held))
 
     def flush(self) -> None:
         """Write what is queued; when this returns, all that was queued before is in the files.

@@ -195,6 +195,7 @@ def _tiers(add: _Families, tiers: Mapping[str, Any]) -> None:
             add("frames", frames, tier, state)
         add("extents", about["extents"], tier, "carved")
         add("extents", about["extents_vacant"], tier, "vacant")
+        add("extents", about["extents_quarantined"], tier, "quarantined")
         for reason in dict.fromkeys((*EVICTION_REASONS, *about["evicted"])):
             add("evicted_pages", about["evicted"].get(reason, 0), tier, reason)
         if "demoted" in about:

@@ -94,6 +94,7 @@ class Performer:
             ev.ForgetNames: self._forget_names,
             ev.WritePin: self.book.pin,
             ev.ErasePins: lambda over: self.book.unpin(over.numbers),
+            ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
             ev.Save: self.copies.append,
             ev.Load: self.copies.append,
         }
@@ -303,6 +304,8 @@ class Performer:
     def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
         low = int(state)
         table.words[frames] = [generation << 8 | low for _, _, generation in _of(addresses, places)]  # ``word_of``
+        if state is FrameState.FREE:
+            table.forget_writers(frames)
 
     def _unindex(self, instruction: ev.Unindex) -> None:
         self._index_ops.append((DELETE[instruction.tier], instruction.keys, []))

@@ -8,6 +8,7 @@ differs. One path for a clean stop and for kill -9, so that it is exercised ever
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -27,6 +28,7 @@ from kvstore.service.nvme_start import open_nvme, open_tables
 from kvstore.service.performer import NvmeView, Performer
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
+from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState, NvmeParts
 from kvstore.state.tiering import TieringRules
@@ -36,7 +38,12 @@ from kvstore.tier.header import DaemonState, Header, boot_id
 from kvstore.tier.index import Index, IndexDamaged
 from kvstore.tier.plain_files import open_plain, remove
 from kvstore.tier.purging import reap_embedded
-from kvstore.tier.records import ExtentTable
+from kvstore.tier.quarantine import NAME as QUARANTINE
+from kvstore.tier.quarantine import Held, read_quarantine, write_quarantine
+from kvstore.tier.records import ExtentTable, claimed_positions
+from kvstore.tier.sessions import session_ids
+
+log = logging.getLogger("kvstore.node")
 
 EXTENT_BYTES_MAX = 128 * MIB
 EXTENTS_AIMED_AT = 16
@@ -98,17 +105,50 @@ def _clear(folder: NodeFolder) -> None:
     for epoch in folder.epochs():
         Index.remove(folder, epoch)
     remove(folder.segment)
+    remove(folder.path / QUARANTINE)
 
 
-def _void(folder: NodeFolder, number: int) -> None:
+def _void(folder: NodeFolder, number: int, keep: bool) -> None:
     """Give up an extent whose tables cannot be believed. Its position will hold other pages: clients that mapped it,
-    lease holders among them, must see that nothing is sealed there any more."""
+    lease holders among them, must see that nothing is sealed there any more. ``keep`` the file that says there was
+    one: nothing else does."""
     with contextlib.suppress(FileNotFoundError):
         fd = open_plain(folder.records(number), os.O_RDWR)
         with open(fd, "r+b", buffering=0) as file:
             file.write(bytes(os.fstat(fd).st_size))
-    remove(folder.records(number))
-    remove(folder.marks(number))
+    if not keep:
+        remove(folder.records(number))
+        remove(folder.marks(number))
+
+
+def _give_up(
+    folder: NodeFolder, header: Header, performer: Performer, nvme: NvmePages | None, lost: list[int], living: set[int]
+) -> Held:
+    """Give up extents whose tables cannot be believed. Returns the positions where a living session may write: those,
+    and what earlier starts wrote down."""
+    carved = {table.position for table in performer.tables.values() if table.tier == Tier.DRAM}
+    vacant = set(range(header.positions)) - carved
+    held, doubted = read_quarantine(folder, header.incarnation), set[int]()
+    on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
+    for number in set(lost) - on_nvme:
+        claimed = claimed_positions(folder, number, header.incarnation)
+        doubted |= vacant if claimed is None else claimed & vacant
+    if held is None:
+        held, doubted = {}, vacant
+    now = {at: held.get(at, set()) | (living if at in doubted else set()) for at in {*held, *doubted} & vacant}
+    now = {at: sessions for at, sessions in now.items() if sessions}
+    keep = False
+    if now != held:
+        try:
+            write_quarantine(folder, header.incarnation, now)
+        except OSError as error:
+            log.error("positions in quarantine cannot be written down: %s", error)
+            keep = True
+    if doubted and now:
+        log.warning("%d positions are held for %d sessions that may still write there", len(now), len(living))
+    for number in lost:
+        _void(folder, number, keep)
+    return now
 
 
 def _recover(
@@ -133,6 +173,7 @@ def _recover_tiers(
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns, nvme)
+    living, lost = set(session_ids(folder)), list[int]()
     for number in folder.extents():
         table = ExtentTable.open(folder, number, header.incarnation, writable=True)
         if table is None and nvme is not None:
@@ -141,7 +182,8 @@ def _recover_tiers(
         if table is not None and (table.tier, table.position) not in taken:
             performer.tables[number] = table
         else:
-            _void(folder, number)
+            lost.append(number)
+    quarantined = _give_up(folder, header, performer, nvme, lost, living)
     if nvme is not None:
         open_tables(folder, nvme, performer.tables)
         nvme.devices.write_map(folder)
@@ -149,7 +191,7 @@ def _recover_tiers(
         remove(folder.nvme)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     found = [_found(table) for table in performer.tables.values()]
-    instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns())
+    instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
     performer.perform(instructions)
@@ -211,7 +253,7 @@ def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
     return index
 
 
-def _found(table: ExtentTable) -> recovery.ExtentFound:
+def _found(table: ExtentTable) -> ExtentFound:
     fmt = table.fmt
 
     def words(offset: int) -> Any:
@@ -223,7 +265,7 @@ def _found(table: ExtentTable) -> recovery.ExtentFound:
         groups = words(fmt.group)
         writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
     sound = np.array(table.identity_sums(slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
-    return recovery.ExtentFound(
+    return ExtentFound(
         table.extent,
         table.position,
         table.frame_class,

@@ -203,6 +203,7 @@ def _contents(segment: Segment) -> dict[str, Any]:
         "extent_bytes": segment.extent_bytes,
         "extents": len(segment.extents),
         "extents_vacant": len(segment.vacant),
+        "extents_quarantined": len(segment.quarantined),
         "pages": frames["sealed"],
         "frames": dict(frames),
         "classes": classes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvstore.model.replica import FrameClass, FrameState
@@ -166,6 +166,7 @@ class Segment:
         self._frames_in = frames_in or frames_side_by_side
         self.populated: set[int] = set()
         self.failed: set[int] = set()
+        self.quarantined: dict[int, set[int]] = {}  # position -> sessions that may still write there
         self.vacant: set[int] = set(range(positions))
         self.extents: dict[int, Extent] = {}
         self.pools: dict[FrameClass, ClassPool] = {}
@@ -213,6 +214,23 @@ class Segment:
         pool.roomy.pop(extent.number, None)
         self.vacant.add(extent.position)
         pool.policy.resize(pool.frames)
+
+    def quarantine(self, held: Mapping[int, Iterable[int]]) -> None:
+        """For start: these vacant positions are not carved before each of these sessions has ended."""
+        for position, sessions in held.items():
+            if position in self.vacant and sessions:
+                self.vacant.discard(position)
+                self.quarantined[position] = set(sessions)
+
+    def session_ended(self, session: int) -> bool:
+        """This session writes nothing more. True where a position is vacant again by it."""
+        done = [position for position, sessions in self.quarantined.items() if sessions == {session}]
+        for sessions in self.quarantined.values():
+            sessions.discard(session)
+        for position in done:
+            del self.quarantined[position]
+            self.vacant.add(position)
+        return bool(done)
 
     def donor(
         self, taker: ClassPool, coldest_ns: Callable[[ClassPool], int | None], leased: set[int], now_ns: int

@@ -216,6 +216,13 @@ class ErasePins:
 
 
 @dataclass(slots=True)
+class WriteQuarantine:
+    """A position may be carved again: these are all that may not, each with the sessions that may write there."""
+
+    held: dict[int, set[int]]
+
+
+@dataclass(slots=True)
 class CheckSession:
     """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
 
@@ -257,6 +264,7 @@ Instruction = (
     | ForgetNames
     | WritePin
     | ErasePins
+    | WriteQuarantine
     | CheckSession
     | Reply
 )

@@ -60,8 +60,9 @@ def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
     carved = {extent.position for extent in space.segment.extents.values()}
     if carved & space.segment.vacant or len(carved) != len(space.segment.extents):
         wrong.append("positions: one is carved twice, or both carved and vacant")
-    if len(carved) + len(space.segment.vacant) + len(space.segment.failed) != space.segment.positions:
-        wrong.append("positions: carved + vacant + failed are not all")
+    others = len(space.segment.vacant) + len(space.segment.failed) + len(space.segment.quarantined)
+    if len(carved) + others != space.segment.positions:
+        wrong.append("positions: carved + vacant + failed + quarantined are not all")
     return wrong
 
 

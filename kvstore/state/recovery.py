@@ -8,50 +8,39 @@ was cut short), descendants of what went. Nothing is trusted that a generation o
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, Tier
-from kvstore.state import closure
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameState, Tier
+from kvstore.state import closure, doubts
 from kvstore.state import events as ev
 from kvstore.state.copying import NODE_SESSION
+from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Extent
 from kvstore.state.node_state import NodeState, Session
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
-from kvstore.state.views import Snapshot
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
 UNKNOWN_SESSION = 0  # holds leases whose owner is not recorded: they end at their deadlines
 
-Words = npt.NDArray[np.uint64]
 
-
-@dataclass(slots=True)
-class ExtentFound:
-    """One extent's tables as found on start; all arrays ``[frames]``, ``writers`` ``[frames, SHARDS_MAX]``.
-
-    On NVMe ``groups`` and ``writers`` are empty: only the daemon writes there.
-    """
-
-    number: int
-    position: int
-    frame_class: FrameClass
-    snapshot: Snapshot
-    infos: Words
-    leases: Words
-    groups: Words
-    writers: Words
-    sound: npt.NDArray[np.bool_]  # the identity sum holds
-    tier: Tier = Tier.DRAM
-
-
-def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns: int) -> list[ev.Instruction]:
+def recover(
+    state: NodeState,
+    found: list[ExtentFound],
+    next_extent: int,
+    now_ns: int,
+    living: Collection[int] = (),
+    quarantined: Mapping[int, Iterable[int]] | None = None,
+) -> list[ev.Instruction]:
     """Fill an empty ``state``; returns what must be written first.
+
+    Args:
+        living: sessions that may live: those that have a file.
+        quarantined: positions that lost their tables, with the sessions that may write there.
 
     The caller performs it, makes the index agree with the records (it is compared, and rebuilt where it does not),
     and calls ``settle``. Only then is the state ready for events.
@@ -60,13 +49,18 @@ def recover(state: NodeState, found: list[ExtentFound], next_extent: int, now_ns
     state.segment.numbers.skip(max([next_extent, *(extent.number + 1 for extent in found)]))
     for space in state.spaces.values():
         space.begin(now_ns)
+    doubts.hold_back(found, living, out)
     for table in found:
         _carve(state.spaces[table.tier], state.tenants, table, out)
         if table.tier == Tier.DRAM:
-            _writers(state, table, out)
+            _writers(state, table, living, out)
             _retiring_and_leased(state, table, now_ns, out)
     for space in state.spaces.values():
         _drop_unsound(state, space, [table for table in found if table.tier == space.tier], out)
+    state.segment.quarantine(quarantined or {})
+    for sessions in state.segment.quarantined.values():
+        for session in sessions:
+            state.sessions.setdefault(session, Session(connected=False))
     return out
 
 
@@ -120,32 +114,35 @@ def settle(state: NodeState) -> None:
         state.nvme.recount([])
 
 
-def _writers(state: NodeState, table: ExtentFound, out: list[ev.Instruction]) -> None:
+def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out: list[ev.Instruction]) -> None:
     states = np.frombuffer(state.segment.extents[table.number].state, np.uint8)
     unowned: list[Address] = []
     for frame in np.flatnonzero((states == RESERVED) | (states == QUARANTINED)).tolist():
         address = Address(table.number, frame, int(table.snapshot.words[frame]) >> 8)
         key = bytes(table.snapshot.keys[frame]).ljust(KEY_BYTES, b"\0")
-        writers = {shard: int(table.writers[frame, shard]) for shard in range(SHARDS_MAX)}
+        named = {shard: doubts.writer_of(int(table.writers[frame, shard]), living) for shard in range(SHARDS_MAX)}
         info = int(table.infos[frame])
         # Shards that had sealed. Of a frame without a group (granted ahead) a seal that was cut short may have left the
         # page's place in its chain there.
         mask = info >> 40 & 0xFF if int(table.groups[frame]) else 0
-        writers = {shard: session for shard, session in writers.items() if session and not mask >> shard & 1}
+        writers = {shard: session for shard, session in named.items() if session and not mask >> shard & 1}
+        doomed = bool(states[frame] == QUARANTINED)
+        if not writers:  # every shard had sealed or revoked, or the mask is damaged
+            writers = {shard: session for shard, session in named.items() if session in living}
+            doomed = True
         if NODE_SESSION in writers.values():  # a page was being loaded, by a thread of the dead daemon
             writers = {}
         for session in writers.values():
             state.sessions.setdefault(session, Session(connected=False))
-        if not writers:  # every shard had sealed or revoked
+        if not writers:
             unowned.append(address)
             continue
         if int(table.groups[frame]) == 0:  # granted ahead; it may have its key already, from a seal cut short
             state.sessions[min(writers.items())[1]].granted.add(address)
             state.segment.pool(table.frame_class).granted_ahead += 1
             continue
-        doomed = bool(states[frame] == QUARANTINED)
-        if not doomed and not table.sound[frame]:
-            doomed = True
+        doomed |= not table.sound[frame]
+        if doomed and states[frame] != QUARANTINED:
             state.space.mark(address, QUARANTINED)
             out.append(ev.WriteState([address], QUARANTINED))
         parent = bytes(table.snapshot.parents[frame]).ljust(KEY_BYTES, b"\0")

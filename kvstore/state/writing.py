@@ -186,6 +186,8 @@ class Writing:
             shards = [shard for shard, owner in page.writing.items() if owner == session]
             if shards:
                 self._silence(page, shards, out)
+        if self.space.segment.session_ended(session):
+            out.append(ev.WriteQuarantine({at: set(held) for at, held in self.space.segment.quarantined.items()}))
 
     def expire(self, now_ns: int, out: list[ev.Instruction]) -> None:
         """Reservations past their deadline: readers and other writers see them no more."""

@@ -10,6 +10,7 @@
         records-<extent>  marks-<extent>   two tables per carved extent (records.ExtentTable)
         index-<epoch>/                 LMDB: key -> address (index.Index)
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
+        quarantine                     positions that nobody may have yet (quarantine); absent where there are none
         sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
         .tmp-*                         a file being made; removed when the next owner starts
 

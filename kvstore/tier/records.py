@@ -15,14 +15,14 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, RecordFormat, Tier
+from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import open_plain
 
@@ -32,6 +32,7 @@ _MAGIC: Final = int.from_bytes(b"KVRECRD1", "little")
 # magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, tier, sum of what is before it
 _HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
+_COPIES_AT: Final = (0, 2048)  # of the head; the second one is zeros where version 0.1 made the table
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
 _MARKS_BYTES: Final = {Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}  # per frame
 
@@ -104,6 +105,7 @@ class ExtentTable:
         )
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+        packed = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
         records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
         try:
             folder.new_file(folder.records(extent), records_bytes, packed)
@@ -118,8 +120,8 @@ class ExtentTable:
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
         """Map the tables of ``extent``. ``writable`` maps the records for writing too (the daemon's view).
 
-        None where a file is absent, of another size, version or incarnation, or its header is damaged: a doubt is a
-        miss. Nothing is changed.
+        None where a file is absent, of another size, version or incarnation, or both copies of its header are damaged:
+        a doubt is a miss. Nothing is changed, but a damaged or absent copy of the header by the daemon.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -133,7 +135,27 @@ class ExtentTable:
             if head is None:
                 return None
             stack.pop_all()
-            return cls(folder, head, (records, marks))
+            table = cls(folder, head, (records, marks))
+            if writable:
+                table._mend(records)
+            return table
+
+    def _mend(self, records: mmap.mmap) -> None:
+        """Make both copies of the head one again. A table that has one only was made by a version that let frames which
+        became free name their last writers: these are forgotten first."""
+        first, second = (records[at : at + _HEAD.size] for at in _COPIES_AT)
+        if first == second:
+            return
+        if not any(second):
+            self.forget_writers(np.flatnonzero(self.words & np.uint64(0xFF) == FrameState.FREE))
+        sound = first if _sum_holds(records, _COPIES_AT[0]) else second
+        for at in reversed(_COPIES_AT):
+            records[at : at + _HEAD.size] = sound
+
+    def forget_writers(self, frames: Any) -> None:
+        """These frames are free: their records name nobody who might write there."""
+        if self.tier is not Tier.NVME:
+            self.rows[frames, self.fmt.group : self.fmt.writers + 8 * SHARDS_MAX] = 0
 
     def column(self, offset: int) -> Words:
         """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
@@ -165,14 +187,42 @@ class ExtentTable:
         self.words[:] = 0
 
 
+def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:
+    """Where in the segment of ``incarnation`` an extent lay whose tables cannot be opened; None: it might be anywhere.
+
+    Empty where its head is sound and says that it lay in another tier, or in another incarnation's segment.
+    """
+    try:
+        fd = open_plain(folder.records(extent), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        data = file.read(RECORDS_HEAD_BYTES).ljust(RECORDS_HEAD_BYTES, b"\0")
+    heads = [_HEAD.unpack_from(data, at) for at in _COPIES_AT]
+    for at, head in zip(_COPIES_AT, heads, strict=True):
+        if _sum_holds(data, at):
+            ours = (head[2], head[9]) == (incarnation, _TIERS.index(Tier.DRAM))
+            return {head[4]} if ours else set()
+    # Each copy is damaged somewhere. What they agree on neither damage made.
+    return {heads[0][4]} if heads[0][4] == heads[1][4] and any(heads[0][:4]) and any(heads[1][:4]) else None
+
+
+def _sum_holds(data: mmap.mmap | bytes, at: int) -> bool:
+    """Whether the copy of a head that stands ``at`` these bytes of a file is sound."""
+    magic, total = int.from_bytes(data[at : at + 8], "little"), data[at + _SUMMED_BYTES : at + _HEAD.size]
+    summed = xxhash.xxh3_64_intdigest(data[at : at + _SUMMED_BYTES])
+    return magic == _MAGIC and summed == int.from_bytes(total, "little")
+
+
 def _sound_head(records: mmap.mmap, marks_bytes: int, extent: int, incarnation: int) -> tuple[int, ...] | None:
     """The header's words where everything about both files fits together, else None."""
     if len(records) < RECORDS_HEAD_BYTES:
         return None
-    head: tuple[int, ...] = _HEAD.unpack_from(records)
-    if head[:4] != (_MAGIC, _VERSION, incarnation, extent):
+    at = next((at for at in _COPIES_AT if _sum_holds(records, at)), None)
+    if at is None:
         return None
-    if xxhash.xxh3_64_intdigest(records[:_SUMMED_BYTES]) != head[10]:
+    head: tuple[int, ...] = _HEAD.unpack_from(records, at)
+    if head[:4] != (_MAGIC, _VERSION, incarnation, extent):
         return None
     page_bytes, page_tokens, layers, frames, number = head[5:10]
     tier = _TIERS[number] if number < len(_TIERS) else None

@@ -68,11 +68,7 @@ class Sessions:
             return Tally.of([self._told])
 
     def _files(self) -> list[int]:
-        try:
-            names = os.listdir(self._folder.sessions)
-        except FileNotFoundError:  # somebody removed the folder under us
-            return []
-        return [int(name, 16) for name in names if _is_session(name)]
+        return session_ids(self._folder)
 
     def _look(self, session: int) -> Vector | None:
         """What a living session counted; None where it counted nothing, or has ended."""
@@ -98,6 +94,15 @@ class Sessions:
         finally:
             os.close(fd)
         return False, None
+
+
+def session_ids(folder: NodeFolder) -> list[int]:
+    """Sessions that have a file: all that live, and those that ended since somebody looked."""
+    try:
+        names = os.listdir(folder.sessions)
+    except FileNotFoundError:  # somebody removed the folder under us
+        return []
+    return [int(name, 16) for name in names if _is_session(name)]
 
 
 def _is_session(name: str) -> bool:

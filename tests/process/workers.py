@@ -247,13 +247,15 @@ def race(a: Arguments) -> None:
 
 
 def stopped_put(a: Arguments) -> None:
-    """A put that stops itself (SIGSTOP) when its frames are granted and nothing is copied; then it goes on."""
+    """A put that stops itself (SIGSTOP) when its frames are granted and mapped, nothing is copied; then it goes on."""
     from kvstore.client.put import PendingPut
 
     copy = PendingPut._copy
 
     def stop_and_copy(self: PendingPut, rows: Any, page: int, addresses: Any) -> None:
         log("granted", frames=[tuple(address) for address in addresses])
+        for extent, _, _ in addresses:  # mapped, as in the middle of a copy
+            self._mapped.extent(extent)
         os.kill(os.getpid(), signal.SIGSTOP)
         copy(self, rows, page, addresses)
         log("copied")

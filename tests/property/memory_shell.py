@@ -20,6 +20,7 @@ import numpy as np
 from kvstore.model.replica import Address, FrameState, Tier, nvme_frames, standing_of, word_of
 from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
+from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState, NvmeParts
 from kvstore.state.tiering import NODE_SESSION, TieringRules
@@ -496,7 +497,7 @@ class MemoryShell:
         named = [(bytes.fromhex(root), about) for root, about in self.names.items()]
         return NodeState(segment, self, self, nvme=parts, named=named, **options)
 
-    def found(self) -> list[recovery.ExtentFound]:
+    def found(self) -> list[ExtentFound]:
         """What the daemon sees of the tables when it starts."""
         return [table.found() for table in self.tables.values()]
 

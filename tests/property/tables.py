@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, SHARDS_MAX, FrameClass, FrameState, Tier
-from kvstore.state import recovery
+from kvstore.state.extent_found import ExtentFound
 from kvstore.state.views import Snapshot
 
 
@@ -55,10 +55,10 @@ class Table:
         keys, roots = column(self.rows[:, :16]), column(self.rows[:, 16:32])
         return Snapshot(self.number, self.words.copy(), keys, column(self.parents.copy()), roots)
 
-    def found(self) -> recovery.ExtentFound:
+    def found(self) -> ExtentFound:
         """As a daemon that starts finds it."""
         in_dram = self.tier == Tier.DRAM
-        return recovery.ExtentFound(
+        return ExtentFound(
             self.number,
             self.position,
             self.frame_class,

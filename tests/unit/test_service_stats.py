@@ -188,6 +188,7 @@ def test_nvme() -> None:
         "pages": 3,
         "extents": 1,
         "extents_vacant": positions - 1,
+        "extents_quarantined": 0,
         "evicted": {"space": 2},
         "age_at_eviction_s": {"p50": 0.5, "p90": 0.9},
         "state": "ready",

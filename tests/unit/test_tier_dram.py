@@ -253,6 +253,7 @@ def test_a_doubtful_table_is_none(folder: NodeFolder, damage: str) -> None:
     else:
         data = bytearray(records.read_bytes())
         data[int(which)] ^= 1
+        data[2048 + int(which)] ^= 1  # its second copy
         records.write_bytes(data)
     fds = len(os.listdir("/proc/self/fd"))
     assert ExtentTable.open(folder, number, incarnation) is None

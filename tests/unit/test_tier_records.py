@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
+from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
 
 CLASS = FrameClass(page_bytes=10_000, page_tokens=15, layers=3)
 INCARNATION = 0x1234_5678_9ABC
@@ -102,7 +102,76 @@ def test_a_doubt_is_a_miss(folder: NodeFolder, tier: Tier) -> None:
 
 
 def changed(data: bytes, word: int, value: int) -> bytes:
-    return data[: 8 * word] + struct.pack("<Q", value) + data[8 * word + 8 :]
+    """In both copies of the head."""
+    for at in (8 * word, 2048 + 8 * word):
+        data = data[:at] + struct.pack("<Q", value) + data[at + 8 :]
+    return data
+
+
+def test_a_table_has_its_head_twice(folder: NodeFolder) -> None:
+    create(folder).close()
+    records = folder.records(5)
+    sound = records.read_bytes()
+    for at in range(0, 88, 5):
+        for copy in (0, 2048):
+            data = bytearray(sound)
+            data[copy + at] ^= 0x11
+            records.write_bytes(data)
+            reader = ExtentTable.open(folder, 5, INCARNATION)
+            assert reader is not None and reader.frames == FRAMES
+            assert records.read_bytes() == data, "readers change nothing"
+            owner = ExtentTable.open(folder, 5, INCARNATION, writable=True)
+            assert owner is not None
+            owner.close()
+            reader.close()
+            assert records.read_bytes() == sound
+
+
+def test_a_table_of_the_version_before_is_taken_as_it_is(folder: NodeFolder) -> None:
+    """It has its head once, and its free frames may name whoever wrote there last."""
+    table = create(folder)
+    table.rows[1, table.fmt.writers] = 9
+    table.rows[2, table.fmt.writers] = 9
+    table.words[2] = word_of(3, FrameState.RESERVED)
+    table.close()
+    data = bytearray(folder.records(5).read_bytes())
+    data[2048:4096] = bytes(2048)
+    folder.records(5).write_bytes(data)
+    owner = ExtentTable.open(folder, 5, INCARNATION, writable=True)
+    assert owner is not None
+    assert owner.column(owner.fmt.writers).tolist() == [0, 0, 9, *[0] * (FRAMES - 3)]
+    owner.close()
+    assert folder.records(5).read_bytes()[:88] == folder.records(5).read_bytes()[2048 : 2048 + 88]
+
+
+def test_what_a_lost_table_says_of_its_place(folder: NodeFolder) -> None:
+    create(folder).close()
+    sound = folder.records(5).read_bytes()
+    position = int.from_bytes(sound[32:40], "little")
+    for damage, expected in {
+        "none": {position},
+        "one head": {position},
+        "both": {position},
+        "both, one place": None,
+        "cut": {position},
+        "zeros": None,
+        "absent": None,
+    }.items():
+        data = bytearray(sound)
+        if damage in ("one head", "both"):
+            data[40] ^= 1
+        if damage == "both, one place":
+            data[33] ^= 1
+        if damage.startswith("both"):
+            data[2048 + 56] ^= 1
+        folder.records(5).write_bytes({"cut": data[:3000], "zeros": bytes(len(data))}.get(damage, data))
+        if damage == "absent":
+            folder.records(5).unlink()
+        assert claimed_positions(folder, 5, INCARNATION) == expected, damage
+    create(folder).close()
+    assert claimed_positions(folder, 5, INCARNATION + 1) == set(), "another segment's"
+    create(folder, tier=Tier.NVME).close()
+    assert claimed_positions(folder, 5, INCARNATION) == set(), "another tier's"
 
 
 def test_a_table_of_the_other_tier_under_that_number_is_replaced(folder: NodeFolder) -> None:
