@@ -33,6 +33,8 @@ HELP: Final[Mapping[str, str]] = {
     "demote_at": "The share of DRAM in use from which on pages are saved.",
     "promote_after": "How many reads from NVMe bring a page to DRAM.",
     "checkpoint_s": "Seconds between checkpoints on NVMe.",
+    "on_stop": "What an end does with what only DRAM holds: keep, save, or auto: save where DRAM goes.",
+    "stop_save_s": "Seconds that an end may take to save it.",
     "listen": "Where the gRPC API listens; may repeat. Beyond loopback it asks for TLS and identities.",
     "tls_cert": "Certificate (and chain) that the gRPC API shows, PEM.",
     "tls_key": "Its private key, PEM.",

@@ -72,6 +72,7 @@ NVME_BYTES_MIN = MIB
 
 _SHM_DIR = Path("/dev/shm")
 ADMISSIONS = ("all", "reused")
+ON_STOP = ("auto", "keep", "save")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _POLICY = re.compile(r"[a-z0-9_-]+")
@@ -133,6 +134,10 @@ class NodeConfig:
     """How many reads from NVMe bring a page back to DRAM."""
     checkpoint_s: float = setting(30.0, parse_number)
     """How often the index of what NVMe holds is saved there, so that a start need not scan what rested since."""
+    on_stop: str = setting("auto", parse_text)
+    """What an end does with what only DRAM holds: keep it, save it to NVMe, or auto: save it where DRAM goes."""
+    stop_save_s: float = setting(20.0, parse_number)
+    """How long an end may take to save them, hottest first; what stops a node should wait longer than that."""
     listen: tuple[str, ...] = setting((), parse_listen)
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
     tls_cert: Path | None = setting(None, parse_path_or_none)
@@ -209,6 +214,8 @@ class NodeConfig:
         _require("demote_at", 0 <= self.demote_at <= 1, "must be from 0 to 1", self.demote_at)
         _require("promote_after", 1 <= self.promote_after <= 255, "must be from 1 to 255", self.promote_after)
         _require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
+        _require("on_stop", self.on_stop in ON_STOP, f"must be one of {', '.join(ON_STOP)}", self.on_stop)
+        _require("stop_save_s", self.stop_save_s > 0, "must be more than zero", self.stop_save_s)
 
     def _check_faces(self) -> None:
         _require("log_format", self.log_format in LOG_FORMATS, "must be text or json", self.log_format)

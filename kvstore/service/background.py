@@ -42,10 +42,10 @@ class Background:
         for thread in self._threads:
             thread.start()
 
-    def stop(self, save_s: float = 0.0, ended: Callable[[], bool] = lambda: False) -> None:
+    def stop(self, save_s: float = 0.0, why: str = "", ended: Callable[[], bool] = lambda: False) -> None:
         """End the threads, and write a last checkpoint. Memory that was not populated yet is by the next start.
 
-        ``save_s``: DRAM is about to go, so what is in it is saved to NVMe for so long, or until ``ended``.
+        ``save_s``: DRAM is about to go, ``why``, so what is in it is saved to NVMe for so long, or until ``ended``.
         """
         self._stopped.set()
         if self._kv_events is not None:
@@ -54,7 +54,7 @@ class Background:
         for thread in self._threads:
             thread.join(JOIN_S)
         if save_s:
-            StopSave(self._node, self.mover).run(save_s, ended)
+            StopSave(self._node, self.mover).run(save_s, why, ended)
         self.mover.checkpoint()
 
     def _tick(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
-from kvstore.service import logs, tracing
+from kvstore.service import logs, on_stop, tracing
 from kvstore.service.background import Background
 from kvstore.service.control import ControlServer
 from kvstore.service.dispatch import Dispatcher
@@ -35,7 +35,8 @@ SWITCH_INTERVAL_S = 0.0005  # a background thread that holds the interpreter del
 
 
 def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
-    """Run a node until SIGTERM or SIGINT. ``announce`` is called once, with one line, when it serves.
+    """Run a node until SIGTERM or SIGINT; another one cuts its end short. ``announce`` is called once, with one line,
+    when it serves.
 
     Raises:
         NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
@@ -45,9 +46,9 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         tracing.configure(config.otlp_endpoint, config.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.excepthook = _end
-    stopped = threading.Event()
+    stopped, hurried = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda *_: (hurried if stopped.is_set() else stopped).set())
     signal.signal(signal.SIGHUP, lambda *_: None)  # there is nothing to read again, unless there is an API
     started = time.monotonic()
     node = Node(config)
@@ -59,7 +60,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         with tracing.span("kvstore.start", node=config.name):
             node.start()
         logs.event(log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid())
-        _run(node, config, http, ready, stopped, announce, started)
+        _run(node, config, http, ready, stopped, hurried, announce, started)
     finally:
         if http is not None:
             http.stop()
@@ -81,6 +82,7 @@ def _run(
     http: HttpServer | None,
     ready: threading.Event,
     stopped: threading.Event,
+    hurried: threading.Event,
     announce: Callable[[str], None],
     started: float,
 ) -> None:
@@ -97,7 +99,7 @@ def _run(
         try:
             api.start()
         except InvalidRequest:
-            _end_serving(node, api, control, background)
+            _end_serving(node, api, control, background, hurried)
             raise
         signal.signal(signal.SIGHUP, lambda *_: api.reload())
     if http is not None:
@@ -117,7 +119,7 @@ def _run(
     watch = logs.Watch(node, api.calls if api is not None else None)
     while not stopped.wait(SIGNAL_LOOK_S):
         watch.look()
-    _end_serving(node, api, control, background)
+    _end_serving(node, api, control, background, hurried)
     watch.look(last=True)
 
 
@@ -129,9 +131,17 @@ def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | 
     return ApiServer(config, node, dispatcher)
 
 
-def _end_serving(node: Node, api: ApiServer | None, control: ControlServer, background: Background) -> None:
+def _end_serving(
+    node: Node, api: ApiServer | None, control: ControlServer, background: Background, hurried: threading.Event
+) -> None:
+    """End in order. Where memory goes, what is only there is saved first, until another signal ``hurried``: readers go
+    on meanwhile, writers are told."""
     node.ending = True  # before anything waits: calls that take long break off
+    save_s, why = on_stop.save_s(node.config, node.folder.name)
     if api is not None:
         api.stop()
-    control.stop()
-    background.stop()
+    if not save_s:
+        control.stop()
+    background.stop(save_s, why, hurried.is_set)
+    if save_s:
+        control.stop()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status
 from kvstore.service.admin import Admin
 from kvstore.service.node import Node
@@ -17,6 +17,8 @@ from kvstore.service.scrubber import Scrubber
 from kvstore.state import events as ev
 from kvstore.transfer import control
 from kvstore.transfer.control import BATCH_MAX, Message, Op
+
+_WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE))  # not of a node that ends
 
 
 class Dispatcher:
@@ -69,6 +71,8 @@ class Dispatcher:
             verb = self._verbs.get(message.op)
             if verb is None:
                 raise InvalidRequest("op", f"{message.op} is unknown")
+            if self.node.ending and message.op in _WRITES:
+                raise NodeUnavailable(f"{self.node.config.name}: the node is ending")
             reply = verb(session, message, time.monotonic_ns())
         except InvalidRequest as error:
             reply = _refused(message, error)

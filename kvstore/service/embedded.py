@@ -14,6 +14,7 @@ from pathlib import Path
 from kvstore.config import NodeConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.replica import Status
+from kvstore.service import on_stop
 from kvstore.service.background import Background
 from kvstore.service.dispatch import Dispatcher
 from kvstore.service.node import Node
@@ -27,8 +28,6 @@ from kvstore.transfer.control import Message, Op
 from kvstore.transfer.copies import Copies
 
 COPIES_S = 1.0  # how long an embedded node that is closed waits for copies of other threads
-
-SAVE_S = 20.0  # that an end may take to save what DRAM holds
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class EmbeddedNode:
         would be somebody else's by then.
         """
         anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
-        self._background.stop(SAVE_S if anonymous else 0.0)
+        self._background.stop(*on_stop.save_s(self.node.config, self.folder.name))
         deadline = time.monotonic() + COPIES_S
         busy = [channel.copies for channel in list(self._channels) if not channel.copied(deadline)]
         folder = self.node.performer.folder

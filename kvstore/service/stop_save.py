@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvstore.service import logs
 from kvstore.service.mover import BATCH_BYTES, Mover
 from kvstore.service.node import Node
+from kvstore.tier.header import DaemonState
 
 log = logging.getLogger("kvstore.nvme")
 
@@ -29,13 +30,15 @@ class StopSave:
         self._mover = mover
         self.pages = self.bytes = self.chains = 0
 
-    def run(self, save_s: float, ended: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, save_s: float, why: str, ended: Callable[[], bool]) -> bool:
         """Save until everything is, or ``save_s`` are over, or ``ended`` says so; whether everything was looked at.
 
         Blocks. A batch that was begun is finished. Whatever ends it, what was saved is a page of NVMe.
         """
         began_s = told_s = time.monotonic()
         saved, size, done = self._saved(), BATCH_BYTES_FIRST, self._node.nvme is None
+        logs.event(log, logging.INFO, "what only DRAM holds is saved", why=why, stop_save_s=save_s)
+        self._node.performer.header.state = DaemonState.ENDING
         self._mover.carry()  # what was decided before
         while not done and not ended():
             batch_s = time.monotonic()

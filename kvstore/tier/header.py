@@ -29,6 +29,7 @@ class DaemonState(IntEnum):
     STARTING = 0
     READY = 1
     STOPPED = 2
+    ENDING = 3  # it saves what its memory holds, and takes no more
 
 
 class _Word:

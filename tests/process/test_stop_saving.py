@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvstore
+from kvstore.errors import Unavailable
 from kvstore.model.replica import Tier
 from kvstore.service.node import Node
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.records import ExtentTable
-from tests.process.harness import Machine, put
+from tests.process.content import SMALL, chain
+from tests.process.harness import Daemon, Machine, check_right, put, wait_until
+from tests.process.nvme import NODE, check_closed, check_stored, configure, nvme, reboot, target, wait_scanned
 from tests.process.nvme import PROMPT_PAGES as PAGES
-from tests.process.nvme import check_stored, target
 
 
 def settings(machine: Machine, **more: Any) -> dict[str, Any]:
@@ -80,3 +86,107 @@ def test_a_close_takes_nothing_out_of_dram(machine: Machine, monkeypatch: pytest
     monkeypatch.undo()
     with kvstore.open(**settings(machine)) as store:
         assert check_stored(store, dict.fromkeys(range(25), PAGES)) == 25 * PAGES
+
+
+# --- daemons ----------------------------------------------------------------------------------------------------------
+
+
+def served(machine: Machine, prompts: int, **flags: str) -> Daemon:
+    """A node whose pages are in DRAM alone."""
+    daemon = machine.serve(NODE, **configure(machine, demote_at=1.0, dram="16MiB"), **flags)
+    store = machine.connect(NODE)
+    # Before, a put may find no frame in memory that is there already, and have others saved.
+    wait_until("memory is there", lambda: store.stats()["tiers"]["dram"]["populated_bytes"] == 16 << 20)
+    for seed in range(prompts):
+        assert put(store, seed, PAGES) == PAGES
+    assert nvme(store)["pages"] == 0
+    return daemon
+
+
+def kept(machine: Machine) -> tuple[int, int]:
+    """Pages in DRAM and on NVMe as the next daemon finds them: first where memory stayed, then where it went."""
+    daemon = machine.serve(NODE)
+    there = machine.connect(NODE).stats()["tiers"]["dram"]["pages"]
+    daemon.kill()
+    reboot(machine)
+    machine.serve(NODE)
+    store = machine.connect(NODE)
+    wait_scanned(store)
+    return there, nvme(store)["pages"]
+
+
+@pytest.mark.parametrize(("on_stop", "saved"), [("save", True), ("keep", False), ("auto", False)])
+def test_what_sigterm_saves(on_stop: str, saved: bool, machine: Machine) -> None:
+    daemon = served(machine, 40, on_stop=on_stop)
+    assert daemon.terminate() == 0
+    assert kept(machine) == (40 * PAGES, 40 * PAGES if saved else 0)
+    if saved:
+        assert check_stored(machine.connect(NODE), dict.fromkeys(range(40), PAGES)) == 40 * PAGES
+        assert "saved" in daemon.errors.read_text() and f"pages={40 * PAGES}" in daemon.errors.read_text()
+
+
+def test_a_machine_that_shuts_down(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd says so, and ``auto`` saves."""
+    systemctl = tmp_path / "bin" / "systemctl"
+    systemctl.parent.mkdir()
+    systemctl.write_text("#!/bin/sh\ntest $1 = is-system-running && echo stopping\nexit 1\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{systemctl.parent}:{os.environ['PATH']}")
+    daemon = served(machine, 10)
+    assert daemon.terminate() == 0
+    assert kept(machine) == (10 * PAGES, 10 * PAGES)
+
+
+SLOW = """
+import signal, sys, kvstore.tier.disk as disk
+from kvstore.cli.main import main
+from tests.process.nvme_files import Faults
+disk.os = faults = Faults()
+faults.add("pwritev", slow_s=0.3)
+signal.signal(signal.SIGUSR1, lambda *_: faults.heal())
+main()
+"""
+
+
+@pytest.mark.parametrize("end", ["signal", "time"])
+def test_a_slow_disk_does_not_put_the_end_off(end: str, machine: Machine) -> None:
+    """Readers go on, writers are told; what was saved until the end is the hottest chains, whole."""
+    flags = configure(
+        machine, demote_at=1.0, dram="16MiB", on_stop="save", checkpoint_s=1e6, stop_save_s=1 if end == "time" else 60
+    )
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "serve",
+        "--name",
+        NODE,
+        *(x for f in flags.items() for x in (f"--{f[0]}", f[1])),
+    ]
+    daemon = Daemon(command, machine.env(PYTHONPATH="."), machine._log("serve"))
+    machine.processes.append(daemon)
+    daemon.wait_ready()
+    store = machine.connect(NODE)
+    acked = dict.fromkeys(range(100), PAGES)
+    for seed in acked:
+        assert put(store, seed, PAGES) == PAGES
+    daemon.signal(signal.SIGTERM)
+    wait_until("it saves", lambda: store.stats()["state"] in ("ending", "down"))
+    if end == "signal":
+        with pytest.raises(Unavailable, match="ending"):
+            put(store, 200, PAGES)
+        assert check_right(store, acked) == sum(acked.values())
+        assert daemon.alive, "it cannot be through"
+        daemon.signal(signal.SIGTERM)
+        daemon.signal(signal.SIGUSR1)
+    assert daemon.wait() == 0
+    assert check_right(store, acked) == sum(acked.values())
+    assert "not all is saved" in daemon.errors.read_text()
+    reboot(machine)
+    machine.serve(NODE, **configure(machine))
+    store = machine.connect(NODE)
+    wait_scanned(store)
+    assert 0 < nvme(store)["pages"] < sum(acked.values())
+    assert check_closed(store, acked) == nvme(store)["pages"]
+    cache = store.cache(SMALL)
+    assert cache.lookup(chain(99, PAGES)).pages == PAGES and not cache.lookup(chain(0, PAGES)).pages, "hottest first"
