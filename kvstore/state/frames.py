@@ -184,7 +184,7 @@ class Segment:
                 for other in [other for other, pool in self.pools.items() if not pool.extents][:-CLASSES_KEPT]:
                     del self.pools[other]
             frames = self.frames_per_extent(frame_class)
-            policy = make_policy(self.policy, frames * self.positions)
+            policy = make_policy(self.policy, 0)  # grows with its extents: a class that clients only name has none
             pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
         return pool
 

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -67,9 +67,11 @@ _ROWS = _REUSE + 1 + len(REUSE_BOUNDS_S) + 1
 # word; pages hit in NVMe, put, and missed.
 _ROW_GOT, _ROW_BYTES, _ROW_TOKENS, _ROW_GETS, _ROW_DRAM, _ROW_NVME, _ROW_PUT, _ROW_MISSED, _ROW_WORDS = range(9)
 ONE_GET: Final = 1 << 40  # carried long before gets reach 2^24; by then no pages reach 2^40
-ROWS_MAX: Final = 23  # page geometries of one client; those beyond are counted as the last one
+ROWS_MAX: Final = 23  # page geometries of one client but for one: those beyond share the last row, without a size
 _WORDS: Final = _ROWS + ROWS_MAX * _ROW_WORDS
 assert 8 * _WORDS <= COUNTERS_BYTES
+COUNT_MAX: Final = 1 << 58  # of one session: clients write what they like into their files, ...
+SUM_MAX: Final = 1 << 62  # ... and sums of such must hold
 
 _FIRST = {name: _LATENCY + i * (1 + _BUCKETS) for i, name in enumerate(OPERATIONS)}
 GET, PUT, PUT_ASYNC, LOOKUP, LEASE = (_FIRST[name] for name in OPERATIONS)
@@ -153,11 +155,10 @@ class SessionCounters:
             with self._lock:
                 row = self.rows.get(geometry)
                 if row is None:
-                    taken = len({*self.rows.values()})
-                    row = _ROWS + min(taken, ROWS_MAX - 1) * _ROW_WORDS
-                    if taken < ROWS_MAX:
+                    row = _ROWS + len(self.rows) * _ROW_WORDS
+                    if len(self.rows) < ROWS_MAX - 1:  # beyond, none is remembered: whose the row is has no end
                         self.words[row + _ROW_BYTES], self.words[row + _ROW_TOKENS] = page_bytes, page_tokens
-                    self.rows[geometry] = row
+                        self.rows[geometry] = row
         return row
 
     def got(self, row: int, asked: int, dram: int, nvme: int, reason: str) -> None:
@@ -281,20 +282,28 @@ _VECTOR_WORDS = len(NAMES) + _ROWS - _LATENCY
 NOTHING: Final = np.zeros(_VECTOR_WORDS, np.uint64)
 
 
+def added(sum_: Vector, counts: Vector) -> Vector:
+    """One more session's counts; a sum stops where it would not fit its word any more."""
+    return np.minimum(sum_ + counts, np.uint64(SUM_MAX))
+
+
 def _vector(words: Vector) -> Vector:
-    rows = words[_ROWS:_WORDS].reshape(ROWS_MAX, _ROW_WORDS)
-    gets = (rows[:, _ROW_GETS] + rows[:, _ROW_GOT] // np.uint64(ONE_GET)).sum()
-    pages = rows[:, _ROW_DRAM:].copy()
-    pages[:, 0] += rows[:, _ROW_GOT] % np.uint64(ONE_GET)
+    rows = words[_ROWS:_WORDS].reshape(ROWS_MAX, _ROW_WORDS).astype(np.float64)  # whose products and sums do not wrap
+    got = words[_ROWS:_WORDS].reshape(ROWS_MAX, _ROW_WORDS)[:, _ROW_GOT]
+    gets = (rows[:, _ROW_GETS] + got // np.uint64(ONE_GET)).sum()
+    pages = rows[:, _ROW_DRAM:]
+    pages[:, 0] += got % np.uint64(ONE_GET)
     dram, nvme, put, _ = pages.sum(axis=0)
     dram_tokens, nvme_tokens, _, missed_tokens = (pages * rows[:, _ROW_TOKENS, None]).sum(axis=0)
     dram_bytes, nvme_bytes, put_bytes, _ = (pages * rows[:, _ROW_BYTES, None]).sum(axis=0)
-    missed = words[1:_LATENCY]
-    times: Any = {name: words[first + 1 : first + 1 + _BUCKETS].sum() for name, first in _FIRST.items()}
+    rest = words[:_ROWS].astype(np.float64)
+    missed = rest[1:_LATENCY]
+    times = {name: rest[first + 1 : first + 1 + _BUCKETS].sum() for name, first in _FIRST.items()}
     asked = dram + nvme + missed.sum()
     head = [times["lookup"], gets, times["lease"], times["put"], times["put_async"]]
     head += [asked, dram, nvme, dram_tokens, nvme_tokens, missed_tokens]
-    return np.array([*head, *missed, dram_bytes, nvme_bytes, put, put_bytes, *words[_LATENCY:_ROWS]], np.uint64)
+    counts = np.array([*head, *missed, dram_bytes, nvme_bytes, put, put_bytes, *rest[_LATENCY:]])
+    return np.minimum(counts, COUNT_MAX).astype(np.uint64)
 
 
 def read_counters(fd: int) -> Vector | None:

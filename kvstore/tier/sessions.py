@@ -13,12 +13,15 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from typing import Final
 
 import numpy as np
 
-from kvstore.tier.counters import NOTHING, SessionCounters, Tally, Vector, read_counters
+from kvstore.tier.counters import NOTHING, SessionCounters, Tally, Vector, added, read_counters
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import open_plain
+
+FILES_MAX: Final = 16384  # looked at in one go: clients make as many as they like
 
 
 class Sessions:
@@ -45,7 +48,7 @@ class Sessions:
         with self._lock:
             counters = self._here.pop(session, None)
             if counters is not None:
-                self._ended = self._ended + counters.vector()
+                self._ended = added(self._ended, counters.vector())
 
     def alive(self, session: int) -> bool:
         """Whether the process that holds the session's lock lives. A dead one's file is removed."""
@@ -63,12 +66,14 @@ class Sessions:
         with self._lock:
             living = [self._look(session) for session in self._files()]  # first: it may find that some ended
             here = [counters.vector() for counters in self._here.values()]
-            found = sum([*here, *(counts for counts in living if counts is not None)], start=self._ended)
+            found = self._ended
+            for counts in [*here, *(counts for counts in living if counts is not None)]:
+                found = added(found, counts)
             self._told = np.maximum(self._told, found)  # a file may go that was not added up: somebody removed it
             return Tally.of([self._told])
 
     def _files(self) -> list[int]:
-        return session_ids(self._folder)
+        return session_ids(self._folder)[:FILES_MAX]
 
     def _look(self, session: int) -> Vector | None:
         """What a living session counted; None where it counted nothing, or has ended."""
@@ -87,7 +92,7 @@ class Sessions:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             counts = read_counters(fd)
             if counts is not None:
-                self._ended = self._ended + counts
+                self._ended = added(self._ended, counts)
             path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
         except BlockingIOError:
             return True, read_counters(fd)

@@ -480,3 +480,14 @@ def test_of_very_many_classes_those_without_extents_are_forgotten() -> None:
     for frame_class in classes:
         segment.pool(frame_class)
     assert used[0] not in segment.pools.values() and used[1] in segment.pools.values()
+
+
+def test_a_class_that_is_only_named_costs_no_memory() -> None:
+    segment = Segment(128 << 20, 512)  # 64 GiB: sixteen million of the smallest frames
+
+    def size() -> int:
+        return sum(len(pool.policy._ghosts._places) for pool in segment.pools.values())  # type: ignore[attr-defined]
+
+    for tokens in range(1, 2001):
+        segment.pool(FrameClass(4096, tokens, 1))
+    assert len(segment.pools) <= CLASSES_MAX and size() < 4 << 20

@@ -22,6 +22,7 @@ from kvstore.tier.counters import (
     LEASE,
     LOOKUP,
     NAMES,
+    NOTHING,
     ONE_GET,
     PUT,
     PUT_ASYNC,
@@ -29,6 +30,7 @@ from kvstore.tier.counters import (
     ROWS_MAX,
     SessionCounters,
     Tally,
+    added,
     read_counters,
 )
 from kvstore.tier.folder import NodeFolder
@@ -160,7 +162,26 @@ def test_geometries_beyond_the_last_row_share_it() -> None:
         counters.put(row, 1)
     counts = counters.tally().counts
     assert counts["pages_put"] == ROWS_MAX + 10
-    assert counts["put_bytes"] == sum(1000 + min(i, ROWS_MAX - 1) for i in range(ROWS_MAX + 10))
+    assert counts["put_bytes"] == sum(1000 + i for i in range(ROWS_MAX - 1)), "those that share a row have no size"
+    for i in range(10 * ROWS_MAX):
+        assert counters.row(10**6 + i, 1) == rows[-1]
+    assert len(counters.rows) < ROWS_MAX, "what clients think of is not remembered for ever"
+
+
+def test_sessions_that_write_anything_spoil_no_sum() -> None:
+    hostile, honest = SessionCounters(), SessionCounters()
+    for place in range(len(hostile.words)):
+        hostile.words[place] = (1 << 64) - 1
+    row = honest.row(4096, 16)
+    total = NOTHING
+    for _ in range(1000):
+        total = added(total, hostile.vector())
+    assert int(total.max()) < 1 << 63
+    before = Tally.of([total]).counts["pages_put"]
+    honest.put(row, 5)
+    assert Tally.of([added(total, honest.vector())]).counts["pages_put"] >= before
+    one = Tally.of([added(hostile.vector(), honest.vector())]).counts
+    assert one["pages_put"] == int(hostile.vector()[NAMES.index("pages_put")]) + 5
 
 
 @pytest.mark.parametrize(
