@@ -90,7 +90,7 @@ class Performer:
             ev.Move: self._move,
             ev.WriteUse: self._write_use,
             ev.WriteName: lambda said: self.book.name(said.line),
-            ev.WriteNames: self._write_names,
+            ev.WriteNames: self._forget_names,
             ev.ForgetNames: self._forget_names,
             ev.WritePin: self.book.pin,
             ev.ErasePins: lambda over: self.book.unpin(over.numbers),
@@ -312,10 +312,8 @@ class Performer:
         self.events.append(instruction.kind, instruction.tier, instruction.reason, instruction.keys, instruction.roots)
 
     def _unpend(self, instruction: ev.Unpend) -> None:
-        if instruction.heir is None:
-            self._index_ops.append((UNPEND, [instruction.key], []))
-        else:
-            self._index_ops.append((PEND, [instruction.key], [instruction.heir]))
+        heirs = [instruction.heir] if instruction.heir is not None else []
+        self._index_ops.append((PEND if heirs else UNPEND, [instruction.key], heirs))
 
     def _write_lease(self, instruction: ev.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
@@ -333,13 +331,11 @@ class Performer:
         for table, frames, places in self._by_extent(instruction.addresses):
             table.last_use[frames] = used[places]
 
-    def _write_names(self, instruction: ev.WriteNames) -> None:
-        self._forget_names()
-        self.book.names(instruction.lines)
-
-    def _forget_names(self, _: ev.ForgetNames | None = None) -> None:
+    def _forget_names(self, instruction: ev.WriteNames | ev.ForgetNames) -> None:
         """Whoever said a name says it again before it puts, or its quota would not hold."""
         self.header.names_forgotten += 1
+        if isinstance(instruction, ev.WriteNames):
+            self.book.names(instruction.lines)
 
     def _move(self, instruction: ev.Move) -> None:
         """Data and body first, then the new word, then the index; the old word goes last."""
