@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
+from typing import Protocol
 
 from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
@@ -15,11 +17,20 @@ AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20
 POOLS_MAX = 256  # of a client: a node's own, on behalf of all its remote callers, sees any geometry they think of
 IDLE_S = 2.0  # frames that nobody took for so long are given back
+PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames granted in return wait in them
 AHEAD_PUTS = 8  # so many puts like the last one are asked for at once
 OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
 BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
 _RESERVED = int(FrameState.RESERVED)
+
+
+class Unread(Protocol):
+    """A put that nobody has asked about yet."""
+
+    def result(self) -> int:
+        """See ``PendingPut.result``: frames of pages that were refused are handed back by it."""
+        ...
 
 
 class GrantPool:
@@ -42,6 +53,7 @@ class GrantPool:
         self._used_s = 0.0  # when frames were last taken
         self._timer: threading.Timer | None = None
         self._asked: PendingReply | None = None  # frames on their way
+        self._unread: deque[Unread] = deque()
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -49,7 +61,8 @@ class GrantPool:
     @property
     def idle(self) -> bool:
         """Whether it has no frame, and none that is on its way in or out."""
-        return not self._frames and not self._forfeited and self._asked is None and self._timer is None
+        waiting = self._asked is not None or self._timer is not None
+        return not (self._frames or self._forfeited or self._unread or waiting)
 
     def take(self, count: int) -> list[Address]:
         """Up to ``count`` frames, ascending; consecutive ones where there are enough."""
@@ -95,6 +108,21 @@ class GrantPool:
                 self._watch()
         self.forfeit(spare)
 
+    def unread(self, put: Unread) -> None:
+        """A put whose result may never be asked for. Its replies are read when many others wait, or when nobody took a
+        frame for ``IDLE_S``: where pages were refused, their frames are ours until then."""
+        self._unread.append(put)
+        self._read(PUTS_UNREAD_MAX)
+        with self._lock:
+            if self._timer is None:
+                self._watch()
+
+    def _read(self, left: int) -> None:
+        while len(self._unread) > left:
+            # Kept for whoever asks for that result; InvalidRequest: its session has ended; IndexError: another read it.
+            with contextlib.suppress(Unavailable, InvalidRequest, IndexError):
+                self._unread.popleft().result()
+
     def _watch(self) -> None:
         """One timer while there are frames: a client that stopped writing must not keep them from others."""
         if not self._channel.ended:
@@ -110,11 +138,13 @@ class GrantPool:
 
     def _idle(self) -> None:
         self._collect()
+        if time.monotonic() - self._used_s >= IDLE_S:
+            self._read(0)
         with self._lock:
             self._timer, idle = None, []
             if time.monotonic() - self._used_s >= IDLE_S:
                 idle, self._frames = self._frames, []
-            if self._frames or self._asked is not None:  # asked for since the look above
+            if self._frames or self._unread or self._asked is not None:  # asked for since the look above
                 self._watch()
         self.forfeit(idle)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
@@ -24,7 +22,7 @@ from kvstore.client.prefetch import bring, have_verified, tell_damaged, tell_rea
 from kvstore.client.proof import Run, copy_runs, prove, tell_reuse
 from kvstore.client.put import PendingPut, checksums_of
 from kvstore.client.stored import known_on_nvme, locate, stored_beyond, stored_pages
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, root_key
 from kvstore.model.replica import STAMPED, FrameClass
@@ -34,7 +32,6 @@ from kvstore.transfer.control import CHECKSUMS
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
-PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames granted in return wait in them
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
@@ -63,7 +60,6 @@ class PrefixCache(LayerVerbs):
         self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
         self._closed = layout.attention == "full"
         self._verify = verify or not ORDERED
-        self._puts: deque[PendingPut] = deque()
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
@@ -319,16 +315,13 @@ class PrefixCache(LayerVerbs):
     ) -> PendingPut:
         """``put`` without waiting for the last acknowledgements. ``pages`` may be reused as soon as this returns.
 
-        A put whose ``result`` is never asked for is sealed all the same; its replies are read by a later put.
+        A put whose ``result`` is never asked for is sealed all the same; its replies are read by a later put, or soon
+        after the last one.
         """
         start_ns = time.monotonic_ns()
         put = self._start_put(tokens, pages, extras, checksum)
         put.counters.took(PUT_ASYNC, start_ns)
-        self._puts.append(put)
-        while len(self._puts) > PUTS_UNREAD_MAX:
-            # Kept for whoever asks for that result; InvalidRequest: its session has ended.
-            with contextlib.suppress(Unavailable, InvalidRequest):
-                self._puts.popleft().result()
+        put.leave()
         return put
 
     def _start_put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None, checksum: bool) -> PendingPut:

@@ -110,6 +110,11 @@ class PendingPut:
             raise QuotaExceeded(OVER_QUOTA)
         return self._new
 
+    def leave(self) -> None:
+        """``result`` may never be called: the pool does it, some time later."""
+        if self._batches:
+            self._pool.unread(self)
+
     def send(self, rows: npt.NDArray[np.uint8], stored: int) -> None:
         """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
         pool, total = self._pool, len(rows)

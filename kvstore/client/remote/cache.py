@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.grants import PUTS_UNREAD_MAX
 from kvstore.client.match import ABSENT, Match
-from kvstore.client.prefix_cache import PUTS_UNREAD_MAX, PrefixCache
+from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.put import PendingPut
 from kvstore.client.remote.fetch import Rows, fetch
 from kvstore.client.remote.lease import RemoteLease
