@@ -1,12 +1,14 @@
 """Failpoints: named steps at which a test has this process killed: ``KVSTORE_FAILPOINT=name`` or ``name:3``.
 
 Costs one module-global test where it is not armed. The names in use are listed by ``NAMES``, which the kill tests walk.
+``disk.stall`` kills nobody: with it, calls to a disk wait while a file of its name and ``STALLED`` lies beside it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 
 NAMES = (
     "node.event",  # an event was decided, nothing performed yet
@@ -37,7 +39,8 @@ NAMES = (
 _name, _, _count = os.environ.get("KVSTORE_FAILPOINT", "").partition(":")
 ACTIVE = bool(_name)
 _left = int(_count or 1)
-if ACTIVE and _name not in NAMES:
+STALL, STALLED, STALL_LOOK_S = "disk.stall", ".stalled", 0.01
+if ACTIVE and _name not in (*NAMES, STALL):
     raise ValueError(f"KVSTORE_FAILPOINT: {_name!r} is not one of {', '.join(NAMES)}")
 
 
@@ -48,3 +51,9 @@ def hit(name: str) -> None:
         _left -= 1
         if _left <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall(path: str) -> None:
+    """Wait like a device that does not answer, as long as the test wants. Call under ``if ACTIVE``."""
+    while _name == STALL and os.path.exists(path + STALLED):
+        time.sleep(STALL_LOOK_S)

@@ -35,6 +35,7 @@ HELP: Final[Mapping[str, str]] = {
     "checkpoint_s": "Seconds between checkpoints on NVMe.",
     "on_stop": "What an end does with what only DRAM holds: keep, save, or auto: save where DRAM goes.",
     "stop_save_s": "Seconds that an end may take to save it.",
+    "nvme_answer_s": "Seconds after which an NVMe device that does not answer counts as failed.",
     "listen": "Where the gRPC API listens; may repeat. Beyond loopback it asks for TLS and identities.",
     "tls_cert": "Certificate (and chain) that the gRPC API shows, PEM.",
     "tls_key": "Its private key, PEM.",

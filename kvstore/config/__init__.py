@@ -138,6 +138,8 @@ class NodeConfig:
     """What an end does with what only DRAM holds: keep it, save it to NVMe, or auto: save it where DRAM goes."""
     stop_save_s: float = setting(20.0, parse_number)
     """How long an end may take to save them, hottest first; what stops a node should wait longer than that."""
+    nvme_answer_s: float = setting(10.0, parse_number)
+    """An NVMe device that does not answer for so many seconds takes no more writes; it is read again once it does."""
     listen: tuple[str, ...] = setting((), parse_listen)
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
     tls_cert: Path | None = setting(None, parse_path_or_none)
@@ -216,6 +218,7 @@ class NodeConfig:
         _require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
         _require("on_stop", self.on_stop in ON_STOP, f"must be one of {', '.join(ON_STOP)}", self.on_stop)
         _require("stop_save_s", self.stop_save_s > 0, "must be more than zero", self.stop_save_s)
+        _require("nvme_answer_s", self.nvme_answer_s > 0, "must be more than zero", self.nvme_answer_s)
 
     def _check_faces(self) -> None:
         _require("log_format", self.log_format in LOG_FORMATS, "must be text or json", self.log_format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from kvstore.service.kv_events import KvEvents
@@ -51,8 +52,10 @@ class Background:
         if self._kv_events is not None:
             self._kv_events.stop()
         self.mover.wake()
+        config = self._node.config
+        deadline = time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s  # each may have to be given up
         for thread in self._threads:
-            thread.join(JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         if save_s:
             StopSave(self._node, self.mover).run(save_s, why, ended)
         self.mover.checkpoint()

@@ -3,9 +3,9 @@
 Bounded by construction: a request is one datagram of at most ``MESSAGE_BYTES_MAX``, a connection is served one datagram
 per round, a client that does not read its replies is disconnected when its socket's buffer is full.
 
-Admin calls that may take long, and checksums of many pages, run in ``SLOW_THREADS`` threads of their own: nobody else
-waits for them. Replies of a connection come in the order of its requests, so it is not read on meanwhile, and no more
-calls than connections wait.
+Admin calls that may take long, checksums of many pages, and deletions that wait for NVMe run in threads of their own
+(``SLOW_THREADS``, ``DELETE_THREADS``): nobody else waits for them. Replies of a connection come in the order of its
+requests, so it is not read on meanwhile, and no more calls than connections wait.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvstore.service.node import Node
 from kvstore.state import events as ev
 from kvstore.tier.plain_files import chmod_socket, open_folder, remove
 from kvstore.transfer import control
+from kvstore.transfer.control import Op
 
 log = logging.getLogger("kvstore.control")
 
@@ -35,9 +36,11 @@ HELLO_S = 5.0  # a connection that says nothing within this is closed
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
 SLOW_THREADS = 4
+DELETE_THREADS = 32  # a device that does not answer keeps every one for ``nvme_answer_s``, once
 JOIN_S = 5.0
 
-_MAY_BE_SLOW = frozenset((int(control.Op.ADMIN), int(control.Op.SCRUB)))
+_DELETES = frozenset(int(op) for op in (Op.DELETE, Op.SEAL_GRANTED))
+_MAY_BE_SLOW = frozenset(int(op) for op in (Op.ADMIN, Op.SCRUB)) | _DELETES
 
 
 class _Connection:
@@ -55,10 +58,12 @@ class _SlowCalls:
 
     Args:
         carry_out: session and request to a reply, None where none is wanted; any thread may call it.
+        threads: at most.
     """
 
-    def __init__(self, carry_out: Callable[[int, bytes], bytes | None]) -> None:
+    def __init__(self, carry_out: Callable[[int, bytes], bytes | None], threads: int) -> None:
         self._carry_out = carry_out
+        self._threads_max = threads
         self._asked: SimpleQueue[tuple[_Connection, bytes] | None] = SimpleQueue()
         self._done: deque[tuple[_Connection, bytes | None]] = deque()
         self._threads: list[threading.Thread] = []
@@ -69,7 +74,7 @@ class _SlowCalls:
     def ask(self, connection: _Connection, request: bytes) -> None:
         """Begin, as soon as a thread is free."""
         self._under_way += 1
-        if self._under_way > len(self._threads) < SLOW_THREADS:
+        if self._under_way > len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._work, name="kvstore-slow-calls", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -115,7 +120,8 @@ class ControlServer:
         self._dispatcher = dispatcher
         self._connections: dict[int, _Connection] = {}
         self._buffer = bytearray(control.MESSAGE_BYTES_MAX)
-        self._slow = _SlowCalls(self._carry_out)
+        self._slow = _SlowCalls(self._carry_out, SLOW_THREADS)
+        self._deletions = _SlowCalls(self._carry_out, DELETE_THREADS)
         self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
         self._listener: socket.socket | None = None
@@ -142,20 +148,22 @@ class ControlServer:
         self._stopped = True
         self._thread.join(2 * POLL_S + 1)
         self._slow.stop()
+        self._deletions.stop()
 
     def _serve(self) -> None:
         assert self._listener is not None
-        listening, bell = self._listener.fileno(), self._slow.bell
+        listening, bells = self._listener.fileno(), {calls.bell: calls for calls in (self._slow, self._deletions)}
         with select.epoll() as poll:
             poll.register(listening, select.EPOLLIN)
-            poll.register(bell, select.EPOLLIN)
+            for bell in bells:
+                poll.register(bell, select.EPOLLIN)
             swept = time.monotonic()
             while not self._stopped:
                 for fd, _ in poll.poll(POLL_S):
                     if fd == listening:
                         self._accept(poll)
-                    elif fd == bell:
-                        self._answer_slow(poll)
+                    elif fd in bells:
+                        self._answer_slow(poll, bells[fd])
                     else:
                         connection = self._connections.get(fd)
                         if connection is not None and not self._serve_one(connection):
@@ -198,7 +206,8 @@ class ControlServer:
                 connection.session, reply = self._dispatcher.hello(message)
             elif message.op in _MAY_BE_SLOW and self._dispatcher.may_take_long(message):
                 connection.waits = True
-                self._slow.ask(connection, bytes(self._buffer[:size]))
+                calls = self._deletions if message.op in _DELETES else self._slow
+                calls.ask(connection, bytes(self._buffer[:size]))
                 return True
             else:
                 reply = self._dispatcher.exchange(connection.session, message)
@@ -223,8 +232,8 @@ class ControlServer:
     def _carry_out(self, session: int, request: bytes) -> bytes | None:
         return self._dispatcher.exchange(session, control.decode(memoryview(request)))
 
-    def _answer_slow(self, poll: select.epoll) -> None:
-        for connection, reply in self._slow.done():
+    def _answer_slow(self, poll: select.epoll, calls: _SlowCalls) -> None:
+        for connection, reply in calls.done():
             fd = connection.sock.fileno()
             if fd < 0:
                 continue  # it hung up meanwhile

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
-from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status
+from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, Tier
 from kvstore.service.admin import Admin
 from kvstore.service.node import Node
 from kvstore.service.scrubber import Scrubber
@@ -83,13 +83,23 @@ class Dispatcher:
         return None if message.flags & control.NO_REPLY else reply
 
     def may_take_long(self, message: Message) -> bool:
-        """Whether an ``Op.ADMIN`` or ``Op.SCRUB`` request is one for a thread of its own."""
-        if message.op == Op.SCRUB:
-            return message.entries > 1  # a page of some MiB takes a millisecond or two
+        """Whether a request is one for a thread of its own: an admin call, or what reads, or erases, on NVMe."""
+        if message.op == Op.SEAL_GRANTED:
+            replaces = message.flags & control.OBJECT and any(message.body[-ADDRESS_BYTES:])
+            return bool(replaces) and self.node.nvme is not None
+        if message.op == Op.DELETE:
+            return self.node.nvme is not None
         try:
+            if message.op == Op.SCRUB:  # a page of DRAM of some MiB takes a millisecond or two
+                return message.entries > 1 or self._is_on_nvme(message)
             return self.admin.may_take_long(control.unpack_json(message.body))
         except InvalidRequest:
             return False  # it is refused at once
+
+    def _is_on_nvme(self, message: Message) -> bool:
+        tables = self.node.performer.tables
+        found = (tables.get(a.extent) for a in control.unpack_addresses(message.body, message.entries))
+        return any(table is not None and table.tier == Tier.NVME for table in found)
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 

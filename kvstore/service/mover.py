@@ -1,4 +1,4 @@
-"""Mover: the thread that carries pages between DRAM and NVMe, and writes the checkpoints of what is there.
+"""Mover: the thread that carries pages between DRAM and NVMe, and on NVMe, and writes the checkpoints of what is there.
 
 The state decides what to copy (``state.tiering``); the copies are made here, outside the node's mutex, and reported
 back. A page is held by the state while it is on its way; what changed all the same is noticed by its record's word.
@@ -15,6 +15,7 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.model.replica import FrameState
 from kvstore.service import tracing
+from kvstore.service.erasing import erase
 from kvstore.service.node import Node
 from kvstore.service.nvme_pages import Copied, NvmePages
 from kvstore.service.stats import today
@@ -51,6 +52,7 @@ class Mover:
         busy = self._copy(nvme)
         self._node.demote(BATCH_BYTES, self._day_bytes_left(nvme))
         busy |= self._copy(nvme)
+        self._node.device_failed(nvme.extents.tidy())
         if time.monotonic() >= self._checkpoint_due_s:
             self.checkpoint()
         return busy
@@ -74,9 +76,13 @@ class Mover:
             if isinstance(copy, ev.Save):
                 with tracing.span("kvstore.demote", pages=len(copy.pages)):
                     self._save(nvme, copy)
-            else:
+            elif isinstance(copy, ev.Load):
                 with tracing.span("kvstore.promote", pages=len(copy.pages)):
                     self._load(nvme, copy)
+            elif isinstance(copy, ev.Carry):
+                self._carry(nvme, copy)
+            else:
+                erase(self._node, nvme, copy)
             if failpoint.ACTIVE:
                 failpoint.hit("mover.reported")
         return busy
@@ -90,7 +96,17 @@ class Mover:
             failpoint.hit("mover.saved")
         heads = done.rows[:, :48].copy()
         self._node.handle(ev.Saved(time.monotonic_ns(), save.number, heads, done.failed))
-        nvme.saved(done)
+        nvme.reported(done)
+        self._report(done)
+
+    def _carry(self, nvme: NvmePages, carry: ev.Carry) -> None:
+        written = nvme.bytes_written
+        done = nvme.carry(carry.pages, self._node.performer.tables)
+        nvme.devices.add_written(today(), nvme.bytes_written - written)
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.saved")
+        self._node.handle(ev.Carried(time.monotonic_ns(), carry.number, done.failed))
+        nvme.reported(done)
         self._report(done)
 
     def _load(self, nvme: NvmePages, load: ev.Load) -> None:
@@ -102,10 +118,10 @@ class Mover:
         self._report(done)
 
     def _report(self, done: Copied) -> None:
-        for address, reason in done.damaged:
-            self._node.drop_damaged(address, reason)
         if done.broken:
             self._node.device_failed(done.broken)
+        for address, reason in done.damaged:
+            self._node.drop_damaged(address, reason)
 
     def _day_bytes_left(self, nvme: NvmePages) -> int:
         cap = self._node.config.nvme_write_bytes_per_day
@@ -118,7 +134,7 @@ class Mover:
         if nvme is None:
             return
         for table in self._node.nvme_tables():
-            if nvme.is_clean(table.position):
+            if nvme.extents.is_clean(table.position):
                 continue
             version = nvme.devices.version(table.position)
             rows = self._node.directory_rows(table)
@@ -126,6 +142,6 @@ class Mover:
                 continue  # gone, or not scanned yet
             if failpoint.ACTIVE:
                 failpoint.hit("mover.checkpoint")
-            error = nvme.checkpoint(table.position, rows, version)
+            error = nvme.extents.checkpoint(table.position, rows, version)
             if error is not None:
                 self._node.device_failed({table.position: error})

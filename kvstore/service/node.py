@@ -20,6 +20,7 @@ from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.model.replica import MARKS_ROW_BYTES, Address, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.service import logs, startup
+from kvstore.service.erasing import erase_all
 from kvstore.service.event_log import EventLog
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.performer import Performer
@@ -115,7 +116,11 @@ class Node:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> ev.Reply:
-        """Decide and perform one event; the index is committed when this returns."""
+        """Decide and perform one event; the index is committed when this returns, and what was deleted is erased.
+
+        Raises:
+            Unavailable: an object is deleted, and cannot be erased where it lay on NVMe.
+        """
         with self._mutex:
             if self._performer is None:
                 return ev.Reply()  # a thread that was late for the stop
@@ -126,19 +131,19 @@ class Node:
                 extent = self.state.space_of(event.addresses[0].extent).segment.extents.get(event.addresses[0].extent)
                 if extent is not None:
                     self._make_room(extent.pool.frame_class, len(event.addresses), event.now_ns)
-            reply = self._performer.perform(self.state.handle(event))
+            instructions = self.state.handle(event)
+            erases = _taken_out(instructions) if _deletes(event) else []
+            nvme = self._performer.nvme
+            reply = self._performer.perform(instructions)
             while self._performer.sessions_to_check:
                 session = self._performer.sessions_to_check.pop()
                 if not self.sessions.alive(session):
                     self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
-            broken, self._performer.erase_failures = self._performer.erase_failures, {}
             book = self._performer.book
         if book.dirty:
             book.flush()
-        if broken:
-            self.device_failed(broken)
-            if type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None):
-                raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
+        if erases and nvme is not None:
+            erase_all(self, nvme, erases)  # the caller waits for the disk, nobody else does
         return reply if reply is not None else ev.Reply()
 
     def check_class(self, frame_class: FrameClass) -> None:
@@ -212,14 +217,18 @@ class Node:
                 self._performer.index.tidy()
 
     def drop_damaged(self, address: Address, reason: str) -> None:
-        """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``."""
+        """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``.
+
+        Of NVMe the extent's directory is withdrawn as well, which may take as long as its device does.
+        """
         with self._mutex:
-            if self._performer is not None and self.state.space_of(address.extent).sealed(address):
-                event = ev.Damaged(time.monotonic_ns(), address, reason, self._performer.key_of(address))
-                table = self._performer.tables[address.extent]
-                self._performer.perform(self.state.handle(event))
-                if self._performer.nvme is not None and table.tier == Tier.NVME:
-                    self._performer.nvme.distrust(table.position)
+            if self._performer is None or not self.state.space_of(address.extent).sealed(address):
+                return
+            event = ev.Damaged(time.monotonic_ns(), address, reason, self._performer.key_of(address))
+            table, nvme = self._performer.tables[address.extent], self._performer.nvme
+            self._performer.perform(self.state.handle(event))
+        if nvme is not None and table.tier == Tier.NVME:
+            self.device_failed(nvme.extents.distrust(table))
 
     def check_words(self) -> int:
         """Every record's word must say what was decided. One that does not is set right, and if a page is sealed there,
@@ -355,3 +364,15 @@ class Node:
         """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""
         with self._mutex:
             return node_stats(self)
+
+
+def _deletes(event: ev.Event) -> bool:
+    """Whoever is behind this event is told only when what he deletes is gone for good."""
+    return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
+
+
+def _taken_out(instructions: list[ev.Instruction]) -> list[ev.Erase]:
+    """The erasures among these instructions, which are left without them."""
+    erases = [instruction for instruction in instructions if type(instruction) is ev.Erase]
+    instructions[:] = [instruction for instruction in instructions if type(instruction) is not ev.Erase]
+    return erases

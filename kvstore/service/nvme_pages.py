@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import KVStoreError
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, STAMPED, Address, FrameClass, FrameState, info_word, standing_of
+from kvstore.model.replica import (
+    IDENTITY_HEAD_BYTES,
+    STAMPED,
+    Address,
+    FrameClass,
+    FrameState,
+    Tier,
+    info_word,
+    standing_of,
+)
+from kvstore.service.nvme_extents import NvmeExtents
 from kvstore.state.events import Copying
 from kvstore.state.views import Rows
 from kvstore.tier import frame_header
@@ -25,6 +35,7 @@ from kvstore.tier.bounces import Bounces
 from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
 from kvstore.tier.io_threads import IoThreads
 from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.patient_disk import is_silent
 from kvstore.tier.records import ExtentTable
 
 log = logging.getLogger("kvstore.nvme")
@@ -65,7 +76,7 @@ class NvmePages:
         self.io = IoThreads(THREADS)
         self._writes = threading.Semaphore(WRITES)
         self._bounces = Bounces()
-        self._planned: dict[int, tuple[int, FrameClass]] = {}  # extents that their devices have not heard of yet
+        self.extents = NvmeExtents(devices)
         self.bytes_written = 0
         self.bytes_read = 0
 
@@ -89,26 +100,37 @@ class NvmePages:
     def save(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
         """Write these pages, of one class, and make them durable. Pages that changed or do not hold are not claimed.
 
-        Their extents stay open for writing until the caller says ``saved``: when the records say what is there.
+        Their extents stay open for writing until the caller says ``reported``: when the records say what is there.
         """
         frame_class = tables[pages[0].source.extent].frame_class
         done = Copied(
             np.zeros((len(pages), IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8),
             np.zeros((len(pages), frame_class.layers), np.uint32),
         )
+        runs = _runs([page.target for page in pages], frame_class)
+        self._write(pages, tables, done, runs, lambda run: self._save_run(run, pages, tables, frames_of, done))
+        return done
+
+    def _write(
+        self,
+        pages: list[Copying],
+        tables: Tables,
+        done: Copied,
+        runs: Iterable[range],
+        write_run: Callable[[range], None],
+    ) -> None:
+        """Write these runs, side by side, and make them durable."""
         where = [tables[page.target.extent].position for page in pages]
         done.open_positions = self._opened({*where}, done)
         done.failed |= {i: IO for i, position in enumerate(where) if position not in done.open_positions}
-        runs = [run for run in _runs([page.target for page in pages], frame_class) if run.start not in done.failed]
-        tasks = [partial(self._save_run, run, pages, tables, frames_of, done) for run in runs]
-        for run, result in zip(runs, self.io.run(tasks), strict=True):
+        runs = [run for run in runs if run.start not in done.failed]
+        for run, result in zip(runs, self.io.run([partial(write_run, run) for run in runs]), strict=True):
             if isinstance(result, OSError | KVStoreError):
-                self._broke(done, run, tables[pages[run.start].target.extent].position, result)
+                self._broke(done, run, self._where(pages[run.start], tables, result), result)
         for position, broken in self._sync(done.open_positions).items():
             done.broken[position] = broken
             here = self.devices.neighbours(position)
             done.failed |= {i: IO for i, position in enumerate(where) if position in here}
-        return done
 
     def _opened(self, positions: set[int], done: Copied) -> set[int]:
         """Those that are open for writing now, device by device; the others are noted as broken."""
@@ -119,7 +141,7 @@ class NvmePages:
         for here in by_device.values():
             try:
                 for position in here:
-                    self._make(position)
+                    self.extents.make(position)
                 self.devices.open_for_writing(here)
                 opened |= here
             except OSError as error:
@@ -136,8 +158,8 @@ class NvmePages:
                 broken[position] = error
         return broken
 
-    def saved(self, done: Copied) -> None:
-        """The records say what became of a ``save``."""
+    def reported(self, done: Copied) -> None:
+        """The records say what became of a ``save``, or a ``carry``."""
         self.devices.close_for_writing(done.open_positions)
 
     def _save_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
@@ -188,6 +210,56 @@ class NvmePages:
         frame_header.pack(header, *place, identity, parent, info, sums, total)
         done.rows[i], done.checksums[i] = identity, sums
 
+    # --- across: from one extent of NVMe to others ------------------------------------------------------------------
+
+    def carry(self, pages: list[Copying], tables: Tables) -> Copied:
+        """Copy these pages, of one class, into other frames under their new addresses, and make them durable.
+
+        Where they were they stay. What does not hold there, or cannot be written, is in ``failed``. See ``save``.
+        """
+        frame_class = tables[pages[0].source.extent].frame_class
+        done = Copied(np.zeros((0, 0), np.uint8), np.zeros((0, 0), np.uint32))
+        runs = _runs([page.source for page in pages], frame_class, [page.target for page in pages])
+        self._write(pages, tables, done, runs, lambda run: self._carry_run(run, pages, tables, done))
+        return done
+
+    def _carry_run(self, run: range, pages: list[Copying], tables: Tables, done: Copied) -> None:
+        """Read the run, prove it, write it elsewhere. A page that does not hold is written with an empty header."""
+        first = pages[run.start]
+        source, target = tables[first.source.extent], tables[first.target.extent]
+        frame_class, header_bytes = target.frame_class, target.frame_class.nvme_header_bytes
+        incarnation = self.devices.header_incarnation(target.position)
+        with self._bounces.borrow(len(run) * frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(len(run), -1)
+            for i, slot, found in zip(run, slots, self._read_run(source, first.source.frame, slots), strict=True):
+                header = self._proven(i, pages[i], source, found, done)
+                slot[:header_bytes] = 0
+                if header is not None:
+                    place, identity = (frame_class, incarnation, pages[i].target), identity_row(header)
+                    rest = header.info, header.checksums, header.payload_sum
+                    frame_header.pack(slot[:header_bytes], *place, identity, header.parent, *rest)
+            headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
+            with self._writes:
+                self.devices.write_run(target.position, first.target.frame, frame_class, headers, list(payloads))
+        self.bytes_written += len(run) * frame_class.nvme_stride
+
+    @staticmethod
+    def _proven(
+        i: int, page: Copying, source: ExtentTable, found: FrameHeader | str, done: Copied
+    ) -> FrameHeader | None:
+        """What was read of a page of NVMe, where it is that page; else its reason is noted."""
+        if not _is_sealed(source, page.source):
+            done.failed[i] = MOVED
+        elif isinstance(found, str):
+            done.failed[i] = IO if found == IO else DATA
+            done.damaged.append((page.source, found))
+        elif found.key != page.key or found.address != page.source:
+            done.failed[i] = DATA
+            done.damaged.append((page.source, "swapped"))
+        else:
+            return found
+        return None
+
     # --- up: NVMe to DRAM -------------------------------------------------------------------------------------------
 
     def load(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
@@ -203,7 +275,10 @@ class NvmePages:
             if isinstance(result, OSError | KVStoreError):
                 log.error("pages could not be read: %s", result)
                 done.failed |= dict.fromkeys(run, IO)
-                done.damaged += [(pages[i].source, IO) for i in run]
+                if isinstance(result, OSError) and is_silent(result):  # that says nothing about the pages
+                    done.broken[tables[pages[run.start].source.extent].position] = result
+                else:
+                    done.damaged += [(pages[i].source, IO) for i in run]
         return done
 
     def _load_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
@@ -212,22 +287,18 @@ class NvmePages:
         with self._bounces.borrow(len(run) * table.frame_class.nvme_stride) as buffer:
             slots = buffer.reshape(len(run), -1)
             for i, slot, found in zip(run, slots, self._read_run(table, first, slots), strict=True):
-                page = pages[i]
-                if not _is_sealed(table, page.source):
-                    done.failed[i] = MOVED
-                elif isinstance(found, str):
-                    done.failed[i] = IO if found == IO else DATA
-                    done.damaged.append((page.source, found))
-                elif found.key != page.key or found.address != page.source:
-                    done.failed[i] = DATA
-                    done.damaged.append((page.source, "swapped"))
-                else:
+                page, header = pages[i], self._proven(i, pages[i], table, found, done)
+                if header is not None:
                     frames_of(tables[page.target.extent])[page.target.frame] = slot[header_bytes:]
-                    done.rows[i], done.checksums[i] = identity_row(found), found.checksums
+                    done.rows[i], done.checksums[i] = identity_row(header), header.checksums
 
     def read(self, table: ExtentTable, first: int, count: int) -> list[FrameHeader | str]:
         """What lies in these consecutive frames, proven by header and checksums; else why it does not hold: a reason of
-        ``frame_header``, ``EMPTY``, or ``IO`` where the device cannot read it."""
+        ``frame_header``, ``EMPTY``, or ``IO`` where the device cannot read it.
+
+        Raises:
+            OSError: the device does not answer.
+        """
         with self._bounces.borrow(count * table.frame_class.nvme_stride) as buffer:
             return self._read_run(table, first, buffer.reshape(count, -1))
 
@@ -238,6 +309,8 @@ class NvmePages:
         try:
             self.devices.read_run(table.position, first, frame_class, headers, list(payloads))
         except OSError as error:
+            if is_silent(error):  # of all frames, for now; and the buffer is lost
+                raise
             if len(slots) > 1:  # one frame that cannot be read does not take the others with it
                 return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]
             log.error("frame %d of extent %d could not be read: %s", first, table.extent, error)
@@ -257,119 +330,24 @@ class NvmePages:
         return found
 
     def verify(self, table: ExtentTable, address: Address) -> str:
-        """Why the page at this address does not hold; "" where it does."""
+        """Why the page at this address does not hold; "" where it does. Raises as ``read``."""
         found = self.read(table, address.frame, 1)[0]
         if isinstance(found, str):
             return found
         same = found.address == address and found.key == table.rows[address.frame, 8:24].tobytes()
         return "" if same else "swapped"
 
-    # --- extents ----------------------------------------------------------------------------------------------------
-
-    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """An extent begins. Its device hears of it when something is saved there: now the whole node would wait."""
-        self._planned[position] = number, frame_class
-
-    def _make(self, position: int) -> None:
-        """Make an extent known on its device, where it is not. Raises OSError where that cannot be."""
-        planned = self._planned.get(position)
-        if planned is None:
-            return
-        device, local = self.devices.place(position)
-        if local in device.extents:  # one that could not be dropped
-            device.drop(local)
-        self.devices.carve(position, *planned)
-        del self._planned[position]
-
-    def drop(self, position: int) -> None:
-        """The device forgets an extent. Where it cannot, what is found there later is of an extent nobody knows."""
-        if self._planned.pop(position, None) is not None:
-            return
-        try:
-            self.devices.drop(position)
-        except OSError as error:
-            log.error("an extent could not be dropped: %s", error)
-
-    def move(self, source: ExtentTable, frame: int, target: ExtentTable, address: Address) -> bool:
-        """Copy a page into another frame, under its new address. False: it cannot, and the page is lost with it."""
-        frame_class, header_bytes = source.frame_class, source.frame_class.nvme_header_bytes
-        with self._bounces.borrow(frame_class.nvme_stride) as buffer:
-            slots = buffer.reshape(1, -1)
-            found = self._read_run(source, frame, slots)[0]
-            if isinstance(found, str) or found.key != source.rows[frame, 8:24].tobytes():
-                return False
-            incarnation = self.devices.header_incarnation(target.position)
-            rest = found.parent, found.info, found.checksums, found.payload_sum
-            header = slots[0, :header_bytes]
-            frame_header.pack(header, frame_class, incarnation, address, identity_row(found), *rest)
-            try:
-                self._make(target.position)
-                self.devices.open_for_writing([target.position])
-                try:
-                    parts = slots[:, :header_bytes], list(slots[:, header_bytes:])
-                    self.devices.write_run(target.position, address.frame, frame_class, *parts)
-                    self.devices.sync()
-                finally:
-                    self.devices.close_for_writing([target.position])
-            except OSError as error:
-                log.error("a page could not be moved: %s", error)
-                return False
-        return True
-
-    def distrust(self, position: int) -> None:
-        """A page of this extent does not hold: the next start scans it, unless there is a checkpoint before that.
-
-        Its directory still names that page, and might keep a sound copy in another extent from being adopted.
-        """
-        try:
-            self.devices.open_for_writing([position])
-            self.devices.close_for_writing([position])
-        except OSError as error:
-            log.error("an extent's checkpoint could not be withdrawn: %s", error)
-
-    def erase(self, frames: list[tuple[int, FrameClass, int]]) -> dict[int, OSError]:
-        """Overwrite the headers of these frames (position, class, frame), durably; positions where that failed.
-
-        An extent's checkpoint is withdrawn first: its directory names the frames.
-        """
-        failed: dict[int, OSError] = {}
-        for position in {position for position, _, _ in frames if position not in self._planned}:
-            here = [(frame_class, frame) for at, frame_class, frame in frames if at == position]
-            device, local = self.devices.place(position)
-            try:
-                self.devices.open_for_writing([position])
-                try:
-                    for frame_class, frame in here:
-                        device.erase_header(local, frame, frame_class)
-                    device.sync()
-                finally:
-                    self.devices.close_for_writing([position])
-            except OSError as error:
-                log.error("objects could not be erased: %s", error)
-                failed[position] = error
-        return failed
-
-    def is_clean(self, position: int) -> bool:
-        """The extent's last checkpoint is younger than the last write there."""
-        device, local = self.devices.place(position)
-        extent = device.extents.get(local)
-        return extent is None or extent.clean or position in self._planned
+    # --- which device -----------------------------------------------------------------------------------------------
 
     def path(self, position: int) -> str:
         """Of the device at that position."""
         return self.devices.place(position)[0].disk.path
 
-    def checkpoint(self, position: int, rows: Rows, version: int) -> OSError | None:
-        """Make an extent's directory durable; it then counts as clean where nobody wrote since ``version``.
-
-        Returns the error where it cannot be written: the next start will scan the extent.
-        """
-        try:
-            self.devices.write_directory(position, rows)
-            self.devices.mark_clean({position: version})
-        except OSError as error:
-            return error
-        return None
+    def _where(self, page: Copying, tables: Tables, error: OSError | KVStoreError) -> int:
+        """The position of this page that the error is of: to which it is copied, or, of NVMe too, from which."""
+        source, target = tables[page.source.extent], tables[page.target.extent].position
+        failed = error.filename if isinstance(error, OSError) else ""
+        return source.position if source.tier == Tier.NVME and self.path(source.position) == failed else target
 
     @staticmethod
     def _broke(done: Copied, run: range, position: int, error: OSError | KVStoreError) -> None:
@@ -387,13 +365,14 @@ def _is_sealed(table: ExtentTable, address: Address) -> bool:
     return int(table.words[address.frame]) == address.generation << 8 | FrameState.SEALED
 
 
-def _runs(addresses: list[Address], frame_class: FrameClass) -> Iterator[range]:
-    """Places of consecutive frames, as many as one system call should take."""
+def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
+    """Places of consecutive frames, as many as one system call should take; consecutive in ``others``, too."""
     most, start = max(1, RUN_BYTES // frame_class.nvme_stride), 0
+    both = [addresses] if others is None else [addresses, others]
     for i in range(1, len(addresses) + 1):
         if i < len(addresses) and i - start < most:
-            before, here = addresses[i - 1], addresses[i]
-            if here.extent == before.extent and here.frame == before.frame + 1:
+            pairs = [(frames[i - 1], frames[i]) for frames in both]
+            if all(here.extent == before.extent and here.frame == before.frame + 1 for before, here in pairs):
                 continue
         yield range(start, i)
         start = i

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -17,11 +19,12 @@ from kvstore.config import MIB, NodeConfig, NvmeTarget
 from kvstore.errors import InvalidRequest, OutOfSpace
 from kvstore.model.replica import FRAME_ALIGN, FrameState, Tier, word_of
 from kvstore.service.nvme_pages import NvmePages
-from kvstore.tier.disk import FileDisk
+from kvstore.tier.disk import Disk, FileDisk
 from kvstore.tier.folder import EMBEDDED_PREFIX, NodeFolder
 from kvstore.tier.nvme import ExtentOnDisk, NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_target import read_superblock
+from kvstore.tier.patient_disk import open_patiently
 from kvstore.tier.plain_files import remove
 from kvstore.tier.records import ExtentTable
 
@@ -45,7 +48,7 @@ def open_nvme(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) 
     try:
         for target in config.nvme:
             try:
-                devices.append(_open_device(target, owner, extent_bytes, folder.file_mode, config.nvme_format))
+                devices.append(_open_device(config, target, owner, extent_bytes, folder.file_mode))
             except (OutOfSpace, OSError) as error:
                 _leave_out(str(target.path), error, failures)
         return _joined(devices, failures)
@@ -55,19 +58,24 @@ def open_nvme(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) 
         raise
 
 
-def _open_device(target: NvmeTarget, owner: str, extent_bytes: int, mode: int, format: bool) -> NvmeDevice:
+def _open_device(config: NodeConfig, target: NvmeTarget, owner: str, extent_bytes: int, mode: int) -> NvmeDevice:
     """Open one target; made anew, with leave to ``format``, only where it is of no use as it is: a unit file that
     keeps the flag must not drop everything at every start."""
     try:
-        return _open_or_make(target, owner, extent_bytes, mode, format=False)
+        return _open_or_make(config, target, owner, extent_bytes, mode, format=False)
     except InvalidRequest:
-        if not format:
+        if not config.nvme_format:
             raise
-    return _open_or_make(target, owner, extent_bytes, mode, format=True)
+    return _open_or_make(config, target, owner, extent_bytes, mode, format=True)
 
 
-def _open_or_make(target: NvmeTarget, owner: str, extent_bytes: int, mode: int, format: bool) -> NvmeDevice:
-    disk = FileDisk.open(target.path, target.size, create=True, resize=format, mode=mode)
+def _open_or_make(
+    config: NodeConfig, target: NvmeTarget, owner: str, extent_bytes: int, mode: int, format: bool
+) -> NvmeDevice:
+    def open_it() -> Disk:
+        return FileDisk.open(target.path, target.size, create=True, resize=format, mode=mode)
+
+    disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_it)
     try:
         return NvmeDevice.open(disk, owner, extent_bytes, format)
     except BaseException:
@@ -100,15 +108,23 @@ def extent_bytes_of(config: NodeConfig) -> int:
         return config.nvme_extent
     for target in config.nvme:
         with contextlib.suppress(InvalidRequest, OSError):
-            disk = FileDisk.open(target.path, target.size, writable=False)
-            superblock = read_superblock(disk)
-            disk.close()
+            disk = open_patiently(
+                str(target.path), target.size, config.nvme_answer_s, partial(_to_look_at, target.path, target.size)
+            )
+            try:
+                superblock = read_superblock(disk)
+            finally:
+                disk.close()
             if superblock is not None and superblock.complete and superblock.extent_bytes:
                 return superblock.extent_bytes
     size_bytes = min(target.size for target in config.nvme)
     share = min(max(size_bytes // EXTENTS_AIMED_AT, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX, size_bytes // 4)
     unit = MIB if share >= MIB else FRAME_ALIGN
     return max(FRAME_ALIGN, share // unit * unit)
+
+
+def _to_look_at(path: Path, size_bytes: int) -> Disk:
+    return FileDisk.open(path, size_bytes, writable=False)
 
 
 def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTable]) -> None:

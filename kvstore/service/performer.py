@@ -15,12 +15,10 @@ import numpy as np
 import xxhash
 
 from kvstore import failpoint
-from kvstore.model.objects import HEAD_TAG, is_object_class
 from kvstore.model.replica import (
     SHARDS_MAX,
     STAMPED,
     Address,
-    FrameClass,
     FrameState,
     Tier,
     info_word,
@@ -43,6 +41,9 @@ SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
 UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
 
+Work = ev.Save | ev.Load | ev.Carry | ev.Erase
+"""What waits for a device: nothing of it is carried out here."""
+
 log = logging.getLogger("kvstore.node")
 
 
@@ -63,7 +64,7 @@ class Performer:
         self.header = header
         self.segment = segment
         self.nvme = nvme
-        self.copies: deque[ev.Save | ev.Load] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
+        self.copies: deque[Work] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
         self.tables: dict[int, ExtentTable] = {}
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
         self.absent = self.index.absent  # see ``PageIndex``
@@ -71,7 +72,6 @@ class Performer:
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.events = EventLog(staged=True)
         self.book = Book(folder, header.incarnation)
-        self.erase_failures: dict[int, OSError] = {}  # positions where an object's head could not be made unreadable
         self._index_ops: list[IndexOp] = []  # of one decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
@@ -97,6 +97,8 @@ class Performer:
             ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
             ev.Save: self.copies.append,
             ev.Load: self.copies.append,
+            ev.Carry: self.copies.append,
+            ev.Erase: self.copies.append,
         }
 
     # --- reading back -----------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class Performer:
             tier=instruction.tier,
         )
         if instruction.tier == Tier.NVME:
-            self._nvme.carve(instruction.position, number, instruction.frame_class)
+            self._nvme.extents.carve(instruction.position, number, instruction.frame_class)
 
     @property
     def _nvme(self) -> NvmePages:
@@ -203,7 +205,7 @@ class Performer:
         table = self.tables.pop(instruction.extent)
         table.unlink()
         if table.tier == Tier.NVME:
-            self._nvme.drop(table.position)
+            self._nvme.extents.drop(table.position)
 
     def _write_granted(self, instruction: ev.WriteGranted) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
@@ -283,22 +285,8 @@ class Performer:
         table.column(table.fmt.info)[instruction.address.frame] = info
 
     def _write_state(self, instruction: ev.WriteState) -> None:
-        self._erase_objects(instruction)
         for table, frames, places in self._by_extent(instruction.addresses):
             self._write_words(table, frames, instruction.addresses, places, instruction.state)
-
-    def _erase_objects(self, instruction: ev.WriteState) -> None:
-        """Objects' heads that leave NVMe are made unreadable there first, or a reboot might bring one back that was
-        deleted since. So are frames that one was perhaps written into in vain."""
-        erased: list[tuple[int, FrameClass, int]] = []
-        for number, frame, _ in instruction.addresses:
-            table = self.tables[number]
-            if table.tier == Tier.NVME and is_object_class(table.frame_class):
-                state = int(table.words[frame]) & 0xFF
-                if state == RESERVED or (state == SEALED and table.rows[frame, 40:48].tobytes() == HEAD_TAG):
-                    erased.append((table.position, table.frame_class, frame))
-        if erased:
-            self.erase_failures |= self._nvme.erase(erased)
 
     @staticmethod
     def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
@@ -338,18 +326,16 @@ class Performer:
             self.book.names(instruction.lines)
 
     def _move(self, instruction: ev.Move) -> None:
-        """Data and body first, then the new word, then the index; the old word goes last."""
+        """Data (of NVMe it is there already) and body first, then the new word, then the index; the old word last."""
         source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
         old, new = instruction.source.frame, instruction.target.frame
-        if instruction.tier == Tier.NVME:
-            self._nvme.move(source, old, target, instruction.target)
-        else:
+        if instruction.tier == Tier.DRAM:
             self.frames_of(target)[new] = self.frames_of(source)[old]
         target.rows[new, 8:] = source.rows[old, 8:]
         target.marks[new] = source.marks[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
         self._index_ops.append((PUT[instruction.tier], [instruction.key], [instruction.target]))
-        source.words[old] = word_of(instruction.freed.generation, FrameState.FREE)
+        source.words[old] = word_of(instruction.freed.generation, instruction.state)
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """``[frames, frame_bytes]`` of an extent."""

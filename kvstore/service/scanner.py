@@ -68,6 +68,7 @@ class Scanner:
                     pages = nvme.read(table, frame, length)
                 except OSError as error:
                     log.error("frames could not be read: %s", error)
+                    self._node.device_failed({table.position: error})  # it takes no writes: what it holds stays
                     continue
                 for page in pages:
                     if isinstance(page, FrameHeader):

@@ -176,7 +176,11 @@ class Scrubber:
             return "record", None
         self._node.check_indexed(address, row[8:24].tobytes())
         nvme = self._node.nvme
-        return nvme.verify(table, address) if nvme is not None else "", None
+        try:
+            return nvme.verify(table, address) if nvme is not None else "", None
+        except OSError as error:  # it does not answer: that says nothing about the page
+            self._node.device_failed({table.position: error})
+            return "", None
 
     def _checksums(self, page: Rows, layers: int) -> npt.NDArray[np.uint32]:
         """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``; ``[layers]``."""

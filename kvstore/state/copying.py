@@ -1,7 +1,8 @@
-"""Copies: pages on their way between DRAM and NVMe, and what is held for them meanwhile.
+"""Copies: pages on their way between DRAM and NVMe, or on NVMe, and what is held for them meanwhile.
 
-A batch lives from the decision (``Save``, ``Load``) to its report (``Saved``, ``Loaded``), and its pages end in one of
-two ways: *arrived*, sealed in the other tier under the frame that was RESERVED for them; or not, that frame free again.
+A batch lives from the decision (``Save``, ``Load``, ``Carry``) to its report (``Saved``, ``Loaded``, ``Carried``), and
+its pages end in one of two ways: *arrived*, sealed under the frame that was RESERVED for them; or not, that frame free
+again. Frames that are being erased are RETIRING from ``Erase`` to ``Erased``, or to the next start, which goes on.
 A batch whose report never comes (the daemon died) is undone by the next start: its frames are in no index.
 
 While pages are copied nothing may move them or take away what they hang on. So every source is held, like the parent
@@ -11,6 +12,7 @@ arrives is judged by whether its source is still the page that was chosen, and i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -54,12 +56,15 @@ class Arrival:
 class Copies:
     """All batches under way. Part of ``Tiering``."""
 
-    def __init__(self, dram: Space, nvme: Space, tenants: Tenants) -> None:
+    def __init__(self, dram: Space, nvme: Space, tenants: Tenants, counters: Counter[str]) -> None:
         self.tenants = tenants
+        self.counters = counters
         self.dram = dram
         self.nvme = nvme
         self.saving: dict[int, Batch] = {}
         self.loading: dict[int, Batch] = {}
+        self.carrying: dict[int, Batch] = {}  # from one extent of NVMe to others
+        self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames of NVMe, and the keys of what was there
         self.down: set[bytes] = set()  # keys of what is being saved
         self.up: set[bytes] = set()  # and loaded
         self._next = 1
@@ -81,6 +86,32 @@ class Copies:
             self.dram.expect([page.target], self.owner(self.nvme, page.source))
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Load(self._enter(self.loading, batch), batch.pages))
+
+    def start_carrying(self, batch: Batch, out: list[ev.Instruction]) -> None:
+        """Hold these pages and have them copied; their new frames, on NVMe too, were just taken."""
+        for page in batch.pages:
+            self.nvme.hold(page.source)
+            batch.held_nvme.append(page.source)
+        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(ev.Carry(self._enter(self.carrying, batch), batch.pages))
+
+    def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[ev.Instruction]) -> None:
+        """Have these frames erased, which are RETIRING."""
+        number, self._next = self._next, self._next + 1
+        self.erasing[number] = pages
+        out.append(ev.Erase(number, pages))
+
+    @property
+    def busy(self) -> bool:
+        """Anything is on its way."""
+        return bool(self.saving or self.loading or self.carrying or self.erasing)
+
+    def touches(self, keys: set[bytes]) -> bool:
+        """One of these pages is on its way, or not erased yet where it was. Of what a start has erased nobody knows
+        whose it was: until that is done, it may be any."""
+        moved = {page.key for batch in self.carrying.values() for page in batch.pages}
+        wiped = {key for pages in self.erasing.values() for key, _ in pages}
+        return b"" in wiped or any(not keys.isdisjoint(busy) for busy in (self.down, self.up, moved, wiped))
 
     @staticmethod
     def owner(space: Space, address: Address) -> int:
@@ -119,7 +150,8 @@ class Copies:
 
     def end(self, batch: Batch, unused: list[Address], target: Space, out: list[ev.Instruction]) -> None:
         """Frames that came to nothing are free again, and nothing is held any more."""
-        target.free(unused, out)
+        keys = {page.target: page.key for page in batch.pages}
+        target.free(unused, out, keys)
         for address in batch.held_dram:
             if self.dram.sealed(address):
                 saved = address in batch.leaves and self._is_saved(address)
@@ -139,15 +171,18 @@ class Copies:
 
     def frames(self) -> list[Address]:
         """RESERVED frames of either tier that pages are being copied into."""
-        return [page.target for batch in (*self.saving.values(), *self.loading.values()) for page in batch.pages]
+        return [page.target for batch in self._batches() for page in batch.pages]
+
+    def _batches(self) -> tuple[Batch, ...]:
+        return (*self.saving.values(), *self.loading.values(), *self.carrying.values())
 
     def extents(self) -> set[int]:
         """Extents with pages that are held: their pages keep their addresses."""
-        batches = (*self.saving.values(), *self.loading.values())
+        batches = self._batches()
         return {address.extent for batch in batches for address in (*batch.held_dram, *batch.held_nvme)}
 
     def held(self, space: Space) -> list[Address]:
         """Sealed pages that are held in ``space``, one entry per hold."""
-        batches = (*self.saving.values(), *self.loading.values())
+        batches = self._batches()
         held = (batch.held_dram if space is self.dram else batch.held_nvme for batch in batches)
         return [address for addresses in held for address in addresses if space.sealed(address)]

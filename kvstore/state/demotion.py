@@ -249,7 +249,7 @@ class Demotion:
                 continue
             targets = self.nvme.take_after(climb.anchor, nvme_pool, fits, out)
             if not targets:
-                if not batch.pages:  # NVMe is full of what may not leave: nothing can be saved now
+                if not batch.pages and not self.nvme.waiting:  # full of what may not leave: nothing can be saved now
                     self._refused.add(pool.frame_class)
                     self.counters["save_refused_space"] += len(pool.unsaved)
                     self.give_up(pool)

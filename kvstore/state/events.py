@@ -10,10 +10,12 @@ import numpy.typing as npt
 
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state.instructions import (
+    Carry,
     Carve,
     CheckSession,
     Copying,
     Drop,
+    Erase,
     ErasePins,
     ForgetNames,
     Instruction,
@@ -42,6 +44,8 @@ from kvstore.state.views import Rows
 __all__ = [
     "Adopt",
     "Adopted",
+    "Carried",
+    "Carry",
     "Carve",
     "CheckSession",
     "Copying",
@@ -49,7 +53,9 @@ __all__ = [
     "Delete",
     "Demote",
     "Drop",
+    "Erase",
     "ErasePins",
+    "Erased",
     "Event",
     "Evict",
     "EvictChosen",
@@ -323,6 +329,24 @@ class Loaded:
 
 
 @dataclass(slots=True)
+class Carried:
+    """A ``Carry`` was carried out; see ``Saved``. What is in ``failed`` is where it was."""
+
+    now_ns: int
+    number: int
+    failed: dict[int, str]
+
+
+@dataclass(slots=True)
+class Erased:
+    """An ``Erase`` was carried out, but for the places in ``failed``, whose device takes no more writes."""
+
+    now_ns: int
+    number: int
+    failed: set[int]
+
+
+@dataclass(slots=True)
 class Adopt:
     """Pages that a start found on the disk, in frames that wait QUARANTINED; parents before their children.
 
@@ -433,6 +457,8 @@ Event = (
     | Saved
     | Prefetch
     | Loaded
+    | Carried
+    | Erased
     | Adopt
     | Adopted
     | TierFailed

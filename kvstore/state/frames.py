@@ -34,6 +34,7 @@ class Extent:
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
         self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
+        self.leaving = False  # it is being emptied, see ``clearing``: nothing is granted
 
     def count(self, state: FrameState) -> int:
         """Frames in ``state``."""
@@ -42,20 +43,30 @@ class Extent:
     def release(self, frame: int) -> None:
         """This frame is free again."""
         self.free.append(frame)
-        if not self.closed:
+        if self.grants:
             self.pool.roomy[self.number] = self
 
     def restore(self, free: list[int]) -> None:
         """Exactly these frames are free: for start."""
         self.free = deque(free)
         self.pool.roomy.pop(self.number, None)
-        if free and not self.closed:
+        if free and self.grants:
             self.pool.roomy[self.number] = self
+
+    @property
+    def grants(self) -> bool:
+        """Its free frames may be granted."""
+        return not self.closed and not self.leaving
 
     def close(self) -> None:
         """From here on no frame of it is granted."""
         self.closed = True
         self.pool.roomy.pop(self.number, None)
+
+    def leave(self, leaving: bool) -> None:
+        """It is about to be emptied, so that no frame of it is granted; or it stays after all."""
+        self.leaving = leaving
+        self.restore(list(self.free))
 
 
 @dataclass
@@ -256,7 +267,7 @@ class Segment:
             candidates = [
                 extent
                 for extent in pool.extents.values()
-                if not extent.closed
+                if extent.grants
                 and extent.number not in leased
                 and extent.count(_FREE) + extent.sealed == extent.frames
             ]

@@ -136,13 +136,17 @@ class WriteStamp:
 
 @dataclass(slots=True)
 class Move:
-    """Copy a sealed page into another frame; index and record follow; the source is then FREE (``freed``)."""
+    """Copy a sealed page into another frame; index and record follow; the source then has ``state`` (``freed``).
+
+    On NVMe the page itself is there already: see ``Carry``.
+    """
 
     key: bytes
     source: Address
     target: Address
     freed: Address
     tier: Tier = Tier.DRAM
+    state: FrameState = FrameState.FREE
 
 
 @dataclass(slots=True)
@@ -168,6 +172,22 @@ class Load:
 
     number: int
     pages: list[Copying]
+
+
+@dataclass(slots=True)
+class Carry:
+    """Copy these pages of NVMe into other frames there, make them durable, and report ``Carried``."""
+
+    number: int
+    pages: list[Copying]
+
+
+@dataclass(slots=True)
+class Erase:
+    """Make what lies in these frames of NVMe (key, where known, and address) unreadable, durably; report ``Erased``."""
+
+    number: int
+    pages: list[tuple[bytes, Address]]
 
 
 @dataclass(slots=True)
@@ -258,6 +278,8 @@ Instruction = (
     | Move
     | Save
     | Load
+    | Carry
+    | Erase
     | WriteUse
     | WriteName
     | WriteNames

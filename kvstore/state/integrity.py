@@ -49,7 +49,7 @@ def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
         wrong += [f"extent {number} frame {f}: listed free, is not" for f in free if extent.state[f] != FrameState.FREE]
         if extent.sealed != counts[SEALED]:
             wrong.append(f"extent {number}: counts {extent.sealed} sealed, has {counts[SEALED]}")
-        if (number in extent.pool.roomy) != (bool(free) and not extent.closed):
+        if (number in extent.pool.roomy) != (bool(free) and extent.grants):
             wrong.append(f"extent {number}: {len(free)} frames are free, and its class takes it for another")
         if number in by_extent:
             words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
@@ -133,11 +133,17 @@ def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
 
 
 def _copies(state: NodeState, space: Space) -> list[str]:
-    """Reserved frames of NVMe are exactly those that pages are being saved into."""
+    """Reserved frames of NVMe are exactly those that pages are being copied into, retiring ones those being erased."""
     flying = state.tiering.copies.frames() if state.tiering is not None else []
     saving = [address for address in flying if address.extent in space.segment.extents]
     reserved = sum(extent.count(FrameState.RESERVED) for extent in space.segment.extents.values())
     wrong = [f"{reserved} frames are reserved, {len(saving)} are being saved into"] if reserved != len(saving) else []
+    erasing = state.tiering.copies.erasing.values() if state.tiering is not None else ()
+    wiped = {address for pages in erasing for _, address in pages}
+    for number, extent in space.segment.extents.items():
+        for frame in (f for f in range(extent.frames) if extent.state[f] == FrameState.RETIRING and not extent.closed):
+            if Address(number, frame, extent.generation[frame]) not in wiped:
+                wrong.append(f"extent {number} frame {frame}: retires, and nobody erases it")
     for address in saving:
         extent = space.segment.extents[address.extent]
         if extent.generation[address.frame] != address.generation:

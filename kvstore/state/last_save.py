@@ -91,6 +91,8 @@ class LastSave:
                 continue
             batch = batch if batch is not None else Batch([], frame_class)
             self._take(climb, batch, room, out)
+            if self._climb is not None and self._nvme.waiting:
+                break  # an extent is being emptied: there is room when that is done
         return batch if batch is not None and batch.pages else None
 
     def _next(self, leaves: deque[Address]) -> None:
@@ -136,6 +138,9 @@ class LastSave:
         owner = self._copies.owner(self._dram, climb.leaf)
         fits = self._nvme.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
         targets = self._nvme.take_after(climb.anchor, pool, fits, out) if fits else []
+        if not targets and self._nvme.waiting:
+            self._climb = climb
+            return
         if not targets:
             self._demotion.counters["save_refused_space" if fits else "save_refused_quota"] += 1
             return

@@ -126,16 +126,7 @@ class NodeState:
             ev.PopulationFailed: self._population_failed,
         }
         if self.tiering is not None:
-            handlers |= {
-                ev.Demote: self.tiering.demotion.demote,
-                ev.SaveAll: self.tiering.last_save.save,
-                ev.Saved: self.tiering.saved,
-                ev.Prefetch: self.tiering.promotion.prefetch,
-                ev.Loaded: self.tiering.promotion.loaded,
-                ev.Adopt: self.tiering.adopt,
-                ev.Adopted: self.tiering.adopted,
-                ev.TierFailed: self.tiering.failed,
-            }
+            handlers |= self.tiering.handlers()
         return handlers
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:

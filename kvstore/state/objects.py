@@ -36,7 +36,7 @@ class Objects:
         """A head, ``event.replaces`` being the head it replaces, if any.
 
         Per head: OK, PRESENT (another is there), NO_SPACE (a page of another root has its key), BUSY (what it replaces
-        is on its way between tiers, or it is not known yet what NVMe holds), NO_PARENT, STALE.
+        is on its way, or not erased yet, or it is not known yet what NVMe holds), NO_PARENT, STALE.
         """
         key, root = event.rows[0, :16].tobytes(), event.rows[0, 16:32].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
@@ -53,7 +53,7 @@ class Objects:
             status = Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
         elif (current or NOWHERE) != event.replaces:
             status = Status.PRESENT
-        elif current is not None and self._moving(key):
+        elif self._moving(key):
             status = Status.BUSY
         if status != Status.OK:
             return [ev.Reply(statuses=[int(status)])]
@@ -140,12 +140,12 @@ class Objects:
         return keys
 
     def _moving(self, key: bytes) -> bool:
-        """A page of this object is on its way between the tiers."""
+        """A page of this object is on its way, or what was stored under its key is not erased yet."""
         tiering = self._state.tiering
-        if tiering is None or not (tiering.copies.down or tiering.copies.up):
+        if tiering is None or not tiering.copies.busy:
             return False
         keys = {one for space in self._state.spaces.values() for one in self._chain(space, key)}
-        return not keys.isdisjoint(tiering.copies.down) or not keys.isdisjoint(tiering.copies.up)
+        return tiering.copies.touches(keys | {key})
 
     def _drop(self, key: bytes, out: list[ev.Instruction]) -> None:
         """The object goes from both tiers, NVMe first: what is left of it then is found by no reboot."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
 from kvstore.state.tenants import Holdings
+from kvstore.state.vacating import Erasing, Vacated, must_erase
 from kvstore.state.views import PageIndex, RecordView
 
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
@@ -62,6 +64,8 @@ class Pages:
         self.tier = tier
         self.holdings = holdings
         self.now_ns = 0
+        # Of NVMe: has frames erased that are RETIRING, see ``Copies.start_erasing``.
+        self.erase: Erasing | None = None
         self._fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
         self._standings: dict[Address, int] = {}  # of those
         self._roots: dict[Address, bytes] = {}  # of those, and of what was moved by this event
@@ -240,8 +244,33 @@ class Pages:
 
     # --- freeing ----------------------------------------------------------------------------------------------------
 
-    def free(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
-        """These frames hold nothing: new generations, grantable again."""
+    def free(
+        self, addresses: list[Address], out: list[ev.Instruction], keys: Mapping[Address, bytes] | None = None
+    ) -> None:
+        """These frames hold nothing: new generations, grantable again. ``keys``: what was to be there, where known."""
+        vacated = Vacated()
+        for address in addresses:
+            self.vacate(address, keys[address] if keys is not None else b"", vacated)
+        self.vacated(vacated, out)
+
+    def vacate(self, address: Address, key: bytes, vacated: Vacated) -> None:
+        """What is in this frame leaves it. ``vacated`` has to follow."""
+        if must_erase(self, address):
+            vacated.wiped.append((key, self._renew(address, RETIRING)))
+        else:
+            vacated.free.append(self._renew(address, FREE))
+
+    def vacated(self, vacated: Vacated, out: list[ev.Instruction]) -> None:
+        """Write down what ``vacate`` decided."""
+        if vacated.free:
+            out.append(ev.WriteState(vacated.free, FREE))
+        if vacated.wiped:
+            assert self.erase is not None
+            out.append(ev.WriteState([address for _, address in vacated.wiped], RETIRING))
+            self.erase(vacated.wiped, out)
+
+    def erased(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
+        """What lay in these frames is unreadable now: they are free."""
         if addresses:
             out.append(ev.WriteState([self._renew(address, FREE) for address in addresses], FREE))
 
@@ -316,7 +345,7 @@ class Pages:
 
     def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
         """These pages go; leased frames wait for their leases. The caller sees to what hung on them."""
-        free: list[Address] = []
+        vacated = Vacated()
         retiring: list[Address] = []
         for address in pages:
             extent = self.segment.extents[address.extent]
@@ -324,10 +353,10 @@ class Pages:
             if self.leases.holds(address.extent, address.frame):
                 retiring.append(self._renew(address, RETIRING))
             else:
-                free.append(self._renew(address, FREE))
-        for state, addresses in ((FREE, free), (RETIRING, retiring)):
-            if addresses:
-                out.append(ev.WriteState(addresses, state))
+                self.vacate(address, self.records.key(address.extent, address.frame), vacated)
+        self.vacated(vacated, out)
+        if retiring:
+            out.append(ev.WriteState(retiring, RETIRING))
 
     def recount(self, held: list[Address]) -> None:
         """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""

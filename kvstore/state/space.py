@@ -21,9 +21,10 @@ from kvstore.state import events as ev
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
-from kvstore.state.pages import FREE, SEALED, Pages
+from kvstore.state.pages import FREE, RETIRING, SEALED, Pages
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import Holdings
+from kvstore.state.vacating import Vacated, must_erase
 from kvstore.state.views import PageIndex, RecordView
 
 RESERVED = FrameState.RESERVED
@@ -52,10 +53,21 @@ class Below(Protocol):
         ...
 
 
-class Leaving(NamedTuple):
-    """Pages that leave by one decision: their frames, renewed; keys; roots; copies below, with the use they inherit."""
+class Clears(Protocol):
+    """Whoever empties extents whose pages cannot be moved at once."""
 
-    retired: list[Address]
+    taker: ClassPool | None
+    """For whom an extent is being emptied now; None: none is."""
+
+    def begin(self, extent: Extent, taker: ClassPool, out: list[ev.Instruction]) -> None:
+        """Empty this extent, and drop it then."""
+        ...
+
+
+class Leaving(NamedTuple):
+    """Pages that leave by one decision: their frames; keys; roots; copies below, with the use they inherit."""
+
+    vacated: Vacated
     keys: list[bytes]
     roots: list[bytes]
     copies: list[tuple[Address, int]]
@@ -66,6 +78,7 @@ class Space(Pages):
 
     Attributes:
         below: the tier that pages are saved to before they leave; None: those that leave are gone.
+        clears: where pages take their time to move; None: they are moved at once.
         in_flight: extents whose pages must keep their addresses now.
         ages: pages that left, by the bit length of the whole seconds since their last use; ``ages_sum_s`` of them all.
         waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
@@ -86,6 +99,7 @@ class Space(Pages):
         super().__init__(segment, index, records, leases, counters, generation, tier, holdings)
         self.quotas = Quotas(self)
         self.below: Below | None = None
+        self.clears: Clears | None = None
         self.in_flight: Callable[[], set[int]] = set
         self.ages: Counter[int] = Counter()
         self.ages_sum_s = 0
@@ -109,8 +123,13 @@ class Space(Pages):
             if position is not None:
                 self._carve(pool, position, out)
             elif self._stolen or not self._steal(pool, out):
-                self._evict_from(pool, short, "space", out)
+                if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
+                    self._evict_from(pool, short, "space", out)
                 break
+        return self.grant(pool, count)
+
+    def grant(self, pool: ClassPool, count: int) -> list[Address]:
+        """Up to ``count`` of the frames that are free, RESERVED under new generations."""
         addresses: list[Address] = []
         for extent, frames in pool.take(count):
             first = self.generation + 1
@@ -148,6 +167,9 @@ class Space(Pages):
     def _steal(self, pool: ClassPool, out: list[ev.Instruction]) -> bool:
         """Empty one extent of a colder class: evict as many of that class's coldest pages, move what is left."""
         leased, flying = self.leases.extents(), self.in_flight()
+        if self.clears is not None and self.clears.taker is not None:
+            self.waiting = True
+            return False
         extent = self.segment.donor(pool, self._coldest_ns, leased | flying, self.now_ns)
         if extent is None:
             if flying and self.segment.donor(pool, self._coldest_ns, leased, self.now_ns) is not None:
@@ -161,15 +183,27 @@ class Space(Pages):
         if extent.sealed > room:
             return False
         self._stolen = True
+        if self.clears is not None:
+            self.clears.begin(extent, pool, out)
+            self.waiting = self.clears.taker is not None
+            return not self.waiting
+        extent.leave(True)
         for frame in [f for f in range(extent.frames) if extent.state[f] == SEALED]:
-            self._move(extent, frame, out)
+            self.move(Address(extent.number, frame, extent.generation[frame]), self.grant(giver, 1)[0], out)
+        self.drop_extent(extent, out)
+        return True
+
+    def drop_extent(self, extent: Extent, out: list[ev.Instruction]) -> None:
+        """All frames of this extent are free: its position is vacant again."""
         self.segment.uncarve(extent)
         out.append(ev.Drop(extent.number))
         self.counters["extents_reclaimed"] += 1
-        return True
 
-    def _move(self, source: Extent, frame: int, out: list[ev.Instruction]) -> None:
-        target, (place,) = source.pool.take(1, avoid=source)[0]
+    def move(self, old: Address, new: Address, out: list[ev.Instruction]) -> tuple[bytes, Address]:
+        """A sealed page is in another frame of its class from now on, which was RESERVED for it. Returns its key, and
+        the frame where it was; that is free, or RETIRING where it has to be erased first: the caller sees to that."""
+        source, target = self.segment.extents[old.extent], self.segment.extents[new.extent]
+        frame, place = old.frame, new.frame
         slot = source.slot_base + frame
         page = self.page(source.pool, slot)
         key, root = self.records.key(source.number, frame), self.records.root(source.number, frame)
@@ -177,24 +211,23 @@ class Space(Pages):
         source.pool.forget(slot, None)
         if children == 0:
             source.pool.offer(target.slot_base + place, page)
-        old = Address(source.number, frame, source.generation[frame])
         owner = source.owner[frame]
-        freed = self._renew(old, FREE)
-        self.generation += 1
-        target.generation[place], target.state[place] = self.generation, SEALED
+        state = RETIRING if must_erase(self, old) else FREE
+        freed = self._renew(old, state)
+        target.state[place] = SEALED
         target.children[place] = children
         target.sealed += 1
         target.owner[place] = owner
         self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
         if children == 0 and self.holdings.limited:
             self.listed(target, place, page.used_ms)
-        new = Address(target.number, place, self.generation)
         self._fresh[key] = new
         self._standings[new] = standing(page.position, page.turns)
         self._roots[new] = root
         self._moved[target.number, place] = page
-        out.append(ev.Move(key, old, new, freed, self.tier))
+        out.append(ev.Move(key, old, new, freed, self.tier, state))
         self.counters["pages_moved"] += 1
+        return key, freed
 
     # --- evicting ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +262,7 @@ class Space(Pages):
         leaving = self.leaving()
         leased: list[int] = []
         room = 0
-        while room < count and len(leaving.retired) < count + CLOSED_MAX:
+        while room < count and len(leaving.keys) < count + CLOSED_MAX:
             slot = self._next_to_leave(pool, min(UNSAVED_MAX, count + EVICT_STEP))
             if slot is None:
                 break
@@ -246,9 +279,13 @@ class Space(Pages):
             self.waiting = True
         return room
 
+    def evict_for(self, pool: ClassPool, count: int, out: list[ev.Instruction]) -> None:
+        """Make room for pages of this class that move."""
+        self._evict_from(pool, count, "reclaim", out)
+
     def leaving(self) -> Leaving:
         """Pages that leave by one decision, none yet."""
-        return Leaving([], [], [], [])
+        return Leaving(Vacated(), [], [], [])
 
     def leave(self, extent: Extent, frame: int, leaving: Leaving) -> None:
         """This page, that nothing hangs on and no lease holds, leaves. ``left`` has to follow."""
@@ -266,7 +303,7 @@ class Space(Pages):
         at_root = parent_key == root
         leaving.roots.append(root)
         pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
-        leaving.retired.append(self._renew(Address(extent.number, frame, extent.generation[frame]), FREE))
+        self.vacate(Address(extent.number, frame, extent.generation[frame]), key, leaving.vacated)
         parent = None if at_root else self.find(parent_key)
         if parent is not None:
             self.unhold(parent)
@@ -277,10 +314,11 @@ class Space(Pages):
         if copies:
             out.append(ev.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
             self.counters["demoted"] += len(copies)
-        if leaving.retired:
-            forgotten = ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots)
-            out += [ev.WriteState(leaving.retired, FREE), forgotten]
-            self.counters[f"evicted_{reason}"] += len(leaving.retired) - len(copies)
+        if leaving.keys:
+            self.vacated(leaving.vacated, out)
+            self.waiting |= bool(leaving.vacated.wiped)
+            out.append(ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots))
+            self.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
 
     def may_leave(self, pool: ClassPool, slot: int) -> bool:
         """A page that nothing hangs on may leave at once; otherwise it is set aside to be saved first."""

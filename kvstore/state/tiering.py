@@ -16,9 +16,12 @@ puts it again. What is being copied is held meanwhile (``copying``).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from kvstore.model.replica import Address, FrameState
 from kvstore.state import events as ev
+from kvstore.state.clearing import Clearing
 from kvstore.state.copying import NODE_SESSION, Copies
 from kvstore.state.demotion import ADMISSIONS, Demotion, TieringRules
 from kvstore.state.last_save import LastSave
@@ -41,12 +44,29 @@ class Tiering:
         self.tenants = tenants
         self.counters = counters
         self.rules = rules
-        self.copies = Copies(dram, nvme, tenants)
+        self.copies = Copies(dram, nvme, tenants, counters)
         self.demotion = Demotion(self.copies, counters, rules)
         self.last_save = LastSave(self.demotion)
         self.promotion = Promotion(self.copies, writing, counters, rules.promote_after)
         dram.below = self.demotion
+        self.clearing = Clearing(self.copies, nvme)
         dram.in_flight = nvme.in_flight = self.copies.extents
+        nvme.erase, nvme.clears = self.copies.start_erasing, self.clearing
+
+    def handlers(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
+        """Who decides about which event."""
+        return {
+            ev.Demote: self.demotion.demote,
+            ev.SaveAll: self.last_save.save,
+            ev.Saved: self.saved,
+            ev.Prefetch: self.promotion.prefetch,
+            ev.Loaded: self.loaded,
+            ev.Carried: self.carried,
+            ev.Erased: self.erased,
+            ev.Adopt: self.adopt,
+            ev.Adopted: self.adopted,
+            ev.TierFailed: self.failed,
+        }
 
     @property
     def writable(self) -> bool:
@@ -56,7 +76,28 @@ class Tiering:
     def saved(self, event: ev.Saved) -> list[ev.Instruction]:
         """See ``events.Saved``."""
         self.promotion.forget_reads([page.target for page in self.copies.saving[event.number].pages])
-        return self.demotion.saved(event)
+        out = self.demotion.saved(event)
+        self.clearing.go_on(out)
+        return out
+
+    def loaded(self, event: ev.Loaded) -> list[ev.Instruction]:
+        """See ``events.Loaded``."""
+        out = self.promotion.loaded(event)
+        self.clearing.go_on(out)
+        return out
+
+    def carried(self, event: ev.Carried) -> list[ev.Instruction]:
+        """See ``events.Carried``."""
+        self.promotion.forget_reads([page.target for page in self.copies.carrying[event.number].pages])
+        return self.clearing.carried(event)
+
+    def erased(self, event: ev.Erased) -> list[ev.Instruction]:
+        """See ``events.Erased``. Where that failed, the frames stay RETIRING: the next start tries again."""
+        out: list[ev.Instruction] = []
+        pages = self.copies.erasing.pop(event.number)
+        self.nvme.erased([address for i, (_, address) in enumerate(pages) if i not in event.failed], out)
+        self.clearing.go_on(out)
+        return out
 
     # --- start and failures -----------------------------------------------------------------------------------------
 
@@ -109,4 +150,6 @@ class Tiering:
                 extent.close()
         self.demotion.device_failed()
         self.counters["devices_failed"] += 1
-        return []
+        out: list[ev.Instruction] = []
+        self.clearing.go_on(out)
+        return out

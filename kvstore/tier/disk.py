@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import failpoint
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
 from kvstore.tier.plain_files import check_placed
 
@@ -211,6 +212,8 @@ class FileDisk:
 
     def sync(self) -> None:
         """See ``Disk``."""
+        if failpoint.ACTIVE:
+            failpoint.stall(self.path)
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -226,6 +229,8 @@ class FileDisk:
     def _transfer(self, call: Callable[..., int], offset: int, buffers: Sequence[Bytes]) -> None:
         """All of ``buffers``, however short the kernel's steps are."""
         total = check_blocks(self, offset, buffers)
+        if failpoint.ACTIVE:
+            failpoint.stall(self.path)
         try:
             done = call(self._fd, buffers, offset) if len(buffers) <= IOV_MAX else 0
             while done < total:

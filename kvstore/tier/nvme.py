@@ -166,8 +166,25 @@ class NvmeDevice:
             self._versions.update(wanted)
             self._writers.subtract(wanted)
 
+    def withdraw(self, position: int, number: int) -> None:
+        """The directory of this extent is not to be believed any more. Nothing where it is another by now.
+
+        Raises:
+            OSError: the next start may believe it.
+        """
+        with self._table_mutex:
+            extent = self.extents.get(position)
+            if extent is not None and extent.number == number:
+                with self._mutex:
+                    self._versions.update([position])
+                if extent.clean:
+                    self._change({position: replace(extent, clean=False)})
+
     def version(self, position: int) -> int:
-        """Changes whenever somebody begins or ends to write there. Read it before the records of a checkpoint."""
+        """Changes whenever somebody begins or ends to write there, or withdraws the directory.
+
+        Read it before the records of a checkpoint.
+        """
         with self._mutex:
             return self._versions[position]
 

@@ -100,7 +100,7 @@ class MemoryShell:
         self.index: dict[bytes, Address] = {}
         self.nvme_index: dict[bytes, Address] = {}
         self.content: dict[tuple[int, int], object] = {}  # what lies in a DRAM frame: of a page its key
-        self.copies: deque[ev.Save | ev.Load] = deque()  # decided, not carried out
+        self.copies: deque[ev.Save | ev.Load | ev.Carry | ev.Erase] = deque()  # decided, not carried out
         self.pend: dict[bytes, Address] = {}
         self.next_extent = 1
         self.ops: list[tuple[str, bytes, Address | None, Tier]] = []
@@ -130,6 +130,8 @@ class MemoryShell:
             ev.ErasePins: self._erase_pins,
             ev.Save: self._copy,
             ev.Load: self._copy,
+            ev.Carry: self._copy,
+            ev.Erase: self._erase,
             ev.CheckSession: self._check_session,
             ev.Reply: self._reply,
         }
@@ -378,7 +380,8 @@ class MemoryShell:
         before = table.state(frame)
         self._must_be_newer(address)
         if state == RETIRING:
-            assert before == SEALED, f"{address} retires from {before.name}"
+            below = (RESERVED, RETIRING) if table.tier == Tier.NVME else ()
+            assert before in (SEALED, *below), f"{address} retires from {before.name}"
             return
         assert before != FREE, f"{address} is freed twice"
         assert not self.watch.is_leased(extent, frame), f"{address} is freed under somebody's lease"
@@ -409,10 +412,13 @@ class MemoryShell:
         source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
         old, new = instruction.source.frame, instruction.target.frame
         self._must_be(instruction.source, SEALED)
-        self._must_be_newer(instruction.target)
+        if source.tier == Tier.DRAM:
+            self._must_be_newer(instruction.target)
+            assert target.state(new) == FREE
+        else:
+            self._must_be(instruction.target, RESERVED)
         assert instruction.freed[:2] == instruction.source[:2]
         assert instruction.freed.generation > instruction.source.generation
-        assert target.state(new) == FREE
         assert self.key(*instruction.source[:2]) == instruction.key
         for address in (instruction.source, instruction.target):
             assert not self.watch.may_write(*address[:2]), f"{address} takes part in a move while it may be written"
@@ -421,15 +427,13 @@ class MemoryShell:
         yield
         if source.tier == Tier.DRAM:
             self.content[instruction.target[:2]] = self.content.get(instruction.source[:2])
-        else:
-            self.disk.move(source.position, old, target.position, instruction.target)
         for column in ("rows", "parents", "infos", "sums", "leases", "tails", "last_use"):
             getattr(target, column)[new] = getattr(source, column)[old]
         yield
         self._put_word(instruction.target, SEALED)
         self.ops.append(("put", instruction.key, instruction.target, instruction.tier))
         yield
-        self._put_word(instruction.freed, FREE)
+        self._put_word(instruction.freed, instruction.state)
 
     def _write_use(self, instruction: ev.WriteUse) -> Iterator[None]:
         for address, used_ns in zip(instruction.addresses, instruction.used_ns, strict=True):
@@ -456,14 +460,22 @@ class MemoryShell:
         for number in instruction.numbers:
             self.pins.pop(number, None)
 
-    def _copy(self, instruction: ev.Save | ev.Load) -> Iterator[None]:
-        down = isinstance(instruction, ev.Save)
+    def _copy(self, instruction: ev.Save | ev.Load | ev.Carry) -> Iterator[None]:
+        source = Tier.DRAM if isinstance(instruction, ev.Save) else Tier.NVME
+        target = Tier.DRAM if isinstance(instruction, ev.Load) else Tier.NVME
         for page in instruction.pages:
             self._must_be(page.source, SEALED)
             self._must_be(page.target, RESERVED)
-            assert self.tables[page.source.extent].tier == (Tier.DRAM if down else Tier.NVME)
-            assert self.tables[page.target.extent].tier == (Tier.NVME if down else Tier.DRAM)
+            assert self.tables[page.source.extent].tier == source
+            assert self.tables[page.target.extent].tier == target
             assert self.key(*page.source[:2]) == page.key
+        yield
+        self.copies.append(instruction)
+
+    def _erase(self, instruction: ev.Erase) -> Iterator[None]:
+        for _, address in instruction.pages:
+            self._must_be(address, RETIRING)
+            assert self.tables[address.extent].tier == Tier.NVME
         yield
         self.copies.append(instruction)
 

@@ -391,6 +391,7 @@ class World:
             missing = {key for key in self.durable - claimed.keys() if not self._lost_its_parent(key)}
             assert not missing, f"{len(missing)} of {len(self.durable)} pages that were durable are gone"
             self.durable &= claimed.keys()
+            self.note_durable()  # what the scan found may be evicted while it is read below
             waiting = sum(
                 extent.count(state)
                 for space in self.node.state.spaces.values()

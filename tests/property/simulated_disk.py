@@ -66,18 +66,26 @@ class SimulatedDisk:
     extents: dict[int, Extent] = field(default_factory=dict)
     frames: dict[tuple[int, int], Written] = field(default_factory=dict)  # (position, frame)
     unsynced: dict[tuple[int, int], Written | None] = field(default_factory=dict)  # -> what was there before
+    stale: set[int] = field(default_factory=set)  # positions of extents that were dropped, and the device still has
     failed: set[int] = field(default_factory=set)  # positions that take no more writes
     events: Counter[str] = field(default_factory=Counter)
 
     def carve(self, position: int, number: int, frame_class: FrameClass, frames: int) -> None:
         """See ``NvmeDevices.carve``."""
         assert 0 <= position < self.positions
-        assert position not in self.extents
+        assert position not in self.extents or position in self.stale
+        self.stale.discard(position)
         self.extents[position] = Extent(number, frame_class, frames)
 
     def drop(self, position: int) -> None:
-        """See ``NvmeDevices.drop``."""
-        del self.extents[position]
+        """See ``NvmePages.drop``: the device forgets an extent when it comes to it, or when another is carved there."""
+        self.stale.add(position)
+
+    def tidy(self) -> None:
+        """See ``NvmePages.tidy``."""
+        for position in self.stale:
+            del self.extents[position]
+        self.stale.clear()
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -118,14 +126,14 @@ class SimulatedDisk:
         fits = written is not None and written.address[:2] == (extent.number, frame)
         return written if fits and written is not None and written.sound else None
 
-    def move(self, source: int, frame: int, target: int, address: Address) -> None:
-        """See ``NvmePages.move``: a page gets another place and address."""
-        written = self.read(source, frame)
-        self.open({target})
-        if written is not None and self.write(target, replace(written, address=address)):
-            self.sync()
-        self.shut({target: self.extents[target].number})
-        self.events["moves"] += 1
+    def erase(self, position: int, frame: int) -> bool:
+        """See ``NvmePages.erase``, with its sync. False: the device has failed."""
+        if position not in self.failed:
+            self.frames.pop((position, frame), None)
+            self.unsynced.pop((position, frame), None)
+            self.extents[position].clean = False
+            self.extents[position].version += 1
+        return position not in self.failed
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -153,6 +161,7 @@ class SimulatedDisk:
             elif fate == 1:
                 self.frames[place] = replace(self.frames[place], payload="torn")
         self.unsynced.clear()
+        self.stale.clear()
         return [self.found(position) for position in self.extents]
 
     def found(self, position: int) -> Table:

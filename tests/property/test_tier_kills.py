@@ -119,7 +119,19 @@ class CutWorld(TieredWorld):
                 assert extent.count(FrameState.FREE) + extent.sealed == extent.frames
 
 
-KINDS = ("Grant", "Demote", "Saved", "Prefetch", "Loaded", "Evict", "Damaged", "Adopt", "Adopted", "TierFailed")
+KINDS = (
+    "Grant",
+    "Demote",
+    "Saved",
+    "Prefetch",
+    "Loaded",
+    "Carried",
+    "Evict",
+    "Damaged",
+    "Adopt",
+    "Adopted",
+    "TierFailed",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -131,7 +131,7 @@ class TierSimulation(Simulation):
     def _wait(self, session: int, chain: Chain, short: int, anchor: bytes) -> None:
         """Asked again when the mover has done what there was to do, the node is not BUSY for long."""
         self.waited += 1
-        for _ in range(4):  # what it needs may be set aside only when it is asked; a copy may fail
+        for _ in range(8):  # what it needs may be set aside only when it is asked; a copy may fail
             crashes = self.world.crashes
             self.world.settle()
             granted = self.world.grant(session, chain.frame_class, short, anchor=anchor)

@@ -26,7 +26,7 @@ ROUNDS_MAX = 300  # of the mover until nothing is left to do
 class Flight:
     """A copy that the mover is carrying out."""
 
-    copy: ev.Save | ev.Load
+    copy: ev.Save | ev.Load | ev.Carry | ev.Erase
     stage: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     seen: list[object] = field(default_factory=list)  # contents when the checksums were made; frames read
@@ -49,7 +49,8 @@ class TieredWorld(World):
     """See the module. ``lossless``: NVMe is large enough, so no page may be lost but by damage."""
 
     may_lose = (*MAY_LOSE, ev.Prefetch)
-    nvme_may_lose: tuple[type, ...] = (ev.Demote, ev.SaveAll, ev.Damaged)
+    # Whatever ends a copy, or an erasure, lets the emptying of an extent go on.
+    nvme_may_lose: tuple[type, ...] = (ev.Demote, ev.SaveAll, ev.Damaged, ev.Saved, ev.Loaded, ev.Carried, ev.Erased)
 
     def __init__(
         self, extent_bytes: int, positions: int, nvme: Nvme, *, now_ns: int = 10**12, lossless: bool = False
@@ -97,6 +98,7 @@ class TieredWorld(World):
     def restart(self) -> None:
         """See ``World.restart``: the mover and the scanner die with the daemon."""
         self.flights.clear()
+        self.disk.stale.clear()  # what was not forgotten is found again
         self.disk.starts += 1
         for extent in self.disk.extents.values():
             extent.open = 0
@@ -113,15 +115,15 @@ class TieredWorld(World):
             position = self.shell.tables[address.extent].position
             written = self.disk.read(position, address.frame)
             proven = written is not None and written.address == address and written.key == key  # as a reader does
-            # A page that was to be moved onto a failed device, or from there, is a miss.
-            assert proven or key in self.rotten or self.disk.failed, f"{address} is not on the disk"
+            assert proven or key in self.rotten, f"{address} is not on the disk"
             assert not proven or (written is not None and written.payload == key), f"{address} holds another page"
         assert self.shell.nvme_index.keys() <= self.tried
         assert self.state.tiering is not None
         copies = self.state.tiering.copies
         flying = len(self.flights) + len(self.shell.copies)
-        assert len(copies.saving) + len(copies.loading) == flying, "a copy is under way that nobody makes"
-        assert len(copies.saving) <= 1
+        deciding = len(copies.saving) + len(copies.loading) + len(copies.carrying) + len(copies.erasing)
+        assert deciding == flying, "a copy is under way that nobody makes"
+        assert len(copies.saving) <= 1 and len(copies.carrying) <= 1
         assert copies.down == {page.key for batch in copies.saving.values() for page in batch.pages}
         assert copies.up == {page.key for batch in copies.loading.values() for page in batch.pages}
 
@@ -129,6 +131,8 @@ class TieredWorld(World):
 
     def demote(self, bytes_max: int = 1 << 20) -> None:
         """The mover asks what to save next."""
+        if self.chance.random() < 0.5:
+            self.disk.tidy()
         cap = self.nvme.rules.write_bytes_per_day
         self.send(ev.Demote(self.now_ns, bytes_max, max(0, cap - self.written_today) if cap else 0))
 
@@ -141,8 +145,12 @@ class TieredWorld(World):
         flight = self.chance.choice(self.flights)
         if isinstance(flight.copy, ev.Save):
             self._save(flight, flight.copy)
-        else:
+        elif isinstance(flight.copy, ev.Load):
             self._load(flight, flight.copy)
+        elif isinstance(flight.copy, ev.Carry):
+            self._carry(flight, flight.copy)
+        else:
+            self._erase(flight, flight.copy)
         flight.stage += 1
         return True
 
@@ -241,6 +249,51 @@ class TieredWorld(World):
             if self.send(ev.Loaded(self.now_ns, load.number, rows, sums, flight.failed)) is not None:
                 for key, source in flight.damaged:
                     self.send(ev.Damaged(self.now_ns, source, "data", key))
+
+    def _carry(self, flight: Flight, carry: ev.Carry) -> None:
+        tables = self.shell.tables
+        if flight.stage == 0:
+            flight.positions = {tables[page.target.extent].position: page.target.extent for page in carry.pages}
+            self.disk.open(set(flight.positions))
+            for i, page in enumerate(carry.pages):
+                found = self.disk.read(tables[page.source.extent].position, page.source.frame)
+                flight.seen.append(found)
+                if not self.shell.is_sealed(page.source):
+                    flight.failed[i] = "moved"
+                elif found is None or found.address != page.source or found.key != page.key:
+                    flight.failed[i] = "data"
+                    flight.damaged.append((page.key, page.source))
+        elif flight.stage == 1:
+            for i, page in enumerate(carry.pages):
+                found, target = flight.seen[i], tables[page.target.extent]
+                must = page.target.generation << 8 | RESERVED
+                assert int(target.words[page.target.frame]) == must, "a page is carried into another's frame"
+                if i not in flight.failed:
+                    assert isinstance(found, Written)
+                    written = replace(found, address=page.target)
+                    if self._fails() or not self.disk.write(target.position, written):
+                        flight.failed[i] = "io"
+        elif flight.stage == 2:
+            self.disk.sync()
+        else:
+            self.flights.remove(flight)
+            moved = [page for i, page in enumerate(carry.pages) if i not in flight.failed]
+            if self.send(ev.Carried(self.now_ns, carry.number, flight.failed)) is not None:
+                self.disk.shut(flight.positions)
+                self.disk.events["moves"] += len(moved)
+                for key, source in flight.damaged:
+                    self.send(ev.Damaged(self.now_ns, source, "data", key))
+            if self.disk.failed & flight.positions.keys():
+                self.send(ev.TierFailed(self.now_ns, sorted(self.disk.failed)))
+
+    def _erase(self, flight: Flight, erase: ev.Erase) -> None:
+        if flight.stage == 0:
+            for i, (_, address) in enumerate(erase.pages):
+                if not self.disk.erase(self.shell.tables[address.extent].position, address.frame):
+                    flight.failed[i] = "io"
+        else:
+            self.flights.remove(flight)
+            self.send(ev.Erased(self.now_ns, erase.number, set(flight.failed)))
 
     # --- what clients ask -------------------------------------------------------------------------------------------
 

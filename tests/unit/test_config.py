@@ -238,6 +238,7 @@ def test_node_from_keywords() -> None:
         ("promote_after", 0),
         ("promote_after", 1.5),
         ("checkpoint_s", 0),
+        ("nvme_answer_s", 0),
         ("checkpoint_s", True),
         ("dramm", 1),
     ],

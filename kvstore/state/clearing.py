@@ -1,0 +1,107 @@
+"""Clearing: an extent of NVMe that another class needs is emptied while the node goes on.
+
+Its pages cannot be moved by the decision itself, as those of DRAM are: a device may take long, or never answer. So the
+extent grants nothing from then on (``Extent.leaving``), and what is still wanted of it is carried into other extents
+of its class, a batch at a time::
+
+    begin ──> Carry ──> Carried ──> Carry ... ──> all frames free ──> Drop
+                          └─ something failed, or there is no room ──> it stays, and grants again
+
+A page is held while it is carried, and is read at its old place. It is at its new one when that is durable; a page that
+could not be written stays where it was. What is copied by others meanwhile, or erased, is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvstore.model.replica import Address, FrameState
+from kvstore.state import events as ev
+from kvstore.state.copying import Batch, Copies
+from kvstore.state.frames import ClassPool, Extent
+from kvstore.state.space import Space
+
+CARRY_BYTES_MAX = 32 << 20  # on their way at a time
+FREE, SEALED = FrameState.FREE, FrameState.SEALED
+
+
+class Clearing:
+    """Empties one extent at a time (``space.Clears``). Part of ``Tiering``."""
+
+    def __init__(self, copies: Copies, nvme: Space) -> None:
+        self.taker: ClassPool | None = None
+        self._copies = copies
+        self._nvme = nvme
+        self._extent: Extent | None = None
+
+    def begin(self, extent: Extent, taker: ClassPool, out: list[ev.Instruction]) -> None:
+        """See ``space.Clears``."""
+        assert self.taker is None
+        self.taker, self._extent = taker, extent
+        extent.leave(True)
+        self.go_on(out)
+
+    def go_on(self, out: list[ev.Instruction]) -> None:
+        """A copy has ended, or frames were erased: carry what is left, or drop the extent."""
+        extent = self._extent
+        if extent is None or self._copies.carrying:
+            return
+        if extent.closed:
+            self._end()
+            return
+        most = max(1, CARRY_BYTES_MAX // extent.pool.frame_class.nvme_stride)
+        short = min(most, extent.sealed) - extent.pool.free
+        if short > 0:  # others were saved there since
+            self._nvme.evict_for(extent.pool, short, out)
+        if extent.count(FREE) == extent.frames:
+            self._end()
+            self._nvme.drop_extent(extent, out)
+            return
+        copied = set(self._copies.held(self._nvme))
+        sealed = (f for f in range(extent.frames) if extent.state[f] == SEALED)
+        sources = [Address(extent.number, frame, extent.generation[frame]) for frame in sealed]
+        sources = [source for source in sources if source not in copied][:most]
+        if sources and not self._carry(extent.pool, sources, out):
+            self._end()
+
+    def _end(self) -> None:
+        extent, self._extent, self.taker = self._extent, None, None
+        assert extent is not None
+        extent.leave(False)
+
+    def _carry(self, pool: ClassPool, sources: list[Address], out: list[ev.Instruction]) -> bool:
+        """Have these pages copied, as many as there is room for. False: there is none."""
+        nvme = self._nvme
+        targets = nvme.grant(pool, len(sources))
+        keys = [nvme.records.key(source.extent, source.frame) for source in sources]
+        pages = [ev.Copying(*page) for page in zip(keys, sources, targets, strict=False)]
+        if pages:
+            self._copies.start_carrying(Batch(pages, pool.frame_class), out)
+        return bool(pages)
+
+    def carried(self, event: ev.Carried) -> list[ev.Instruction]:
+        """See ``events.Carried``: what was copied, and still is where it was, has moved."""
+        out: list[ev.Instruction] = []
+        batch = self._copies.carrying.pop(event.number)
+        nvme, copied = self._nvme, Counter(self._copies.held(self._nvme))
+        unused: dict[Address, bytes] = {}
+        wiped: list[tuple[bytes, Address]] = []
+        for i, page in enumerate(batch.pages):
+            there = nvme.sealed(page.source)
+            if there:
+                nvme.unhold(page.source)
+            if i in event.failed or not there or copied[page.source]:
+                unused[page.target] = page.key
+                continue
+            key, freed = nvme.move(page.source, page.target, out)
+            if nvme.segment.extents[freed.extent].state[freed.frame] != FREE:
+                wiped.append((key, freed))
+        if wiped:
+            self._copies.start_erasing(wiped, out)
+        nvme.free(list(unused), out, unused)
+        for reason in event.failed.values():
+            self._copies.counters[f"move_failed_{reason}"] += 1
+        if event.failed and self._extent is not None:
+            self._end()
+        self.go_on(out)
+        return out
