@@ -31,7 +31,7 @@ class Background:
         self._stopped = threading.Event()
         work = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
-            work |= {"mover": self._move, "scanner": self._scan}
+            work |= {"mover": self._move, "loader": self._load, "scanner": self._scan}
         self._threads = [
             threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()
         ]
@@ -74,8 +74,13 @@ class Background:
 
     def _move(self) -> None:
         while not self._stopped.is_set():
-            if not self.mover.step():
+            if not self.mover.write_step():
                 self.mover.wait()
+
+    def _load(self) -> None:
+        while not self._stopped.is_set():
+            if not self.mover.load_step():
+                self.mover.wait_for_loads()
 
     def _scan(self) -> None:
         self.scanner.run(self._stopped)

@@ -1,4 +1,4 @@
-"""Mover: the thread that carries pages between DRAM and NVMe, and on NVMe, and writes the checkpoints of what is there.
+"""Mover: carries pages between DRAM and NVMe, and on NVMe, and writes the checkpoints of what is there.
 
 The state decides what to copy (``state.tiering``); the copies are made here, outside the node's mutex, and reported
 back. A page is held by the state while it is on its way; what changed all the same is noticed by its record's word.
@@ -28,24 +28,44 @@ IDLE_S = 0.02
 
 
 class Mover:
-    """Lives with its node; ``step`` is called by one thread, again and again; ``wake`` by anyone."""
+    """Lives with its node; ``wake`` is called by anyone.
+
+    ``write_step`` is called by one thread, again and again, and ``load_step`` by another, so that a device that takes
+    long to write keeps nobody from what another one has; or ``step``, which is both, by one.
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._woken = threading.Event()
+        self._woken = threading.Event()  # by something to write
+        self._wanted = threading.Event()  # something to load
         self._checkpoint_due_s = time.monotonic() + node.config.checkpoint_s
 
     def wake(self) -> None:
         """There may be something to do."""
         self._woken.set()
+        self._wanted.set()
 
     def wait(self) -> None:
         """Until there may be something to do."""
         self._woken.wait(IDLE_S)
         self._woken.clear()
 
+    def wait_for_loads(self) -> None:
+        """Until there may be something to load."""
+        self._wanted.wait(IDLE_S)
+        self._wanted.clear()
+
     def step(self) -> bool:
         """Carry out what was decided, and ask for more; False where there was nothing to do."""
+        return self.load_step() | self.write_step() | self.load_step()
+
+    def load_step(self) -> bool:
+        """Load what was decided; False where there was nothing."""
+        nvme = self._node.nvme
+        return nvme is not None and self._load_all(nvme)
+
+    def write_step(self) -> bool:
+        """The rest of ``step``."""
         nvme = self._node.nvme
         if nvme is None:
             return False
@@ -64,7 +84,8 @@ class Mover:
 
     def carry(self) -> bool:
         """Make the copies that were decided; False where there were none."""
-        return self._node.nvme is not None and self._copy(self._node.nvme)
+        nvme = self._node.nvme
+        return nvme is not None and self._load_all(nvme) | self._copy(nvme)
 
     def _copy(self, nvme: NvmePages) -> bool:
         copies = self._node.performer.copies
@@ -76,13 +97,23 @@ class Mover:
             if isinstance(copy, ev.Save):
                 with tracing.span("kvstore.demote", pages=len(copy.pages)):
                     self._save(nvme, copy)
-            elif isinstance(copy, ev.Load):
-                with tracing.span("kvstore.promote", pages=len(copy.pages)):
-                    self._load(nvme, copy)
             elif isinstance(copy, ev.Carry):
                 self._carry(nvme, copy)
             else:
                 erase(self._node, nvme, copy)
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.reported")
+        return busy
+
+    def _load_all(self, nvme: NvmePages) -> bool:
+        loads = self._node.performer.loads
+        busy = bool(loads)
+        while loads:
+            load = loads.popleft()
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.copy")
+            with tracing.span("kvstore.promote", pages=len(load.pages)):
+                self._load(nvme, load)
             if failpoint.ACTIVE:
                 failpoint.hit("mover.reported")
         return busy

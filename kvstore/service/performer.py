@@ -41,7 +41,7 @@ SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
 UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
 
-Work = ev.Save | ev.Load | ev.Carry | ev.Erase
+Work = ev.Save | ev.Carry | ev.Erase
 """What waits for a device: nothing of it is carried out here."""
 
 log = logging.getLogger("kvstore.node")
@@ -65,6 +65,7 @@ class Performer:
         self.segment = segment
         self.nvme = nvme
         self.copies: deque[Work] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
+        self.loads: deque[ev.Load] = deque()  # the same
         self.tables: dict[int, ExtentTable] = {}
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
         self.absent = self.index.absent  # see ``PageIndex``
@@ -96,7 +97,7 @@ class Performer:
             ev.ErasePins: lambda over: self.book.unpin(over.numbers),
             ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
             ev.Save: self.copies.append,
-            ev.Load: self.copies.append,
+            ev.Load: self.loads.append,
             ev.Carry: self.copies.append,
             ev.Erase: self.copies.append,
         }
