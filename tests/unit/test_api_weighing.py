@@ -1,0 +1,81 @@
+"""What a request will take is told from its bytes, before they are values."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from google.protobuf import struct_pb2
+
+from kvstore.errors import InvalidRequest
+from kvstore.pb import engine_pb2
+from kvstore.pb import store_pb2 as pb
+from kvstore.service.api.weighing import DEPTH_MAX, VALUES_MAX, weigh
+
+MEASURE = """
+import sys
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+from kvstore.pb import engine_pb2, store_pb2 as pb
+kind = getattr(pb, sys.argv[1], None) or getattr(engine_pb2, sys.argv[1])
+data = sys.stdin.buffer.read()
+before = rss()
+message = kind.FromString(data)
+kept = [list(getattr(part, sys.argv[2])) for part in [message.pages if sys.argv[3] == "pages" else message]]
+print(rss() - before)
+"""
+
+
+def extras(count: int, size: int) -> pb.LookupRequest:
+    return pb.LookupRequest(pages=pb.Pages(extras=[bytes([i % 256]) * size for i in range(count)]))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "inside"),
+    [
+        (extras(60_000, 0), "extras", "pages"),
+        (extras(60_000, 2), "extras", "pages"),
+        (extras(60_000, 16), "extras", "pages"),
+        (pb.ObjectKeys(keys=["k"] * 60_000), "keys", ""),
+        (engine_pb2.SubmitRequest(token_ids=[1000] * 500_000), "token_ids", ""),
+        (engine_pb2.SubmitRequest(prefill=["a"] * 60_000), "prefill", ""),
+    ],
+    ids=["empty", "short", "digests", "names", "numbers", "texts"],
+)
+def test_no_request_takes_more_than_it_weighs(request_: Any, field: str, inside: str) -> None:
+    data = request_.SerializeToString()
+    command = [sys.executable, "-c", MEASURE, type(request_).__name__, field, inside]
+    takes = int(subprocess.run(command, input=data, capture_output=True, check=True, timeout=60).stdout)
+    assert len(data) < takes < weigh(request_.DESCRIPTOR, data)
+
+
+def test_a_plain_request_weighs_a_few_copies_of_it() -> None:
+    pages = pb.Pages(layout=pb.Layout(page_tokens=64), salt="s", tokens=b"\x12\x02\x00\x00" * 60_000)
+    data = pb.LookupRequest(pages=pages).SerializeToString()
+    assert 4 * len(data) < weigh(pb.LookupRequest.DESCRIPTOR, data) < 6 * len(data), "what is inside a value is passed"
+    tiny = pb.LookupRequest(pages=pb.Pages(layout=pb.Layout(page_tokens=1), tokens=bytes(4 * 10_000)))
+    assert weigh(tiny.DESCRIPTOR, tiny.SerializeToString()) > 10_000 * 250, "each token is a page, with a key"
+
+
+def test_what_no_call_can_mean_is_refused_before_it_is_parsed() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    many = b"\x0a\x80\x80\x80\x01" + b"\x2a\x00" * (1 << 20)
+    with pytest.raises(InvalidRequest, match=f"more than {VALUES_MAX} values"):
+        weigh(pb.LookupRequest.DESCRIPTOR, many)
+    unknown = b"\xfb\x07\xfc\x07" * VALUES_MAX  # groups that nobody knows
+    with pytest.raises(InvalidRequest, match="values"):
+        weigh(pb.LookupRequest.DESCRIPTOR, unknown)
+    deep = struct_pb2.Value()
+    for _ in range(DEPTH_MAX):
+        deep = struct_pb2.Value(list_value=struct_pb2.ListValue(values=[deep]))
+    with pytest.raises(InvalidRequest, match="deep"):
+        weigh(deep.DESCRIPTOR, deep.SerializeToString())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10
+
+
+def test_what_is_no_message_weighs_what_was_read() -> None:
+    for junk in (b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", b"\xff" * 100, b"\x0f" + bytes(50)):
+        assert weigh(pb.LookupRequest.DESCRIPTOR, junk) < 4 * len(junk) + 200 * 128
