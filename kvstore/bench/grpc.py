@@ -83,10 +83,10 @@ class Scene:
     """A daemon that listens, a store over gRPC, and the server to compare with."""
 
     def __init__(self, stage: Stage, scene: ExitStack, dram_bytes: int) -> None:
-        port = _free_port()
+        port = free_port()
         settings = {"listen": f"127.0.0.1:{port}"}
         self.daemon = stage.daemon(scene, dram_bytes + stage.settings.extent_bytes, settings=settings)
-        self.store: Store = scene.enter_context(_connected(f"kv://127.0.0.1:{port}"))
+        self.store: Store = scene.enter_context(connected(f"kv://127.0.0.1:{port}"))
         self.raw = scene.enter_context(Raw())
         self._shm_dir = stage.settings.shm_dir
 
@@ -194,13 +194,15 @@ def _checker(expected: dict[str, int]) -> Callable[[str, object], None]:
     return check
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _connected(address: str) -> Store:
+def connected(address: str) -> Store:
+    """A store over gRPC, as soon as somebody serves there. Raises BenchFailed."""
     deadline = time.monotonic() + READY_S
     while True:
         try:

@@ -16,6 +16,7 @@ from kvstore.bench import (
     evict,
     get,
     grpc,
+    hostile,
     lookup,
     memory,
     metrics,
@@ -128,6 +129,7 @@ _ROWS = (
         partial(grpc.read, geometry="256k"),
     ),
     Row("grpc_write_2m", "put over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.write, geometry="2m")),
+    Row("hostile_names", "longest put beside a tenant who says 18,500 names / in quiet", None, hostile.names),
     Row("restart_nvme", "kill -9, reboot, and scan of NVMe, to serving again", None, nvme_restart.restart),
 )
 ROWS = {row.name: row for row in _ROWS}

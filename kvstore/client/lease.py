@@ -119,6 +119,11 @@ class Lease:
         finally:
             self.release()
 
+    def forget_views(self) -> None:
+        """For who only renews and releases: what was asked, and the views, take no memory any more."""
+        self.pages = []
+        self._keys = Keys.of(np.empty(0, np.uint32), self._layout.page_tokens, self._keys.root)
+
     def check(self) -> None:
         """Whether everything read through the views up to now was right.
 

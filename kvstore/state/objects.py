@@ -6,6 +6,7 @@ a head is sealed only where neither has one, or where the one that is there is t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,9 @@ class Objects:
         self._state = state
         self._seal_chain = seal_chain
         self._scanning = state.nvme is not None
-        self._loose: dict[bytes, int] = {}  # last pieces whose head is yet to come, and who is putting them
+        self._loose: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # last pieces whose head is yet to come, and who is putting them
 
     def seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
         """A head, ``event.replaces`` being the head it replaces, if any.
@@ -73,9 +76,8 @@ class Objects:
             last = len(reply.statuses) - 1 - reply.statuses[::-1].index(Status.OK)
             self._loose.pop(event.parent, None)
             if len(self._loose) >= LOOSE_MAX:
-                self._loose = {key: session for key, session in self._loose.items() if self._find(key) is not None}
-            if len(self._loose) < LOOSE_MAX:
-                self._loose[event.rows[last, :16].tobytes()] = event.session
+                self._loose.popitem(last=False)
+            self._loose[event.rows[last, :16].tobytes()] = event.session
 
     def end_session(self, session: int, out: list[ev.Instruction]) -> None:
         """A writer is dead: what it put of objects without coming to their heads is of no use to anybody."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvstore
@@ -126,3 +127,22 @@ def test_one_tenants_pins_leave_room_for_others(machine: Machine) -> None:
     assert 4 << 20 < kept <= 6 << 20
     assert put(store, 1, 8, salt="b") == 8 and store.pin(chain(1, 8, SMALL, "b"), 60)["pages"] == 8
     check_laws(store)
+
+
+def test_a_lease_takes_memory_for_what_it_holds(machine: Machine) -> None:
+    daemon, address = serve_api(machine)
+    tiny = Layout(model="tiny", layers=1, kv_heads=1, head_dim=64, page_tokens=1)
+    tokens = np.arange(32_000, dtype=np.uint32)
+    with kvstore.connect(f"kv://{address}") as store:
+        cache = store.cache(tiny)
+        assert cache.put(tokens[:1], bytes(tiny.page_bytes)) == 1
+        with cache.lease(tokens) as lease:
+            assert len(lease.pages) == 1
+        before = daemon.memory_bytes()
+        leases = [cache.lease(tokens) for _ in range(40)]
+        for lease in leases:
+            lease.__enter__()
+        assert daemon.memory_bytes() - before < 64 << 20, "each named 32,000 pages, of which one is there"
+        for lease in leases:
+            lease.renew(60)
+            lease.release()

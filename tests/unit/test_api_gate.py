@@ -203,6 +203,22 @@ class Thing:
         self.ended += 1
 
 
+def test_holdings_are_bounded_in_bytes_and_no_tenant_takes_all() -> None:
+    held: Holdings[Any] = Holdings("lease", lambda _: None, bytes_max=100)
+    a, b = Identity("a", frozenset("a"), token_digest=b"a"), Identity("b", frozenset("b"), token_digest=b"b")
+    numbers = [held.add(a, Thing(), 60.0, 25) for _ in range(2)]
+    last = Thing()
+    with pytest.raises(TooManyCalls):
+        held.add(a, last, 60.0, 1)
+    assert last.ended == 1
+    held.add(b, Thing(), 60.0, 50)
+    held.drop(numbers[0])
+    held.add(a, Thing(), 60.0, 25)
+    held.sweep(everything=True)
+    held.add(a, Thing(), 60.0, 50)
+    assert len(held) == 1
+
+
 def test_holdings_are_bounded_their_owners_own_and_end() -> None:
     held: Holdings[Any] = Holdings("lease", lambda _: None, held_max=3)
     a, b = Identity("a", frozenset("a"), token_digest=b"a"), Identity("b", frozenset("b"), token_digest=b"b")

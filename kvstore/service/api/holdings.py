@@ -22,6 +22,7 @@ from kvstore.service.api.identities import Identity, is_tenant
 ID_BYTES: Final = 16
 HELD_MAX: Final = 4096  # of one kind
 HELD_SHARE_MAX: Final = 1024  # of them by one tenant
+HELD_BYTES_MAX: Final = 128 << 20  # of memory that all of one kind take; half of it by one tenant
 SWEEP_S: Final = 0.25
 
 
@@ -39,9 +40,10 @@ Thing = TypeVar("Thing", bound=Ends)
 class Held(Generic[Thing]):
     """One thing held for its owner. Whoever works with it holds ``lock``, and looks at ``over`` then."""
 
-    def __init__(self, owner: Identity, thing: Thing, until_s: float) -> None:
+    def __init__(self, owner: Identity, thing: Thing, until_s: float, size_bytes: int) -> None:
         self.owner = owner
         self.thing = thing
+        self.size_bytes = size_bytes
         self.until_s = until_s  # time.monotonic
         self.lock = threading.Lock()
         self.over = False
@@ -62,12 +64,20 @@ class Holdings(Generic[Thing]):
         check: raises Unauthenticated where an identity has ended.
     """
 
-    def __init__(self, what: str, check: Callable[[Identity], None], held_max: int = HELD_MAX) -> None:
+    def __init__(
+        self,
+        what: str,
+        check: Callable[[Identity], None],
+        held_max: int = HELD_MAX,
+        bytes_max: int = HELD_BYTES_MAX,
+    ) -> None:
         self._what = what
         self._check = check
         self._max = held_max
         self._held: dict[bytes, Held[Thing]] = {}
+        self._bytes_max = bytes_max
         self._of: Counter[Identity] = Counter()
+        self._bytes_of: Counter[Identity] = Counter()
         self._mutex = threading.Lock()
 
     def __len__(self) -> int:
@@ -75,22 +85,31 @@ class Holdings(Generic[Thing]):
 
     def check_room(self, owner: Identity) -> None:
         """Raises TooManyCalls where no more can be held for this owner."""
-        share = HELD_SHARE_MAX if is_tenant(owner) else self._max
         with self._mutex:
-            if len(self._held) >= self._max or self._of[owner] >= min(share, self._max):
-                raise TooManyCalls(f"no more {self._what}s are held: end some", retry_after_s=1.0)
+            self._check_room(owner, 0)
 
-    def add(self, owner: Identity, thing: Thing, ttl_s: float) -> bytes:
+    def _check_room(self, owner: Identity, size_bytes: int) -> None:
+        tenant = is_tenant(owner)
+        share = HELD_SHARE_MAX if tenant else self._max
+        if len(self._held) >= self._max or self._of[owner] >= min(share, self._max):
+            raise TooManyCalls(f"no more {self._what}s are held: end some", retry_after_s=1.0)
+        bytes_share = self._bytes_max // 2 if tenant else self._bytes_max
+        all_bytes, mine = self._bytes_of.total() + size_bytes, self._bytes_of[owner] + size_bytes
+        if size_bytes and (all_bytes > self._bytes_max or mine > bytes_share):
+            raise TooManyCalls(f"the {self._what}s that are held name too many pages: end some", retry_after_s=1.0)
+
+    def add(self, owner: Identity, thing: Thing, ttl_s: float, size_bytes: int = 0) -> bytes:
         """Hold it for so long; the number to name it by. Raises TooManyCalls, and then has ended it."""
         number = secrets.token_bytes(ID_BYTES)
         try:
-            self.check_room(owner)
+            with self._mutex:
+                self._check_room(owner, size_bytes)
+                self._held[number] = Held(owner, thing, time.monotonic() + ttl_s, size_bytes)
+                self._of[owner] += 1
+                self._bytes_of[owner] += size_bytes
         except TooManyCalls:
             thing.end()
             raise
-        with self._mutex:
-            self._held[number] = Held(owner, thing, time.monotonic() + ttl_s)
-            self._of[owner] += 1
         return number
 
     def find(self, owner: Identity, number: bytes) -> Held[Thing]:
@@ -132,8 +151,9 @@ class Holdings(Generic[Thing]):
         held = self._held.pop(number, None)
         if held is not None:
             self._of[held.owner] -= 1
+            self._bytes_of[held.owner] -= held.size_bytes
             if not self._of[held.owner]:
-                del self._of[held.owner]
+                del self._of[held.owner], self._bytes_of[held.owner]
         return held
 
     def _known(self, owner: Identity) -> bool:

@@ -23,6 +23,8 @@ from kvstore.service.node import Node
 WRITE_BUFFER_BYTES = 2 * BATCH_BYTES
 LEASE_TTL_S = 30.0  # where a request names none
 GROUP_BYTES_MAX = 256
+LEASED_PAGE_BYTES = 64  # of memory, where each lies apart
+RESERVED_PAGE_BYTES = 512
 
 
 class Reservation:
@@ -44,7 +46,7 @@ class LeaseHold:
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        lease.pages = []
+        lease.forget_views()
 
     def end(self) -> None:
         """Release it."""
@@ -80,7 +82,7 @@ class Reservations:
             raise InvalidRequest("parent", "is not stored here: reserve from an earlier page on")
         writer.__enter__()
         reservation = Reservation(writer, prompt.cache, prompt.keys)
-        return self.held.add(call.caller, reservation, ttl_s), writer.pages_new
+        return self.held.add(call.caller, reservation, ttl_s, _held_bytes(prompt.keys)), writer.pages_new
 
     async def write(self, call: Call, number: bytes, batches: AsyncIterator[list[Data]]) -> bytes:
         """Data goes where each message says; readers of this node see a layer as soon as it is whole."""
@@ -141,7 +143,7 @@ class Leases:
         if not match.pages:
             lease.release()
             return pb.LeaseReply(reason=match.reason)
-        number = self.held.add(call.caller, LeaseHold(lease), ttl_s)
+        number = self.held.add(call.caller, LeaseHold(lease), ttl_s, LEASED_PAGE_BYTES * match.pages)
         return pb.LeaseReply(lease=number, pages=match.pages, ttl_ms=int(ttl_s * 1000), reason=match.reason)
 
     async def renew(self, call: Call, message: bytes) -> bytes:
@@ -183,3 +185,8 @@ def _check(held: Held[Reservation] | Held[LeaseHold]) -> None:
     """Raises LeaseBroken where it ended while this call waited for it."""
     if held.over:
         raise LeaseBroken("it is over")
+
+
+def _held_bytes(keys: Keys) -> int:
+    """What a reservation of these pages takes in memory: keys, identities, addresses; and the token ids, twice."""
+    return RESERVED_PAGE_BYTES * len(keys) + 2 * keys.tokens.nbytes
