@@ -22,6 +22,7 @@ from kvstore.service.api.identities import Identities
 from kvstore.service.api.loop import LoopServer
 from kvstore.service.api.methods import GateOthers, serving
 from kvstore.service.api.server import add_others, log_unexpected, options
+from kvstore.service.api.weighing import weighed
 
 GRACE_S: Final = 2.0  # for calls under way when the engine ends
 PING_MS_MIN: Final = ("grpc.http2.min_ping_interval_without_data_ms", 1000)  # its clients watch it closely
@@ -73,7 +74,9 @@ class EngineServer(LoopServer):
                 "Drain": calls.drain,
             }
             sending = {"Submit": calls.submit, "Prefill": calls.prefill, "Pull": calls.pull}
-            server.add_generic_rpc_handlers((serving(gate, SERVICE, unary, sending),))
+            server.add_generic_rpc_handlers(
+                (serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending)),)
+            )
             self._alive = await add_others(server, SERVICE)
             self.addresses = self._plan.bind(server)
             await server.start()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 import kvstore
 from kvstore import Layout
 from kvstore.errors import InvalidRequest
+from kvstore.pb import store_pb2 as pb
 from kvstore.service.book import NAMES, PINS, WASTE_BYTES
-from tests.process.api import identities_file, serve_api
+from tests.process.api import Client, identities_file, serve_api
 from tests.process.content import SMALL, chain, prompt
 from tests.process.harness import Machine, check_laws, put
 
@@ -146,3 +148,18 @@ def test_a_lease_takes_memory_for_what_it_holds(machine: Machine) -> None:
         for lease in leases:
             lease.renew(60)
             lease.release()
+
+
+def test_requests_of_very_many_values_are_refused_before_they_are_parsed(machine: Machine) -> None:
+    _, address = serve_api(machine, rpc_buffers="16MiB")
+    client = Client(address)
+    pages = pb.Pages(layout=pb.Layout(model="m", layers=1, head_dim=64, page_tokens=16), tokens=bytes(64 * 60_000))
+    for name in ("Lookup", "Prefetch", "Lease"):
+        request = pb.LookupRequest(pages=pb.Pages(tokens=bytes(64), extras=[b""] * (1 << 20)))
+        with pytest.raises(grpc.RpcError) as refused:
+            client.call(name, request)
+        assert "values" in refused.value.details() and refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    for extras in ([b""] * 60_000, [b"d"] * 60_000):  # paired: a digest for each page is well
+        pages.extras[:] = extras
+        assert client.call("Lookup", pb.LookupRequest(pages=pages)).pages == 0
+    client.close()

@@ -14,6 +14,7 @@ from kvstore.service.api.gate import Call, Gate
 from kvstore.service.api.objects import ObjectCalls
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
+from kvstore.service.api.weighing import weighed
 
 SERVICE: Final = "kvstore.v1.Store"
 
@@ -50,7 +51,7 @@ def handlers(
     }
     sending: dict[str, Sending] = {"Read": pages.read, "GetObject": objects.get, "Watch": admin.watch}
     taking: dict[str, Taking] = {"Write": pages.write, "PutObject": objects.put}
-    return serving(gate, SERVICE, unary, sending, taking)
+    return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending), taking)
 
 
 def serving(

@@ -21,6 +21,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.service.api import streams
 from kvstore.service.api.gate import Call, parse
 from kvstore.service.api.reservations import Reservations
+from kvstore.service.api.weighing import weigh
 from kvstore.service.api.wire import MESSAGE_BYTES_MAX, Prompt, lookup_reply, prompt_of
 from kvstore.service.node import Node
 
@@ -110,6 +111,10 @@ class PageCalls:
     async def write(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
         """Store pages as they come, or write into reserved ones."""
         first = await streams.first_of(requests, call)
+        async with call.buffers(weigh(pb.WriteBegin.DESCRIPTOR, first.begin or b"")):
+            return await self._write(call, first, requests)
+
+    async def _write(self, call: Call, first: streams.Data, requests: AsyncIterator[bytes]) -> bytes:
         begin = parse(pb.WriteBegin, first.begin or b"")
         if begin.reservation:
             if begin.HasField("pages"):

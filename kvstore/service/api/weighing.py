@@ -11,14 +11,17 @@ of 16 bytes are 20,992 bytes and some 270 values. It weighs 4 * 20,992 + 270 * 1
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
 
+from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import FieldDescriptor
 
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
+from kvstore.service.api.gate import MESSAGE_BYTES_FREE, MESSAGE_COPIES, Call
 
-MESSAGE_COPIES: Final = 4  # of a request's bytes: itself, the message, its keys and tokens
 VALUE_BYTES: Final = 128  # of a field's value: its place in the message, in a list, and the object
 PACKED_COPIES: Final = 24  # of the bytes of packed numbers, one byte each perhaps
 PAGE_BYTES: Final = 256  # of a page that a request names: its key and identity, and their objects
@@ -29,6 +32,27 @@ DEPTH_MAX: Final = 32
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
 _PAGES, _LAYOUT = pb.Pages.DESCRIPTOR, pb.Layout.DESCRIPTOR
 _TOKENS, _PAGE_TOKENS = pb.Pages.TOKENS_FIELD_NUMBER, pb.Layout.PAGE_TOKENS_FIELD_NUMBER
+
+
+Answer = TypeVar("Answer")
+
+
+def weighed(
+    service: str, calls: Mapping[str, Callable[[Call, bytes], Awaitable[Answer]]]
+) -> dict[str, Callable[[Call, bytes], Awaitable[Answer]]]:
+    """The same calls of a service, by name, which hold buffers for what their requests take beside copies of them."""
+    methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
+    return {name: partial(_with_buffers, methods[name].input_type, work) for name, work in calls.items()}
+
+
+async def _with_buffers(
+    kind: Any, work: Callable[[Call, bytes], Awaitable[Answer]], call: Call, message: bytes
+) -> Answer:
+    more_bytes = weigh(kind, message) - MESSAGE_COPIES * len(message)
+    if more_bytes <= MESSAGE_BYTES_FREE:
+        return await work(call, message)
+    async with call.buffers(more_bytes):
+        return await work(call, message)
 
 
 def weigh(kind: Any, message: bytes) -> int:

@@ -89,9 +89,9 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
         raise InvalidRequest("tokens", f"{full} pages, one call names {PAGES_MAX} at most: continue after a parent")
     if pages.whole_pages and len(tokens) % layout.page_tokens:
         raise InvalidRequest("tokens", f"{len(tokens)} tokens are no whole pages of {layout.page_tokens}")
-    extras = list(pages.extras) or None
-    if extras is not None and len(extras) != full:
+    if pages.extras and len(pages.extras) != full:
         raise InvalidRequest("extras", f"must be {full} values, one per full page, or none")
+    extras = list(pages.extras) or None
     cache = store.cache(layout, pages.salt, pages.adapter)
     if to_match and not pages.whole_pages:
         full = (len(tokens) - 1) // layout.page_tokens
