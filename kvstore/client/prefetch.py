@@ -7,12 +7,16 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.client.local import Mapped
 from kvstore.client.proof import Run, address_parts
 from kvstore.client.stored import locate, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, Status
+from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of
+from kvstore.tier.index import IndexDamaged
 from kvstore.transfer.control import BATCH_MAX, HINT, NO_REPLY, Op
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two looks whether pages have arrived
@@ -20,6 +24,7 @@ PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two looks whether pages have a
 # as long: a read must never wait for a daemon that is down.
 SILENT_NS: Final = 2_000_000_000
 _SCRUB_S: Final = 1.0
+_INDEXED_S: Final = 1.0
 _ASK_S_MIN: Final = 0.2  # for an answer, however close the deadline is
 
 
@@ -39,6 +44,32 @@ def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
         if status != Status.OK:
             return
+
+
+def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
+    """Wait until these pages, which are being saved out of these reserved frames, are stored in either tier, or will
+    not be; until ``deadline`` (``time.monotonic``). Returns how many are stored.
+    """
+    pause_s = PAUSE_MIN_S
+    while True:
+        late = time.monotonic() >= deadline
+        if not any(_is_reserved(mapped, *address) for address in addresses.tolist()):
+            # None is on its way any more. The index follows the records.
+            deadline = min(deadline, time.monotonic() + _INDEXED_S)
+        try:
+            found = zip(mapped.index.find_many(hashes), mapped.index.find_many_nvme(hashes), strict=True)
+            stored = sum(any(tiers) for tiers in found)
+        except IndexDamaged:
+            stored = 0
+        if stored == len(hashes) or late:
+            return stored
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+
+def _is_reserved(mapped: Mapped, number: int, frame: int, generation: int) -> bool:
+    extent = mapped.extent(number)
+    return extent is not None and int(extent.words[frame]) == word_of(generation, FrameState.RESERVED)
 
 
 def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:

@@ -26,6 +26,7 @@ from kvstore.transfer.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack
 # The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
 # request costs as much as copying half a MiB. Measured: 16 MiB is best from 64 KiB to 2 MiB pages.
 BATCH_BYTES = 16 << 20
+BUSY_PAUSE_MAX_S = 0.02
 
 _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
 _BUSY, _OVER_QUOTA = int(Status.BUSY), int(Status.OVER_QUOTA)
@@ -213,10 +214,11 @@ class PendingPut:
             # It overtook the batch before it, which was lost and has been sent again by now.
             message = self._again(batch)
             statuses = bytes(message.body[:count])
-        deadline = time.monotonic() + self._mapped.timeout_s
-        while _BUSY in statuses and time.monotonic() < deadline:  # the tenant's own pages are being saved to make room
-            time.sleep(BUSY_PAUSE_S)
-            first = statuses
+        deadline, pause_s = time.monotonic() + self._mapped.timeout_s, BUSY_PAUSE_S
+        # The tenant's own pages are being saved to make room; or these are, since only NVMe has what they hang on.
+        while _BUSY in statuses and time.monotonic() < deadline:
+            time.sleep(pause_s)
+            first, pause_s = statuses, min(2 * pause_s, BUSY_PAUSE_MAX_S)
             statuses = bytes(self._again(batch).body[:count])
             statuses = bytes(_OK if old == _OK else new for old, new in zip(first, statuses, strict=True))
         self._refused = self._refused or _OVER_QUOTA in statuses or _BUSY in statuses

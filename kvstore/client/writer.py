@@ -17,6 +17,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
 from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local import LocalNode, Mapped
+from kvstore.client.prefetch import await_saved
 from kvstore.client.proof import address_runs
 from kvstore.client.ranges import Ranges
 from kvstore.client.spans import Span, parts_of, unbroken
@@ -37,7 +38,7 @@ from kvstore.transfer.control import NO_REPLY, Op, batch_pages, pack_class, stat
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
-_DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT))
+_DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BUSY))
 
 PIECES_MAX = 256  # that one page may lie in meanwhile, written by ``write_range``
 
@@ -58,6 +59,8 @@ class Writer:
     Attributes (once entered):
         pages_new: indices of the pages to be written, ascending; the others are stored already, or had no room.
         sealed: after leaving, how many pages this shard sealed (those still waiting for other shards included).
+        waits: whether leaving waits until pages are durable whose parent only NVMe has. It is not needed for them to be
+            stored; those that are not yet do not count as ``sealed``.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Writer:
             raise InvalidRequest(field, f"{shard.count} shards of one page are more than {SHARDS_MAX}")
         self.pages_new: list[int] = []
         self.sealed = 0
+        self.waits = True
         self._node = node
         self._shard = shard
         self._layout = layout = shard.layout
@@ -323,12 +327,21 @@ class Writer:
             )
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
+        first, busy = 0, []
         for part, request in requests:
             statuses = self._statuses(part, request)
+            busy += [first + i for i, status in enumerate(statuses) if status == Status.BUSY]
+            first += len(statuses)
             self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)
             self._mapped.counters.put(self._mapped.row(self._class), statuses.count(int(Status.OK)))
             lost = [i for i, status in enumerate(statuses) if status not in _DONE]
             self._revoke(b"".join([part[i * ADDRESS_BYTES : (i + 1) * ADDRESS_BYTES] for i in lost]))
+        if busy and self.waits:
+            hashes = [self._keys.hashes[self.pages_new[i]] for i in busy]
+            addresses = np.frombuffer(raw, ADDRESS_DTYPE)[busy]
+            saved = await_saved(self._mapped, hashes, addresses, time.monotonic() + self._node.timeout_s)
+            self.sealed += saved
+            self._mapped.counters.put(self._mapped.row(self._class), saved)
 
     def _statuses(self, part: bytes, request: PendingReply) -> bytes:
         """What became of these pages. Asked once more where the daemon went away; sealed pages then answer STALE."""

@@ -38,7 +38,13 @@ STORED: Final = (SEALED, DEMOTED, PROMOTED)
 GONE: Final = (EVICTED, DROPPED)
 
 # Cause of a seal -> kind and reason.
-_SEALS: Final = {"put": (SEALED, ""), "save": (DEMOTED, ""), "load": (PROMOTED, ""), "scan": (SEALED, "found")}
+_SEALS: Final = {
+    "put": (SEALED, ""),
+    "through": (SEALED, ""),
+    "save": (DEMOTED, ""),
+    "load": (PROMOTED, ""),
+    "scan": (SEALED, "found"),
+}
 
 
 class PageEvent(NamedTuple):

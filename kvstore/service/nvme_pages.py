@@ -192,7 +192,7 @@ class NvmePages:
         )
         info = int(words[fmt.info // 8])
         damage = ""
-        if not _is_sealed(source, page.source):  # asked after the copy: what was copied is that page
+        if not _is_sealed(source, page.source, page.state):  # asked after the copy: what was copied is that page
             done.failed[i] = MOVED
             return
         if source.identity_sums(slice(page.source.frame, page.source.frame + 1))[0] != words[fmt.identity_sum // 8]:
@@ -203,7 +203,7 @@ class NvmePages:
             done.failed[i] = damage
             done.damaged.append((page.source, damage))
             return
-        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | standing_of(info)
+        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | (page.standing or standing_of(info))
         identity, parent = row[fmt.identity], row[fmt.parent].tobytes()
         place = frame_class, self.devices.header_incarnation(target.position), page.target
         header = slot[: frame_class.nvme_header_bytes]
@@ -361,8 +361,8 @@ def identity_row(header: FrameHeader) -> Rows:
     return np.frombuffer(header.key + header.root + header.extra + header.tokens.tobytes(), np.uint8)
 
 
-def _is_sealed(table: ExtentTable, address: Address) -> bool:
-    return int(table.words[address.frame]) == address.generation << 8 | FrameState.SEALED
+def _is_sealed(table: ExtentTable, address: Address, state: FrameState = FrameState.SEALED) -> bool:
+    return int(table.words[address.frame]) == address.generation << 8 | state
 
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:

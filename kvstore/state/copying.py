@@ -65,6 +65,7 @@ class Copies:
         self.loading: dict[int, Batch] = {}
         self.carrying: dict[int, Batch] = {}  # from one extent of NVMe to others
         self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames of NVMe, and the keys of what was there
+        self.staging: dict[int, Batch] = {}  # pages that are saved out of frames they were never sealed in
         self.down: set[bytes] = set()  # keys of what is being saved
         self.up: set[bytes] = set()  # and loaded
         self._next = 1
@@ -76,6 +77,11 @@ class Copies:
             batch.held_dram.append(page.source)
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.saving, batch), batch.pages))
+
+    def start_staged(self, batch: Batch, out: list[ev.Instruction]) -> None:
+        """Have pages saved whose reserved frames nobody writes to any more; their NVMe frames were just taken."""
+        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(ev.Save(self._enter(self.staging, batch), batch.pages))
 
     def start_loading(self, batch: Batch, out: list[ev.Instruction]) -> None:
         """Hold the sources of these pages and have them loaded; their DRAM frames were just taken."""
@@ -104,7 +110,7 @@ class Copies:
     @property
     def busy(self) -> bool:
         """Anything is on its way."""
-        return bool(self.saving or self.loading or self.carrying or self.erasing)
+        return bool(self.saving or self.loading or self.carrying or self.staging or self.erasing)
 
     def touches(self, keys: set[bytes]) -> bool:
         """One of these pages is on its way, or not erased yet where it was. Of what a start has erased nobody knows
@@ -163,18 +169,19 @@ class Copies:
     def _is_saved(self, address: Address) -> bool:
         return self.nvme.find(self.dram.records.key(address.extent, address.frame)) is not None
 
+    def _batches(self) -> tuple[Batch, ...]:
+        return (*self.saving.values(), *self.loading.values(), *self.carrying.values(), *self.staging.values())
+
     # --- what is on its way -----------------------------------------------------------------------------------------
 
     def moving(self, frame_class: FrameClass) -> bool:
         """Pages of this class are on their way, either way."""
-        return any(batch.frame_class == frame_class for batch in (*self.saving.values(), *self.loading.values()))
+        batches = (*self.saving.values(), *self.loading.values(), *self.staging.values())
+        return any(batch.frame_class == frame_class for batch in batches)
 
     def frames(self) -> list[Address]:
         """RESERVED frames of either tier that pages are being copied into."""
         return [page.target for batch in self._batches() for page in batch.pages]
-
-    def _batches(self) -> tuple[Batch, ...]:
-        return (*self.saving.values(), *self.loading.values(), *self.carrying.values())
 
     def extents(self) -> set[int]:
         """Extents with pages that are held: their pages keep their addresses."""

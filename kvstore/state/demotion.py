@@ -288,7 +288,7 @@ class Demotion:
         """See ``events.Saved``: what was written and still is wanted becomes a page of NVMe."""
         out: list[ev.Instruction] = []
         batch = self.copies.saving.pop(event.number)
-        self.copies.down.clear()
+        self.copies.down.difference_update(page.key for page in batch.pages)
         arrival = self.copies.arrive(batch, self.dram, self.nvme, event.heads, event.failed)
         arrived = [batch.pages[i] for i in arrival.places]
         if arrived:

@@ -151,11 +151,13 @@ class Move:
 
 @dataclass(slots=True)
 class Copying:
-    """One page on its way between tiers."""
+    """One page on its way between tiers. ``state``: of its source; ``standing``: of a page not sealed there, else 0."""
 
     key: bytes
     source: Address
     target: Address
+    state: FrameState = FrameState.SEALED
+    standing: int = 0
 
 
 @dataclass(slots=True)

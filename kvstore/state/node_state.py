@@ -182,14 +182,15 @@ class NodeState:
 
     def _grant(self, event: ev.Grant) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
-        pool = self.segment.pool(event.frame_class)
-        count = event.count
+        pool, count = self.segment.pool(event.frame_class), event.count
         if event.ahead:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
+        elif (through := self.writing.through) is not None:
+            count = through.room(pool, event.anchor, count)
         fits = self._fit(event, count, out) if self.space.holdings.limited and event.anchor else count
-        addresses = self._grant_frames(event, pool, fits, out) if fits else []
+        addresses = self._grant_frames(event, pool, fits, out)
         none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
-        status = Status.OK if addresses else none if count else Status.NO_SPACE
+        status = Status.OK if addresses else none if count or self.space.waiting else Status.NO_SPACE
         out.append(ev.Reply(status, addresses=addresses))
         return out
 
@@ -204,8 +205,10 @@ class NodeState:
             return self.space.quotas.spare(number, event.frame_class, count)
         return self.space.quotas.fit(number, event.frame_class, count, event.anchor, out)
 
-    def _grant_frames(self, event: ev.Grant, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
-        addresses = self.space.take_after(event.anchor, pool, count, out)
+    def _grant_frames(self, event: ev.Grant, pool: ClassPool, fits: int, out: list[ev.Instruction]) -> list[Address]:
+        addresses = self.space.take_after(event.anchor, pool, fits, out) if fits else []
+        if not addresses and not event.ahead and self.writing.through is not None:
+            addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
         if addresses:
             self.sessions.setdefault(event.session, Session()).granted.update(addresses)
             pool.granted_ahead += len(addresses)
@@ -222,9 +225,7 @@ class NodeState:
 
     def _seal_granted(self, event: ev.SealGranted) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
-        session = self.sessions.get(event.session)
-        if session is None:
-            session = self.sessions[event.session] = Session()
+        session = self.sessions.get(event.session) or self.sessions.setdefault(event.session, Session())
         granted = session.granted
         data = event.rows[:, :32].tobytes()
         keys = [data[i : i + 16] for i in range(0, len(data), 32)]
@@ -233,6 +234,10 @@ class NodeState:
             return [named_twice()]
         root = data[16:32]
         first, parent = self.space.leading(root, event.parent, keys)
+        if parent is None and event.parent != root and self.writing.through is not None:
+            below = self.writing.through.seal(event, granted, keys, self.tenants.number(root))
+            if below is not None:
+                return below
         # By prefix closure nothing after the first absent page can be stored. What is granted up to the first frame
         # that is not is sealed; the pages after that one hang on nothing.
         last = first
@@ -302,9 +307,8 @@ class NodeState:
     def _take_lease(self, event: ev.TakeLease) -> list[ev.Instruction]:
         until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
         held = [address for address in event.addresses if self.space.sealed(address)]
-        if len(held) == len(event.addresses):
-            statuses = [int(Status.OK)] * len(held)
-        else:
+        statuses = [int(Status.OK)] * len(held)
+        if len(held) < len(event.addresses):
             statuses = [int(Status.OK if self.space.sealed(a) else Status.STALE) for a in event.addresses]
         out: list[ev.Instruction] = []
         if held:

@@ -28,6 +28,7 @@ from kvstore.state.last_save import LastSave
 from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
+from kvstore.state.through import Through
 from kvstore.state.writing import Writing
 
 __all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Tiering", "TieringRules"]
@@ -48,6 +49,7 @@ class Tiering:
         self.demotion = Demotion(self.copies, counters, rules)
         self.last_save = LastSave(self.demotion)
         self.promotion = Promotion(self.copies, writing, counters, rules.promote_after)
+        self.through = writing.through = Through(self.copies, writing, self.demotion, counters)
         dram.below = self.demotion
         self.clearing = Clearing(self.copies, nvme)
         dram.in_flight = nvme.in_flight = self.copies.extents
@@ -56,7 +58,7 @@ class Tiering:
     def handlers(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
         """Who decides about which event."""
         return {
-            ev.Demote: self.demotion.demote,
+            ev.Demote: self.demote,
             ev.SaveAll: self.last_save.save,
             ev.Saved: self.saved,
             ev.Prefetch: self.promotion.prefetch,
@@ -75,8 +77,9 @@ class Tiering:
 
     def saved(self, event: ev.Saved) -> list[ev.Instruction]:
         """See ``events.Saved``."""
-        self.promotion.forget_reads([page.target for page in self.copies.saving[event.number].pages])
-        out = self.demotion.saved(event)
+        staged = self.copies.staging.get(event.number)
+        self.promotion.forget_reads([page.target for page in (staged or self.copies.saving[event.number]).pages])
+        out = self.through.saved(event) if staged is not None else self.demotion.saved(event)
         self.clearing.go_on(out)
         return out
 
@@ -98,6 +101,12 @@ class Tiering:
         self.nvme.erased([address for i, (_, address) in enumerate(pages) if i not in event.failed], out)
         self.clearing.go_on(out)
         return out
+
+    def demote(self, event: ev.Demote) -> list[ev.Instruction]:
+        """See ``events.Demote``."""
+        again: list[ev.Instruction] = []
+        self.through.again(again)
+        return again + self.demotion.demote(event)
 
     # --- start and failures -----------------------------------------------------------------------------------------
 

@@ -7,12 +7,17 @@ sealed and its parent is sealed.
 from __future__ import annotations
 
 from collections import Counter, deque
+from typing import TYPE_CHECKING
 
+from kvstore.model.objects import is_object_class
 from kvstore.model.replica import Address, FrameState, Status, standing
 from kvstore.state import events as ev
 from kvstore.state.pending import Pending, PendingTable
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
+
+if TYPE_CHECKING:
+    from kvstore.state.through import Through
 
 QUARANTINED = FrameState.QUARANTINED
 
@@ -26,6 +31,7 @@ class Writing:
         self.counters = counters
         self.ttl_ns_max = ttl_ns_max
         self.pending = PendingTable()
+        self.through: Through | None = None  # for pages whose parent only NVMe has
 
     def reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
         """See ``events.Reserve``."""
@@ -40,6 +46,8 @@ class Writing:
         statuses, addresses = [Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys)
         new: list[int] = []
         parent_ok = event.parent == root or self._holdable(root, event.parent, event.group)
+        through = self.through if not parent_ok and not is_object_class(event.frame_class) else None
+        parent_ok = parent_ok or (through is not None and through.holds(root, event.parent))
         absent = False
         anchor = event.parent
         for i, key in enumerate(keys):
@@ -50,6 +58,9 @@ class Writing:
                 continue
             if found is not None:
                 statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
+                continue
+            if through is not None and not absent and through.has(root, key):
+                statuses[i], anchor = Status.PRESENT, key
                 continue
             absent = True
             if joined is not None and joined.open_to(event.shard, event.shards, event.session):
@@ -65,6 +76,9 @@ class Writing:
         fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
         taken = self.space.take_after(anchor, pool, fits, out) if fits else []
         self.space.expect(taken, number)
+        if len(taken) < len(new) and self.through is not None:
+            taken = self.through.room_for(anchor, pool, number, taken, len(new), out)
+            fits = max(fits, len(taken))
         done = new[: len(taken)]
         for i in new[len(taken) :]:
             statuses[i] = self.no_space(Status.OVER_QUOTA if len(taken) == fits else Status.NO_SPACE)
@@ -123,16 +137,19 @@ class Writing:
             if page.shards > 1:
                 out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
             status = self._complete(page, out) if page.complete else Status.PARTIAL
-            if page.shards == 1 and status == Status.PARTIAL:  # this writer will not speak of it again
+            if page.shards == 1 and status in (Status.PARTIAL, Status.BUSY):  # this writer will not speak of it again
                 out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
             statuses.append(status)
+        if self.through is not None:
+            self.through.start(out)
         out.append(ev.Reply(statuses=statuses))
         return out
 
     def _complete(self, page: Pending, out: list[ev.Instruction]) -> Status:
-        """All shards are there: seal if the parent is sealed, drop the copy if another writer was first."""
+        """All shards are there: seal if the parent is sealed, drop the copy if another writer was first. BUSY: it is
+        saved to NVMe, where its parent is."""
         status = self._seal_whole(page, out)
-        if status == Status.OK:
+        if status in (Status.OK, Status.BUSY):
             self.follow([page.key], out)
         return status
 
@@ -142,7 +159,10 @@ class Writing:
         while waiting:
             for child in self.pending.children(waiting.popleft()):
                 self._hold_parent(child)
-                if child.holds_parent and child.complete and self._seal_whole(child, out) == Status.OK:
+                there = child.holds_parent or (
+                    self.through is not None and self.through.holds(child.root, child.parent)
+                )
+                if there and child.complete and self._seal_whole(child, out) in (Status.OK, Status.BUSY):
                     waiting.append(child.key)
 
     def _seal_whole(self, page: Pending, out: list[ev.Instruction]) -> Status:
@@ -153,6 +173,8 @@ class Writing:
             return Status.PRESENT if same else Status.NO_PARENT
         parent = None if page.at_root else self.space.find_in(page.root, page.parent)
         if parent is None and not page.at_root:
+            if self.through is not None and self.through.takes(page):
+                return Status.BUSY
             if self.pending.coming(page.root, page.parent):
                 return Status.PARTIAL
             self.doom([page], out)
@@ -165,6 +187,13 @@ class Writing:
         out.append(ev.WriteSealed([page.address], [page.key], [info]))
         self.counters["pages_sealed"] += 1
         return Status.OK
+
+    def stored_below(self, page: Pending, out: list[ev.Instruction]) -> None:
+        """The page is on NVMe, and will not be in DRAM: its frame is free, and those of other writers of that key."""
+        self._forget(page, out)
+        self.space.free([page.address], out)
+        while (other := self.pending.named(page.key)) is not None and (other.complete and other.root == page.root):
+            self.doom([other], out)
 
     def revoke(
         self, session: int, addresses: list[Address], out: list[ev.Instruction], shard: int | None = None

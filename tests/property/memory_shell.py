@@ -178,10 +178,10 @@ class MemoryShell:
         """The index of a tier's sealed pages."""
         return self.index if tier == Tier.DRAM else self.nvme_index
 
-    def is_sealed(self, address: Address) -> bool:
-        """The record says so."""
+    def is_sealed(self, address: Address, state: FrameState = SEALED) -> bool:
+        """The record says so, or that it has that other state."""
         table = self.tables.get(address.extent)
-        return table is not None and int(table.words[address.frame]) == word_of(address.generation, SEALED)
+        return table is not None and int(table.words[address.frame]) == word_of(address.generation, state)
 
     # --- performing -------------------------------------------------------------------------------------------------
 
@@ -272,10 +272,14 @@ class MemoryShell:
     def _granting(self, addresses: list[Address], session: int) -> None:
         """These frames are about to be given to ``session``: nobody else may be able to store into them."""
         for address in addresses:
-            self._must_be_newer(address)
             extent, frame, _ = address
+            others = self.watch.may_write(extent, frame)
+            if int(self.tables[extent].words[frame]) == word_of(address.generation, RESERVED):  # it has written into it
+                assert tuple(self.tables[extent].tails[frame, :2]) == (0, session) and not others, f"{address}: not its"
+                continue
+            self._must_be_newer(address)
             assert self.tables[extent].state(frame) == FREE, f"{address} is granted while in use"
-            others = self.watch.may_write(extent, frame) - {session}
+            others = others - {session}
             assert not others, f"{address} is granted to {session} while {others} may write into it"
             assert not self.watch.is_leased(extent, frame), f"{address} is granted under somebody's lease"
 
@@ -464,8 +468,10 @@ class MemoryShell:
         source = Tier.DRAM if isinstance(instruction, ev.Save) else Tier.NVME
         target = Tier.DRAM if isinstance(instruction, ev.Load) else Tier.NVME
         for page in instruction.pages:
-            self._must_be(page.source, SEALED)
+            self._must_be(page.source, page.state)
             self._must_be(page.target, RESERVED)
+            written = source == Tier.DRAM and not self.watch.may_write(*page.source[:2])
+            assert page.state == SEALED or written, "it is written to"
             assert self.tables[page.source.extent].tier == source
             assert self.tables[page.target.extent].tier == target
             assert self.key(*page.source[:2]) == page.key

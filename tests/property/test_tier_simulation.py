@@ -49,6 +49,7 @@ class TierSimulation(Simulation):
         self.lossless = lossless
         self.checkpoints: list[tuple[Table, int]] = []
         self.waited = 0
+        self.behind = 0  # pages that were put behind what only NVMe had
 
     def _something(self) -> None:
         kinds = {
@@ -109,6 +110,10 @@ class TierSimulation(Simulation):
         stored = world.stored_pages(chain)
         for key in chain.keys:
             world.use(key)
+        below = world.nvme_pages(chain)
+        if stored < below < len(chain.path) and self.random.random() < 0.6:
+            self._put_behind(session, chain, below)
+            return
         if world.nvme_pages(chain) > stored and self.random.random() < 0.5:
             world.prefetch(session, chain)
         if session not in world.clients or stored == len(chain.path):
@@ -126,6 +131,17 @@ class TierSimulation(Simulation):
         if len(spare) > 16 or self.random.random() < 0.05:
             world.revoke(session, spare[8:])
         if world.clients[session].forfeited:
+            world.revoke(session, list(world.clients[session].forfeited))
+
+    def _put_behind(self, session: int, chain: Chain, below: int) -> None:
+        """As who extends a prefix that was found on NVMe."""
+        world, anchor = self.world, chain.keys[below - 1]
+        short = len(chain.path) - below - len(world.clients[session].granted.get(chain.frame_class, []))
+        got = short <= 0 or world.grant(session, chain.frame_class, short, anchor=anchor)
+        if not got and world.status == Status.BUSY:
+            self._wait(session, chain, short, anchor)
+        self.behind += world.put_behind(session, chain, below).count(Status.OK)
+        if session in world.clients and world.clients[session].forfeited:
             world.revoke(session, list(world.clients[session].forfeited))
 
     def _wait(self, session: int, chain: Chain, short: int, anchor: bytes) -> None:

@@ -49,8 +49,11 @@ class TieredWorld(World):
     """See the module. ``lossless``: NVMe is large enough, so no page may be lost but by damage."""
 
     may_lose = (*MAY_LOSE, ev.Prefetch)
-    # Whatever ends a copy, or an erasure, lets the emptying of an extent go on.
-    nvme_may_lose: tuple[type, ...] = (ev.Demote, ev.SaveAll, ev.Damaged, ev.Saved, ev.Loaded, ev.Carried, ev.Erased)
+    # Whatever ends a copy, or an erasure, lets the emptying of an extent go on; pages behind NVMe's need room there.
+    nvme_may_lose: tuple[type, ...] = (
+        *(ev.Demote, ev.SaveAll, ev.Damaged, ev.Saved, ev.Loaded, ev.Carried, ev.Erased),
+        *(ev.SealGranted, ev.Seal),
+    )
 
     def __init__(
         self, extent_bytes: int, positions: int, nvme: Nvme, *, now_ns: int = 10**12, lossless: bool = False
@@ -122,9 +125,10 @@ class TieredWorld(World):
         copies = self.state.tiering.copies
         flying = len(self.flights) + len(self.shell.copies)
         deciding = len(copies.saving) + len(copies.loading) + len(copies.carrying) + len(copies.erasing)
-        assert deciding == flying, "a copy is under way that nobody makes"
+        assert deciding + len(copies.staging) == flying, "a copy is under way that nobody makes"
         assert len(copies.saving) <= 1 and len(copies.carrying) <= 1
-        assert copies.down == {page.key for batch in copies.saving.values() for page in batch.pages}
+        going_down = (*copies.saving.values(), *copies.staging.values())
+        assert copies.down == {page.key for batch in going_down for page in batch.pages}
         assert copies.up == {page.key for batch in copies.loading.values() for page in batch.pages}
 
     # --- the mover --------------------------------------------------------------------------------------------------
@@ -192,14 +196,14 @@ class TieredWorld(World):
                 flight.heads.append(rows)
         elif flight.stage == 1:
             for i, page in enumerate(save.pages):
-                if not self.shell.is_sealed(page.source):
+                if not self.shell.is_sealed(page.source, page.state):
                     flight.failed[i] = "moved"
                     continue
                 source, target = tables[page.source.extent], tables[page.target.extent]
                 must = page.target.generation << 8 | RESERVED
                 assert int(target.words[page.target.frame]) == must, "a page is saved into another's frame"
                 parent = source.parents[page.source.frame].tobytes()
-                standing = self.shell.standing(*page.source[:2])
+                standing = page.standing or self.shell.standing(*page.source[:2])
                 payload = self.shell.content.get(page.source[:2])
                 proof = flight.seen[i]
                 written = Written(page.target, flight.heads[i], parent, standing, proof, payload)
@@ -208,7 +212,7 @@ class TieredWorld(World):
                 self.written_today += target.frame_class.nvme_stride
         elif flight.stage == 2:
             for i, page in enumerate(save.pages):
-                if not self.shell.is_sealed(page.source):
+                if not self.shell.is_sealed(page.source, page.state):
                     flight.failed[i] = "moved"
             self.disk.sync()
         else:
@@ -300,6 +304,39 @@ class TieredWorld(World):
     def nvme_pages(self, chain: Chain) -> int:
         """How many leading pages NVMe has."""
         return next((i for i, key in enumerate(chain.keys) if key not in self.shell.nvme_index), len(chain.path))
+
+    def put_behind(self, session: int, chain: Chain, start: int) -> list[int]:
+        """A client puts pages ``start ..`` behind what NVMe has, and asks again while they are on their way."""
+        client = self.clients[session]
+        frames = client.granted.get(chain.frame_class, [])
+        addresses = sorted(frames[: len(chain.path) - start])
+        if not addresses:
+            return []
+        del frames[: len(addresses)]
+        keys, rows = chain.keys[start : start + len(addresses)], chain.rows[start : start + len(addresses)]
+        self.tried.update(keys)
+        self._unclaim(session, addresses)
+        self.shell.content.update({address[:2]: key for address, key in zip(addresses, keys, strict=True)})
+        for _ in range(ROUNDS_MAX):
+            frame_class, parent = chain.frame_class, chain.parents[start]
+            reply = self.send(ev.SealGranted(self.now_ns, session, frame_class, parent, addresses, rows))
+            if reply is None or session not in self.clients:
+                client.forfeited += addresses
+                return []
+            if Status.BUSY not in reply.statuses:
+                break
+            self.settle()
+        else:
+            raise AssertionError("pages never get through")
+        for key, address, status in zip(keys, addresses, reply.statuses, strict=True):
+            if status in (Status.OK, Status.PRESENT):
+                assert key in self.shell.index or key in self.shell.nvme_index, "a page is not where it is said to be"
+                self.stored.add(key)
+            table = self.shell.tables.get(address.extent)
+            if table is not None and table.words[address.frame] == address.generation << 8 | RESERVED:
+                self._claim(session, [address])
+                client.granted[chain.frame_class].append(address)
+        return reply.statuses
 
     def prefetch(self, session: int, chain: Chain, *, hint: bool = False) -> list[int]:
         """A client wants a chain's pages in DRAM, or has just read them from NVMe."""
