@@ -189,10 +189,12 @@ def test_sigterm_ends_calls_within_seconds(machine: Machine) -> None:
     keys = chain(1, 8)
     client.call("Write", api.write_messages(pages_message(keys), contents(keys)))
     ended: list[Code] = []
+    begun = threading.Semaphore(0)
 
     def hold(call: Any) -> None:
         try:
-            list(call)
+            for _ in call:  # the first document says from where on it watches
+                begun.release()
         except grpc.RpcError as error:
             ended.append(error.code())
 
@@ -200,7 +202,7 @@ def test_sigterm_ends_calls_within_seconds(machine: Machine) -> None:
     threads = [threading.Thread(target=hold, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    assert begun.acquire(timeout=20) and begun.acquire(timeout=20)
     began = time.monotonic()
     assert daemon.terminate() == 0
     assert time.monotonic() - began < 6

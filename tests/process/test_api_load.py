@@ -258,10 +258,14 @@ def test_buffers_are_shared_and_come_back(machine: Machine) -> None:
 
     def slowly() -> Iterator[pb.WriteRequest]:
         yield from PART[:2]
-        over.wait(30)
+        over.wait(120)
 
-    held = [client.stub.Write.future(slowly(), timeout=30) for _ in range(2)]
-    time.sleep(0.5)  # they hold the buffers
+    held = [client.stub.Write.future(slowly(), timeout=120) for _ in range(2)]
+
+    def used_up() -> bool:
+        return client.code("Read", pb.ReadRequest(pages=STORED)) is Code.RESOURCE_EXHAUSTED
+
+    wait_until("they hold the buffers", used_up)
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as refused:
         client.read(STORED)
@@ -309,8 +313,15 @@ def test_slow_readers_hold_nothing_but_buffers(machine: Machine) -> None:
     streams = [reader.stub.Read(pb.ReadRequest(pages=pages), timeout=30) for reader in slow]
     for stream in streams:
         assert next(stream).match.pages == 64
-    time.sleep(0.5)
-    assert daemon.memory_bytes() - before < 8 * 16 << 20
+    held = [before]
+
+    def full() -> bool:  # it sends no more: what it has read waits for its readers
+        time.sleep(0.1)
+        held.append(daemon.memory_bytes())
+        return len(held) > 4 and max(held[-3:]) - min(held[-3:]) < 1 << 20
+
+    wait_until("nothing more is sent", full)
+    assert max(held) - before < 8 * 16 << 20
     evicted = dict(client.call("Admin", api.struct(call="evict", pages=1 << 20)))
     assert evicted["pages"] == 64
     for stream in streams:

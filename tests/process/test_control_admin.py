@@ -146,10 +146,11 @@ def test_who_hangs_up_meanwhile_harms_nothing(machine: Machine) -> None:
 
 def test_a_daemon_ends_in_time_during_long_calls(machine: Machine) -> None:
     daemon, store = full_node(machine)
+    before = len(threads(daemon))
     callers = [Caller(machine.folder("n")) for _ in range(6)]
     for caller, call in zip(callers, ("evict", "verify", "pages", "kv_dump", "events", "verify"), strict=True):
         caller.ask(call, **({"percent": 100} if call == "evict" else {"wait_s": 1} if call == "events" else {}))
-    time.sleep(0.3)
+    wait_until("as many are under way as may be", lambda: len(threads(daemon)) >= before + SLOW_THREADS)
     began = time.monotonic()
     assert daemon.terminate() == 0, daemon.trace()
     assert time.monotonic() - began < 8

@@ -175,7 +175,10 @@ def check_histograms(found: Scrape, name: str) -> None:
         assert sorted(bounds) == list(bounds) and bounds[-1] == float("inf"), (name, labels)
         assert sorted(counts) == list(counts), (name, labels)
         assert found.values[f"{name}_count", labels] == counts[-1]
-        assert found.values[f"{name}_sum", labels] >= 0
+        inside = [count - before for count, before in zip(counts, (0, *counts[:-1]), strict=True)]
+        low = sum(n * bound for n, bound in zip(inside[1:], bounds[:-1], strict=True))
+        high = sum(n * bound for n, bound in zip(inside, bounds, strict=True) if n)
+        assert low * 0.999 <= found.values[f"{name}_sum", labels] <= high * 1.001, (name, labels, buckets)
 
 
 HOSTILE = (

@@ -31,7 +31,7 @@ Arguments = dict[str, Any]
 T = TypeVar("T")
 
 WRONG_BYTES = 3
-RETRY_S = 20.0  # how long a worker puts up with a node that is down
+RETRY_S = 60.0  # how long a worker puts up with a node that is down: several starts in a row
 
 _ended = False
 
