@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from kvstore import config as configuration
@@ -55,13 +56,16 @@ def nursery(a: Arguments) -> None:
     """A daemon for every line on stdin, in a child that has everything imported: quick to start, so quick to kill.
 
     A line names its configuration, and the failpoint where it dies, if it is to. Logs ``born``, ``ready`` and ``died``
-    with its pid; the next one is only started when the last one is dead. ``scan_pause_s``: its scan rests before each
-    extent, so that others see it at work.
+    with its pid; the next one is only started when the last one is dead. ``scan_gate``: a file that says how many
+    extents of its scan may have begun, so that others see it at work for as long as they look.
     """
-    pause_s, scan = a.get("scan_pause_s", 0.0), Scanner._scan
+    gate, scan, begun = a.get("scan_gate", ""), Scanner._scan, 0
 
     def scan_slowly(*arguments: Any) -> Iterator[FrameHeader]:
-        time.sleep(pause_s)
+        nonlocal begun
+        begun += 1
+        while gate and begun > int(Path(gate).read_text() or 0):
+            time.sleep(0.01)
         yield from scan(*arguments)
 
     Scanner._scan = scan_slowly  # type: ignore[method-assign, assignment]

@@ -57,6 +57,7 @@ def test_daemon_killed_at(name: str, machine: Machine) -> None:
     check_laws(store)
     for worker in writers:
         worker.wait_for("put", len(worker.events("put")) + 2)  # they go on
+    wait_until("enough is stored", lambda: sum(acknowledged(*writers).values()) > 50)
     reader.finish()
     for worker in writers:
         assert worker.kill() == KILLED

@@ -100,6 +100,20 @@ def _dirty(machine: Machine, number: int = 0) -> int:
         disk.close()
 
 
+def open_gate(gate: Path, extents: int) -> None:
+    """Let the scan begin so many of its extents."""
+    new = gate.with_suffix(".new")
+    new.write_text(str(extents))
+    new.rename(gate)
+
+
+def scanned_percent(store: Store) -> int:
+    """How far the node says its scan is."""
+    state = nvme(store)["state"]
+    assert state.startswith("scanning "), state
+    return int(state.split()[1])
+
+
 @pytest.mark.parametrize("end", ["kill", "kill, in the middle of the scan"])
 def test_unclean_extents_are_there_after_the_scan(end: str, machine: Machine) -> None:
     """And the clean ones meanwhile; and what is put meanwhile stays."""
@@ -113,31 +127,30 @@ def test_unclean_extents_are_there_after_the_scan(end: str, machine: Machine) ->
     daemon.kill()
     store.close()
     reboot(machine)
-    nursery = Nursery(machine, configure(machine, **NO_CHECKPOINT)["config"], scan_pause_s=0.15)
+    gate = machine.logs / "gate"
+    open_gate(gate, 3)
+    nursery = Nursery(machine, configure(machine, **NO_CHECKPOINT)["config"], scan_gate=str(gate))
     pid = nursery.start()
     nursery.wait_ready(pid)
     if "scan" in end:
-        time.sleep(0.3)
+        with machine.connect(NODE) as early:
+            wait_until("it scans", lambda: scanned_percent(early))
         nursery.kill(pid)
         reboot(machine)
         pid = nursery.start()
         nursery.wait_ready(pid)
     store = machine.connect(NODE)
-    assert nvme(store)["state"].startswith("scanning"), nvme(store)["state"]
+    before = wait_until("some of it is scanned", lambda: scanned_percent(store))
     found = check_closed(store, both)
     assert len(clean) * PAGES * 0.5 < found <= len(both) * PAGES, f"{found} pages are served while it scans"
     check_findings(store)
     put(store, 200, PAGES)
     put(store, 120, PAGES)  # of a chain that the scan may find as well
     check_stored(store, {120: PAGES, 200: PAGES})
-    shown: set[str] = set()
-
-    def scanned() -> bool:
-        shown.add(nvme(store)["state"])
-        return "ready" in shown
-
-    wait_until("the scan is done", scanned)
-    assert len(shown) > 2, f"no progress was shown: {shown}"
+    open_gate(gate, 6)
+    wait_until("progress is shown", lambda: 100 > scanned_percent(store) > before)
+    open_gate(gate, 1 << 30)
+    wait_scanned(store)
     wait_quiet(store)
     check_all(store, both | {200: PAGES})
     nursery.kill(pid)

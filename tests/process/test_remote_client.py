@@ -36,6 +36,7 @@ from kvstore.pb import store_pb2 as pb
 from tests.process.api import Certificates, identities_file, serve_api
 from tests.process.content import LARGE, SMALL, chain, contents, layer_of, mismatch
 from tests.process.harness import ROOT, Machine, wait_until
+from tests.process.scraping import Scrape, http_of
 from tests.process.test_store_contract import free_port
 
 PAGES = 6
@@ -43,7 +44,7 @@ PAGES = 6
 
 @pytest.fixture
 def address(machine: Machine) -> str:
-    machine.serve("n", dram="32MiB", listen=(where := f"127.0.0.1:{free_port()}"))
+    machine.serve("n", dram="32MiB", listen=(where := f"127.0.0.1:{free_port()}"), http="127.0.0.1:0")
     return f"kv://{where}"
 
 
@@ -62,7 +63,8 @@ def test_killed_and_restarted(machine: Machine, store: Store) -> None:
     more = chain(3, 2, LARGE)
     with ThreadPoolExecutor(1) as thread:  # it waits when the node dies
         waiting = thread.submit(cache.reader(more, 20.0).read_layer, 0, bytearray(2 * LARGE.layer_bytes))
-        time.sleep(0.2)
+        node = http_of(machine.processes[0].output())
+        wait_until("it waits", lambda: Scrape(node)("kvstore_queue_length", queue="rpcs") == 1)
         machine.processes[0].kill()
         assert isinstance(waiting.exception(3), NodeUnavailable)
     calls = (

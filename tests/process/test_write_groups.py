@@ -100,16 +100,21 @@ def test_a_rank_that_never_comes(missing: str, machine: Machine) -> None:
     """No copy at all; the deadline (or the dead rank) gives the frames back, and another group writes a right one."""
     daemon = machine.serve("n", dram="4MiB")
     store = machine.connect("n")
-    options = {"seed": 1, "pages": PAGES, "group": "g", "ranks": 2, "ttl_s": 1.0}
+    # Both processes are there before the first one reserves: the deadline is not for their starts.
+    options = {"seed": 1, "pages": PAGES, "group": "g", "ranks": 2, "ttl_s": 2.0, "wait": True}
+    worker = machine.worker("layers", "n", rank=0, **options)
+    worker.wait_for("ready")
     late = machine.worker("layers", "n", rank=1, step=True, **options) if missing != "never starts" else None
     if late is not None:
+        late.wait_for("ready")
+        late.tell()
         late.wait_for("reserved")
         late.tell()
         late.wait_for("layer")
-    worker = machine.worker("layers", "n", rank=0, **options)
-    worker.wait_well()
-    assert worker.events("sealed")[0] == {"event": "sealed", "pages": PAGES, "seen": 0}
+    worker.tell()
+    assert worker.wait_for("sealed") == {"event": "sealed", "pages": PAGES, "seen": 0}
     assert frames(store)["reserved"] == PAGES
+    worker.wait_well()
     if late is not None and missing == "is killed":
         late.kill()
     elif late is not None:

@@ -109,8 +109,12 @@ def put_prompt(a: Arguments, cache: PrefixCache, seed: int, pages: int, parts: i
 
 
 def layers(a: Arguments) -> None:
-    """Write prompt ``seed`` layer by layer, as one shard; ``step``: a line on stdin before each step."""
+    """Write prompt ``seed`` layer by layer, as one shard; ``step``: a line on stdin before each step; ``wait``: one
+    before anything is reserved, once ``ready`` is logged."""
     with opened(a) as (_, cache):
+        if a.get("wait"):
+            log("ready")
+            wait_for_go()
         write_shard(a, cache)
         step(a)
 
