@@ -23,7 +23,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.service.api.gate import MESSAGE_BYTES_FREE, MESSAGE_COPIES, Call
 
 VALUE_BYTES: Final = 128  # of a field's value: its place in the message, in a list, and the object
-PACKED_COPIES: Final = 24  # of the bytes of packed numbers, one byte each perhaps
+PACKED_COPIES: Final = 6  # more of packed numbers, which are a byte on the wire, perhaps, and ten in two arrays
 PAGE_BYTES: Final = 256  # of a page that a request names: its key and identity, and their objects
 PAGES_MAX: Final = 1 << 16  # as of one call
 VALUES_MAX: Final = PAGES_MAX + 4096  # of one request: a digest for each page
