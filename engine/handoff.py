@@ -170,7 +170,7 @@ class Fetch:
         cache, sequence = self.sequence.cache, self.sequence
         if not 0 <= handoff.first_token < self._vocab_size:
             raise InvalidRequest("first_token", f"{handoff.first_token} is no token of this model")
-        ours = cache.keys(sequence.tokens[: sequence.prompt]).hashes if cache is not None and handoff.pages else []
+        ours = cache.keys(sequence.tokens[: sequence.prompt]).links if cache is not None and handoff.pages else []
         if ours and list(handoff.pages) != ours:
             raise InvalidRequest("pages", f"engine {self.address} names other pages than this prompt has")
         if not 0 <= handoff.stored <= sequence.prompt // sequence.page_tokens:

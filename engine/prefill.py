@@ -113,7 +113,7 @@ class Prefills:
         """Tell who asked what to go on with, and hold the frames."""
         page_tokens = sequence.page_tokens
         pages = sequence.prompt // page_tokens
-        keys = sequence.cache.keys(sequence.tokens[: sequence.prompt]).hashes if sequence.cache and pages else []
+        keys = sequence.cache.keys(sequence.tokens[: sequence.prompt]).links if sequence.cache and pages else []
         handoff = HandOff(
             request_id=sequence.id,
             pages=tuple(keys),

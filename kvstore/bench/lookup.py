@@ -131,16 +131,16 @@ class Prompts:
         """A prompt as uint32, as int64, and as bytes page by page."""
         tokens = tokens_of(8, step, PROMPT_TOKENS)
         data, width = tokens.tobytes(), 4 * self._cache.layout.page_tokens
-        self._expected = self._cache.keys(tokens).hashes[-1]
+        self._expected = self._cache.keys(tokens).links[-1]
         return tokens, tokens.astype(np.int64), [data[i : i + width] for i in range(0, len(data), width)]
 
     def keys(self, given: Prompt) -> bytes:
         """Ours, from uint32."""
-        return self._cache.keys(given[0]).hashes[-1]
+        return self._cache.keys(given[0]).links[-1]
 
     def int64(self, given: Prompt) -> bytes:
         """Ours, from int64, which is what most tokenizers' arrays are."""
-        return self._cache.keys(given[1]).hashes[-1]
+        return self._cache.keys(given[1]).links[-1]
 
     def hashing(self, given: Prompt) -> bytes:
         """Limit: nothing but the chained hash."""

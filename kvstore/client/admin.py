@@ -49,8 +49,13 @@ class AdminVerbs:
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         """Make one admin call; the node's answer."""
 
+    @abstractmethod
+    def in_pool(self, keys: Keys) -> Keys:
+        """The same pages by the keys that they have there."""
+
     def _pages_named(self, keys: Keys) -> dict[str, Any]:
         """Pages as ``_admin`` takes them. So many that they do not fit one message are named ahead, in parts."""
+        keys = self.in_pool(keys)
         if len(keys) > KEYS_MAX:
             raise InvalidRequest("keys", f"{len(keys)} pages, one call is about {KEYS_MAX} at most")
         if len(keys) <= KEYS_PER_CALL:
@@ -149,6 +154,7 @@ class AdminVerbs:
         under which a first page of the same tokens is stored, where the first of ``keys`` is not. ``events_s``: how
         far back the node remembers events; ``scanning``: it does not know all of NVMe yet.
         """
+        keys = self.in_pool(keys)
         told: dict[str, Any] = {"pages": [], "elsewhere": [], "events_s": 0.0, "scanning": False}
         for start in range(0, len(keys), EXPLAINED_PER_CALL):
             part = self._admin("explain", **keys_argument(keys[start : start + EXPLAINED_PER_CALL]))

@@ -129,6 +129,7 @@ class LayerVerbs:
         if now_ns > node.check_ns:
             node.recheck(now_ns)
         mapped, checked = node.mapped(), self._verify if verify is None else verify
+        keys = mapped.in_pool(keys) if mapped is not None else keys
         pages, nvme_pages, reason = 0, 0, ABSENT
         if mapped is not None and not checked:
             pages, reason = self._shard_in_dram(mapped, keys, shard, target, now_ns)

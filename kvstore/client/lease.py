@@ -78,6 +78,7 @@ class Lease:
         runs: list[Run] = []
         reason = ABSENT
         if mapped is not None:
+            self._keys = mapped.in_pool(self._keys)
             runs, reason = self._proven(mapped)
         if mapped is not None and runs:
             self._mapped = mapped

@@ -23,6 +23,8 @@ from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model.objects import is_object_class
+from kvstore.model.pool_secret import tag_of
+from kvstore.model.prefix import Keys
 from kvstore.model.replica import KEY_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.counters import TIMED_NS
 from kvstore.tier.dram import SegmentMap
@@ -30,6 +32,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header, boot_id
 from kvstore.tier.index import Index
 from kvstore.tier.records import ExtentTable
+from kvstore.tier.secret_file import read_secret
 from kvstore.transfer.base import Channel
 from kvstore.transfer.control import Message, Op
 
@@ -91,6 +94,7 @@ class Mapped:
         "header",
         "words",
         "incarnation",
+        "secret",
         "epoch",
         "index",
         "segment",
@@ -122,6 +126,7 @@ class Mapped:
         self.header = header
         self.words = header.words
         self.incarnation = incarnation
+        self.secret: bytes = older.secret if older is not None else read_secret(folder, incarnation)
         self.epoch = epoch
         self.index = index
         self.segment = segment
@@ -157,6 +162,10 @@ class Mapped:
         number, frame, _ = _unpack_address(raw_address)
         extent = self.extents.get(number) or self.extent(number)
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
+
+    def in_pool(self, keys: Keys) -> Keys:
+        """The same pages by the keys that they have in this node's pool."""
+        return keys.with_tag(tag_of(self.secret, keys.root))
 
     def exchange(
         self,
@@ -281,6 +290,11 @@ class LocalNode:
             time.sleep(0.005)
             mapped = self.mapped()
         return mapped
+
+    @property
+    def last(self) -> Mapped | None:
+        """What ``mapped`` returned last; nothing is looked at."""
+        return self._mapped
 
     def missed(self, reason: str) -> None:
         """Count why a match ended early."""

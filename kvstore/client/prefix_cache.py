@@ -24,6 +24,7 @@ from kvstore.client.put import PendingPut, checksums_of
 from kvstore.client.stored import known_on_nvme, locate, stored_beyond, stored_pages
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
+from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys, as_tokens, root_key
 from kvstore.model.replica import STAMPED, FrameClass
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
@@ -60,11 +61,15 @@ class PrefixCache(LayerVerbs):
         self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
         self._closed = layout.attention == "full"
         self._verify = verify or not ORDERED
+        self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
     def keys(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Keys:
-        """Keys of all full pages of ``tokens``, to reuse over several calls.
+        """Keys of all full pages of ``tokens``, to reuse over several calls, and with other stores.
+
+        They hold the node's pool to be what it was last. Where it has been made anew since, with another secret, a
+        call that is given them makes their keys anew: that costs the time, nothing else.
 
         Args:
             extras: digests of the media inside each full page (``b""`` where none), or None.
@@ -72,7 +77,16 @@ class PrefixCache(LayerVerbs):
         Raises:
             InvalidRequest: tokens are empty, negative, too large or no integers; extras do not fit the pages.
         """
-        return Keys.of(as_tokens(tokens), self._page_tokens, self.root, extras)
+        return Keys.of(as_tokens(tokens), self._page_tokens, self.root, extras, self._tag())
+
+    def _tag(self) -> bytes:
+        """What our keys end with in the pool that was mapped last."""
+        return self._tag_in(self._node.last)
+
+    def _tag_in(self, mapped: Mapped | None) -> bytes:
+        if mapped is not None and mapped.secret is not self._pool[0]:
+            self._pool = mapped.secret, tag_of(mapped.secret, self.root)
+        return self._pool[1]
 
     def _named(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
         """Keys of all full pages."""
@@ -81,7 +95,7 @@ class PrefixCache(LayerVerbs):
                 raise InvalidRequest("tokens", "these keys are of another layout, salt or adapter")
             if extras is not None:
                 raise InvalidRequest("extras", "are part of the keys already")
-            return tokens
+            return tokens.with_tag(self._tag())
         return self.keys(tokens, extras)
 
     def _asked(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
@@ -94,7 +108,7 @@ class PrefixCache(LayerVerbs):
             if len(extras) != full:
                 raise InvalidRequest("extras", f"must be {full} bytes values, one per full page")
             extras = extras[: (len(array) - 1) // self._page_tokens]
-        return Keys.of(array[:-1], self._page_tokens, self.root, extras)
+        return Keys.of(array[:-1], self._page_tokens, self.root, extras, self._tag())
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -105,8 +119,8 @@ class PrefixCache(LayerVerbs):
             InvalidRequest: as ``keys``, or the store is closed.
         """
         start_ns = time.monotonic_ns()
-        keys = self._asked(tokens, extras)
         mapped = self._node.mapped()
+        keys = self._asked(tokens, extras)
         pages, nvme_pages, asked = 0, 0, len(keys.hashes)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
@@ -137,15 +151,15 @@ class PrefixCache(LayerVerbs):
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
         """
         now_ns = time.monotonic_ns()
-        keys = self._asked(tokens, extras)
-        asked = len(keys.hashes)
-        target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         node = self._node
         timed = False
         if now_ns > node.check_ns:
             node.recheck(now_ns)
             timed = True
         mapped = node.mapped()
+        keys = self._asked(tokens, extras)
+        asked = len(keys.hashes)
+        target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         if mapped is None or not asked:
             return self._missed(asked)
         pages, nvme_pages, reason = 0, 0, ""
@@ -204,8 +218,8 @@ class PrefixCache(LayerVerbs):
         """
         if not 0 < timeout_s < 1e6:
             raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
-        keys = self._asked(tokens, extras)
         mapped, pages = self._node.mapped(), 0
+        keys = self._asked(tokens, extras)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
             if known_on_nvme(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
@@ -328,6 +342,7 @@ class PrefixCache(LayerVerbs):
         keys = self._named(tokens, extras)
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
+        keys = keys.with_tag(self._tag_in(mapped))
         self._name(mapped)
         stored, last = stored_pages(mapped, keys, self._closed)
         known = known_on_nvme(mapped, keys, stored, self._closed) if stored < len(rows) else ()

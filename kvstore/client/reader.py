@@ -132,6 +132,7 @@ class Reader:
             if mapped is None or self._mapped is None or mapped.incarnation != self._mapped.incarnation:
                 self._spans = []
             self._mapped = mapped
+            self._keys = mapped.in_pool(self._keys) if mapped is not None else self._keys
         for span in self._spans:
             if span.page <= page < span.stop:
                 return span

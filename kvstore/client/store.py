@@ -17,6 +17,7 @@ from kvstore.client.registration import Registrations
 from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
 from kvstore.tier.folder import NodeFolder, list_nodes
 from kvstore.tier.header import DaemonState
 from kvstore.transfer import control
@@ -130,6 +131,11 @@ class Store(AdminVerbs, ObjectVerbs):
 
     def __repr__(self) -> str:
         return f"<kvstore.Store {self.name!r}>"
+
+    def in_pool(self, keys: Keys) -> Keys:
+        """The same pages by the keys that the node's listings and events name them by."""
+        mapped = self._node.mapped()
+        return mapped.in_pool(keys) if mapped is not None else keys
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer

@@ -107,6 +107,7 @@ class Writer:
             raise InvalidRequest("writer", "was entered already: make another")
         self._entered = True
         self._mapped = mapped = self._node.writable()
+        self._keys = mapped.in_pool(self._keys)
         if self._name is not None:
             self._name(mapped)
         try:

@@ -111,12 +111,12 @@ class About(NamedTuple):
             for part in words
         ]
         tokens = np.frombuffer(b"".join(words), np.uint32)
-        return Keys(width, root, root, hashes, tokens, [PIECE_TAG + self.nonce] * self.pieces)
+        return Keys(width, root, root, hashes, tokens, [PIECE_TAG + self.nonce] * self.pieces, tag=None)
 
     def head_keys(self, root: bytes, width: int) -> Keys:
         """The head as a chain of its own: to read it like any page."""
         tokens = np.frombuffer(self.words(0, width), np.uint32)
-        return Keys(width, root, root, [key_hash(root, self.name)], tokens, [HEAD_TAG + self.nonce])
+        return Keys(width, root, root, [key_hash(root, self.name)], tokens, [HEAD_TAG + self.nonce], tag=None)
 
 
 def read_row(row: bytes) -> tuple[bytes, About] | None:

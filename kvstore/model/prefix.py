@@ -1,10 +1,11 @@
 """Prefix: from token ids to chained page keys.
 
-``key[i] = xxh3_128(key[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``key[-1]`` being the root:
-a hash of layout fingerprint, tenant salt and adapter. So a key names a whole prefix, and equal prompts under two
-layouts, salts or adapters have nothing in common. xxh3 is fast but can be forged; hence a hit is proven by comparing
-root, token ids and media digests with what is stored (``Keys.identity_bytes``). Root and media digests are BLAKE2b, so
-that salts and media cannot be forged either.
+``link[i] = xxh3_128(link[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``link[-1]`` being the root:
+a hash of layout fingerprint, tenant salt and adapter. So a link names a whole prefix, and equal prompts under two
+layouts, salts or adapters have nothing in common. Of a link the page's key has the first half; the second is the tag of
+its root, so that tokens of one root make no key of another (``model.pool_secret``). Inside a root xxh3, which is fast,
+can be forged; hence a hit is proven by comparing root, token ids and media digests with what is stored
+(``Keys.identity_bytes``). Root and media digests are BLAKE2b, so that salts and media cannot be forged.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import xxhash
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
+from kvstore.model.pool_secret import TAG_BYTES, tagged
 from kvstore.model.replica import KEY_BYTES
 
 TOKEN_ID_MAX = 2**32 - 1
@@ -94,32 +96,43 @@ class Keys:
     """Keys of consecutive full pages of one chain, with the token ids that prove a hit. Immutable; slices share.
 
     ``len(keys)`` pages; ``keys[2:5]`` are pages 2 to 4 of the same chain; ``list(keys)`` are 16-byte keys.
-    ``parent`` is the key of the page before the first one (the root, if the first is page 0). Holds a reference to
-    the caller's token array: do not change it afterwards.
+    ``parent`` is the key of the page before the first one (the root, if the first is page 0). ``links`` and ``before``
+    are the same in the chain alone, without the ``tag`` of a pool: equal in all pools, and what goes over gRPC. A cache
+    takes keys with any tag or none, and goes by its own; a tag of None is that of keys that are no hashes of tokens.
+    Holds a reference to the caller's token array: do not change it afterwards.
     """
 
-    __slots__ = ("__dict__", "extras", "hashes", "media", "page_tokens", "parent", "root", "tokens")
+    __slots__ = (
+        *("__dict__", "before", "extras", "hashes", "links", "media"),
+        *("page_tokens", "parent", "root", "tag", "tokens"),
+    )
 
     def __init__(
         self,
         page_tokens: int,
         root: bytes,
-        parent: bytes,
-        hashes: list[bytes],
+        before: bytes,
+        links: list[bytes],
         tokens: Tokens,
         extras: list[bytes] | None,
         media: Sequence[bytes] | None = None,
+        tag: bytes | None = b"",
     ) -> None:
         self.page_tokens = page_tokens
         self.root = root
-        self.parent = parent
-        self.hashes = hashes
+        self.before = before
+        self.links = links
+        self.tag = tag
+        self.parent = before[:-TAG_BYTES] + tag if tag and before != root else before
+        self.hashes = tagged(links, tag) if tag else links
         self.tokens = tokens
         self.extras = extras
         self.media = media  # what ``extras`` are digests of, as the caller gave it
 
     @classmethod
-    def of(cls, tokens: Tokens, page_tokens: int, root: bytes, extras: Sequence[bytes] | None = None) -> Keys:
+    def of(
+        cls, tokens: Tokens, page_tokens: int, root: bytes, extras: Sequence[bytes] | None = None, tag: bytes = b""
+    ) -> Keys:
         """Keys of the full pages of ``tokens`` ``[n]`` uint32; ``extras`` one bytes value per full page, or None.
 
         Raises:
@@ -142,7 +155,14 @@ class Keys:
                 key = digest(key + data[page * step : (page + 1) * step] + extra)
                 append(key)
         digests = [extra_digest(extra) for extra in extras] if extras is not None else None
-        return cls(page_tokens, root, root, hashes, used, digests, extras)
+        return cls(page_tokens, root, root, hashes, used, digests, extras, tag)
+
+    def with_tag(self, tag: bytes) -> Keys:
+        """The same pages in a pool that gives their root this tag."""
+        if tag == self.tag or self.tag is None:
+            return self
+        parts = self.page_tokens, self.root, self.before, self.links, self.tokens, self.extras, self.media
+        return Keys(*parts, tag)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -157,11 +177,11 @@ class Keys:
         if step != 1:
             raise InvalidRequest("keys", "a slice of keys has step 1")
         stop = max(start, stop)
-        parent = self.hashes[start - 1] if start else self.parent
+        before = self.links[start - 1] if start else self.before
         tokens = self.tokens[start * self.page_tokens : stop * self.page_tokens]
         extras = self.extras[start:stop] if self.extras is not None else None
         media = self.media[start:stop] if self.media is not None else None
-        return Keys(self.page_tokens, self.root, parent, self.hashes[start:stop], tokens, extras, media)
+        return Keys(self.page_tokens, self.root, before, self.links[start:stop], tokens, extras, media, self.tag)
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
         """Root and extra of pages ``start`` to ``stop``, 32 bytes each, as they stand between key and tokens."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
+from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, Tier
 from kvstore.service.answers import fitted
@@ -27,6 +28,7 @@ from kvstore.service.node import Node
 from kvstore.service.performer import Performer
 from kvstore.state.names import Name
 from kvstore.state.node_state import NodeState
+from kvstore.tier.secret_file import read_secret
 
 EXPLAIN_PAGES_MAX: Final = 500  # of one call: about 100 bytes each in its answer
 LOOK_PAGES: Final = 100  # looked at while the node holds still
@@ -146,11 +148,13 @@ class Explaining:
     def _elsewhere(self, tokens: Any, root: bytes) -> list[dict[str, Any]]:
         """Other roots that the node knows under which a first page of these tokens is stored."""
         firsts: list[tuple[bytes, bytes, dict[str, Any]]] = []
+        secret = self._node.look(lambda performer, _: read_secret(performer.folder, performer.header.incarnation))
         for other, (name, pages) in self._node.look(_named_roots).items():
             about = name.about
             page_tokens = int((about.get("layout") or {}).get("page_tokens", _DEFAULTS["page_tokens"]))
             if other != root and pages and about.get("layout") and len(tokens) >= page_tokens:
-                firsts.append((Keys.of(tokens[:page_tokens], page_tokens, other).hashes[0], other, about))
+                keys = Keys.of(tokens[:page_tokens], page_tokens, other, tag=tag_of(secret, other))
+                firsts.append((keys.hashes[0], other, about))
         found: list[dict[str, Any]] = []
         for start in range(0, len(firsts), LOOK_PAGES):
             found += self._node.look(partial(_stored, firsts=firsts[start : start + LOOK_PAGES]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvstore.tier.disk import Disk, FileDisk
 from kvstore.tier.folder import EMBEDDED_PREFIX, NodeFolder
 from kvstore.tier.nvme import ExtentOnDisk, NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.nvme_table import Superblock
 from kvstore.tier.nvme_target import read_superblock
 from kvstore.tier.patient_disk import open_patiently
 from kvstore.tier.plain_files import remove
@@ -34,21 +36,51 @@ LOADING = "nvme-loading"  # a file that is there while tables are being filled
 EXTENTS_AIMED_AT = 64  # of a device: few enough to keep tables of, enough for several classes of frames
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 16 * MIB, 4096 * MIB
 
+Mine = tuple[str, bytes | None]
+"""Whose a target is to be: owner, and secret of the pool."""
 
-def open_nvme(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> NvmePages | None:
+
+def secret_on_nvme(config: NodeConfig, folder: NodeFolder) -> bytes | None:
+    """The secret of the pool that the first target which is this node's has pages of; None: no target is."""
+    return next((block.secret for block in _superblocks(config) if block.owner == _owner(config, folder)), None)
+
+
+def _superblocks(config: NodeConfig) -> Iterator[Superblock]:
+    """Those of the targets that are a kvstore's already, whosever."""
+    for target in config.nvme:
+        with contextlib.suppress(InvalidRequest, OSError):
+            look = partial(_to_look_at, target.path, target.size)
+            disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, look)
+            try:
+                superblock = read_superblock(disk)
+            finally:
+                disk.close()
+            if superblock is not None:
+                yield superblock
+
+
+def _owner(config: NodeConfig, folder: NodeFolder) -> str:
+    return "" if folder.path.name.startswith(EMBEDDED_PREFIX) else config.name
+
+
+def open_nvme(
+    config: NodeConfig, folder: NodeFolder, failures: dict[str, str], secret: bytes | None = None
+) -> NvmePages | None:
     """Open all targets; None where there are none, or none that works. Those that fail are added to ``failures``.
+    New ones get the pool's ``secret``.
 
     Raises:
-        InvalidRequest: field "nvme"; a target holds something else, or is another node's, and --format is not given.
+        InvalidRequest: field "nvme"; a target holds something else, or is another node's or pool's, and --format is
+            not given.
         NodeBusy: a target is in use.
     """
     devices: list[NvmeDevice] = []
     extent_bytes = extent_bytes_of(config)
-    owner = "" if folder.path.name.startswith(EMBEDDED_PREFIX) else config.name
+    mine = _owner(config, folder), secret
     try:
         for target in config.nvme:
             try:
-                devices.append(_open_device(config, target, owner, extent_bytes, folder.file_mode))
+                devices.append(_open_device(config, target, mine, extent_bytes, folder.file_mode))
             except (OutOfSpace, OSError) as error:
                 _leave_out(str(target.path), error, failures)
         return _joined(devices, failures)
@@ -58,26 +90,27 @@ def open_nvme(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) 
         raise
 
 
-def _open_device(config: NodeConfig, target: NvmeTarget, owner: str, extent_bytes: int, mode: int) -> NvmeDevice:
+def _open_device(config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int) -> NvmeDevice:
     """Open one target; made anew, with leave to ``format``, only where it is of no use as it is: a unit file that
     keeps the flag must not drop everything at every start."""
     try:
-        return _open_or_make(config, target, owner, extent_bytes, mode, format=False)
+        return _open_or_make(config, target, mine, extent_bytes, mode, format=False)
     except InvalidRequest:
         if not config.nvme_format:
             raise
-    return _open_or_make(config, target, owner, extent_bytes, mode, format=True)
+    return _open_or_make(config, target, mine, extent_bytes, mode, format=True)
 
 
 def _open_or_make(
-    config: NodeConfig, target: NvmeTarget, owner: str, extent_bytes: int, mode: int, format: bool
+    config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int, format: bool
 ) -> NvmeDevice:
     def open_it() -> Disk:
         return FileDisk.open(target.path, target.size, create=True, resize=format, mode=mode)
 
     disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_it)
     try:
-        return NvmeDevice.open(disk, owner, extent_bytes, format)
+        owner, secret = mine
+        return NvmeDevice.open(disk, owner, extent_bytes, format, secret)
     except BaseException:
         disk.close()
         raise
@@ -106,17 +139,9 @@ def extent_bytes_of(config: NodeConfig) -> int:
     smallest one."""
     if config.nvme_extent or not config.nvme:
         return config.nvme_extent
-    for target in config.nvme:
-        with contextlib.suppress(InvalidRequest, OSError):
-            disk = open_patiently(
-                str(target.path), target.size, config.nvme_answer_s, partial(_to_look_at, target.path, target.size)
-            )
-            try:
-                superblock = read_superblock(disk)
-            finally:
-                disk.close()
-            if superblock is not None and superblock.complete and superblock.extent_bytes:
-                return superblock.extent_bytes
+    for superblock in _superblocks(config):
+        if superblock.complete and superblock.extent_bytes:
+            return superblock.extent_bytes
     size_bytes = min(target.size for target in config.nvme)
     share = min(max(size_bytes // EXTENTS_AIMED_AT, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX, size_bytes // 4)
     unit = MIB if share >= MIB else FRAME_ALIGN

@@ -24,7 +24,7 @@ from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Tier, nvme_frames
 from kvstore.service import book
 from kvstore.service.index_keeper import snapshot
 from kvstore.service.nvme_pages import NvmePages
-from kvstore.service.nvme_start import open_nvme, open_tables
+from kvstore.service.nvme_start import open_nvme, open_tables, secret_on_nvme
 from kvstore.service.performer import NvmeView, Performer
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
@@ -41,6 +41,7 @@ from kvstore.tier.purging import reap_embedded
 from kvstore.tier.quarantine import NAME as QUARANTINE
 from kvstore.tier.quarantine import Held, read_quarantine, write_quarantine
 from kvstore.tier.records import ExtentTable, claimed_positions
+from kvstore.tier.secret_file import new_secret, read_secret, write_secret
 from kvstore.tier.sessions import session_ids
 
 log = logging.getLogger("kvstore.node")
@@ -85,7 +86,9 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
         # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``Node._make_room`` for smaller ones.
         check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
-        header = Header.create(folder, secrets.randbits(63) | 1, extent_bytes, positions)
+        incarnation, known = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
+        write_secret(folder, incarnation, known if known is not None else new_secret())
+        header = Header.create(folder, incarnation, extent_bytes, positions)
         segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
     elif (header.extent_bytes, header.positions) != (extent_bytes, positions):
         has = f"{format_size(header.positions * header.extent_bytes)} in extents of {format_size(header.extent_bytes)}"
@@ -154,7 +157,7 @@ def _give_up(
 def _recover(
     config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, failures: dict[str, str]
 ) -> tuple[Performer, NodeState]:
-    nvme = open_nvme(config, folder, failures)
+    nvme = open_nvme(config, folder, failures, read_secret(folder, header.incarnation))
     try:
         return _recover_tiers(config, folder, header, segment_file, nvme)
     except BaseException:

@@ -35,8 +35,8 @@ class Links:
         return bytes(self.keys[i]).ljust(KEY_BYTES, b"\0")
 
 
-def link(snapshots: list[Snapshot]) -> Links:
-    """Join every sealed page with its parent."""
+def link(snapshots: list[Snapshot], across_roots: bool = False) -> Links:
+    """Join every sealed page with its parent; ``across_roots``: by keys alone, where a record's root may be damaged."""
     none = np.zeros(0, "S16")
     snapshots = snapshots or [Snapshot(0, np.zeros(0, np.uint64), none, none, none)]
     masks = [(s.words & np.uint64(0xFF)) == FrameState.SEALED for s in snapshots]
@@ -50,8 +50,9 @@ def link(snapshots: list[Snapshot]) -> Links:
     words, keys, parents, roots = (values[order] for values in joined)
     position = np.searchsorted(keys, parents)
     position[position == len(keys)] = 0
-    # A page of another root is no parent, whatever its key.
-    found = (keys[position] == parents) & (roots[position] == roots) if len(keys) else np.zeros(0, bool)
+    found = keys[position] == parents if len(keys) else np.zeros(0, bool)
+    if len(keys) and not across_roots:
+        found &= roots[position] == roots  # a page of another root is no parent, whatever its key
     parent = np.where(parents == roots, -1, np.where(found, position, -2))
     duplicate = np.zeros(len(keys), bool)
     duplicate[1:] = keys[1:] == keys[:-1]

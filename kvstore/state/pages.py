@@ -327,7 +327,7 @@ class Pages:
         for snapshot in snapshots:
             if snapshot.extent == address.extent:
                 snapshot.keys[address.frame] = key
-        links = closure.link(snapshots)
+        links = closure.link(snapshots, across_roots=True)
         seeds = (links.extents == address.extent) & (links.frames == address.frame)
         gone = np.flatnonzero(closure.doomed(links, seeds))
         return {links.address(i): links.key(i) for i in gone.tolist()}

@@ -9,6 +9,7 @@
         segment                        the data (dram.SegmentFile)
         records-<extent>  marks-<extent>   two tables per carved extent (records.ExtentTable)
         index-<epoch>/                 LMDB: key -> address (index.Index)
+        secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
         quarantine                     positions that nobody may have yet (quarantine); absent where there are none
         sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
@@ -119,6 +120,11 @@ class NodeFolder:
     def nvme(self) -> Path:
         """What clients need to read the node's NVMe (nvme_map.NvmeMap); absent where it has none."""
         return self.path / "nvme"
+
+    @property
+    def secret(self) -> Path:
+        """The secret of its pool (pool_secret)."""
+        return self.path / "secret"
 
     def index(self, epoch: int) -> Path:
         """The LMDB environment of ``epoch``."""

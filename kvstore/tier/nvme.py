@@ -82,17 +82,20 @@ class NvmeDevice:
         self._lost = False  # whether a sync failed
 
     @classmethod
-    def open(cls, disk: Disk, owner: str, extent_bytes: int, format: bool = False) -> NvmeDevice:
+    def open(
+        cls, disk: Disk, owner: str, extent_bytes: int, format: bool = False, secret: bytes | None = None
+    ) -> NvmeDevice:
         """Become the owner of what lies on ``disk``. A blank disk, or any with ``format``, is made anew.
 
-        ``owner`` is the node's name, "" for an embedded one. After a failure the disk is the caller's to close.
+        ``owner`` is the node's name, "" for an embedded one; ``secret`` the pool's, see ``open_target``. After a
+        failure the disk is the caller's to close.
 
         Raises:
             InvalidRequest: field "nvme"; it is another owner's, of another size or version, too small, or holds
                 something else. Nothing was changed; the reason names ``--format``.
             OSError: the disk fails.
         """
-        superblock = open_target(disk, owner, extent_bytes, format)
+        superblock = open_target(disk, owner, extent_bytes, format, secret)
         table, slot = read_table(disk, superblock)
         device = cls(disk, superblock, table, slot)
         device.raise_starts(table.starts + 1)

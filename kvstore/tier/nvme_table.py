@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore.model.pool_secret import NO_SECRET, SECRET_BYTES
 from kvstore.model.replica import NVME_DIRECTORY_HEAD_BYTES, FrameClass, nvme_directory_bytes, nvme_frames
 from kvstore.tier.disk import BLOCK_BYTES, aligned_buffer
 
@@ -43,6 +44,7 @@ _DIRECTORY_MAGIC: Final = b"KVDIREC1"
 _SUPER = struct.Struct("<8sIIQ64sQQQQ")
 _TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, day, bytes of it, positions, sum
 _DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
+_SECRET_AT: Final = 128  # zeros in targets that an earlier version made
 _SUM_AT: Final = 512 - 8
 _CARVED: Final = 1
 _CLEAN: Final = 2
@@ -54,6 +56,7 @@ ENTRY: Final = np.dtype(
         "itemsize": 64,
     }
 )
+assert _SUPER.size <= _SECRET_AT and _SECRET_AT + SECRET_BYTES <= _SUM_AT
 assert _DIRECTORY_HEAD.size == NVME_DIRECTORY_HEAD_BYTES and _TABLE_HEAD.size == ENTRY.itemsize
 
 Bytes = npt.NDArray[np.uint8]
@@ -71,15 +74,18 @@ class Superblock:
     table_bytes: int
     version: int = VERSION
     complete: bool = True
+    secret: bytes = field(default=NO_SECRET, repr=False, compare=False)  # of the pool
 
     @classmethod
-    def planned(cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int) -> Superblock:
+    def planned(
+        cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = NO_SECRET
+    ) -> Superblock:
         """The geometry of a new device: as many positions as fit, maybe none."""
         rest = size_bytes - 2 * BLOCK_BYTES
         positions = max(0, rest // extent_bytes)
         while positions and positions * extent_bytes + 2 * _table_bytes(positions) > rest:
             positions -= 1
-        return cls(incarnation, owner, size_bytes, extent_bytes, positions, _table_bytes(positions))
+        return cls(incarnation, owner, size_bytes, extent_bytes, positions, _table_bytes(positions), secret=secret)
 
     @property
     def data_start(self) -> int:
@@ -98,6 +104,7 @@ class Superblock:
             *(self.size_bytes, self.extent_bytes, self.positions, self.table_bytes),
         )
         block[: len(head)] = np.frombuffer(head, np.uint8)
+        block[_SECRET_AT : _SECRET_AT + SECRET_BYTES] = np.frombuffer(self.secret, np.uint8)
         block[_SUM_AT : _SUM_AT + 8] = _word(_super_sum(block))
         return block
 
@@ -110,7 +117,8 @@ class Superblock:
         if version != VERSION:
             return cls(0, "", 0, 0, 0, 0, version)
         name = os.fsdecode(owner.rstrip(b"\0"))
-        return cls(incarnation, name, size, extent, positions, table, version, bool(complete))
+        secret = block[_SECRET_AT : _SECRET_AT + SECRET_BYTES].tobytes()
+        return cls(incarnation, name, size, extent, positions, table, version, bool(complete), secret)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest
+from kvstore.model.pool_secret import NO_SECRET
 from kvstore.tier.disk import BLOCK_BYTES, Disk, aligned_buffer
 from kvstore.tier.nvme_table import OWNER_BYTES, VERSION, Bytes, Superblock, Table
 
@@ -35,8 +36,11 @@ _REMEDY: Final = "; --format makes it anew and drops what is stored there"
 log = logging.getLogger("kvstore.nvme")
 
 
-def open_target(disk: Disk, owner: str, extent_bytes: int, make: bool) -> Superblock:
+def open_target(disk: Disk, owner: str, extent_bytes: int, make: bool, secret: bytes | None = None) -> Superblock:
     """The superblock of ``owner``'s target; a new one where it is blank or half made, or with ``make``.
+
+    Args:
+        secret: of the pool: a new one gets it, another's is refused. None: whatever it is, none for a new one.
 
     Raises:
         InvalidRequest: field "nvme"; it is somebody else's, of another geometry, or too small. Nothing was changed.
@@ -49,12 +53,21 @@ def open_target(disk: Disk, owner: str, extent_bytes: int, make: bool) -> Superb
     first, last = Superblock.unpacked(front), Superblock.unpacked(back)
     half_made = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
     if make or half_made or _is_blank(disk):
-        return _make(disk, owner, extent_bytes)
+        return _make(disk, owner, extent_bytes, secret or NO_SECRET)
     found = first or last
     if found is None:
         raise InvalidRequest("nvme", f"{disk.path} is neither blank nor a kvstore's{_REMEDY}")
+    if last is not None and found.secret == NO_SECRET:
+        found = replace(found, secret=last.secret)  # an earlier version has repaired the front, and knew of no secret
     _check(disk, found, owner, extent_bytes)
-    if first == last:
+    if secret is not None and found.secret != secret:
+        remedy = f", purge what the node has in memory, or{_REMEDY[1:]}"
+        raise InvalidRequest("nvme", f"{disk.path} has pages of a pool with another secret{remedy}")
+    if first is not None and first == last:
+        for offset, block in ((0, front), (disk.size_bytes - BLOCK_BYTES, back)):
+            if block.tobytes() != found.packed().tobytes():
+                disk.write(offset, [found.packed()])
+                disk.sync()
         return found
     # Both ends are written with the same bytes. One that differs in many was overwritten by others.
     if (first is not None and last is not None) or int(np.count_nonzero(front != back)) > DAMAGED_BYTES_MAX:
@@ -71,11 +84,19 @@ def read_superblock(disk: Disk) -> Superblock | None:
     Raises:
         OSError: the disk fails.
     """
+    best = None
     for offset in (0, disk.size_bytes - BLOCK_BYTES):
-        found = Superblock.unpacked(_block(disk, offset))
+        try:
+            found = Superblock.unpacked(_block(disk, offset))
+        except OSError:
+            if best is None:
+                raise
+            break
         if found is not None and (found.version, found.size_bytes, found.complete) == (VERSION, disk.size_bytes, True):
-            return found
-    return None
+            if found.secret != NO_SECRET:
+                return found
+            best = best or found  # an earlier version's; or it has repaired this end, and knew of no secret
+    return best
 
 
 def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
@@ -116,8 +137,8 @@ def _check(disk: Disk, found: Superblock, owner: str, extent_bytes: int) -> None
         raise InvalidRequest("nvme", f"{path} is not wholly made{_REMEDY}")
 
 
-def _make(disk: Disk, owner: str, extent_bytes: int) -> Superblock:
-    superblock = Superblock.planned(secrets.randbits(63) | 1, owner, disk.size_bytes, extent_bytes)
+def _make(disk: Disk, owner: str, extent_bytes: int, secret: bytes) -> Superblock:
+    superblock = Superblock.planned(secrets.randbits(63) | 1, owner, disk.size_bytes, extent_bytes, secret)
     if superblock.positions == 0:
         least = extent_bytes + 2 * BLOCK_BYTES + 2 * superblock.table_bytes
         raise InvalidRequest("nvme", f"{disk.path}: {disk.size_bytes} bytes are too few, {least} are the least")

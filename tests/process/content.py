@@ -44,7 +44,7 @@ def chain(seed: int, pages: int, layout: Layout = SMALL, salt: str = "") -> Keys
 
 def contents(keys: Keys, layout: Layout = SMALL) -> Pages:
     """The bytes of these pages, ``[pages, page_bytes]``."""
-    halves = np.frombuffer(b"".join(keys.hashes), np.uint64).reshape(-1, 2)
+    halves = np.frombuffer(b"".join(keys.links), np.uint64).reshape(-1, 2)
     places = np.arange(layout.page_bytes // 8, dtype=np.uint64) * _STEP
     words = (halves[:, :1] + places) ^ halves[:, 1:]
     return np.ascontiguousarray(words).view(np.uint8)

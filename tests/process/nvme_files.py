@@ -163,7 +163,7 @@ class Places:
         """Where the node says that a page rests on NVMe."""
         mapped = store._node.mapped()
         assert mapped is not None
-        address = mapped.index.find_nvme(prompt(seed, pages)[0].hashes[page])
+        address = mapped.index.find_nvme(store.in_pool(prompt(seed, pages)[0]).hashes[page])
         assert address is not None, f"page {page} of prompt {seed} is not on NVMe"
         return address
 
@@ -188,7 +188,7 @@ class Places:
         assert mapped is not None
         owners: dict[int, tuple[int, int]] = {}
         for seed in seeds:
-            for page, key in enumerate(prompt(seed, pages)[0].hashes):
+            for page, key in enumerate(store.in_pool(prompt(seed, pages)[0]).hashes):
                 address = mapped.index.find_nvme(key)
                 if address is not None:
                     owners[self.offset(address)] = (seed, page)

@@ -157,7 +157,7 @@ def test_events_are_the_same_here_and_over_grpc(machine: Machine) -> None:
     assert told[0] == told[1]
     assert all(abs(here - there) < 1000 for here, there in zip(*times, strict=True))
     assert {key for event in told[0] if event["kind"] == "sealed" for key in event["keys"]} == {
-        key.hex() for key in keys.hashes
+        key.hex() for key in store.in_pool(keys).hashes
     }
     wait_until("the reason is told", lambda: " request " in text.output())
     assert "sealed" not in text.output() and "  tenant  " in text.output()
@@ -191,7 +191,7 @@ def test_events_dump_is_all_that_is_stored(machine: Machine, tmp_path: Path) -> 
     with open(tmp_path / "dump", "rb") as dumped:
         events = [event for _, batch, _ in msgpack.Unpacker(dumped) for event in batch]
     assert events[0] == ["AllBlocksCleared"]
-    assert {key for event in events[1:] for key in event[1]} == set(chain(1, PAGES).hashes)
+    assert {key for event in events[1:] for key in event[1]} == set(store.in_pool(chain(1, PAGES)).hashes)
 
 
 # --- completion -----------------------------------------------------------------------------------------------------

@@ -202,7 +202,8 @@ def test_lookup_page_by_page(store: Store, ask: Run, salt: str) -> None:
     found = ask("lookup", *asked)
     assert reasons(found) == ["dram"] * PAGES + ["absent", "parent"]
     assert (found["stored_pages"], found["match_pages"], found["full_pages"]) == (PAGES, PAGES, PAGES + 2)
-    assert [page["key"] for page in found["pages"][:PAGES]] == [key.hex() for key in keys.hashes]
+    halves = [page["key"][:16] for page in found["pages"][:PAGES]]  # the other half is the pool's
+    assert halves == [key.hex()[:16] for key in keys.hashes]
     assert store.evict(pages=3)["pages"] == 3  # saved to NVMe first
     wait_until("nothing is being copied", lambda: _at_rest(store))
     assert reasons(ask("lookup", *asked))[4:] == ["dram+nvme"] + ["nvme"] * 3 + ["absent", "parent"]

@@ -66,7 +66,7 @@ def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
 def address_of(store: Store, seed: int, page: int) -> Address:
     mapped = store._node.mapped()
     assert mapped is not None
-    address = mapped.index.find(chain(seed, PAGES).hashes[page])
+    address = mapped.index.find(store.in_pool(chain(seed, PAGES)).hashes[page])
     assert address is not None
     return address
 

@@ -101,7 +101,7 @@ def test_pins_outlive_a_kill_and_a_flood(machine: Machine) -> None:
     store = machine.connect("a")
     room = store.stats()["tiers"]["dram"]["capacity_bytes"] // (PAGES * SMALL.page_bytes)
     flood(store, "", 0, 2)
-    pin = store._admin("pin", ttl_s=600, **keys_argument(chain(0, PAGES, SMALL, "")))
+    pin = store._admin("pin", ttl_s=600, **keys_argument(store.in_pool(chain(0, PAGES, SMALL, ""))))
     assert (pin["pages"], pin["bytes"]) == (PAGES, PAGES * SMALL.page_bytes)
     daemon.kill()
     machine.serve("a")
@@ -115,7 +115,7 @@ def test_pins_outlive_a_kill_and_a_flood(machine: Machine) -> None:
     store.evict(pages=1 << 20)
     assert store.cache(SMALL).get(chain(0, PAGES, SMALL, "")).pages == 0
     flood(store, "", 0, 1)
-    store._admin("pin", ttl_s=0.3, **keys_argument(chain(0, PAGES, SMALL, "")))
+    store._admin("pin", ttl_s=0.3, **keys_argument(store.in_pool(chain(0, PAGES, SMALL, ""))))
     wait_until("the pin runs out", lambda: not store._admin("pins")["pins"])
 
 
@@ -124,7 +124,7 @@ def test_pins_are_bounded_and_bad_calls_change_nothing(machine: Machine) -> None
     machine.serve("a", dram="16MiB", config=str(machine.logs / "node.toml"))
     store = machine.connect("a")
     put(store, 0, PAGES)
-    named = keys_argument(chain(0, PAGES, SMALL, ""))
+    named = keys_argument(store.in_pool(chain(0, PAGES, SMALL, "")))
     for field, call, arguments in (
         ("keys", "pin", {**named, "ttl_s": 5}),
         ("ttl_s", "pin", {**named, "ttl_s": -1}),

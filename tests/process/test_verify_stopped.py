@@ -22,7 +22,7 @@ from kvstore.service.stopped import verify_devices, verify_folder
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
-from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
+from kvstore.tier.records import _COPIES_AT, RECORDS_HEAD_BYTES, ExtentTable
 from tests.process.content import SMALL, chain
 from tests.process.harness import Daemon, Machine, check_laws, check_pages, put, wait_until
 from tests.process.nvme_files import MIB, Places, flip, reboot, serve, target, tier
@@ -61,7 +61,7 @@ def contents_of(machine: Machine) -> dict[str, tuple[int, str]]:
 def address_of(store: Store, seed: int, page: int) -> Address:
     mapped = store._node.mapped()
     assert mapped is not None
-    address = mapped.index.find(chain(seed, PAGES).hashes[page])
+    address = mapped.index.find(store.in_pool(chain(seed, PAGES)).hashes[page])
     assert address is not None
     return address
 
@@ -134,7 +134,8 @@ def in_record(machine: Machine, store: Store) -> Place:
 
 
 def in_table_head(machine: Machine, store: Store) -> Place:
-    return machine.folder("n") / f"records-{address_of(store, 2, DAMAGED).extent}", [40]
+    both = [at + 40 for at in _COPIES_AT]  # of one alone the other is believed
+    return machine.folder("n") / f"records-{address_of(store, 2, DAMAGED).extent}", both
 
 
 def in_nvme_page(machine: Machine, store: Store) -> Place:
@@ -153,7 +154,8 @@ def in_index(machine: Machine, store: Store) -> Place:
     assert header is not None
     path = machine.folder("n") / f"index-{header.epoch}" / "data.mdb"
     return path, [
-        found.end() + 4 for found in re.finditer(re.escape(chain(2, PAGES).hashes[DAMAGED]), path.read_bytes())
+        found.end() + 4
+        for found in re.finditer(re.escape(store.in_pool(chain(2, PAGES)).hashes[DAMAGED]), path.read_bytes())
     ]
 
 
@@ -170,7 +172,7 @@ KINDS: list[tuple[Damage, str]] = [
 def test_damage_is_found(machine: Machine) -> None:
     daemon, store = stored(machine)
     places = [where(machine, store) for where, _ in KINDS]
-    key = chain(2, PAGES).hashes[DAMAGED].hex()
+    key = store.in_pool(chain(2, PAGES)).hashes[DAMAGED].hex()
     assert daemon.terminate() == 0
     store.close()
     for (_, said), (path, offsets) in zip(KINDS, places, strict=True):

@@ -409,6 +409,7 @@ def stopped_in_index(a: Arguments) -> None:
         assert mapped is not None
         index = mapped.index
         transaction = index._begin(index._sealed)
+        keys = store.in_pool(keys)
         before = [transaction.get(key) for key in keys.hashes]
         log("inside", epoch=mapped.epoch)
         os.kill(os.getpid(), signal.SIGSTOP)

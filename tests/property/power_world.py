@@ -306,7 +306,7 @@ class World:
             self.kind = 1 - self.kind
         kind, prompt = self.kind, self.random.randrange(PROMPTS)
         pages = self.random.randint(1, PAGES_MAX if kind == 0 else PAGES_MAX // 2)
-        keys = chain(prompt, pages, LAYOUTS[kind])
+        keys = self.store.in_pool(chain(prompt, pages, LAYOUTS[kind]))
         data = contents(keys, LAYOUTS[kind])
         self.stored |= zip(keys.hashes, data, strict=True)
         self.parents |= zip(keys.hashes[1:], keys.hashes, strict=False)

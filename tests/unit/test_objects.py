@@ -139,11 +139,11 @@ def test_only_a_head_is_sealed_as_one(store: Store) -> None:
 
 
 def _with_key(keys: kvstore.Keys, key: bytes) -> kvstore.Keys:
-    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, [key], keys.tokens, keys.extras)
+    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, [key], keys.tokens, keys.extras, tag=None)
 
 
 def _without_tag(keys: kvstore.Keys) -> kvstore.Keys:
-    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, keys.hashes, keys.tokens, [bytes(16)])
+    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, keys.hashes, keys.tokens, [bytes(16)], tag=None)
 
 
 def test_a_deleted_object_stays_for_who_leased_it(store: Store) -> None:

@@ -53,8 +53,12 @@ class RemoteCache(PrefixCache):
         self._chain = pb.Pages(layout=pb.Layout(**asdict(layout)), salt=salt, adapter=adapter, whole_pages=True)
         self._puts: deque[PendingPut] = deque()
 
+    def _tag(self) -> bytes:
+        return b""  # what a pool adds to the chain, its nodes alone know
+
     def named(self, keys: Keys) -> pb.Pages:
         """Pages as requests name them."""
+        keys = keys.with_tag(b"")
         pages = pb.Pages(tokens=keys.tokens.tobytes(), extras=keys.media or ())
         pages.MergeFrom(self._chain)
         if keys.extras is not None and keys.media is None:

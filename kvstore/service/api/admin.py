@@ -12,7 +12,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.service.admin import Admin
 from kvstore.service.api.gate import Call, parse
-from kvstore.service.api.wire import document, keys_argument, prompt_of
+from kvstore.service.api.wire import document, keys_argument, keys_in_pool, prompt_of
 from kvstore.service.event_log import EventLog, PageEvent
 from kvstore.service.node import Node
 from kvstore.transfer.grpc_errors import NotServed
@@ -94,7 +94,8 @@ class AdminCalls:
         name = request.pop("call", None)
         if not isinstance(name, str):
             raise InvalidRequest("call", "must name a call")
-        return await self._operator(call, name, {key: _whole(value) for key, value in request.items()})
+        wish = keys_in_pool(self._store, {key: _whole(value) for key, value in request.items()})
+        return await self._operator(call, name, wish)
 
     async def verify(self, call: Call, message: bytes) -> bytes:
         """Every checksum, record and index entry, then the conservation laws; the document of ``Store.verify``."""

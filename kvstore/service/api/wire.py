@@ -31,7 +31,10 @@ _TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "r
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request's ``Pages`` mean: consecutive pages in one cache. ``orphan``: their parent is not stored here."""
+    """What a request's ``Pages`` mean: consecutive pages in one cache. ``orphan``: their parent is not stored here.
+
+    Callers name pages, and are told of them, by the links of their chain; what a pool's keys have beside is not theirs.
+    """
 
     cache: PrefixCache
     keys: Keys
@@ -98,12 +101,12 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
         extras = extras[:full] if extras is not None else None
     used = np.ascontiguousarray(tokens[: full * layout.page_tokens])
     if not pages.parent:
-        return Prompt(cache, Keys.of(used, layout.page_tokens, cache.root, extras))
+        return Prompt(cache, store.in_pool(Keys.of(used, layout.page_tokens, cache.root, extras)))
     if len(pages.parent) != KEY_BYTES:
         raise InvalidRequest("parent", f"must be a key of {KEY_BYTES} bytes, not {len(pages.parent)}")
     chain = Keys.of(used, layout.page_tokens, pages.parent, extras)
-    keys = Keys(layout.page_tokens, cache.root, pages.parent, chain.hashes, chain.tokens, chain.extras)
-    orphan = pages.parent != cache.root and root_of(node, pages.parent) != cache.root
+    keys = store.in_pool(Keys(layout.page_tokens, cache.root, pages.parent, chain.links, chain.tokens, chain.extras))
+    orphan = keys.parent != cache.root and root_of(node, keys.parent) != cache.root
     return Prompt(cache, keys, orphan)
 
 
@@ -125,7 +128,7 @@ def root_of(node: Node, key: bytes) -> bytes | None:
 
 def lookup_reply(match: Match, prompt: Prompt, with_keys: bool = True) -> pb.LookupReply:
     """A match as a message."""
-    keys = prompt.keys.hashes if with_keys else ()
+    keys = prompt.keys.links if with_keys else ()
     nvme_pages = match.tiers.get(Tier.NVME, 0)
     return pb.LookupReply(pages=match.pages, tokens=match.tokens, nvme_pages=nvme_pages, reason=match.reason, keys=keys)
 
@@ -146,6 +149,21 @@ def document(value: dict[str, Any]) -> bytes:
 def keys_argument(prompt: Prompt) -> dict[str, Any]:
     """Pages as an admin call names them."""
     return {"keys": [key.hex() for key in prompt.keys.hashes], "root": prompt.keys.root.hex()}
+
+
+def keys_in_pool(store: Store, request: dict[str, Any]) -> dict[str, Any]:
+    """A document whose ``keys`` may be links, as callers who share no memory make them, with those of the pool."""
+    keys, root = request.get("keys"), request.get("root")
+    if not isinstance(keys, list) or not isinstance(root, str):
+        return request
+    try:
+        named, links = bytes.fromhex(root), [bytes.fromhex(key) for key in keys]
+    except (ValueError, TypeError):
+        return request  # which the call itself refuses
+    if any(len(key) != KEY_BYTES for key in (named, *links)):
+        return request
+    found = store.in_pool(Keys(1, named, named, links, np.zeros(0, np.uint32), None))
+    return {**request, "keys": [key.hex() for key in found.hashes]}
 
 
 def check_text(field: str, text: str) -> None:
