@@ -29,7 +29,6 @@ from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Tier
 
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
@@ -201,12 +200,10 @@ class Pool:
         return sequence.cache if not sequence.lossy else None
 
     def _put(self, cache: PrefixCache, sequence: Sequence, stop: int) -> int:
-        """Put pages up to ``stop`` that are not in DRAM; returns up to where they are on their way."""
+        """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
         assert sequence.frames is not None
         keys = cache.keys(sequence.tokens[: stop * sequence.page_tokens])
-        # Not ``stored_pages``: what was put without waiting may have had no room. And a page that is on NVMe alone has
-        # to be in DRAM again before another one hangs on it.
-        first = cache.lookup(keys).tiers.get(Tier.DRAM, 0)
+        first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
         for index, frame, count in runs(sequence.frames[first:stop]):
             start = first + index
             cache.put_async(keys[start : start + count], self.encoded(staging.send(self._arena, frame, count)))
@@ -273,6 +270,7 @@ class ChunkWriter:
                 for _, frame, count in runs(sequence.frames[self._first : self._stop])
             ]
             writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
+            writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
             self._writer = writer.__enter__()
         except KVStoreError as error:
             self._failed(error)

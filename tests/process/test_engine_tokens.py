@@ -222,6 +222,21 @@ def test_the_next_turn_of_a_conversation_hits_the_answer(lab: Lab, preset: str, 
         assert stored * 16 > len(answer.request.tokens) + 16
 
 
+def test_a_prompt_longer_than_dram_is_stored_whole(lab: Lab) -> None:
+    """Chunk by chunk, its first pages leave DRAM while the last ones come; and its next turn is stored behind it."""
+    store = lab.store(nvme=True, dram="1MiB", extent="256KiB")
+    one = lab.engine("tiny-llama", store, page_tokens=16, chunk_tokens=128)
+    tokens = prompt(450, 1800)
+    for turn in range(2):
+        answer = lab.answers(one, [tokens], 3)[0]
+        keys = keys_of(one, store, tokens)
+        within("all of it is stored", lambda keys=keys: store.cache(one.layout).lookup(keys).pages == len(keys))
+        assert sum(answer.cached.values()) == (1792 if turn else 0)
+        tokens = np.concatenate([tokens, prompt(451, 300)])
+    assert store.stats()["tiers"]["dram"]["pages"] < 1800 // 16
+    check_laws(store)
+
+
 @pytest.mark.parametrize("preset", MAIN)
 def test_resumed_requests_go_on_where_they_were(lab: Lab, preset: str) -> None:
     """Asked with the first ``k`` tokens of the answer, at an engine that has the pages and at one that has nothing."""
