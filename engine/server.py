@@ -17,8 +17,9 @@ from engine.metrics import Tally
 from engine.service import Engine, EngineCalls, Served
 from engine.wire import SERVICE
 from kvstore.service.api import listening
-from kvstore.service.api.gate import CALLS_OUTSIDE, Gate, Threads
+from kvstore.service.api.gate import CALLS_OUTSIDE, Gate
 from kvstore.service.api.identities import Identities
+from kvstore.service.api.lanes import Threads
 from kvstore.service.api.loop import LoopServer
 from kvstore.service.api.methods import GateOthers, serving
 from kvstore.service.api.server import add_others, log_unexpected, options
@@ -61,7 +62,9 @@ class EngineServer(LoopServer):
             ends.callback(threads.close)
             ends.callback(calls.close)
             server = grpc.aio.server(
-                options=list({**dict(options(config.rpcs_max)), PING_MS_MIN[0]: PING_MS_MIN[1]}.items()),
+                options=list(
+                    {**dict(options(config.rpcs_max, config.rpcs_max)), PING_MS_MIN[0]: PING_MS_MIN[1]}.items()
+                ),
                 interceptors=[GateOthers(gate, SERVICE)],
                 maximum_concurrent_rpcs=CALLS_OUTSIDE * config.rpcs_max,
             )
@@ -82,9 +85,11 @@ class EngineServer(LoopServer):
             await server.start()
             self._gate = gate
             self._started.set()
+            measuring = asyncio.create_task(gate.pressure.measure())
             try:
                 await stopping.wait()
             finally:
+                measuring.cancel()
                 await self._alive.enter_graceful_shutdown()
                 await server.stop(GRACE_S)
                 self._plan.unlink()

@@ -51,11 +51,15 @@ class DeadlineExceeded(Unavailable, TimeoutError):
 
 
 class TooManyCalls(Unavailable):
-    """The node serves as many remote calls as it may. Nothing was done; try again after ``retry_after_s`` seconds."""
+    """The node serves as many remote calls as it may. Nothing was done; try again after ``retry_after_s`` seconds.
 
-    def __init__(self, reason: str, retry_after_s: float = 0.1) -> None:
+    ``kind``: of what there were too many, for the node's own metrics; it does not travel.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float = 0.1, kind: str = "other") -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+        self.kind = kind
 
 
 class OutOfSpace(Unavailable):

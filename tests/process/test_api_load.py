@@ -31,7 +31,10 @@ RPCS_MAX = 64
 BUFFERS = 96 << 20
 GROWTH_MAX = 2 * BUFFERS + (96 << 20)  # buffers, their messages on the way in and out, and 200 connections
 PAGES = 16  # of 512 KiB
-EXPECTED = {Code.OK, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED, Code.ABORTED}
+REFUSED = {Code.RESOURCE_EXHAUSTED, Code.CANCELLED}  # CANCELLED: by gRPC itself, before anybody looked at it
+EXPECTED = {Code.OK, Code.DEADLINE_EXCEEDED, Code.ABORTED, *REFUSED}
+LONG_S = 1.0  # deadlines that a call which was let in has to keep, on a slow machine too
+LATE_SHARE = 0.1  # of those, at most
 KEYS = chain(1, PAGES, LARGE)
 STORED = pages_message(KEYS, LARGE)
 PART = api.write_messages(pages_message(chain(2, 2, LARGE), LARGE), contents(chain(2, 2, LARGE), LARGE))
@@ -45,6 +48,7 @@ class Caller:
         self.number = number
         self.rng = random.Random(number)
         self.ended: Counter[Code] = Counter()
+        self.long: Counter[Code] = Counter()  # those with a long deadline that do not stand still on purpose
         self.late_s = -1.0
         self.unhinted = 0
         mine = chain(100 + number, 2, LARGE)
@@ -59,7 +63,9 @@ class Caller:
             code = self._one(deadline_s)
             self.late_s = max(self.late_s, time.monotonic() - began - deadline_s)
             self.ended[code] += 1
-            if code is Code.RESOURCE_EXHAUSTED:
+            if deadline_s >= LONG_S and self.number % 10 > 1:
+                self.long[code] += 1
+            if code in REFUSED:
                 time.sleep(0.1)
         self.client.close()
 
@@ -165,11 +171,15 @@ def test_two_hundred_clients(machine: Machine) -> None:
         time.sleep(0.05)
     ended = sum((caller.ended for caller in callers), Counter[Code]())
     late_s, growth = max(caller.late_s for caller in callers), peak - before
+    long = sum((caller.long for caller in callers), Counter[Code]())
     shown = {code.name: count for code, count in ended.items()}
     print(f"\n{ended.total()} calls {shown}, at most {late_s:.2f} s late, {growth >> 20} MiB more")
+    print(f"with long deadlines: {({code.name: count for code, count in long.items()})}")
     assert all(caller.ended.total() for caller in callers)
     assert set(ended) <= EXPECTED, shown
-    assert ended[Code.OK] > CLIENTS and ended[Code.RESOURCE_EXHAUSTED] > 0, shown
+    assert ended[Code.OK] > CLIENTS and sum(ended[code] for code in REFUSED) > 0, shown
+    let_in = long[Code.OK] + long[Code.ABORTED] + long[Code.DEADLINE_EXCEEDED]
+    assert long[Code.DEADLINE_EXCEEDED] < LATE_SHARE * let_in, "what is let in has to be answered"
     assert not any(caller.unhinted for caller in callers), "refused without a hint"
     assert late_s < LATE_S, f"a call ended {late_s:.2f} s after its deadline; {shown}"
     assert growth < GROWTH_MAX, f"grew by {growth >> 20} MiB"

@@ -12,8 +12,9 @@ import pytest
 
 from kvstore import errors
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.service.api.gate import Gate, Threads
+from kvstore.service.api.gate import Gate
 from kvstore.service.api.identities import Identities
+from kvstore.service.api.lanes import Threads
 from kvstore.transfer.grpc_errors import (
     CLASSES,
     CODES,

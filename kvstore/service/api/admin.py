@@ -104,7 +104,8 @@ class AdminCalls:
         before = await call.wait(self._ask, "scrub_status", {})
         sweep = (await call.wait(self._ask, "scrub", {}))["sweep"]
         while (now := await call.wait(self._ask, "scrub_status", {}))["sweeps"] < sweep:
-            await asyncio.sleep(VERIFY_LOOK_S)
+            with call.waits():
+                await asyncio.sleep(VERIFY_LOOK_S)
         counters = (await call.wait(self._ask, "stats", {}))["counters"]
         found = {
             "pages_verified": now["asked_pages"],
@@ -130,7 +131,8 @@ class AdminCalls:
                     await call.send(packed)
             else:
                 call.check()
-                await asyncio.sleep(WATCH_LOOK_S)
+                with call.waits():
+                    await asyncio.sleep(WATCH_LOOK_S)
 
     def _check_own(self, call: Call, prompt: pb.Pages) -> None:
         if not call.caller.operator:

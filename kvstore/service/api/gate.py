@@ -1,8 +1,12 @@
 """Gate: every call passes here. Who is it, is there room for it, how long may it take; and what its failure is called.
 
-Nothing of a request is read before its caller is known. Work that blocks runs in threads (``Call.quick``, ``run``,
-``wait``), in steps of a few MiB each: a call that is cancelled or past its deadline ends at once; its step goes on
-to its own end, and the step's thread and memory count as taken until then.
+Nothing of a request is read before its caller is known, by its metadata. A call whose request does not come gives way
+to those that need its place, and ends soon anyway. What could not be answered in time is refused at once: by lanes and
+buffers for what waits there, by the loop's lag for what waits for the loop.
+
+Work that blocks runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each: a call that is
+cancelled or past its deadline ends at once; its step goes on to its own end, and the step's thread and memory count as
+taken until then.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,23 +25,18 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from kvstore.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    KVStoreError,
-    NodeUnavailable,
-    TooManyCalls,
-    Unauthenticated,
-)
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
 from kvstore.service.api.identities import LOCAL, UNKNOWN, Identities, Identity, is_tenant
+from kvstore.service.api.lanes import Lane, Threads, call_soon
+from kvstore.service.api.pressure import Pressure
+from kvstore.service.api.shares import Shares
 from kvstore.service.api.watching import Calls
 from kvstore.transfer.grpc_errors import status_of
 
-QUICK_THREADS: Final = 4  # for what only looks at the index, or asks the node
-READ_THREADS: Final = 8  # for what copies or reads pages
-WAIT_THREADS: Final = 8  # for what may have to wait for room: writers of a full node do not hold up its readers
 RETRY_AFTER_S: Final = 0.1
 STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for so long is over: it holds buffers
+FIRST_MESSAGE_S: Final = 10.0  # for a request to come after its headers
+HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for so long give way
 MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
 MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
 CALLS_OUTSIDE: Final = 4  # as many as ``rpcs_max`` allows times this may be on their way into the gate, or be refused
@@ -46,115 +45,9 @@ TOKEN_BYTES_MAX: Final = 4096
 
 log = logging.getLogger("kvstore.api")
 
+Item = TypeVar("Item")
 Request = TypeVar("Request", bound=Message)
 Value = TypeVar("Value")
-
-
-class Lane:
-    """Some threads. What waits for one waits in the event loop, where it is counted and can be cancelled."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(count, f"kvstore-api-{name}")
-        self._slots = asyncio.Semaphore(count)
-
-    async def run(
-        self, started: Callable[[Future[Any]], None], work: Callable[[], Value], undo: Callable[[Value], object] | None
-    ) -> Value:
-        """Do ``work``. Where the call ends meanwhile, ``undo`` gets what came of it: nobody else will."""
-        await self._slots.acquire()
-        try:
-            step = self._pool.submit(work)
-        except RuntimeError:  # the daemon ends
-            self._slots.release()
-            raise NodeUnavailable("the node is ending") from None
-        started(step)
-        try:
-            value = await asyncio.wrap_future(step)
-        except asyncio.CancelledError:
-            left = partial(self._left, undo)
-            loop = asyncio.get_running_loop()
-            step.add_done_callback(lambda done: _call_soon(loop, partial(left, done)))
-            raise
-        except BaseException:
-            self._slots.release()
-            raise
-        self._slots.release()
-        return value
-
-    def _left(self, undo: Callable[[Any], object] | None, step: Future[Any]) -> None:
-        self._slots.release()
-        if undo is not None and not step.cancelled() and step.exception() is None:
-            with contextlib.suppress(RuntimeError):  # the daemon ends, and everything held with it
-                self._pool.submit(undo, step.result())
-
-    def close(self) -> None:
-        """Steps under way are waited for: they end by their own deadlines."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class Threads:
-    """The threads that do what blocks. Each call has one step in them at a time. Made in the event loop."""
-
-    def __init__(self) -> None:
-        self.quick = Lane(QUICK_THREADS, "quick")
-        self.read = Lane(READ_THREADS, "read")
-        self.wait = Lane(WAIT_THREADS, "wait")
-
-    def close(self) -> None:
-        """See ``Lane.close``."""
-        for lane in (self.quick, self.read, self.wait):
-            lane.close()
-
-
-class Budget:
-    """Bytes of buffers for all calls together: taken before a call's first step, given back after its last one.
-
-    One tenant's calls hold ``BUFFERS_SHARE`` of them at most, or one call's, however much that is.
-    """
-
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        self.free_bytes = total_bytes
-        self._share = int(total_bytes * BUFFERS_SHARE)
-        self._of: Counter[Identity] = Counter()
-        self._waiting: list[asyncio.Future[None]] = []
-
-    def _fits(self, size: int, owner: Identity, mine: int) -> bool:
-        theirs = self._of[owner] if is_tenant(owner) else 0
-        return size <= self.free_bytes and (theirs == mine or not theirs or theirs + size <= self._share)
-
-    async def take(self, size: int, wait_s: float, owner: Identity = LOCAL, mine: int = 0) -> int:
-        """How many bytes that took: more than all counts as all. ``mine``: what the same call has taken already.
-
-        Raises TooManyCalls where there is no room within ``wait_s``.
-        """
-        size = min(size, self.total_bytes - mine)
-        try:
-            async with asyncio.timeout(wait_s):
-                while not self._fits(size, owner, mine):
-                    freed = asyncio.get_running_loop().create_future()
-                    self._waiting.append(freed)
-                    try:
-                        await freed
-                    finally:
-                        if freed in self._waiting:
-                            self._waiting.remove(freed)
-        except TimeoutError:
-            raise TooManyCalls("other calls hold all buffers", RETRY_AFTER_S) from None
-        self.free_bytes -= size
-        self._of[owner] += size
-        return size
-
-    def give(self, size: int, owner: Identity = LOCAL) -> None:
-        """Give back what ``take`` said."""
-        self.free_bytes += size
-        self._of[owner] -= size
-        if not self._of[owner]:
-            del self._of[owner]
-        waiting, self._waiting = self._waiting, []
-        for freed in waiting:
-            if not freed.done():
-                freed.set_result(None)
 
 
 class Call:
@@ -167,6 +60,7 @@ class Call:
         self._context = context
         self._step: Future[Any] | None = None
         self._taken = 0  # bytes of buffers
+        self._requested = False  # its request, or the first message of it, has come
 
     @property
     def left_s(self) -> float:
@@ -194,7 +88,12 @@ class Call:
 
     async def _run(self, lane: Lane, work: Callable[[], Value], undo: Callable[[Value], object] | None = None) -> Value:
         self.check()
-        return await lane.run(self._began, work, undo)
+        begun = self._step is not None or self._taken > 0
+        return await lane.run(self._began, work, undo, self.caller, self.left_s, begun)
+
+    def waits(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the caller has to do, or nobody: the call is not at work meanwhile."""
+        return self._gate.pressure.waiting(self.caller)
 
     def _began(self, step: Future[Any]) -> None:
         self._step = step
@@ -205,32 +104,59 @@ class Call:
         budget = self._gate.budget
         size = await budget.take(size, min(self.left_s, self._gate.buffers_wait_s), self.caller, self._taken)
         self._taken += size
+        began_s = time.monotonic()
         try:
             yield
         finally:
             self._taken -= size
             if self._step is None or self._step.done():
-                budget.give(size, self.caller)
+                budget.give(size, self.caller, time.monotonic() - began_s)
             else:  # nobody waits for it any more, but a thread is in it
                 loop = asyncio.get_running_loop()
-                self._step.add_done_callback(lambda _: _call_soon(loop, partial(budget.give, size, self.caller)))
+                self._step.add_done_callback(lambda _: call_soon(loop, partial(budget.give, size, self.caller)))
 
     async def send(self, message: bytes) -> None:
         """One reply of a stream; waits until the transport has taken it. The identity must hold still."""
         self.check()
-        with _stalls("took"), _gone():
+        with _stalls("took"), _gone(), self.waits():
             async with asyncio.timeout(self._gate.stall_s):
                 await self._context.write(message)
         self._gate.calls.sent_bytes += len(message)
 
+    @contextlib.asynccontextmanager
+    async def request(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The one message of a call; a large one is memory that all calls have to share."""
+        message = await self.receive(requests)
+        if message is None:
+            raise InvalidRequest("request", "is missing")
+        if len(message) <= MESSAGE_BYTES_FREE:
+            yield message
+            return
+        async with self.buffers(MESSAGE_COPIES * len(message)):
+            yield message
+
     async def receive(self, requests: AsyncIterator[bytes]) -> bytes | None:
         """The next message of a stream; None: the caller is done. The identity must hold still."""
-        with _stalls("sent"):
-            async with asyncio.timeout(self._gate.stall_s):
-                message = await anext(requests, None)
+        if not self._requested:
+            message = await self.first(requests)
+        else:
+            with _stalls("sent"), self.waits():
+                async with asyncio.timeout(self._gate.stall_s):
+                    message = await anext(requests, None)
         self._gate.calls.received_bytes += len(message or b"")
         self.check()
         return message
+
+    async def first(self, requests: AsyncIterator[Item]) -> Item | None:
+        """What comes first, which has to come soon."""
+        try:
+            async with self._gate.half_open(self):
+                with self.waits():
+                    return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded("the request did not come in time") from None
+        finally:
+            self._requested = True
 
 
 @contextlib.contextmanager
@@ -255,53 +181,48 @@ class Gate:
     Attributes:
         under_way: calls admitted and not ended.
         calls: what became of all, for metrics.
+        pressure: how much there is to do; whoever made the gate has it measured.
     """
 
     buffers_wait_s = 2.0
     stall_s = STALL_S
+    first_message_s = FIRST_MESSAGE_S
 
     def __init__(
         self, identities: Identities, threads: Threads, rpcs_max: int, timeout_s_max: float, buffer_bytes: int
     ) -> None:
         self.identities = identities
         self.threads = threads
-        self.budget = Budget(buffer_bytes)
+        self.budget = Shares("buffers", "buffers", buffer_bytes, int(buffer_bytes * BUFFERS_SHARE), buffer_bytes)
         self.under_way = 0
         self._of: Counter[Identity] = Counter()
         self.calls = Calls()
+        self.pressure = Pressure()
         self._rpcs_max = rpcs_max
         self._timeout_s_max = timeout_s_max
+        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when; the oldest first
 
     @contextlib.asynccontextmanager
-    async def admit(self, context: Any, message: Any = b"") -> AsyncIterator[Call]:
-        """A call from here on. What is raised inside ends it with the status that says so.
-
-        Args:
-            message: the request; a large one is memory that all calls have to share.
-        """
+    async def admit(self, context: Any) -> AsyncIterator[Call]:
+        """A call from here on. What is raised inside ends it with the status that says so."""
         try:
             caller = self._identify(context)
-            if self.under_way >= self._rpcs_max:
-                raise TooManyCalls(f"{self._rpcs_max} calls are under way, rpcs_max allows no more", RETRY_AFTER_S)
-            if is_tenant(caller) and self._of[caller] >= max(1, int(self._rpcs_max * CALLS_SHARE)):
-                raise TooManyCalls(f"{self._of[caller]} calls of {caller.name}'s are under way", RETRY_AFTER_S)
+            limit_s = self._limit_s(context)
+            self._make_room(caller, limit_s)
             self.under_way += 1
             self._of[caller] += 1
             try:
-                limit_s = self._limit_s(context)
                 async with asyncio.timeout(limit_s):
-                    call = Call(self, caller, context, time.monotonic() + limit_s)
-                    if len(message) <= MESSAGE_BYTES_FREE:
-                        yield call
-                    else:
-                        async with call.buffers(MESSAGE_COPIES * len(message)):
-                            yield call
+                    with self.pressure.working(caller):
+                        yield Call(self, caller, context, time.monotonic() + limit_s)
             finally:
                 self.under_way -= 1
                 self._of[caller] -= 1
                 if not self._of[caller]:
                     del self._of[caller]
         except KVStoreError as error:
+            if isinstance(error, TooManyCalls):
+                self.calls.shed[error.kind] += 1
             await _abort(context, error)
         except TimeoutError:
             await _abort(context, DeadlineExceeded("the call did not end within its deadline"))
@@ -312,6 +233,40 @@ class Gate:
             with _gone():
                 await context.abort(grpc.StatusCode.INTERNAL, "the node failed at this call: its log tells more")
             raise
+
+    def _make_room(self, caller: Identity, limit_s: float) -> None:
+        """Raises TooManyCalls where there is none, or the call would end too late."""
+        share = max(1, int(self._rpcs_max * CALLS_SHARE)) if is_tenant(caller) else self._rpcs_max
+        if self._of[caller] >= share and not self._give_way(caller):
+            reason = f"{self._of[caller]} calls of {caller.name}'s are under way"
+            raise TooManyCalls(reason, RETRY_AFTER_S, "share")
+        if self.under_way >= self._rpcs_max and not self._give_way(None):
+            reason = f"{self._rpcs_max} calls are under way, rpcs_max allows no more"
+            raise TooManyCalls(reason, RETRY_AFTER_S, "calls")
+        self.pressure.check(caller, limit_s)
+
+    def _give_way(self, owner: Identity | None) -> bool:
+        """End the oldest call (of that owner) whose request has not come. It is over with the loop's next turn."""
+        before_s = time.monotonic() - HALF_OPEN_S
+        for call, (since_s, timeout) in self._half_open.items():
+            if since_s > before_s:
+                break
+            if owner is None or call.caller == owner:
+                del self._half_open[call]
+                timeout.reschedule(asyncio.get_running_loop().time())
+                self.calls.shed["half_open"] += 1
+                return True
+        return False
+
+    @contextlib.asynccontextmanager
+    async def half_open(self, call: Call) -> AsyncIterator[None]:
+        """Around the wait for a request. Raises TimeoutError where it does not come, or others need its place."""
+        async with asyncio.timeout(self.first_message_s) as timeout:
+            self._half_open[call] = time.monotonic(), timeout
+            try:
+                yield
+            finally:
+                self._half_open.pop(call, None)
 
     def _limit_s(self, context: Any) -> float:
         left_s = context.time_remaining()
@@ -324,11 +279,6 @@ class Gate:
         if token is None and context.peer().startswith("unix:"):
             return LOCAL  # the socket's permissions have let it in
         return self.identities.find(token, _certificate_names(context.auth_context()))
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and what was to be given back with it
-        loop.call_soon_threadsafe(then)
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from kvstore.errors import InvalidRequest
 from kvstore.service.api.admin import AdminCalls
 from kvstore.service.api.gate import Call, Gate
 from kvstore.service.api.objects import ObjectCalls
@@ -62,19 +63,19 @@ def serving(
     taking: Mapping[str, Taking] = MappingProxyType({}),
 ) -> grpc.GenericRpcHandler:
     """A service of these methods, every call through the gate."""
+    # All take a stream, which looks the same to a caller: handlers of one message only begin when it is there.
     table: dict[str, Any] = {
-        **{name: grpc.unary_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
-        **{name: grpc.unary_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
+        **{name: grpc.stream_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
+        **{name: grpc.stream_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
         **{name: grpc.stream_unary_rpc_method_handler(_taking(gate, name, work)) for name, work in taking.items()},
     }
     return grpc.method_handlers_generic_handler(service, table)
 
 
 def _unary(gate: Gate, name: str, work: Unary) -> Any:
-    async def serve(message: bytes, context: Any) -> bytes:
-        gate.calls.received_bytes += len(message)
+    async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
-            async with gate.admit(context, message) as call:
+            async with gate.admit(context) as call, call.request(aiter(messages)) as message:
                 reply = await work(call, message)
                 gate.calls.sent_bytes += len(reply)
                 return reply
@@ -83,10 +84,9 @@ def _unary(gate: Gate, name: str, work: Unary) -> Any:
 
 
 def _sending(gate: Gate, name: str, work: Sending) -> Any:
-    async def serve(message: bytes, context: Any) -> None:
-        gate.calls.received_bytes += len(message)
+    async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
         with gate.calls.watch(name, context):
-            async with gate.admit(context, message) as call:
+            async with gate.admit(context) as call, call.request(aiter(messages)) as message:
                 await work(call, message)
 
     return serve
@@ -118,25 +118,27 @@ class GateOthers(grpc.aio.ServerInterceptor):
         name = handler_call_details.method.lstrip("/")
         serializers = handler.request_deserializer, handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._replying(name, handler.unary_unary), *serializers)
+            return grpc.stream_unary_rpc_method_handler(self._replying(name, handler.unary_unary), *serializers)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(name, handler.unary_stream), *serializers)
+            return grpc.stream_stream_rpc_method_handler(self._streaming(name, handler.unary_stream), *serializers)
         assert handler.stream_stream is not None, "health and reflection have no other kind"
-        return grpc.stream_stream_rpc_method_handler(self._streaming(name, handler.stream_stream), *serializers)
+        work = self._streaming(name, handler.stream_stream, many=True)
+        return grpc.stream_stream_rpc_method_handler(work, *serializers)
 
     def _replying(self, name: str, work: Any) -> Any:
-        async def serve(request: Any, context: Any) -> Any:
+        async def serve(requests: AsyncIterator[Any], context: Any) -> Any:
             with self._gate.calls.watch(name, context):
-                async with self._gate.admit(context):
-                    return await work(request, context)
+                async with self._gate.admit(context) as call:
+                    return await work(await _only(call, requests), context)
 
         return serve
 
-    def _streaming(self, name: str, work: Any) -> Any:
-        async def serve(request: Any, context: Any) -> None:
+    def _streaming(self, name: str, work: Any, many: bool = False) -> Any:
+        async def serve(requests: AsyncIterator[Any], context: Any) -> None:
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
-                    replies = work(request, context)
+                    given = _bounded(call, requests) if many else await _only(call, requests)
+                    replies = work(given, context)
                     if isinstance(replies, Awaitable):
                         await replies
                         return
@@ -145,3 +147,19 @@ class GateOthers(grpc.aio.ServerInterceptor):
                         await context.write(reply)
 
         return serve
+
+
+async def _only(call: Call, requests: AsyncIterator[Any]) -> Any:
+    request = await call.first(aiter(requests))
+    if request is None:
+        raise InvalidRequest("request", "is missing")
+    return request
+
+
+async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The same requests, of which the first has to come soon."""
+    coming = aiter(requests)
+    if (request := await call.first(coming)) is not None:
+        yield request
+        async for request in coming:
+            yield request

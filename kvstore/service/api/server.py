@@ -22,9 +22,10 @@ from kvstore.client.store import Store
 from kvstore.config import NodeConfig
 from kvstore.service.api import listening
 from kvstore.service.api.admin import AdminCalls
-from kvstore.service.api.gate import CALLS_OUTSIDE, Gate, Threads
+from kvstore.service.api.gate import CALLS_OUTSIDE, Gate
 from kvstore.service.api.holdings import sweep_forever
 from kvstore.service.api.identities import Identities
+from kvstore.service.api.lanes import Threads
 from kvstore.service.api.loop import LoopServer
 from kvstore.service.api.methods import SERVICE, GateOthers, handlers
 from kvstore.service.api.objects import ObjectCalls
@@ -37,6 +38,9 @@ from kvstore.service.node import Node
 
 GRACE_S: Final = 2.0  # for calls under way when the daemon ends
 CONNECTIONS_MAX: Final = 2048
+HANDSHAKE_MS: Final = 5000  # who connects and says nothing is let go
+IDLE_MS: Final = 300_000  # a connection without calls; its client connects again with the next one
+STREAMS_MIN, PENDING_MIN = 16, 64
 BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
 
 log = logging.getLogger("kvstore.api")
@@ -98,7 +102,9 @@ class ApiServer(LoopServer):
             outside = CALLS_OUTSIDE * config.rpcs_max
             gating = [GateOthers(gate)]
             server = grpc.aio.server(
-                options=options(config.rpcs_max), interceptors=gating, maximum_concurrent_rpcs=outside
+                options=options(config.rpcs_max, max(STREAMS_MIN, config.rpcs_max // 4)),
+                interceptors=gating,
+                maximum_concurrent_rpcs=outside,
             )
             admin = AdminCalls(store, self._node, self._dispatcher.admin)
             objects = ObjectCalls(store, buffers)
@@ -119,6 +125,8 @@ class ApiServer(LoopServer):
         await server.start()
         self._started.set()
         sweeping = asyncio.create_task(sweep_forever(sweep))
+        assert self._gate is not None, "set by ``_run``"
+        measuring = asyncio.create_task(self._gate.pressure.measure())
         stopping = asyncio.create_task(stopped.wait())
         try:
             ended, _ = await asyncio.wait({stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,18 +134,25 @@ class ApiServer(LoopServer):
                 sweeping.result()  # it failed: without it leases would never end, so the daemon does
         finally:
             sweeping.cancel()
+            measuring.cancel()
             await alive.enter_graceful_shutdown()
             await server.stop(GRACE_S)
             self._plan.unlink()
 
 
-def options(rpcs_max: int) -> list[tuple[str, Any]]:
-    """Limits of a gRPC server."""
+def options(rpcs_max: int, streams: int) -> list[tuple[str, Any]]:
+    """Limits of a gRPC server; ``streams``: calls of one connection, more wait at the client."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", rpcs_max + 16),  # of one connection; more wait at the client
+        ("grpc.max_concurrent_streams", streams),
+        # Calls that nobody has looked at yet. More are cancelled without a look: to look at one in order to refuse it
+        # costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
+        ("grpc.server.max_pending_requests", max(PENDING_MIN, rpcs_max // 2)),
+        ("grpc.server.max_pending_requests_hard_limit", max(2 * PENDING_MIN, rpcs_max)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
         ("grpc.so_reuseport", 0),  # two daemons on one port would each get some of the calls
         ("grpc.keepalive_permit_without_calls", 1),

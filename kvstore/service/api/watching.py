@@ -41,6 +41,7 @@ class Calls:
         durations: by method.
         sent_bytes, received_bytes: of messages, those of gRPC itself not counted.
         refused: status code -> (calls refused with it, who was the last).
+        shed: of what there were too many -> calls refused for it; see ``SHED``.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class Calls:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.refused: dict[str, tuple[int, str]] = {}
+        self.shed: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def watch(self, method: str, context: Any) -> Iterator[None]:
