@@ -22,7 +22,16 @@ from engine.config import EngineConfig
 from engine.metrics import Tally
 from engine.request import Cancel, Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role
 from engine.tokenizer import Tokenizer
-from engine.wire import explain_mismatch, pack_piece, prefill_reply, replies_of, request_of, tokens_bytes, tokens_of
+from engine.wire import (
+    explain_mismatch,
+    pack_piece,
+    prefill_reply,
+    replies_of,
+    request_of,
+    salt_of,
+    tokens_bytes,
+    tokens_of,
+)
 from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -37,6 +46,7 @@ from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
 from kvstore.service.api.gate import STALL_S, Call, parse
 from kvstore.service.api.identities import Identity
+from kvstore.service.api.shares import Shares
 from kvstore.service.api.wire import document, layout_of
 
 PULLS_MAX: Final = 64  # each has a thread: it waits for layers
@@ -166,7 +176,7 @@ class EngineCalls:
         self._tally = tally
         self._owners = Owners(max(1, int(config.requests_max * SHARE_MAX)))
         self._pulls = ThreadPoolExecutor(PULLS_MAX, "engine-pull")
-        self._pulling = 0
+        self._pulling = Shares("threads that hand KV over", "pulls", PULLS_MAX, int(PULLS_MAX * SHARE_MAX), PULLS_MAX)
         self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that nobody waits any more
 
     def close(self) -> None:
@@ -180,8 +190,8 @@ class EngineCalls:
         """Answer a prompt."""
         said = parse(pb.SubmitRequest, message)
         with self._counting():
+            call.caller.check_salt(salt_of(said, self._config.salt))
             request = await call.quick(self._request, said, call.left_s)
-            call.caller.check_salt(request.salt)
             self._check_engines(call, request)
             mailbox: Mailbox[Event] = Mailbox()
             with self._owners.adding(request.id, call.caller, request.deadline_s):
@@ -190,7 +200,7 @@ class EngineCalls:
         accepted = pb.Accepted(request_id=request.id, prompt_tokens=request.prompt_tokens, tokens=tokens)
         try:
             await call.send(pb.SubmitReply(accepted=accepted).SerializeToString())
-            async for events in _until_end(mailbox):
+            async for events in _until_end(call, mailbox):
                 if isinstance(events[-1], Finished):
                     self._owners.drop(request.id)  # before its caller hears of it, and asks again
                 for reply in replies_of(events):
@@ -229,11 +239,11 @@ class EngineCalls:
         with self._counting():
             if not said.request.request_id:
                 raise InvalidRequest("request_id", "is missing: the KV is asked for by it")
+            call.caller.check_salt(salt_of(said.request, self._config.salt))
             theirs = await call.quick(layout_of, said.layout)
             if theirs != self._layout:
                 raise VersionMismatch(explain_mismatch(self._layout, theirs))
             request = await call.quick(self._request, said.request, call.left_s)
-            call.caller.check_salt(request.salt)
             mailbox: Mailbox[PrefillEvent] = Mailbox()
             with self._owners.adding(request.id, call.caller, request.deadline_s + hold_s):
                 give_up = await call.wait(
@@ -241,7 +251,7 @@ class EngineCalls:
                 )
         done = False
         try:
-            async for events in _until_end(mailbox):
+            async for events in _until_end(call, mailbox):
                 for event in events:
                     done = done or isinstance(event, Done)
                     await call.send(prefill_reply(event).SerializeToString())
@@ -258,21 +268,20 @@ class EngineCalls:
         """The KV of a prefill. A thread walks through it, at most ``AHEAD_MAX`` messages ahead of its reader."""
         said = parse(pb.PullRequest, message)
         self._owners.check(said.request_id, call.caller)
-        if self._pulling >= PULLS_MAX:
-            raise TooManyCalls(f"{PULLS_MAX} hand-offs are under way", RETRY_AFTER_S)
-        pieces = self._engine.pull(said.request_id, said.token_start, said.codec or "none", call.left_s)
-        walk = _Walk(pieces)
-        self._pulling += 1
-        walking = asyncio.wrap_future(self._pulls.submit(walk.run))
-        walking.add_done_callback(self._pulled)
+        self._pulling.try_take(call.caller)
         try:
-            async for message in walk.messages():
+            pieces = self._engine.pull(said.request_id, said.token_start, said.codec or "none", call.left_s)
+            walk = _Walk(pieces)
+            walking = asyncio.wrap_future(self._pulls.submit(walk.run))
+        except BaseException:
+            self._pulling.give(1, call.caller)
+            raise
+        walking.add_done_callback(lambda _: self._pulling.give(1, call.caller))
+        try:
+            async for message in walk.messages(call):
                 await call.send(message)
         finally:
             walk.end()
-
-    def _pulled(self, _: object) -> None:
-        self._pulling -= 1
 
     async def release(self, call: Call, message: bytes) -> bytes:
         """The KV of a prefill is not needed any more."""
@@ -325,10 +334,11 @@ class EngineCalls:
         return pb.DrainReply(left=left).SerializeToString()
 
 
-async def _until_end(mailbox: Mailbox[Any]) -> AsyncIterator[list[Any]]:
+async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[Any]]:
     """Events, up to and with the last one. Raises what a ``Failed`` says, after what came before it."""
     while True:
-        events = await mailbox.take()
+        with call.waits():
+            events = await mailbox.take()
         last = events[-1]
         if isinstance(last, Failed):
             if len(events) > 1:
@@ -367,10 +377,12 @@ class _Walk:
                 self._pieces.close()
             self._mailbox.put(end)
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self, call: Call) -> AsyncIterator[bytes]:
         """What comes of it. Raises what the walk failed with."""
         while True:
-            for message in await self._mailbox.take():
+            with call.waits():
+                some = await self._mailbox.take()
+            for message in some:
                 if message is None:
                     return
                 if isinstance(message, KVStoreError):

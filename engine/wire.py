@@ -77,6 +77,11 @@ def submit_request(request: Request, text: str = "") -> pb.SubmitRequest:
     )
 
 
+def salt_of(message: pb.SubmitRequest, salt: str) -> str:
+    """Whose pages a request uses; ``salt`` where it names none."""
+    return message.salt if message.HasField("salt") else salt
+
+
 def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s: float) -> Request:
     """The request of a message.
 
@@ -114,7 +119,7 @@ def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s:
         id=message.request_id or uuid.uuid4().hex,
         tokens=tokens,
         sampling=sampling,
-        salt=message.salt if message.HasField("salt") else salt,
+        salt=salt_of(message, salt),
         adapter=message.adapter,
         generated=message.generated,
         deadline_s=min(deadline_s, message.deadline_ms / 1000) if message.deadline_ms else deadline_s,

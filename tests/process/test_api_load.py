@@ -174,7 +174,7 @@ def test_two_hundred_clients(machine: Machine) -> None:
     long = sum((caller.long for caller in callers), Counter[Code]())
     shown = {code.name: count for code, count in ended.items()}
     print(f"\n{ended.total()} calls {shown}, at most {late_s:.2f} s late, {growth >> 20} MiB more")
-    print(f"with long deadlines: {({code.name: count for code, count in long.items()})}")
+    print(f"with long deadlines: { ({code.name: count for code, count in long.items()}) }")
     assert all(caller.ended.total() for caller in callers)
     assert set(ended) <= EXPECTED, shown
     assert ended[Code.OK] > CLIENTS and sum(ended[code] for code in REFUSED) > 0, shown

@@ -71,9 +71,11 @@ class Call:
         """Raises Unauthenticated where the caller's identity has expired or was taken away since."""
         self._gate.identities.check(self.caller)
 
-    async def quick(self, work: Callable[..., Value], *args: Any) -> Value:
-        """Do ``work``, which neither copies much nor waits, in a thread."""
-        return await self._run(self._gate.threads.quick, partial(work, *args))
+    async def quick(
+        self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
+    ) -> Value:
+        """Do ``work``, which neither copies much nor waits, in a thread. ``undo``: see ``wait``."""
+        return await self._run(self._gate.threads.quick, partial(work, *args), undo)
 
     async def run(self, work: Callable[..., Value], *args: Any) -> Value:
         """Read or copy a few MiB in a thread."""

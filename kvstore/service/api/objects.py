@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Final
@@ -14,24 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.store import Store
-from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.service.api import streams
 from kvstore.service.api.gate import Call, parse
+from kvstore.service.api.patterns import Patterns
 from kvstore.service.api.wire import check_text
 from kvstore.transfer.data_messages import OBJECT_DATA_FIELD, pack_data
 
 KEYS_MAX: Final = 16384  # of one call
 PATTERN_BYTES_MAX: Final = 1000
-MATCH_S: Final = 10.0  # how long a pattern may take over all keys
-
-# Python's re can take years over a few words, and lets nobody else run meanwhile. So strangers' patterns run elsewhere.
-_MATCHER: Final = """
-import json, re, sys
-asked = json.load(sys.stdin)
-match = re.compile(asked["pattern"]).fullmatch
-json.dump([i for i, key in enumerate(asked["keys"]) if match(key)], sys.stdout)
-"""
 
 
 class ObjectCalls:
@@ -46,6 +34,7 @@ class ObjectCalls:
 
     def __init__(self, store: Store, buffer_bytes: int) -> None:
         self._store = store
+        self._patterns = Patterns()
         self.bytes_max = buffer_bytes - streams.BATCH_BYTES
 
     async def put(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
@@ -114,34 +103,9 @@ class ObjectCalls:
         call.caller.check_salt(request.salt)
         if len(request.pattern.encode()) > PATTERN_BYTES_MAX:
             raise InvalidRequest("pattern", f"has more than {PATTERN_BYTES_MAX} bytes")
-        keys = await call.wait(self._store.object_keys, request.salt)
-        matched = await call.wait(matching, request.pattern, keys, min(MATCH_S, call.left_s))
+        matched = await self._patterns.matching(call, request.pattern, partial(self._store.object_keys, request.salt))
         removed = await call.wait(self._store.delete, matched, request.salt) if matched else 0
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
-
-
-def matching(pattern: str, keys: list[str], timeout_s: float) -> list[str]:
-    """Those of ``keys`` that match as a whole, found by a process of its own.
-
-    Raises:
-        InvalidRequest: it is no regular expression, or one that takes longer than ``MATCH_S``.
-        DeadlineExceeded: there was no time to find out.
-    """
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidRequest("pattern", f"is no regular expression ({error})") from None
-    asked = json.dumps({"pattern": pattern, "keys": keys})
-    command = [sys.executable, "-I", "-S", "-c", _MATCHER]
-    try:
-        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=timeout_s, check=True)
-    except subprocess.TimeoutExpired:
-        if timeout_s >= MATCH_S:
-            raise InvalidRequest("pattern", f"takes longer than {MATCH_S:g} s; nothing was deleted") from None
-        raise DeadlineExceeded("the pattern takes longer than the call may; nothing was deleted") from None
-    except subprocess.CalledProcessError as error:
-        raise InvalidRequest("pattern", f"cannot be matched: {error.stderr.strip()[-200:]}") from None
-    return [keys[i] for i in json.loads(done.stdout)]
 
 
 def _keys(call: Call, message: bytes) -> pb.ObjectKeys:
