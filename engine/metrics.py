@@ -26,7 +26,7 @@ from engine.observer import Observer
 from engine.request import Role, Usage
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.service.api.watching import BOUNDS_S, Calls, Durations
-from kvstore.service.metric_table import About
+from kvstore.service.metric_table import SHED_HELP, About
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4"
 OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "prefilled", "migrated", "failed", "invalid", "refused")
@@ -65,6 +65,7 @@ METRICS: Final = (
     _about("gauge", "draining", "1 where no new requests are taken."),
     _about("gauge", "role", "1 for the role that the engine has.", "role"),
     _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
     _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
     _about("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
     _about("gauge", "uptime_seconds", "Time since this engine started."),
@@ -157,6 +158,8 @@ class Metrics(Collector):
         if self._calls is not None:
             for (method, code), count in dict(self._calls.ended).items():
                 add("grpc_calls", count, method, code)
+            for reason, count in dict(self._calls.shed).items():
+                add("grpc_shed_calls", count, reason)
             for method, took in dict(self._calls.durations).items():
                 add.histogram("grpc_call_duration_seconds", took, method)
             add("grpc_bytes", self._calls.received_bytes, "in")

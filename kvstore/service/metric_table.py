@@ -36,6 +36,12 @@ def _histogram(name: str, help: str, *labels: str) -> About:
     return About(f"kvstore_{name}", "histogram", labels, help)
 
 
+SHED_HELP = (
+    "Calls refused because too many come, by what there is too little of: time (late: it would have passed), calls or"
+    " share (of one tenant) of rpcs_max, buffers, threads (quick, read, wait), patterns, pulls, other (what is held);"
+    " half_open: they gave way because their request had not come."
+)
+
 METRICS = (
     _counter("operations", "Calls of clients: get, put, put_async, lookup, lease.", "operation"),
     _histogram(
@@ -103,6 +109,7 @@ METRICS = (
     _gauge("tenants", "Tenants that have or had pages."),
     _gauge("pinned_bytes", "Bytes that pins keep from being evicted.", "tier"),
     _counter("grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _counter("grpc_shed_calls", SHED_HELP, "reason"),
     _histogram("grpc_call_duration_seconds", "Time from a call's arrival at the gate to its end.", "method"),
     _counter("grpc_bytes", "Bytes of messages over gRPC.", "direction"),
     _counter("event_log_entries", "Entries of the log of page events; one may be of many pages."),

@@ -275,6 +275,8 @@ def _grpc(add: _Families, calls: Calls) -> None:
 
     for (method, code), count in dict(calls.ended).items():
         add("grpc_calls", count, method, code)
+    for reason, count in dict(calls.shed).items():
+        add("grpc_shed_calls", count, reason)
     for method, took in dict(calls.durations).items():
         add.buckets("grpc_call_duration_seconds", BOUNDS_S, list(took.counts), took.sum_s, method)
     add("grpc_bytes", calls.received_bytes, "in")

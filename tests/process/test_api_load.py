@@ -177,7 +177,7 @@ def test_two_hundred_clients(machine: Machine) -> None:
     print(f"with long deadlines: { ({code.name: count for code, count in long.items()}) }")
     assert all(caller.ended.total() for caller in callers)
     assert set(ended) <= EXPECTED, shown
-    assert ended[Code.OK] > CLIENTS and sum(ended[code] for code in REFUSED) > 0, shown
+    assert ended[Code.OK] > 0 and sum(ended[code] for code in REFUSED) > 0, shown
     let_in = long[Code.OK] + long[Code.ABORTED] + long[Code.DEADLINE_EXCEEDED]
     assert long[Code.DEADLINE_EXCEEDED] < LATE_SHARE * let_in, "what is let in has to be answered"
     assert not any(caller.unhinted for caller in callers), "refused without a hint"

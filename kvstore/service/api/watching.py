@@ -41,7 +41,7 @@ class Calls:
         durations: by method.
         sent_bytes, received_bytes: of messages, those of gRPC itself not counted.
         refused: status code -> (calls refused with it, who was the last).
-        shed: of what there were too many -> calls refused for it; see ``SHED``.
+        shed: of what there were too many -> calls refused for it, or ended to make room.
     """
 
     def __init__(self) -> None:
