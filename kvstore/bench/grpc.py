@@ -195,18 +195,18 @@ def _checker(expected: dict[str, int]) -> Callable[[str, object], None]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on just now."""
+    """One of loopback that nobody has."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def connected(address: str) -> Store:
-    """A store over gRPC, as soon as somebody serves there. Raises BenchFailed."""
+def connected(address: str, token: str | None = None) -> Store:
+    """A store over gRPC, as soon as the node serves. Raises BenchFailed."""
     deadline = time.monotonic() + READY_S
     while True:
         try:
-            return connect(address)
+            return connect(address, token=token)
         except Unavailable as error:
             if time.monotonic() > deadline:
                 raise BenchFailed(f"{address}: {error}") from None

@@ -95,6 +95,8 @@ def _line(result: Result) -> tuple[Any, ...]:
 def _value(kind: Kind, value: float) -> str:
     if kind is Kind.SPEED:
         return speed_text(value)
+    if kind is Kind.RATE:
+        return f"{value:.0f}/s"
     if kind is Kind.TOKENS:
         return f"{value:g} tokens"
     return bytes_text(value) if kind is Kind.COUNT else duration_text(value)

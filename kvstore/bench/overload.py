@@ -1,0 +1,194 @@
+"""Row of overload: how many calls a node answers in time at one, two and four times the load that it can answer.
+
+Calls of tenants with tokens (lookups, small reads, small objects) arrive at a fixed rate, whether those before them
+were answered or not, each with a deadline. Goodput is what was answered within it. The load comes from this process on
+one core, the node has another. One time the load is the highest rate of which nearly all calls are answered in time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import selectors
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvstore.bench.content import Content, Work
+from kvstore.bench.grpc import connected, free_port
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
+from kvstore.bench.http2 import Connection, call_headers, message_of
+from kvstore.bench.stage import MIB, Stage
+from kvstore.pb import store_pb2 as pb
+from kvstore.transfer.data_messages import digest_of
+
+TENANTS: Final = ("a", "b", "c", "d")
+CONNECTIONS: Final = 16
+PAGES: Final = 8  # of 4 KiB, in every lookup and read
+OBJECT_BYTES: Final = 4096
+DEADLINE_S: Final = 0.5
+LOADS: Final = (1, 2, 4)
+RATE_FIRST, RATE_STEP, RATE_MAX = 200.0, 1.25, 20_000.0
+IN_TIME: Final = 0.98  # of the calls, where a rate counts as one that the node can answer
+PROBE_S, LOAD_S, LOAD_S_QUICK = 1.5, 4.0, 1.0
+REST_S: Final = 0.3  # between two loads
+BURST: Final = 64  # calls sent before what came is looked at
+
+
+@dataclass
+class Outcome:
+    """One load: ``good`` calls were answered within the deadline; ``ended``: grpc-status -> calls."""
+
+    seconds: float
+    good: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    latencies_s: list[float] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float:
+        """Per second."""
+        return self.good / self.seconds
+
+
+def overload(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """Goodput at four times the load over goodput at one time."""
+    stage.clear()
+    quick = stage.settings.quick
+    with ExitStack() as exits:
+        calls = _Calls(stage, exits)
+        rate = RATE_FIRST
+        if not quick:
+            while rate < RATE_MAX:
+                outcome = calls.load(rate * RATE_STEP, PROBE_S)
+                if outcome.goodput < IN_TIME * rate * RATE_STEP:
+                    break
+                rate *= RATE_STEP
+        rounds: dict[int, list[Outcome]] = {times: [] for times in LOADS}
+        for _ in range(stage.settings.rounds):
+            for times in LOADS:
+                rounds[times].append(calls.load(times * rate, LOAD_S_QUICK if quick else LOAD_S))
+    goodput = {times: [outcome.goodput for outcome in outcomes] for times, outcomes in rounds.items()}
+    details: dict[str, object] = {"rate": rate, "deadline_s": DEADLINE_S}
+    for times, outcomes in rounds.items():
+        details[f"goodput_{times}x"] = statistics.median(goodput[times])
+        details[f"statuses_{times}x"] = dict(sum((outcome.ended for outcome in outcomes), Counter[str]()))
+        answered = [latency for outcome in outcomes for latency in outcome.latencies_s]
+        details[f"latency_s_p50_{times}x"] = statistics.median(answered) if answered else None
+    limit_is = "goodput at the highest rate that is answered in time"
+    return [result(name, Kind.RATE, goodput[4], goodput[1], bar=bar, limit_is=limit_is, details=details)]
+
+
+class _Calls:
+    """A node with a core of its own, its tenants' calls as bytes, and connections to send them over."""
+
+    def __init__(self, stage: Stage, exits: ExitStack) -> None:
+        folder = exits.enter_context(tempfile.TemporaryDirectory())
+        port = free_port()
+        settings = {"listen": f"127.0.0.1:{port}", "identities": _identities(Path(folder) / "identities.toml")}
+        daemon = stage.daemon(exits, 64 * MIB, settings=settings)
+        exits.enter_context(_cores(daemon.pid))
+        self._jobs = [job for tenant in TENANTS for job in _jobs(f"kv://127.0.0.1:{port}", tenant)]
+        self._connections = [Connection("127.0.0.1", port) for _ in range(CONNECTIONS)]
+        for connection in self._connections:
+            exits.callback(connection.close)
+
+    def load(self, rate: float, seconds: float) -> Outcome:
+        """Calls at this rate for so long. Raises BenchFailed where a call never ends, or this process cannot bring
+        them."""
+        outcome, began = Outcome(seconds), dict[tuple[Connection, int], float]()
+        total, sent, start = int(rate * seconds), 0, time.perf_counter()
+        end = start + seconds + DEADLINE_S + 5.0
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                selector.register(connection, selectors.EVENT_READ)
+            while sent < total or began:
+                now = time.perf_counter()
+                if now > end:
+                    raise BenchFailed(f"{len(began)} of {total} calls did not end, {total - sent} were not sent")
+                due = min(total, int((now - start) * rate), sent + BURST)
+                for number in range(sent, due):
+                    connection = self._connections[number % CONNECTIONS]
+                    headers, message = self._jobs[number // CONNECTIONS % len(self._jobs)]
+                    stream = connection.open(headers)
+                    connection.send(stream, message)
+                    began[connection, stream] = start + number / rate
+                sent = due
+                for connection in self._connections:
+                    if connection.to_write:
+                        connection.flush()
+                for key, _ in selector.select(0.0 if sent < total and sent / rate < now - start else 0.001):
+                    self._take(key.fileobj, began, outcome)
+        time.sleep(REST_S)
+        return outcome
+
+    def _take(self, connection: object, began: dict[tuple[Connection, int], float], outcome: Outcome) -> None:
+        assert isinstance(connection, Connection)
+        for stream, status, _ in connection.poll():
+            took_s = time.perf_counter() - began.pop((connection, stream))
+            outcome.ended[status] += 1
+            if status == "0":
+                outcome.latencies_s.append(took_s)
+                outcome.good += took_s <= DEADLINE_S
+        if connection.closed:
+            raise BenchFailed("the node closed a connection")
+
+
+def _identities(path: Path) -> str:
+    tables = (
+        f'[[identity]]\nname = "{name}"\ntoken_sha256 = "{hashlib.sha256(_token(name).encode()).hexdigest()}"\n'
+        f'salts = ["{name}"]\n'
+        for name in TENANTS
+    )
+    path.touch(mode=0o600)
+    path.write_text("\n".join(tables))
+    return str(path)
+
+
+def _token(tenant: str) -> str:
+    return f"{tenant}-of-the-benchmark"
+
+
+def _jobs(address: str, tenant: str) -> Iterator[tuple[bytes, bytes]]:
+    """Headers and messages of a tenant's calls; what they read is stored."""
+    work = Work("4k", seed=12, chains=1, pages=PAGES)
+    with connected(address, _token(tenant)) as store:
+        cache = store.cache(work.layout, salt=tenant)
+        keys = work.keys(cache, 0)
+        rows = np.zeros((PAGES, work.layout.page_bytes), np.uint8)
+        Content(work.layout.page_bytes).fill(rows, keys.hashes)
+        cache.put(keys, rows)
+        if cache.lookup(keys).pages != PAGES:
+            raise BenchFailed("the pages to be read were not stored")
+        pages = cache.named(keys)  # type: ignore[attr-defined]
+    value = bytes(OBJECT_BYTES)
+    begin = pb.PutObjectBegin(key="k", salt=tenant, size_bytes=len(value), replace=True)
+    for method, request in (
+        ("Lookup", pb.LookupRequest(pages=pages)),
+        ("Read", pb.ReadRequest(pages=pages)),
+        ("ContainsObjects", pb.ObjectKeys(keys=["k"], salt=tenant)),
+        ("PutObject", pb.PutObjectRequest(begin=begin, data=value, data_xxh3=digest_of(memoryview(value)))),
+    ):
+        headers = call_headers(f"/kvstore.v1.Store/{method}", DEADLINE_S, _token(tenant))
+        yield headers, message_of(request.SerializeToString())
+
+
+@contextmanager
+def _cores(pid: int) -> Iterator[None]:
+    """The node on one core, this process on another, until the end. On a machine of one core they share it."""
+    before = os.sched_getaffinity(0)
+    mine, theirs = min(before), max(before)
+    for task in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(task), {theirs})
+    os.sched_setaffinity(0, {mine})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
