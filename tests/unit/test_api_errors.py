@@ -73,7 +73,7 @@ def test_every_class_passes_the_gate_as_itself() -> None:
         by_name = {kind.__name__.encode(): kind for kind in (*KINDS, NotServed)}
 
         async def serve(message: bytes, context: Any) -> bytes:
-            async with gate.admit(context, message):
+            async with gate.admit(context):
                 raise made(by_name[message]) if message in by_name else ValueError("a secret")
 
         server = grpc.aio.server()

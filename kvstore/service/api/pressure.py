@@ -27,6 +27,7 @@ LOOP_TURNS: Final = 4  # that a call takes at least: its request, its step, its 
 MARGIN: Final = 2.0  # a call is let in where it will probably end in half of the time it has
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 _WEIGHT: Final = 0.3  # of the newest look
+_WEIGHT_LESS: Final = 0.1  # where less can be done than before: a machine that stands still for a moment is no slower
 
 
 class Pressure:
@@ -34,7 +35,7 @@ class Pressure:
 
     Attributes:
         lag_s: how late the loop lately did what was due.
-        ends_per_s: calls that ended in a second, while the loop was late; 0: it has not been.
+        ends_per_s: how many calls can end in a second, as far as was seen; 0: that is not known yet.
         at_work: calls by owner, without those that wait for their caller.
     """
 
@@ -43,6 +44,7 @@ class Pressure:
         self.ends_per_s = 0.0
         self.at_work: Counter[Identity] = Counter()
         self._ended = 0
+        self._busy = True  # there was something to do all the time, as far as was looked
 
     @contextlib.contextmanager
     def working(self, owner: Identity) -> Iterator[None]:
@@ -90,8 +92,14 @@ class Pressure:
             await asyncio.sleep(LOOK_S)
             now_s = clock()
             self.lag_s += _WEIGHT * (max(0.0, now_s - due_s) - self.lag_s)
+            self._busy = self._busy and self.at_work.total() >= LOOP_TURNS
             if now_s - began_s >= WINDOW_S:
-                if self.lag_s >= LAG_S_MIN and self._ended:
-                    rate = self._ended / (now_s - began_s)
-                    self.ends_per_s += (_WEIGHT if self.ends_per_s else 1.0) * (rate - self.ends_per_s)
-                self._ended, began_s = 0, now_s
+                self._count(self._ended / (now_s - began_s))
+                self._ended, self._busy, began_s = 0, True, now_s
+
+    def _count(self, rate: float) -> None:
+        """What ended in a window is what can end at least; and at most, where there always was something to do."""
+        if rate > self.ends_per_s:
+            self.ends_per_s += _WEIGHT * (rate - self.ends_per_s) if self.ends_per_s else rate
+        elif self._busy and self._ended:
+            self.ends_per_s += _WEIGHT_LESS * (rate - self.ends_per_s)

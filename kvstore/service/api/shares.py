@@ -22,7 +22,7 @@ from kvstore.service.api.identities import LOCAL, Identity, is_tenant
 WAITING_MAX: Final = 4096  # of one kind of shares; calls under way are bounded, this only says so
 PACES_MAX: Final = 256  # owners whose waits are remembered
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
-_WEIGHT: Final = 0.2  # of the newest wait in what waiting costs
+_WEIGHT: Final = 0.1  # of the newest wait in what waiting costs
 
 
 class _Waiter:
@@ -40,12 +40,27 @@ class _Pace:
     """What waiting costs an owner per place, and how long what it gets is held. Seconds."""
 
     def __init__(self) -> None:
-        self.place_s = 0.0
-        self.held_s = 0.0
+        self._waited_s = 0.0
+        self._places = 0.0
+        self._held_s = 0.0
+
+    @property
+    def place_s(self) -> float:
+        """Lately. Of all waits together: who is first in the line when the machine stops for a moment says little."""
+        return self._waited_s / self._places if self._places else 0.0
+
+    def waited(self, seconds: float, places: int) -> None:
+        """One wait."""
+        self._waited_s += seconds - _WEIGHT * self._waited_s
+        self._places += places - _WEIGHT * self._places
+
+    def held(self, seconds: float) -> None:
+        """What was got was given back."""
+        self._held_s += _WEIGHT * (seconds - self._held_s)
 
     def expected_s(self, before: int) -> float:
         """From now on, with so many places before it."""
-        return (before + 1) * self.place_s + self.held_s
+        return (before + 1) * self.place_s + self._held_s
 
 
 class Shares:
@@ -124,8 +139,7 @@ class Shares:
         if not self._of[owner]:
             del self._of[owner]
         if held_s is not None:
-            pace = self._pace(owner)
-            pace.held_s += _WEIGHT * (held_s - pace.held_s)
+            self._pace(owner).held(held_s)
         self._let_in()
 
     def _grant(self, size: int, owner: Identity) -> None:
@@ -169,9 +183,9 @@ class Shares:
             raise self._refusal(owner, waiter.before)
 
     def _learn(self, waiter: _Waiter, owner: Identity, at_least: bool = False) -> None:
-        pace, place_s = self._pace(owner), (time.monotonic() - waiter.began_s) / (waiter.before + 1)
-        if not at_least or place_s > pace.place_s:
-            pace.place_s += _WEIGHT * (place_s - pace.place_s)
+        pace, seconds = self._pace(owner), time.monotonic() - waiter.began_s
+        if not at_least or seconds / (waiter.before + 1) > pace.place_s:
+            pace.waited(seconds, waiter.before + 1)
 
     def _pace(self, owner: Identity) -> _Pace:
         pace = self._paces.setdefault(owner, _Pace())
