@@ -84,6 +84,8 @@ class Shares:
         self._paces: OrderedDict[Identity, _Pace] = OrderedDict()
 
     def _fits(self, size: int, owner: Identity, mine: int) -> bool:
+        if not size:
+            return True
         theirs = self._of[owner]
         if not is_tenant(owner):
             return size <= self.free and (theirs == mine or theirs + size <= self._each_other)
@@ -104,7 +106,7 @@ class Shares:
             TooManyCalls: it would take longer than ``wait_s``, or did.
         """
         size = min(size, self.total - mine)
-        if owner not in self._waiting and self._fits(size, owner, mine):
+        if (not size or owner not in self._waiting) and self._fits(size, owner, mine):
             self._grant(size, owner)
             return size
         waiter = _Waiter(size, mine, self._before(owner))
