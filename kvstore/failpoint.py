@@ -18,6 +18,7 @@ NAMES = (
     "node.reply",  # everything is performed, the reply is not sent
     "node.recover",  # recovery was decided, nothing written yet
     "node.rebuild",  # a new index is built, not yet named
+    "node.resize",  # some files of a node that grows have their new incarnation, others do not
     "mover.copy",  # a copy between tiers was decided, nothing read or written yet
     "mover.saved",  # pages are durable on NVMe, no record says so
     "mover.loaded",  # pages were read from NVMe into their frames, no record says so

@@ -56,7 +56,7 @@ class PageEvent(NamedTuple):
         kind: "sealed" (stored in ``tier``), "demoted" (saved to NVMe; DRAM's copy stays until it is evicted),
             "promoted" (loaded into DRAM; NVMe's stays), "evicted" (left ``tier``), "dropped" (left it because it did
             not hold, or was deleted), "cleared" (what was told before is void; ``keys`` is empty).
-        reason: of evicted "space", "reclaim" (its extent went to another class), "request" or "quota"; of dropped what
+        reason: of evicted "space", "reclaim" (its extent was given up), "request" or "quota"; of dropped what
             did not hold, or "deleted"; of sealed "found" where a start found the page on NVMe; of cleared "start".
         keys: 16 bytes each.
         roots: of each page; one alone is of all of them; None where the decision does not know.

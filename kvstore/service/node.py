@@ -163,9 +163,12 @@ class Node:
         pool = segment.pool(frame_class)
         if not segment.vacant or pool.free >= count or not pool.frames_per_extent:
             return
-        if not segment.vacant & segment.populated:
-            self._populate(min(segment.vacant))
         frames = pool.frames_per_extent
+        short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
+        for position in sorted(segment.vacant - segment.populated)[
+            : max(0, short - len(segment.vacant & segment.populated))
+        ]:
+            self._populate(position)
         tables_bytes = frames * (frame_class.record.row_bytes + MARKS_ROW_BYTES) + INDEX_HEADROOM_BYTES
         while segment.vacant and self._shm_free_bytes() < tables_bytes:
             position = max(segment.vacant)
@@ -210,11 +213,21 @@ class Node:
         with self._mutex:
             if self._performer is None:
                 return
+            self._give_back(now_ns)
             self._performer.header.heartbeat_ns = now_ns
             self._performer.header.populated_bytes = len(self.state.segment.populated) * self.state.segment.extent_bytes
             self._ticks += 1
             if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
                 self._performer.index.tidy()
+
+    def _give_back(self, now_ns: int) -> None:
+        """The memory of positions that a smaller node has no use for, once nothing lies there."""
+        segment = self.state.segment
+        positions = sorted(segment.beyond & segment.populated)
+        for position in positions:
+            self.performer.segment.give_back(position)
+        if positions:
+            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, positions)))
 
     def drop_damaged(self, address: Address, reason: str) -> None:
         """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``.

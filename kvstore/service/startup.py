@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.config import MIB, NodeConfig, format_size
+from kvstore.config import MIB, NodeConfig
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Tier, nvme_frames
-from kvstore.service import book
+from kvstore.service import book, resize
 from kvstore.service.index_keeper import snapshot
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.nvme_start import open_nvme, open_tables, secret_on_nvme
@@ -76,13 +76,13 @@ def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, Node
 
 
 def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> tuple[Performer, NodeState]:
-    extent_bytes = extent_bytes_of(config)
-    positions = config.dram // extent_bytes
     header = Header.open(folder, writable=True)
     segment_file = None
     if header is not None and header.boot_id == boot_id():
-        segment_file = SegmentFile.open(folder, header.incarnation)
+        segment_file = resize.open_segment(folder, header)
     if header is None or segment_file is None:
+        extent_bytes = extent_bytes_of(config)
+        positions = config.dram // extent_bytes
         # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``Node._make_room`` for smaller ones.
         check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
@@ -90,10 +90,8 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
         write_secret(folder, incarnation, known if known is not None else new_secret())
         header = Header.create(folder, incarnation, extent_bytes, positions)
         segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
-    elif (header.extent_bytes, header.positions) != (extent_bytes, positions):
-        has = f"{format_size(header.positions * header.extent_bytes)} in extents of {format_size(header.extent_bytes)}"
-        remedy = f"start it with the same sizes, or drop its pages with `kvstore purge {config.name}`"
-        raise InvalidRequest("dram", f"node {config.name} has a segment of {has}; {remedy}")
+    else:
+        segment_file = resize.fit(config, folder, header, segment_file)
     header.state = DaemonState.STARTING
     header.pid = os.getpid()
     header.verify_reads = int(config.verify_reads)
@@ -130,7 +128,7 @@ def _give_up(
     """Give up extents whose tables cannot be believed. Returns the positions where a living session may write: those,
     and what earlier starts wrote down."""
     carved = {table.position for table in performer.tables.values() if table.tier == Tier.DRAM}
-    vacant = set(range(header.positions)) - carved
+    vacant = set(range(performer.segment.positions)) - carved
     held, doubted = read_quarantine(folder, header.incarnation), set[int]()
     on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
     for number in set(lost) - on_nvme:
@@ -170,7 +168,7 @@ def _recover_tiers(
     config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, nvme: NvmePages | None
 ) -> tuple[Performer, NodeState]:
     # The smallest frame there is takes a block, on NVMe two.
-    frames_max = header.positions * header.extent_bytes // FRAME_ALIGN
+    frames_max = segment_file.positions * header.extent_bytes // FRAME_ALIGN
     if nvme is not None:
         frames_max += nvme.devices.positions * nvme.devices.extent_bytes // (2 * FRAME_ALIGN)
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
@@ -201,6 +199,8 @@ def _recover_tiers(
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)
+    for position in sorted(state.segment.beyond):  # of a larger node that was here before
+        segment_file.give_back(position)
     for pin in book.read_pins(folder, header.incarnation):
         performer.perform(state.handle(pin))
     performer.book.flush()
@@ -211,7 +211,8 @@ def _recover_tiers(
 def _state(config: NodeConfig, header: Header, performer: Performer, named: Iterable[Any]) -> NodeState:
     if config.eviction not in POLICIES:
         raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
-    segment = Segment(header.extent_bytes, header.positions, policy=config.eviction)
+    segment = Segment(header.extent_bytes, performer.segment.positions, policy=config.eviction)
+    segment.limit(header.positions)
     parts = None
     if performer.nvme is not None:
         devices, view = performer.nvme.devices, NvmeView(performer)

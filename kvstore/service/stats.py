@@ -197,7 +197,7 @@ def _contents(segment: Segment) -> dict[str, Any]:
             }
         )
     return {
-        "capacity_bytes": segment.positions * segment.extent_bytes,
+        "capacity_bytes": segment.bound * segment.extent_bytes,
         "used_bytes": sum(kind["frames"]["sealed"] * kind["page_bytes"] for kind in classes),
         "failed_bytes": len(segment.failed) * segment.extent_bytes,
         "extent_bytes": segment.extent_bytes,

@@ -429,7 +429,7 @@ class Populated:
 
 @dataclass(slots=True)
 class PopulationFailed:
-    """The memory of these positions cannot be had: the node goes on with less."""
+    """The memory of these positions cannot be had, or was given back: the node goes on with less."""
 
     now_ns: int
     positions: list[int]

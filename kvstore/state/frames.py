@@ -179,6 +179,8 @@ class Segment:
         self.failed: set[int] = set()
         self.quarantined: dict[int, set[int]] = {}  # position -> sessions that may still write there
         self.vacant: set[int] = set(range(positions))
+        self.bound = positions  # positions from here on are given back: a smaller node has taken over
+        self.beyond: set[int] = set()  # those that hold nothing any more
         self.extents: dict[int, Extent] = {}
         self.pools: dict[FrameClass, ClassPool] = {}
 
@@ -208,6 +210,7 @@ class Segment:
         if number is None:
             number = self.numbers.draw()
         self.vacant.discard(position)
+        self.beyond.discard(position)
         base = pool.spare_bases.pop() if pool.spare_bases else len(pool.by_base)
         extent = Extent(number, position, pool, base * pool.frames_per_extent)
         pool.by_base[base] = extent
@@ -223,14 +226,24 @@ class Segment:
         del pool.by_base[base], pool.extents[extent.number], self.extents[extent.number]
         pool.spare_bases.append(base)
         pool.roomy.pop(extent.number, None)
-        self.vacant.add(extent.position)
+        self._vacate(extent.position)
         pool.policy.resize(pool.frames)
+
+    def limit(self, bound: int) -> None:
+        """For start: positions from ``bound`` on are not carved any more. What lies there stays until it is moved."""
+        self.bound = bound
+        self.beyond = {position for position in self.vacant if position >= bound}
+        self.vacant -= self.beyond
+
+    def _vacate(self, position: int) -> None:
+        (self.vacant if position < self.bound else self.beyond).add(position)
 
     def quarantine(self, held: Mapping[int, Iterable[int]]) -> None:
         """For start: these vacant positions are not carved before each of these sessions has ended."""
         for position, sessions in held.items():
-            if position in self.vacant and sessions:
+            if position in self.vacant | self.beyond and sessions:
                 self.vacant.discard(position)
+                self.beyond.discard(position)
                 self.quarantined[position] = set(sessions)
 
     def session_ended(self, session: int) -> bool:
@@ -240,7 +253,7 @@ class Segment:
             sessions.discard(session)
         for position in done:
             del self.quarantined[position]
-            self.vacant.add(position)
+            self._vacate(position)
         return bool(done)
 
     def donor(

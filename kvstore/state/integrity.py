@@ -60,9 +60,10 @@ def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
     carved = {extent.position for extent in space.segment.extents.values()}
     if carved & space.segment.vacant or len(carved) != len(space.segment.extents):
         wrong.append("positions: one is carved twice, or both carved and vacant")
-    others = len(space.segment.vacant) + len(space.segment.failed) + len(space.segment.quarantined)
+    segment = space.segment
+    others = sum(len(held) for held in (segment.vacant, segment.failed, segment.beyond, segment.quarantined))
     if len(carved) + others != space.segment.positions:
-        wrong.append("positions: carved + vacant + failed + quarantined are not all")
+        wrong.append("positions: carved + vacant + failed + given back + quarantined are not all")
     return wrong
 
 

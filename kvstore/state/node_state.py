@@ -22,6 +22,7 @@ from kvstore.state.objects import Objects
 from kvstore.state.pages import standings_of
 from kvstore.state.pending import PendingTable
 from kvstore.state.pins import Pins
+from kvstore.state.shrinking import shrink
 from kvstore.state.space import Space
 from kvstore.state.tenants import Quota, Tenants
 from kvstore.state.tiering import Tiering, TieringRules
@@ -374,6 +375,7 @@ class NodeState:
         self.pins.expire(event.now_ns)
         for space in self.spaces.values():
             space.quotas.trim(out)
+        shrink(self.space, out)
         lost = [number for number, session in self.sessions.items() if not session.connected]
         start = self._checked % len(lost) if lost else 0  # in turn: paused ones must not hide dead ones
         self._checked += CHECK_SESSIONS_PER_TICK
@@ -388,4 +390,5 @@ class NodeState:
         gone = [position for position in event.positions if position in self.segment.vacant]
         self.segment.vacant.difference_update(gone)
         self.segment.failed.update(gone)
+        self.segment.populated.difference_update(event.positions)
         return []

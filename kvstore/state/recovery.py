@@ -74,6 +74,8 @@ def _carve(space: Space, tenants: Tenants, table: ExtentFound, out: list[ev.Inst
     states = (words & np.uint64(0xFF)).astype(np.uint8)
     unclear = np.flatnonzero(states > QUARANTINED)
     states[unclear] = QUARANTINED
+    if table.position >= segment.bound:
+        extent.close()
     ended = np.zeros(0, int)
     if space.tier == Tier.NVME:
         ended = np.flatnonzero((words & np.uint64(0xFF) > QUARANTINED) | (states == RESERVED) | (states == RETIRING))

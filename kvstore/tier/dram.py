@@ -121,6 +121,35 @@ class SegmentFile(_Segment):
         opened = _open(folder, incarnation)
         return cls(folder.segment, *opened) if opened else None
 
+    @staticmethod
+    def lengthen(folder: NodeFolder, positions: int) -> None:
+        """Make room for so many positions in the file. Maps of it stay as long as they were.
+
+        Raises:
+            OSError: it cannot be made longer.
+        """
+        fd = open_plain(folder.segment, os.O_RDWR)
+        try:
+            head = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
+            os.ftruncate(fd, max(os.fstat(fd).st_size, SEGMENT_HEAD_BYTES + positions * head[3]))
+            os.pwrite(fd, _HEAD.pack(*head[:4], positions), 0)
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def rename(folder: NodeFolder, old: int, new: int) -> None:
+        """A segment of incarnation ``old`` is one of ``new`` from here on; any other stays as it is."""
+        try:
+            fd = open_plain(folder.segment, os.O_RDWR)
+        except OSError:
+            return
+        try:
+            head = _HEAD.unpack(os.pread(fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"))
+            if head[2] == old:
+                os.pwrite(fd, _HEAD.pack(*head[:2], new, *head[3:]), 0)
+        finally:
+            os.close(fd)
+
     def populate(self, position: int) -> None:
         """Allocate a position's memory and this process's page tables. What is stored there stays. Takes a while.
 
@@ -214,7 +243,7 @@ def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
     if len(head) == _HEAD.size:
         magic, version, found, extent_bytes, positions = _HEAD.unpack(head)
         sound = (magic, version, found) == (_MAGIC, _VERSION, incarnation) and extent_bytes > 0 and positions > 0
-        if sound and os.fstat(fd).st_size == SEGMENT_HEAD_BYTES + positions * extent_bytes:
+        if sound and os.fstat(fd).st_size >= SEGMENT_HEAD_BYTES + positions * extent_bytes:
             return fd, extent_bytes, positions
     os.close(fd)
     return None

@@ -157,6 +157,23 @@ class ExtentTable:
         if self.tier is not Tier.NVME:
             self.rows[frames, self.fmt.group : self.fmt.writers + 8 * SHARDS_MAX] = 0
 
+    @staticmethod
+    def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
+        """A table of incarnation ``old`` is one of ``new`` from here on; any other stays as it is. May be repeated."""
+        try:
+            fd = open_plain(folder.records(extent), os.O_RDWR)
+        except OSError:
+            return
+        try:
+            data = os.pread(fd, RECORDS_HEAD_BYTES, 0).ljust(RECORDS_HEAD_BYTES, b"\0")
+            for at in _COPIES_AT:
+                head = _HEAD.unpack_from(data, at)
+                if _sum_holds(data, at) and head[2] == old:
+                    summed = _HEAD.pack(*head[:2], new, *head[3:])[:_SUMMED_BYTES]
+                    os.pwrite(fd, summed + xxhash.xxh3_64_intdigest(summed).to_bytes(8, "little"), at)
+        finally:
+            os.close(fd)
+
     def column(self, offset: int) -> Words:
         """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
         assert offset % 8 == 0, offset

@@ -26,12 +26,13 @@ KILLED = -int(signal.SIGKILL)
 SERVING = ("node.event", "node.instruction", "node.word", "node.commit", "node.reply")
 COUNTS = (1, 2, 3, 5, 8, 13, 30)
 STARTING = ("node.recover", "node.rebuild")
+RESIZING = ("node.resize",)  # see test_resize
 WRITING = {"client.granted": "put", "client.copied": "put", "client.sealing": "put", "client.layer": "layers"}
 READING = ("client.reading", "client.leased")
 
 
 def test_every_failpoint_has_its_test() -> None:
-    assert {*SERVING, *STARTING, *WRITING, *READING, *NVME_STEPS} == set(failpoint.NAMES)
+    assert {*SERVING, *STARTING, *RESIZING, *WRITING, *READING, *NVME_STEPS} == set(failpoint.NAMES)
 
 
 def acknowledged(*workers: Worker) -> dict[int, int]:
