@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ import grpc
 import pytest
 
 from kvstore.pb import store_pb2 as pb
+from kvstore.service.api.patterns import MATCH_S
 from tests.process import api
 from tests.process.api import Client, pages_message
 from tests.process.content import chain, contents
@@ -80,3 +83,24 @@ def test_patterns_say_what_is_wrong_with_them(node: tuple[Daemon, str]) -> None:
     assert a.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="a+", salt="a")).removed == 1
     a.close()
     assert daemon.terminate() == 0
+
+
+def test_a_pattern_does_not_outlive_a_killed_daemon_for_long(node: tuple[Daemon, str]) -> None:
+    daemon, address = node
+    a = Client(address, "a-token")
+    a.call("PutObject", api.put_messages("a" * 40, b"value", "a"))
+    asked = threading.Thread(target=lambda: a.code("RemoveObjects", ENDLESS, PATTERN_S))
+    asked.start()
+    wait_until("a pattern is matched", lambda: [pid for pid in children(daemon) if cpu_limit(pid) != "unlimited"], 5)
+    (left,) = children(daemon)
+    daemon.kill()
+    asked.join(10)
+    assert 0 < int(cpu_limit(left)) <= 2 * MATCH_S, "the kernel ends it"
+    os.kill(left, signal.SIGKILL)
+    a.close()
+
+
+def cpu_limit(pid: int) -> str:
+    """How many seconds of a processor a process may take."""
+    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    return next(line.split()[3] for line in lines if line.startswith("Max cpu time"))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import ceil
 from typing import Any, Final
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest
@@ -21,12 +22,14 @@ from kvstore.service.api.shares import Shares
 
 PROCESSES_MAX: Final = 4  # at once, of all callers
 MATCH_S: Final = 10.0  # how long a pattern may take over all keys
+CPU_S: Final = ceil(2 * MATCH_S)  # then the kernel ends it, where a daemon that was killed left it behind
 LOOK_S_MIN, LOOK_S_MAX = 0.005, 0.1  # how often the loop looks whether it is done; less and less often
 
 # It steps back behind whatever else the machine has to do. What is wrong with the pattern is an answer, too.
-_MATCHER: Final = """
-import json, os, re, sys
+_MATCHER: Final = f"""
+import json, os, re, resource, sys
 os.nice(10)
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
 asked = json.load(sys.stdin)
 try:
     match = re.compile(asked["pattern"]).fullmatch
