@@ -21,6 +21,7 @@ from pathlib import Path
 from kvstore import failpoint
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
+from kvstore.model.pool_secret import NO_SECRET
 from kvstore.service.book import NAMES, PINS
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.folder import NodeFolder
@@ -28,6 +29,7 @@ from kvstore.tier.header import Header
 from kvstore.tier.plain_files import open_plain
 from kvstore.tier.quarantine import read_quarantine, write_quarantine
 from kvstore.tier.records import ExtentTable
+from kvstore.tier.secret_file import read_secret, write_secret
 
 log = logging.getLogger("kvstore.node")
 
@@ -77,6 +79,9 @@ def _rename(folder: NodeFolder, header: Header) -> None:
     old, new = header.incarnation, header.growing_to
     for book in (NAMES, PINS):
         _rename_book(folder.path / book, old, new)
+    secret = read_secret(folder, old)
+    if secret != NO_SECRET:  # its pages' roots were made with it
+        write_secret(folder, new, secret)
     held = read_quarantine(folder, old)
     if held:
         write_quarantine(folder, new, held)
