@@ -24,6 +24,7 @@ SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 PUT = {Tier.DRAM: "put_sealed", Tier.NVME: "put_nvme"}
 DELETE = {Tier.DRAM: "delete_sealed", Tier.NVME: "delete_nvme"}
 PEND, UNPEND = "put_pending", "delete_pending"
+STEP_KEYS = 16  # of a small transaction
 IndexOp = tuple[str, list[bytes], list[Address]]
 """One of the verbs of a ``WriteTxn``, its keys, and their addresses (none to delete)."""
 
@@ -104,18 +105,34 @@ class IndexKeeper:
         return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
 
     def commit(self, ops: list[IndexOp]) -> None:
-        """Follow the records, in one transaction. Where that cannot be, the index is rebuilt from them."""
+        """Follow the records, in one transaction. Where there is no memory for a large one, in small ones, whose memory
+        was there before the frames were (``reserve``). Where that cannot be, the index is rebuilt from the records."""
         if failpoint.ACTIVE:
             failpoint.hit("node.commit")
         try:
-            with self._index.begin() as txn:
-                for verb, keys, named in ops:
-                    if named:
-                        getattr(txn, verb)(keys, [ADDRESS.pack(*address) for address in named])
-                    else:
-                        getattr(txn, verb)(keys)
+            try:
+                self._commit(ops)
+            except IndexFull:
+                for op in _steps(ops):
+                    self._commit([op])
         except (IndexDamaged, IndexFull) as error:
             self.rebuild("full" if isinstance(error, IndexFull) else "damaged")
+
+    def _commit(self, ops: list[IndexOp]) -> None:
+        with self._index.begin() as txn:
+            for verb, keys, named in ops:
+                if named:
+                    getattr(txn, verb)(keys, [ADDRESS.pack(*address) for address in named])
+                else:
+                    getattr(txn, verb)(keys)
+
+    def reserve(self, frames: int) -> bool:
+        """Have the memory to follow every change of a pool of so many frames. False: there is none."""
+        try:
+            self._index.reserve(frames, STEP_KEYS)
+        except (IndexDamaged, IndexFull):
+            return False
+        return True
 
     def tidy(self) -> None:
         """Free the places of dead readers; write a new file where a stopped one keeps the old from being reused."""
@@ -205,6 +222,13 @@ class IndexKeeper:
         self._header.epoch = old + 1
         Index.remove(self._folder, old)
         self.rebuilds[reason] += 1
+
+
+def _steps(ops: list[IndexOp]) -> Iterator[IndexOp]:
+    """The same in the same order, a few keys at a time."""
+    for verb, keys, named in ops:
+        for at in range(0, len(keys), STEP_KEYS):
+            yield verb, keys[at : at + STEP_KEYS], named[at : at + STEP_KEYS]
 
 
 def snapshot(table: ExtentTable) -> Snapshot:

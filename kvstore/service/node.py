@@ -7,7 +7,6 @@ start finds every sealed page) or to a kill at any point, which the next start r
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +17,14 @@ import numpy as np
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
-from kvstore.model.replica import MARKS_ROW_BYTES, Address, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.model.replica import Address, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.service import logs, startup
 from kvstore.service.erasing import erase_all
 from kvstore.service.event_log import EventLog
+from kvstore.service.folder_memory import INDEX_HEADROOM_BYTES, FolderMemory, shm_free_bytes
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.performer import Performer
+from kvstore.service.room import make_room
 from kvstore.service.stats import Scan, node_stats, tenants_stats
 from kvstore.state import events as ev
 from kvstore.state import integrity
@@ -37,7 +38,6 @@ from kvstore.tier.sessions import Sessions
 INDEX_CHECK_EVERY_TICKS = 10
 SESSIONS_SWEEP_EVERY_TICKS = 50
 
-INDEX_HEADROOM_BYTES = 1 << 20  # left free on the tmpfs whenever an extent is carved
 NVME_TABLE_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark
 
 log = logging.getLogger("kvstore.node")
@@ -126,12 +126,13 @@ class Node:
                 return ev.Reply()  # a thread that was late for the stop
             if type(event) is ev.Grant or type(event) is ev.Reserve:
                 count = event.count if isinstance(event, ev.Grant) else len(event.rows)
-                self._make_room(event.frame_class, count, event.now_ns)
+                self._make_room(event.frame_class, count)
             elif type(event) is ev.Prefetch and event.addresses:
                 extent = self.state.space_of(event.addresses[0].extent).segment.extents.get(event.addresses[0].extent)
                 if extent is not None:
-                    self._make_room(extent.pool.frame_class, len(event.addresses), event.now_ns)
+                    self._make_room(extent.pool.frame_class, len(event.addresses))
             instructions = self.state.handle(event)
+            self.state.segment.tables.clear()
             erases = _taken_out(instructions) if _deletes(event) else []
             nvme = self._performer.nvme
             reply = self._performer.perform(instructions)
@@ -154,14 +155,11 @@ class Node:
             reason = f"{frame_class.page_bytes} does not fit an extent of {format_size(extent_bytes)}; {remedy}"
             raise InvalidRequest("page_bytes", reason)
 
-    def _make_room(self, frame_class: FrameClass, count: int, now_ns: int) -> None:
-        """Before a decision that may carve an extent: memory for its frames, its tables, and the index's growth.
-
-        Where the tmpfs is full, a vacant position gives its memory up for tables: the pool shrinks, the node goes on.
-        """
+    def _make_room(self, frame_class: FrameClass, count: int) -> None:
+        """Before a decision that may carve extents: memory for their frames, their tables, and the index's growth."""
         segment = self.state.segment
         pool = segment.pool(frame_class)
-        if not segment.vacant or pool.free >= count or not pool.frames_per_extent:
+        if pool.free >= count or not pool.frames_per_extent:
             return
         frames = pool.frames_per_extent
         short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
@@ -169,15 +167,7 @@ class Node:
             : max(0, short - len(segment.vacant & segment.populated))
         ]:
             self._populate(position)
-        tables_bytes = frames * (frame_class.record.row_bytes + MARKS_ROW_BYTES) + INDEX_HEADROOM_BYTES
-        while segment.vacant and self._shm_free_bytes() < tables_bytes:
-            position = max(segment.vacant)
-            self.performer.segment.give_back(position)
-            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
-
-    def _shm_free_bytes(self) -> int:
-        found = os.statvfs(self.folder)
-        return found.f_bavail * found.f_frsize
+        make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
 
     def populate_next(self) -> bool:
         """Allocate the memory of one more position; False when there is none left. Raises nothing: less is less."""
@@ -307,7 +297,7 @@ class Node:
     def _nvme_tables_fit(self) -> bool:
         frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]
         tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
-        return self._shm_free_bytes() > tables_bytes + INDEX_HEADROOM_BYTES
+        return shm_free_bytes(self.folder) > tables_bytes + INDEX_HEADROOM_BYTES
 
     def device_failed(self, broken: dict[int, OSError]) -> None:
         """Writing at these positions failed: their devices are read on, and not written to until the next start."""

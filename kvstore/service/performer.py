@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from kvstore.service.book import Book
 from kvstore.service.event_log import EventLog
 from kvstore.service.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
 from kvstore.service.nvme_pages import NvmePages
+from kvstore.service.spare_tables import SpareTables
 from kvstore.state import events as ev
 from kvstore.state.views import Rows, Snapshot
 from kvstore.tier.dram import SegmentFile
@@ -67,6 +67,7 @@ class Performer:
         self.copies: deque[Work] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
         self.loads: deque[ev.Load] = deque()  # the same
         self.tables: dict[int, ExtentTable] = {}
+        self.spares = SpareTables(folder)
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
         self.absent = self.index.absent  # see ``PageIndex``
         self.sessions_to_check: list[int] = []
@@ -167,19 +168,21 @@ class Performer:
         reply = None
         if failpoint.ACTIVE:
             failpoint.hit("node.event")
-        for instruction in instructions:
-            if type(instruction) is ev.Reply:
-                reply = instruction
-            elif type(instruction) is ev.CheckSession:
-                self.sessions_to_check.append(instruction.session)
-            else:
-                self._verbs[type(instruction)](instruction)
-            if failpoint.ACTIVE:
-                failpoint.hit("node.instruction")
-        if self._index_ops:
-            ops, self._index_ops = self._index_ops, []
-            self.index.commit(ops)
-            self.events.publish()  # whoever hears of a page finds it in the index
+        try:
+            for instruction in instructions:
+                if type(instruction) is ev.Reply:
+                    reply = instruction
+                elif type(instruction) is ev.CheckSession:
+                    self.sessions_to_check.append(instruction.session)
+                else:
+                    self._verbs[type(instruction)](instruction)
+                if failpoint.ACTIVE:
+                    failpoint.hit("node.instruction")
+        finally:  # whatever fails, the index follows what was written
+            if self._index_ops:
+                ops, self._index_ops = self._index_ops, []
+                self.index.commit(ops)
+                self.events.publish()  # whoever hears of a page finds it in the index
         return reply
 
     def _carve(self, instruction: ev.Carve) -> None:
@@ -193,6 +196,7 @@ class Performer:
             self.header.incarnation if instruction.tier == Tier.DRAM else self._nvme.incarnation,
             instruction.frames,
             tier=instruction.tier,
+            files=self.spares.take(instruction.frame_class) if instruction.tier == Tier.DRAM else None,
         )
         if instruction.tier == Tier.NVME:
             self._nvme.extents.carve(instruction.position, number, instruction.frame_class)
@@ -356,21 +360,6 @@ class Performer:
             places[address.extent].append(i)
         for number, where in places.items():
             yield self.tables[number], [addresses[i].frame for i in where], where
-
-
-class NvmeView:
-    """What the state reads back of NVMe: the same records, another table of the index."""
-
-    def __init__(self, performer: Performer) -> None:
-        self._performer = performer
-        self.find = performer.index.find_nvme
-        self.absent = partial(performer.index.absent, tier=Tier.NVME)
-        self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
-        self.standing, self.last_use_ns = performer.standing, performer.last_use_ns
-
-    def snapshots(self) -> list[Snapshot]:
-        """See ``RecordView``."""
-        return [snapshot(table) for table in self._performer.tables.values() if table.tier == Tier.NVME]
 
 
 def _info_bytes(info: int, identity_sum: int) -> bytes:

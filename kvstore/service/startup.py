@@ -25,7 +25,8 @@ from kvstore.service import book, resize
 from kvstore.service.index_keeper import snapshot
 from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.nvme_start import open_nvme, open_tables, secret_on_nvme
-from kvstore.service.performer import NvmeView, Performer
+from kvstore.service.nvme_view import NvmeView
+from kvstore.service.performer import Performer
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
 from kvstore.state.extent_found import ExtentFound
@@ -83,7 +84,7 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     if header is None or segment_file is None:
         extent_bytes = extent_bytes_of(config)
         positions = config.dram // extent_bytes
-        # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``Node._make_room`` for smaller ones.
+        # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``service.room`` for smaller ones.
         check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
         incarnation, known = secrets.randbits(63) | 1, secret_on_nvme(config, folder)

@@ -177,6 +177,7 @@ class Segment:
         self._frames_in = frames_in or frames_side_by_side
         self.populated: set[int] = set()
         self.failed: set[int] = set()
+        self.tables: dict[FrameClass, int] = {}  # extents of a class that this event may carve; absent: any number
         self.quarantined: dict[int, set[int]] = {}  # position -> sessions that may still write there
         self.vacant: set[int] = set(range(positions))
         self.bound = positions  # positions from here on are given back: a smaller node has taken over
@@ -201,9 +202,13 @@ class Segment:
             pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
         return pool
 
-    def next_vacant(self) -> int | None:
+    def may_carve(self, pool: ClassPool) -> bool:
+        """There is memory for the tables of another extent of that class."""
+        return self.tables.get(pool.frame_class, 1) > 0
+
+    def next_vacant(self, pool: ClassPool) -> int | None:
         """A position to carve; only where memory is allocated, so that no client can fault on a full tmpfs."""
-        return min(self.vacant & self.populated, default=None)
+        return min(self.vacant & self.populated, default=None) if self.may_carve(pool) else None
 
     def carve(self, pool: ClassPool, position: int, number: int | None = None) -> Extent:
         """Give a vacant position to a class. ``number`` only at recovery."""
@@ -211,6 +216,8 @@ class Segment:
             number = self.numbers.draw()
         self.vacant.discard(position)
         self.beyond.discard(position)
+        if pool.frame_class in self.tables:
+            self.tables[pool.frame_class] -= 1
         base = pool.spare_bases.pop() if pool.spare_bases else len(pool.by_base)
         extent = Extent(number, position, pool, base * pool.frames_per_extent)
         pool.by_base[base] = extent

@@ -119,10 +119,10 @@ class Space(Pages):
         if pool.frames_per_extent == 0:
             return []
         while (short := count - pool.free) > 0:
-            position = self.segment.next_vacant()
+            position = self.segment.next_vacant(pool)
             if position is not None:
                 self._carve(pool, position, out)
-            elif self._stolen or not self._steal(pool, out):
+            elif self._stolen or not self.segment.may_carve(pool) or not self._steal(pool, out):
                 if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
                     self._evict_from(pool, short, "space", out)
                 break
@@ -153,12 +153,24 @@ class Space(Pages):
         self.unhold(page)
         return addresses
 
+    def extents_wanted(self, pool: ClassPool, count: int) -> int:
+        """At most so many extents would ``take`` carve now for that many frames."""
+        short = count - pool.free
+        if short <= 0 or pool.frames_per_extent == 0:
+            return 0
+        wanted, there = -(-short // pool.frames_per_extent), len(self.segment.vacant & self.segment.populated)
+        if wanted > there and len(self.segment.extents) > len(pool.extents):
+            there += 1  # taken from another class; one per event
+        return min(wanted, there)
+
     def could_take(self, pool: ClassPool) -> bool:
         """``take`` would find a frame, as far as can be told without evicting and moving."""
-        if pool.free or self.segment.next_vacant() is not None or pool.policy.coldest_ms() is not None:
+        if pool.free or self.segment.next_vacant(pool) is not None or pool.policy.coldest_ms() is not None:
             return True
         kept = self.leases.extents() | self.in_flight()
-        return self.segment.donor(pool, self._coldest_ns, kept, self.now_ns) is not None
+        return (
+            self.segment.may_carve(pool) and self.segment.donor(pool, self._coldest_ns, kept, self.now_ns) is not None
+        )
 
     def _carve(self, pool: ClassPool, position: int, out: list[ev.Instruction]) -> None:
         extent = self.segment.carve(pool, position)

@@ -284,6 +284,10 @@ class NodeFolder:
             if name.startswith(_TEMPORARY) or (name.startswith("index-") and name.endswith(".tmp")):
                 remove(self.path / name)
 
+    def temporary(self, name: str) -> Path:
+        """Where a file lies that the next owner removes."""
+        return self.path / f"{_TEMPORARY}{name}"
+
     def new_file(self, path: Path, size_bytes: int, head: bytes, sparse: bool = False) -> None:
         """Put a whole new file at ``path``, zeros after ``head``: readers see the old one or all of the new one.
 

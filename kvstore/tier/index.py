@@ -243,6 +243,14 @@ class Index:
         """A write transaction: ``with index.begin() as txn``. Committed on exit, dropped whole on an exception."""
         return WriteTxn(self._begin, Tables(self._sealed, self._pending, self._nvme), self._room, self._info)
 
+    def reserve(self, entries: int, step_keys: int) -> None:
+        """Have memory for so many entries, and for transactions of ``step_keys`` that change them.
+
+        Raises:
+            IndexFull: there is none; what there is suffices for as much as before.
+        """
+        self._room.reserve(entries, step_keys, self._info())
+
     def clear_dead_readers(self) -> int:
         """Free the places of readers that died inside a read, which keep old pages from reuse; returns how many."""
         try:

@@ -24,7 +24,7 @@ import xxhash
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.plain_files import open_plain
+from kvstore.tier.plain_files import open_plain, remove
 
 RECORDS_HEAD_BYTES: Final = 4096
 _VERSION: Final = 2
@@ -87,31 +87,27 @@ class ExtentTable:
         incarnation: int,
         frames: int,
         tier: Tier = Tier.DRAM,
+        files: TableFiles | None = None,
     ) -> ExtentTable:
         """Make both files, all frames FREE with generation 0, and map them writable.
 
         Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the marks are
         there before the records, whose header is summed. ``incarnation`` is that of the tier's segment (of NVMe: of
-        the devices), so that tables of another one are never believed.
+        the devices), so that tables of another one are never believed. ``files``: made before, for this class and
+        tier; then no memory is needed.
 
         Raises:
             OutOfSpace: no memory for the tables; nothing is left behind.
         """
         assert frames >= 1, "an extent holds at least one frame"
-        folder.new_file(folder.marks(extent), frames * _MARKS_BYTES[tier], b"")
+        files = files or TableFiles.make(folder, -extent, frame_class, frames, tier)
         head = (
             *(_MAGIC, _VERSION, incarnation, extent, position),
             *(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers, frames, _TIERS.index(tier)),
         )
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
-        packed = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
-        records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
-        try:
-            folder.new_file(folder.records(extent), records_bytes, packed)
-        except (OSError, OutOfSpace):
-            folder.marks(extent).unlink(missing_ok=True)
-            raise
+        files.become(folder, extent, b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT))
         table = cls.open(folder, extent, incarnation, writable=True)
         assert table is not None, "made just now"
         return table
@@ -202,6 +198,45 @@ class ExtentTable:
         for path in self._files:
             path.unlink(missing_ok=True)
         self.words[:] = 0
+
+
+class TableFiles:
+    """Both files of a table that has no extent yet: zeros, with all their memory. Made by ``make``; ends with
+    ``become``, with ``remove``, or with the next start of the node."""
+
+    def __init__(self, records: Path, marks: Path) -> None:
+        self._records = records
+        self._marks = marks
+
+    @classmethod
+    def make(
+        cls, folder: NodeFolder, number: int, frame_class: FrameClass, frames: int, tier: Tier = Tier.DRAM
+    ) -> TableFiles:
+        """Raises OutOfSpace where there is no memory for them; nothing is left behind."""
+        files = cls(*(folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "marks")))
+        try:
+            folder.new_file(files._marks, frames * _MARKS_BYTES[tier], b"")
+            records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
+            folder.new_file(files._records, records_bytes, b"")
+        except (OSError, OutOfSpace):
+            files.remove()
+            raise
+        return files
+
+    def become(self, folder: NodeFolder, extent: int, head: bytes) -> None:
+        """They are this extent's from here on."""
+        fd = open_plain(self._records, os.O_RDWR)
+        try:
+            os.pwrite(fd, head, 0)
+        finally:
+            os.close(fd)
+        os.rename(self._marks, folder.marks(extent))
+        os.rename(self._records, folder.records(extent))
+
+    def remove(self) -> None:
+        """They are not needed."""
+        remove(self._records)
+        remove(self._marks)
 
 
 def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:

@@ -17,12 +17,16 @@ from typing import Any, Final, NamedTuple
 import lmdb
 
 from kvstore.model.replica import ADDRESS, Address
-from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, allocate_map, translate
+from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, IndexFull, allocate_map, translate
 
 # Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. And what every
 # transaction dirties besides: roots of the tables, the list of free pages.
 PAGES_PER_KEY: Final = 6
 PAGES_PER_TXN: Final = 32
+# A page of a table holds 96 entries of 42 bytes, one that was just split half as many. What a transaction leaves behind
+# is used again by the second one after it, unless somebody is just reading.
+ENTRIES_PER_PAGE: Final = 40
+STEPS_IN_FLIGHT: Final = 2
 
 
 class Tables(NamedTuple):
@@ -53,10 +57,27 @@ class Room:
         """
         used, map_pages = int(info["last_pgno"]) + 1, int(info["map_size"]) // PAGE_BYTES
         if min(used + pages, map_pages) > self._allocated_pages:
-            wanted = min(used + pages + PAGES_AHEAD, map_pages)
-            allocate_map(self._path, wanted * PAGE_BYTES)
-            self._allocated_pages = wanted
+            try:
+                self._allocate(min(used + pages + PAGES_AHEAD, map_pages))
+            except IndexFull:
+                self._allocate(min(used + pages, map_pages))
         self.spare_pages = max(0, self._allocated_pages - used - pages)
+
+    def reserve(self, entries: int, step_keys: int, info: dict[str, Any]) -> None:
+        """Have memory for an index of so many entries and the transactions of ``step_keys`` that it takes to get there.
+
+        Raises:
+            IndexFull: there is none.
+        """
+        step_pages = PAGES_PER_TXN + step_keys * PAGES_PER_KEY
+        pages = max(int(info["last_pgno"]) + 1, entries // ENTRIES_PER_PAGE + STEPS_IN_FLIGHT * step_pages) + step_pages
+        pages = min(pages, int(info["map_size"]) // PAGE_BYTES)
+        if pages > self._allocated_pages:
+            self._allocate(pages)
+
+    def _allocate(self, pages: int) -> None:
+        allocate_map(self._path, pages * PAGE_BYTES)
+        self._allocated_pages = pages
 
 
 class WriteTxn:

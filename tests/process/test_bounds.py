@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -177,6 +178,36 @@ def test_a_tmpfs_that_is_full_kills_nobody(
     daemon.kill()
     machine.serve("n")
     still_sound(store, small_tmpfs)
+
+
+@pytest.mark.parametrize("carved", ["all", "half"])
+def test_a_tmpfs_that_others_fill(
+    carved: str, small_tmpfs: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a byte is left while pages of one class press out those of another: the index follows, whatever happens."""
+    monkeypatch.setenv("KVSTORE_SHM_DIR", str(small_tmpfs))
+    machine.serve("n", dram="16MiB")
+    store = machine.connect("n")
+    wait_until("memory is populated", lambda: store.stats()["tiers"]["dram"]["populated_bytes"] == 16 * MIB)
+    for seed in range(80 if carved == "all" else 30):
+        put(store, seed, 16)
+    machine.worker("put", "n", first=1000, count=1, pages=2, layout="large").wait_well()  # it has its first extent
+    ballast = small_tmpfs / "ballast"
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    large = machine.worker("put", "n", first=2000, count=20, pages=2, layout="large")
+    for seed in range(100, 140):
+        put(store, seed, 16)
+    assert large.wait(40.0) in (0, 1), large.trace()
+    check_right(store, dict.fromkeys(range(140), 16))
+    assert store.verify()["findings"] == []
+    ballast.unlink()
+    for seed in range(200, 240):
+        put(store, seed, 16)
+    wait_settled(store)
+    check_laws(store)
+    assert check_right(store, dict.fromkeys(range(200, 240), 16)) > 100
 
 
 def still_sound(store: Store, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState, Tier, nvme_frames, standing_of, word_of
+from kvstore.model.replica import Address, FrameClass, FrameState, Tier, nvme_frames, standing_of, word_of
 from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
@@ -41,6 +41,22 @@ class Watch(Protocol):
 
     def is_leased(self, extent: int, frame: int) -> bool:
         """A living client was promised that this frame keeps its page, and the promise has not run out."""
+        ...
+
+
+class Scarce(Protocol):
+    """Memory that may run out, where a test has such."""
+
+    def take_table(self, frame_class: FrameClass, frames: int) -> None:
+        """An extent is carved."""
+        ...
+
+    def drop(self, frames: int) -> None:
+        """An extent's tables are given up; whoever maps them keeps their memory."""
+        ...
+
+    def commit(self, changes: int, entries: int) -> None:
+        """The index follows a decision."""
         ...
 
 
@@ -96,6 +112,7 @@ class MemoryShell:
         self.policy = nvme.policy if nvme is not None else "lru"  # tests of an order are about this one
         self.watch: Watch = watch if watch is not None else Nobody()
         self.now_ns = 0
+        self.scarce: Scarce | None = None
         self.tables: dict[int, Table] = {}
         self.index: dict[bytes, Address] = {}
         self.nvme_index: dict[bytes, Address] = {}
@@ -199,6 +216,8 @@ class MemoryShell:
         for instruction in instructions:
             yield from self.verbs[type(instruction)](instruction)
         yield
+        if self.scarce is not None:
+            self.scarce.commit(len(self.ops), len(self.index))
         for verb, key, address, tier in self.ops:
             if verb == "put":
                 assert address is not None
@@ -247,6 +266,8 @@ class MemoryShell:
         if tier == Tier.DRAM:
             assert 0 <= position < self.positions
             assert instruction.frames * frame_class.frame_bytes <= self.extent_bytes
+        if self.scarce is not None and tier == Tier.DRAM:
+            self.scarce.take_table(frame_class, instruction.frames)
         yield
         self.next_extent = number + 1
         yield
@@ -264,6 +285,8 @@ class MemoryShell:
     def _drop(self, instruction: ev.Drop) -> Iterator[None]:
         yield
         table = self.tables.pop(instruction.extent)
+        if self.scarce is not None:
+            self.scarce.drop(table.frames)
         assert all(table.state(frame) == FREE for frame in range(table.frames)), "an extent in use is dropped"
         if table.tier == Tier.NVME:
             yield

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import NodeBusy
 from kvstore.model.replica import ADDRESS_DTYPE, Address
-from kvstore.tier import environment, index
+from kvstore.tier import environment, index, transaction
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.index import Index, IndexDamaged, IndexFull
 
@@ -594,4 +594,33 @@ def test_memory_is_there_before_it_is_written(folder: NodeFolder, monkeypatch: p
     assert writer.count() == count
     monkeypatch.undo()
     put(writer, range(20000, 30000))
+    writer.close()
+
+
+def test_without_memory_small_transactions_follow(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was reserved for the entries suffices to change each of them, when not a byte more is to be had."""
+    writer = Index.open_writer(folder, 1, 64 << 20, fresh=True)
+    writer.reserve(20_000, 16)
+
+    def none(path: Path, size_bytes: int) -> None:
+        raise IndexFull("no memory")
+
+    monkeypatch.setattr(transaction, "allocate_map", none)
+    keys = [key(number) for number in range(20_000)]
+    with pytest.raises(IndexFull), writer.begin() as txn:
+        txn.put_sealed(keys, [raw(number) for number in range(len(keys))])
+    assert writer.count() == 0
+    for shift in (1, 2):
+        for at in range(0, len(keys), 16):
+            with writer.begin() as txn:
+                some = keys[at : at + 16]
+                txn.put_sealed(some, [raw(shift + at + i) for i in range(len(some))])
+    assert writer.count() == len(keys)
+    assert list(writer.find_many(keys[:1])) == [raw(2)]
+    for at in range(0, len(keys), 16):
+        with writer.begin() as txn:
+            txn.delete_sealed(keys[at : at + 16])
+    assert writer.count() == 0
+    with pytest.raises(IndexFull):
+        writer.reserve(200_000, 16)
     writer.close()
