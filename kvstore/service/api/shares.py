@@ -21,6 +21,7 @@ from kvstore.service.api.identities import LOCAL, Identity, is_tenant
 
 WAITING_MAX: Final = 4096  # of one kind of shares; calls under way are bounded, this only says so
 PACES_MAX: Final = 256  # owners whose waits are remembered
+REST: Final = 8  # one part of so many
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 _WEIGHT: Final = 0.1  # of the newest wait in what waiting costs
 
@@ -94,7 +95,7 @@ class Shares:
     async def take(
         self, size: int, wait_s: float, owner: Identity = LOCAL, mine: int = 0, *, begun: bool = False
     ) -> int:
-        """How much that took: more than all counts as all.
+        """How much that took: more than all counts as all, or as nearly all where the call holds some already.
 
         Args:
             wait_s: how long the caller may wait, and hold what it gets, if it is to be of use.
@@ -105,7 +106,8 @@ class Shares:
         Raises:
             TooManyCalls: it would take longer than ``wait_s``, or did.
         """
-        size = min(size, self.total - mine)
+        # Calls that hold a little and want all the rest would wait for each other: they leave room for what is little.
+        size = max(0, min(size, self.total - mine - (self.total // REST if mine else 0)))
         if (not size or owner not in self._waiting) and self._fits(size, owner, mine):
             self._grant(size, owner)
             return size
