@@ -25,6 +25,7 @@ from kvstore.tier.folder import EMBEDDED_PREFIX, NodeFolder
 from kvstore.tier.nvme import ExtentOnDisk, NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_table import Superblock
+from kvstore.tier.nvme_tail import is_cut
 from kvstore.tier.nvme_target import read_superblock
 from kvstore.tier.patient_disk import open_patiently
 from kvstore.tier.plain_files import remove
@@ -105,12 +106,13 @@ def _open_or_make(
     config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int, format: bool
 ) -> NvmeDevice:
     def open_it() -> Disk:
-        return FileDisk.open(target.path, target.size, create=True, resize=format, mode=mode)
+        is_ours = partial(is_cut, owner=owner, extent_bytes=extent_bytes, secret=secret)
+        return FileDisk.open(target.path, target.size, create=True, resize=format, is_cut=is_ours, mode=mode)
 
+    owner, secret = mine
     disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_it)
     try:
-        owner, secret = mine
-        return NvmeDevice.open(disk, owner, extent_bytes, format, secret)
+        return NvmeDevice.open(disk, owner, extent_bytes, format, secret, is_file=target.path.is_file())
     except BaseException:
         disk.close()
         raise
@@ -155,12 +157,14 @@ def _to_look_at(path: Path, size_bytes: int) -> Disk:
 def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTable]) -> None:
     """Add the NVMe extents' tables to ``tables``: those in shared memory that the devices know, the others made anew.
 
-    ``tables`` holds what is mapped so far, NVMe's included; those of extents that no device knows are taken out.
+    ``tables`` holds what is mapped so far, NVMe's included; those of extents that no device knows, or that lost frames
+    with a device's tail, are taken out.
     """
     known = {extent.number: extent for extent in nvme.devices.extents.values()}
     loading = folder.path / LOADING  # tables that are only half filled must not be taken for the truth
     for number, table in list(tables.items()):
-        if table.tier == Tier.NVME and (loading.exists() or not _is_same(table, known.get(number))):
+        doubted = loading.exists() or number in nvme.devices.doubted
+        if table.tier == Tier.NVME and (doubted or not _is_same(table, known.get(number))):
             tables.pop(number).unlink()
             table.close()
     missing = [extent for number, extent in sorted(known.items()) if number not in tables]

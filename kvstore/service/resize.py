@@ -22,6 +22,7 @@ from kvstore import failpoint
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.model.pool_secret import NO_SECRET
+from kvstore.model.replica import Tier
 from kvstore.service.book import NAMES, PINS
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.folder import NodeFolder
@@ -37,10 +38,30 @@ HEAD_BYTES = 256  # of a book: its incarnation stands in the first line
 
 
 def open_segment(folder: NodeFolder, header: Header) -> SegmentFile | None:
-    """The segment of this header, when what a kill left half renamed is; None where there is none to be had."""
+    """The segment of this header, when what a kill left half renamed is, and as long as it was when its tail was cut
+    off; None where there is none to be had."""
     if header.growing_to:
         _rename(folder, header)
+    cut = SegmentFile.cut_to(folder, header.incarnation)
+    if cut is not None:
+        _give_up_beyond(folder, header.incarnation, *cut)
+        SegmentFile.lengthen(folder)
     return SegmentFile.open(folder, header.incarnation)
+
+
+def _give_up_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, left: int) -> None:
+    """The segment's tail was cut off: nobody may believe in pages there, before there are zeros in their place."""
+    given_up = 0
+    for number in folder.extents():
+        table = ExtentTable.open(folder, number, incarnation, writable=True)
+        if table is None:
+            continue
+        end = table.position * extent_bytes + table.frames * table.frame_class.frame_bytes
+        if table.tier == Tier.DRAM and end > left:
+            table.disbelieve()
+            given_up += 1
+        table.close()
+    log.warning("%s: its tail was cut off; %d extents are given up with their pages", folder.segment, given_up)
 
 
 def fit(config: NodeConfig, folder: NodeFolder, header: Header, segment: SegmentFile) -> SegmentFile:

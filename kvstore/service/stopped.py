@@ -28,7 +28,7 @@ from kvstore.service.nvme_start import LOADING
 from kvstore.service.stopped_nvme import verify_targets
 from kvstore.state import closure
 from kvstore.state.views import Snapshot
-from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentMap
+from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import layer_sums
 from kvstore.tier.header import DaemonState, Header, boot_id
@@ -122,7 +122,9 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
     report.state = "stopped" if stopped else "killed"
     segment = SegmentMap.open(folder, header.incarnation)
     if segment is None:
-        report.findings.append("segment: is absent, damaged or of another incarnation: the pages in DRAM are lost")
+        cut = SegmentFile.cut_to(folder, header.incarnation) is not None
+        said = "its tail was cut off: some" if cut else "is absent, damaged or of another incarnation: the"
+        report.findings.append(f"segment: {said} pages in DRAM are lost")
         return {}
     tables = _tables(folder, header, segment, report)
     if (folder.path / LOADING).exists():

@@ -160,6 +160,7 @@ class FileDisk:
         create: bool = False,
         writable: bool = True,
         resize: bool = False,
+        is_cut: Callable[[int, int], bool] | None = None,
         mode: int = 0o600,
     ) -> FileDisk:
         """Open ``size_bytes`` (rounded down to 4096) of a file or device; for writing, as its only owner.
@@ -171,6 +172,7 @@ class FileDisk:
         Args:
             create: make the file, with ``mode``, where there is none. A device that is absent is never made.
             resize: cut or extend a file of another size: what it holds is about to be dropped.
+            is_cut: whether the file ``fd`` lost its tail of ``size_bytes``: then it is extended, with zeros.
 
         Raises:
             InvalidRequest: field "nvme"; it is absent, of another kind or size, or may not be opened.
@@ -189,7 +191,7 @@ class FileDisk:
                 made = new  # and ours: whoever was faster may have it by now
             if not stat.S_ISBLK(os.fstat(fd).st_mode):
                 if writable:
-                    _size_file(fd, name, size_bytes, resize)
+                    _size_file(fd, name, size_bytes, resize or (is_cut is not None and is_cut(fd, size_bytes)))
                 if made:
                     _sync_folder(name)
             elif os.lseek(fd, 0, os.SEEK_END) < size_bytes:

@@ -122,8 +122,22 @@ class SegmentFile(_Segment):
         return cls(folder.segment, *opened) if opened else None
 
     @staticmethod
-    def lengthen(folder: NodeFolder, positions: int) -> None:
-        """Make room for so many positions in the file. Maps of it stay as long as they were.
+    def cut_to(folder: NodeFolder, incarnation: int) -> tuple[int, int] | None:
+        """Of a segment whose tail was cut off: ``(extent_bytes, bytes of data that are left)``; of any other, None."""
+        try:
+            fd = open_plain(folder.segment, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            head, left = _head(fd, incarnation), os.fstat(fd).st_size - SEGMENT_HEAD_BYTES
+            return (head[0], left) if head is not None and left < head[0] * head[1] else None
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def lengthen(folder: NodeFolder, positions: int = 0) -> None:
+        """Make room for so many positions in the file, and for those that its head says. Maps of it stay as long as
+        they were.
 
         Raises:
             OSError: it cannot be made longer.
@@ -131,6 +145,7 @@ class SegmentFile(_Segment):
         fd = open_plain(folder.segment, os.O_RDWR)
         try:
             head = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
+            positions = max(positions, head[4])
             os.ftruncate(fd, max(os.fstat(fd).st_size, SEGMENT_HEAD_BYTES + positions * head[3]))
             os.pwrite(fd, _HEAD.pack(*head[:4], positions), 0)
         finally:
@@ -239,14 +254,22 @@ def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
         fd = open_plain(folder.segment, os.O_RDWR)
     except FileNotFoundError:
         return None
-    head = os.pread(fd, _HEAD.size, 0)
-    if len(head) == _HEAD.size:
-        magic, version, found, extent_bytes, positions = _HEAD.unpack(head)
-        sound = (magic, version, found) == (_MAGIC, _VERSION, incarnation) and extent_bytes > 0 and positions > 0
-        if sound and os.fstat(fd).st_size >= SEGMENT_HEAD_BYTES + positions * extent_bytes:
-            return fd, extent_bytes, positions
+    head = _head(fd, incarnation)
+    # The size too: what was cut off would be a SIGBUS, not a miss.
+    if head is not None and os.fstat(fd).st_size >= SEGMENT_HEAD_BYTES + head[0] * head[1]:
+        return fd, *head
     os.close(fd)
     return None
+
+
+def _head(fd: int, incarnation: int) -> tuple[int, int] | None:
+    """``(extent_bytes, positions)`` that a segment's head says, where it is sound and of this incarnation."""
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) < _HEAD.size:
+        return None
+    magic, version, found, extent_bytes, positions = _HEAD.unpack(head)
+    sound = (magic, version, found) == (_MAGIC, _VERSION, incarnation) and extent_bytes > 0 and positions > 0
+    return (extent_bytes, positions) if sound else None
 
 
 def check_space(shm_dir: str | os.PathLike[str], size_bytes: int) -> None:

@@ -40,6 +40,7 @@ from kvstore.tier.nvme_table import (
     run_buffers,
     unpack_directory,
 )
+from kvstore.tier.nvme_tail import NOTHING, reaching_beyond, restore_tail, tail_is_absent
 from kvstore.tier.nvme_target import open_target, read_table
 
 __all__ = ["ExtentOnDisk", "NvmeDevice"]
@@ -60,6 +61,7 @@ class NvmeDevice:
         disk: where it lies.
         starts: how often it was opened by an owner, this time included. Numbers that begin with it are new.
         extents: what is carved, by position. Replaced, never changed.
+        doubted: numbers of the extents that may have lost frames with the device's tail: only the scan tells.
     """
 
     def __init__(self, disk: Disk, superblock: Superblock, table: Table, slot: int) -> None:
@@ -69,6 +71,7 @@ class NvmeDevice:
         self.extent_bytes = superblock.extent_bytes
         self.positions = superblock.positions
         self.extents = table.extents()
+        self.doubted: frozenset[int] = NOTHING
         self._slot = slot  # that holds the newest table
         self._table = table
         self._table_mutex = threading.Lock()  # one writer of tables; held over their I/O
@@ -83,11 +86,17 @@ class NvmeDevice:
 
     @classmethod
     def open(
-        cls, disk: Disk, owner: str, extent_bytes: int, format: bool = False, secret: bytes | None = None
+        cls,
+        disk: Disk,
+        owner: str,
+        extent_bytes: int,
+        format: bool = False,
+        secret: bytes | None = None,
+        is_file: bool = False,
     ) -> NvmeDevice:
         """Become the owner of what lies on ``disk``. A blank disk, or any with ``format``, is made anew.
 
-        ``owner`` is the node's name, "" for an embedded one; ``secret`` the pool's, see ``open_target``. After a
+        ``owner`` is the node's name, "" for an embedded one; ``secret`` and ``is_file``: see ``open_target``. After a
         failure the disk is the caller's to close.
 
         Raises:
@@ -95,10 +104,12 @@ class NvmeDevice:
                 something else. Nothing was changed; the reason names ``--format``.
             OSError: the disk fails.
         """
-        superblock = open_target(disk, owner, extent_bytes, format, secret)
+        superblock = open_target(disk, owner, extent_bytes, format, secret, is_file)
         table, slot = read_table(disk, superblock)
         device = cls(disk, superblock, table, slot)
         device.raise_starts(table.starts + 1)
+        if tail_is_absent(disk):
+            device._restore_tail()
         return device
 
     @property
@@ -112,6 +123,19 @@ class NvmeDevice:
             if self._table.starts < starts:
                 self._store(replace(self._table, starts=starts))
                 self._store(self._table)
+
+    def _restore_tail(self) -> None:
+        beyond = reaching_beyond(self.disk, self.superblock, self.extents)
+        log.warning(
+            "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for what is left",
+            *(self.disk.path, len(beyond), len(self.extents)),
+        )
+        with self._table_mutex:
+            clean = {p: replace(self.extents[p], clean=False) for p in beyond if self.extents[p].clean}
+            if clean:
+                self._change(dict(clean))
+        self.doubted = frozenset(self.extents[position].number for position in beyond)
+        restore_tail(self.disk, self.superblock)
 
     # --- extents ----------------------------------------------------------------------------------------------------
 

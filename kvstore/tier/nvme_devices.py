@@ -99,6 +99,11 @@ class NvmeDevices:
                 extents[position] = replace(extent, position=position)
         return extents
 
+    @property
+    def doubted(self) -> set[int]:
+        """See ``NvmeDevice``."""
+        return {number for device in self.devices for number in device.doubted}
+
     def place(self, position: int) -> tuple[NvmeDevice, int]:
         """The device of that position, and the position there."""
         assert 0 <= position < self.positions, position

@@ -36,11 +36,14 @@ _REMEDY: Final = "; --format makes it anew and drops what is stored there"
 log = logging.getLogger("kvstore.nvme")
 
 
-def open_target(disk: Disk, owner: str, extent_bytes: int, make: bool, secret: bytes | None = None) -> Superblock:
+def open_target(
+    disk: Disk, owner: str, extent_bytes: int, make: bool, secret: bytes | None = None, is_file: bool = False
+) -> Superblock:
     """The superblock of ``owner``'s target; a new one where it is blank or half made, or with ``make``.
 
     Args:
         secret: of the pool: a new one gets it, another's is refused. None: whatever it is, none for a new one.
+        is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device somebody wiped it.
 
     Raises:
         InvalidRequest: field "nvme"; it is somebody else's, of another geometry, or too small. Nothing was changed.
@@ -68,6 +71,8 @@ def open_target(disk: Disk, owner: str, extent_bytes: int, make: bool, secret: b
             if block.tobytes() != found.packed().tobytes():
                 disk.write(offset, [found.packed()])
                 disk.sync()
+        return found
+    if is_file and first is not None and not back.any():
         return found
     # Both ends are written with the same bytes. One that differs in many was overwritten by others.
     if (first is not None and last is not None) or int(np.count_nonzero(front != back)) > DAMAGED_BYTES_MAX:

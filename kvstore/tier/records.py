@@ -190,6 +190,13 @@ class ExtentTable:
             with contextlib.suppress(BufferError):
                 map_.close()
 
+    def disbelieve(self) -> None:
+        """The daemon gives the extent up, but for its position: whoever maps the table misses, and no start believes
+        it. What comes next is as for damage from outside. May be repeated."""
+        for at in _COPIES_AT:
+            self._maps[0][at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
+        self.words[:] = 0
+
     def unlink(self) -> None:
         """The daemon gives the extent up: the files go, and every word becomes 0, so that whoever maps it misses.
 

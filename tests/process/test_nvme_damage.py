@@ -350,30 +350,6 @@ def found_again(store: Store, keys: Keys) -> int:
     return store.cache(SMALL).lookup(keys).pages
 
 
-def test_a_tail_that_is_cut_while_it_is_down(machine: Machine) -> None:
-    """The next start refuses, with one line that names the remedies, and changes nothing; each of them works."""
-    daemon = serve(machine)
-    store = machine.connect("n")
-    filled(store, 40)
-    assert daemon.terminate() == 0
-    whole = target(machine).read_bytes()
-    os.truncate(target(machine), len(whole) - 3 * MIB)
-    reboot(machine)
-    refused(machine, "--format")
-    assert target(machine).read_bytes() == whole[: -3 * MIB]
-    target(machine).write_bytes(whole)  # a backup, say
-    machine.serve("n")
-    store = machine.connect("n")
-    assert [found(store, seed, PAGES) for seed in range(40)] == [PAGES] * 40
-    machine.processes[-1].kill()
-    os.truncate(target(machine), len(whole) - 3 * MIB)
-    reboot(machine)
-    serve(machine, nvme_format=True)
-    store = machine.connect("n")
-    assert tier(store)["pages"] == 0
-    mended(store, range(3))
-
-
 def refused(machine: Machine, *words: str) -> None:
     """The node does not start, and says why in one line."""
     daemon = machine.spawn("n")

@@ -42,10 +42,6 @@ def other_incarnation(folder: Path) -> None:
     flip(folder / "segment", 2 * WORD)
 
 
-def cut_segment(folder: Path) -> None:
-    os.truncate(folder / "segment", (folder / "segment").stat().st_size // 2)
-
-
 def another_boot(folder: Path) -> None:
     flip(folder / "header", 9 * WORD + 3)
 
@@ -73,7 +69,6 @@ REBOOTS: tuple[Callable[[Path], None], ...] = (
     remove_segment,
     replace_segment,
     other_incarnation,
-    cut_segment,
     another_boot,
     damaged_header,
     cut_header,
