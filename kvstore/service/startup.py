@@ -43,7 +43,7 @@ from kvstore.tier.quarantine import NAME as QUARANTINE
 from kvstore.tier.quarantine import Held, read_quarantine, write_quarantine
 from kvstore.tier.records import ExtentTable, claimed_positions
 from kvstore.tier.secret_file import new_secret, read_secret, write_secret
-from kvstore.tier.sessions import session_ids
+from kvstore.tier.sessions import living_ids
 
 log = logging.getLogger("kvstore.node")
 
@@ -175,7 +175,7 @@ def _recover_tiers(
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns, nvme)
-    living, lost = set(session_ids(folder)), list[int]()
+    living, lost = living_ids(folder), list[int]()
     for number in folder.extents():
         table = ExtentTable.open(folder, number, header.incarnation, writable=True)
         if table is None and nvme is not None:

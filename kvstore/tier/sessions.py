@@ -110,5 +110,26 @@ def session_ids(folder: NodeFolder) -> list[int]:
     return [int(name, 16) for name in names if _is_session(name)]
 
 
+def living_ids(folder: NodeFolder) -> set[int]:
+    """Sessions that live now. Nothing is removed, and nothing counted."""
+    return {session for session in session_ids(folder) if _is_locked(folder, session)}
+
+
+def _is_locked(folder: NodeFolder, session: int) -> bool:
+    try:
+        fd = open_plain(folder.session(session), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # of another user, who does not share it: nothing tells that it ended
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _is_session(name: str) -> bool:
     return len(name) == 16 and all(digit in "0123456789abcdef" for digit in name)

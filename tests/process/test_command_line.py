@@ -88,12 +88,12 @@ def test_serve_refuses_a_place_it_cannot_write(machine: Machine) -> None:
     one_line(machine.run("serve", "--name", "n", KVSTORE_SHM_DIR="/proc/self"), "/proc/self")
 
 
-def test_serve_refuses_another_size_and_keeps_the_pages(machine: Machine) -> None:
+def test_serve_refuses_extents_of_another_size_and_keeps_the_pages(machine: Machine) -> None:
     daemon = machine.serve("n", dram="4MiB")
     store = machine.connect("n")
     put(store, 1, 8)
     assert daemon.terminate() == 0
-    one_line(machine.run("serve", "--name", "n", "--dram", "8MiB"), "dram", "4MiB", "purge n")
+    one_line(machine.run("serve", "--name", "n", "--dram", "4MiB", "--extent", "1MiB"), "extent", "4MiB", "purge n")
     machine.serve("n", dram="4MiB")
     check_pages(store, {1: 8})
 
