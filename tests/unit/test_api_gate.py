@@ -288,3 +288,43 @@ def test_a_large_request_may_still_have_all_buffers_for_its_pages() -> None:
             assert gate.budget.free == 1 << 20 and not gate.budget._of
 
     run(test)
+
+
+def test_calls_that_begin_have_every_second_turn() -> None:
+    async def work() -> list[str]:
+        shares = Shares("threads", "threads", 1, 1, 1)
+        order: list[str] = []
+
+        async def step(name: str, begun: bool) -> None:
+            await shares.take(1, 5.0, begun=begun)
+            order.append(name)
+            await asyncio.sleep(0)
+            shares.give(1)
+
+        await shares.take(1, 5.0)
+        steps = [asyncio.create_task(step(f"new {i}", False)) for i in range(3)]
+        await asyncio.sleep(0)
+        steps += [asyncio.create_task(step(f"begun {i}", True)) for i in range(5)]
+        await asyncio.sleep(0)
+        shares.give(1)
+        await asyncio.gather(*steps)
+        return order
+
+    order = asyncio.run(work())
+    assert [name for name in order if "new" in name] == ["new 0", "new 1", "new 2"]
+    assert [name for name in order if "begun" in name] == [f"begun {i}" for i in range(5)]
+    assert order.index("new 2") == 4
+
+
+def test_who_waited_behind_a_large_one_that_gave_up_is_let_in() -> None:
+    async def work() -> None:
+        shares = Shares("buffers", "buffers", 10, 10, 10)
+        await shares.take(6, 5.0)
+        large = asyncio.create_task(shares.take(8, 60.0))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(shares.take(2, 60.0, mine=0))
+        await asyncio.sleep(0)
+        large.cancel()
+        assert await asyncio.wait_for(small, 5.0) == 2
+
+    asyncio.run(work())

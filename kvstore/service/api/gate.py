@@ -238,6 +238,7 @@ class Gate:
 
     def _make_room(self, caller: Identity, limit_s: float) -> None:
         """Raises TooManyCalls where there is none, or the call would end too late."""
+        self.pressure.check(caller, limit_s)  # first: nobody gives way to a call that is then refused
         share = max(1, int(self._rpcs_max * CALLS_SHARE)) if is_tenant(caller) else self._rpcs_max
         if self._of[caller] >= share and not self._give_way(caller):
             reason = f"{self._of[caller]} calls of {caller.name}'s are under way"
@@ -245,7 +246,6 @@ class Gate:
         if self.under_way >= self._rpcs_max and not self._give_way(None):
             reason = f"{self._rpcs_max} calls are under way, rpcs_max allows no more"
             raise TooManyCalls(reason, RETRY_AFTER_S, "calls")
-        self.pressure.check(caller, limit_s)
 
     def _give_way(self, owner: Identity | None) -> bool:
         """End the oldest call (of that owner) whose request has not come. It is over with the loop's next turn."""

@@ -140,7 +140,8 @@ class GateOthers(grpc.aio.ServerInterceptor):
                     given = _bounded(call, requests) if many else await _only(call, requests)
                     replies = work(given, context)
                     if isinstance(replies, Awaitable):
-                        await replies
+                        with call.waits():  # for changes of health, mostly
+                            await replies
                         return
                     async for reply in replies:
                         call.check()
@@ -159,7 +160,8 @@ async def _only(call: Call, requests: AsyncIterator[Any]) -> Any:
 async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """The same requests, of which the first has to come soon."""
     coming = aiter(requests)
-    if (request := await call.first(coming)) is not None:
+    request = await call.first(coming)
+    while request is not None:
         yield request
-        async for request in coming:
-            yield request
+        with call.waits():
+            request = await anext(coming, None)

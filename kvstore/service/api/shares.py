@@ -29,10 +29,11 @@ _WEIGHT: Final = 0.1  # of the newest wait in what waiting costs
 class _Waiter:
     """One call that waits for its turn."""
 
-    def __init__(self, size: int, mine: int, before: int) -> None:
+    def __init__(self, size: int, mine: int, before: int, begun: bool) -> None:
         self.size = size
         self.mine = mine
         self.before = before
+        self.begun = begun
         self.began_s = time.monotonic()
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -100,8 +101,8 @@ class Shares:
         Args:
             wait_s: how long the caller may wait, and hold what it gets, if it is to be of use.
             mine: what the same call has taken already.
-            begun: something of this call was done already: it goes before those of its owner that only begin, and is
-                not refused for having to wait.
+            begun: something of this call was done already: it takes turns with those of its owner that only begin,
+                however many these are, and is not refused for having to wait.
 
         Raises:
             TooManyCalls: it would take longer than ``wait_s``, or did.
@@ -111,10 +112,10 @@ class Shares:
         if (not size or owner not in self._waiting) and self._fits(size, owner, mine):
             self._grant(size, owner)
             return size
-        waiter = _Waiter(size, mine, self._before(owner))
+        waiter = _Waiter(size, mine, self._before(owner), begun)
         self._check(waiter, owner, wait_s, begun)
         queue = self._waiting.setdefault(owner, deque())
-        (queue.appendleft if begun else queue.append)(waiter)
+        queue.insert(2 * sum(other.begun for other in queue) + 1 if begun else len(queue), waiter)
         try:
             async with asyncio.timeout(wait_s):
                 await waiter.turn
@@ -124,6 +125,7 @@ class Shares:
             else:
                 self._forget(owner, waiter)
                 self._learn(waiter, owner, at_least=True)
+                self._let_in()  # those behind it may want less
             if isinstance(error, TimeoutError):
                 raise self._refusal(owner, waiter.before) from None
             raise
