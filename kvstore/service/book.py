@@ -77,9 +77,10 @@ class Book:
         with self._lock:
             while self._queue:
                 try:
-                    self._queue.popleft()()
+                    self._queue[0]()
                 except OSError as error:
                     log.error("names and pins cannot be written, and would not outlive a kill: %s", error)
+                self._queue.popleft()  # only now: until then others see that it is not written, and wait
 
     def _append(self, path: Path, line: bytes) -> None:
         if not path.is_file() or path.is_symlink():

@@ -211,6 +211,8 @@ class ControlServer:
                 return True
             else:
                 reply = self._dispatcher.exchange(connection.session, message)
+        except BlockingIOError:
+            return True  # what was heard was of an older connection, whose descriptor this one has
         except (ConnectionError, InvalidRequest) as error:
             log.info("session %016x: %s", connection.session, error)
             return False

@@ -77,10 +77,10 @@ class Mover:
             self.checkpoint()
         return busy
 
-    def save_all(self, bytes_max: int) -> int:
-        """DRAM is about to go: decide what to save next, for ``carry``; how many chains were not looked at yet."""
+    def save_all(self, bytes_max: int) -> int | None:
+        """DRAM is about to go: decide what to save next, for ``carry``. See ``Node.save_all``."""
         nvme = self._node.nvme
-        return self._node.save_all(bytes_max, self._day_bytes_left(nvme)) if nvme is not None else 0
+        return self._node.save_all(bytes_max, self._day_bytes_left(nvme)) if nvme is not None else None
 
     def carry(self) -> bool:
         """Make the copies that were decided; False where there were none."""

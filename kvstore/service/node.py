@@ -163,9 +163,8 @@ class Node:
             return
         frames = pool.frames_per_extent
         short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
-        for position in sorted(segment.vacant - segment.populated)[
-            : max(0, short - len(segment.vacant & segment.populated))
-        ]:
+        missing = max(0, short - len(segment.vacant & segment.populated))
+        for position in sorted(segment.vacant - segment.populated)[:missing]:
             self._populate(position)
         make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
 
@@ -213,11 +212,10 @@ class Node:
     def _give_back(self, now_ns: int) -> None:
         """The memory of positions that a smaller node has no use for, once nothing lies there."""
         segment = self.state.segment
-        positions = sorted(segment.beyond & segment.populated)
-        for position in positions:
+        position = max(segment.beyond & segment.populated, default=None)
+        if position is not None:  # one at a time: the kernel takes a while over each, and others wait
             self.performer.segment.give_back(position)
-        if positions:
-            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, positions)))
+            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
 
     def drop_damaged(self, address: Address, reason: str) -> None:
         """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``.
@@ -284,15 +282,16 @@ class Node:
                 event = ev.Demote(time.monotonic_ns(), bytes_max, day_bytes_left)
                 self._performer.perform(self.state.handle(event))
 
-    def save_all(self, bytes_max: int, day_bytes_left: int) -> int:
-        """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet."""
+    def save_all(self, bytes_max: int, day_bytes_left: int) -> int | None:
+        """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet, None where
+        nothing can be saved."""
         with self._mutex:
             if self._performer is None or not self._nvme_tables_fit():
-                return 0
+                return None
             reply = self._performer.perform(
                 self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left))
             )
-            return int(reply.detail["chains"]) if reply is not None else 0
+            return int(reply.detail["chains"]) if reply is not None else None
 
     def _nvme_tables_fit(self) -> bool:
         frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]

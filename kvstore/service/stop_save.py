@@ -20,6 +20,7 @@ log = logging.getLogger("kvstore.nvme")
 BATCH_BYTES_FIRST = 1 << 20  # then as much as the disk takes in about BATCH_S: nobody waits longer than that for an end
 BATCH_S = 0.5
 TELL_S = 1.0
+PAUSE_S = 0.001  # where chains were looked at that need no saving, or another thread's batch is still under way
 
 
 class StopSave:
@@ -44,9 +45,12 @@ class StopSave:
             batch_s = time.monotonic()
             if batch_s - began_s >= save_s:
                 break
-            self.chains = self._mover.save_all(size)
-            self._mover.carry()
-            done = not self.chains
+            chains = self._mover.save_all(size)
+            if chains is None:  # shared memory has no room for another table of NVMe's
+                break
+            self.chains, done = chains, not chains
+            if not self._mover.carry() and not done:
+                time.sleep(PAUSE_S)
             now_s = time.monotonic()
             size = min(BATCH_BYTES, 2 * size) if now_s - batch_s < BATCH_S else max(BATCH_BYTES_FIRST, size // 2)
             if now_s - told_s >= TELL_S:

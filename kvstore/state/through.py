@@ -318,7 +318,10 @@ class Through:
         data = event.heads[:, :32].tobytes()
         for i, page in enumerate(batch.pages):
             key, root = data[32 * i : 32 * i + 16], data[32 * i + 16 : 32 * i + 32]
-            staged = self._staged.pop(page.key)
+            staged = self._staged.pop(page.key, None)
+            if staged is None:  # it was given up with what it hung on
+                unused.append(page.target)
+                continue
             source = self._waits(staged) and staged.address == page.source
             whole = i not in event.failed and key == page.key and self.nvme.find(key) is None
             if source and (self.has(root, key) or (whole and self.has(root, staged.parent))):
