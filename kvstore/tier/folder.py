@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
-from kvstore.tier.plain_files import NotPlain, open_folder, open_plain, remove
+from kvstore.tier.plain_files import NotPlain, is_locked, open_folder, open_plain, remove
 
 PREFIX: Final = "kvstore-"
 EMBEDDED_PREFIX: Final = "kvstore-embedded-"
@@ -352,16 +352,9 @@ def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
 
 def _is_locked(folder: NodeFolder) -> bool:
     try:
-        fd = open_plain(folder.lock_file, os.O_RDONLY)
+        return is_locked(folder.lock_file)
     except OSError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def holder(fd: int) -> str:

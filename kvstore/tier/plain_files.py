@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -78,6 +79,18 @@ def read_plain(path: str | os.PathLike[str]) -> bytes:
     """All of a plain file. Raises as ``open_plain``."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         return file.read()
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether somebody holds a plain file's lock; ours is a shared one, for a moment. Raises as ``open_plain``."""
+    fd = open_plain(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def remove(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:

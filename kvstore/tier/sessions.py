@@ -19,7 +19,7 @@ import numpy as np
 
 from kvstore.tier.counters import NOTHING, SessionCounters, Tally, Vector, added, read_counters
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.plain_files import open_plain
+from kvstore.tier.plain_files import is_locked, open_plain
 
 FILES_MAX: Final = 16384  # looked at in one go: clients make as many as they like
 
@@ -117,18 +117,11 @@ def living_ids(folder: NodeFolder) -> set[int]:
 
 def _is_locked(folder: NodeFolder, session: int) -> bool:
     try:
-        fd = open_plain(folder.session(session), os.O_RDONLY)
+        return is_locked(folder.session(session))
     except FileNotFoundError:
         return False
     except PermissionError:  # of another user, who does not share it: nothing tells that it ended
         return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _is_session(name: str) -> bool:
