@@ -268,7 +268,8 @@ class EngineCalls:
         """The KV of a prefill. A thread walks through it, at most ``AHEAD_MAX`` messages ahead of its reader."""
         said = parse(pb.PullRequest, message)
         self._owners.check(said.request_id, call.caller)
-        self._pulling.try_take(call.caller)
+        with call.waits():
+            await self._pulling.take(1, call.left_s, call.caller)
         try:
             pieces = self._engine.pull(said.request_id, said.token_start, said.codec or "none", call.left_s)
             walk = _Walk(pieces)

@@ -132,12 +132,6 @@ class Shares:
         self._learn(waiter, owner)
         return size
 
-    def try_take(self, owner: Identity) -> None:
-        """Take one without waiting. Raises TooManyCalls."""
-        if not self._fits(1, owner, 0):
-            raise self._refusal(owner, 0)
-        self._grant(1, owner)
-
     def give(self, size: int, owner: Identity = LOCAL, held_s: float | None = None) -> None:
         """Give back what ``take`` said; ``held_s``: how long it was held."""
         self.free += size
