@@ -244,6 +244,22 @@ def test_house(rule: Rule) -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
+def test_tests_share_helpers_and_import_no_tests() -> None:
+    """Tests lie in folders by subject; what two of them need lies in `tests/helpers`, which has no tests."""
+    files = {file.relative_to(ROOT).as_posix(): file for file in sorted((ROOT / "tests").rglob("*.py"))}
+    complaints = [
+        f"{path}:{line}: {module} is a test"
+        for path, file in files.items()
+        for line, module in imported(path, file.read_text(encoding="utf-8"))
+        if module.startswith("tests.") and ".test_" in module
+    ]
+    for path in files:
+        is_test, helps = Path(path).name.startswith("test_"), path.startswith("tests/helpers/")
+        if is_test == helps and Path(path).name != "conftest.py":
+            complaints.append(f"{path}: tests and helpers lie apart")
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
 def test_every_part_is_in_the_table() -> None:
     assert {part_of(path) for path in sources()} <= set(MAY_IMPORT)
 

@@ -1,0 +1,117 @@
+"""Callers who never finish a request: they take nobody's place, and are soon over."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvstore.bench.http2 import Connection, call_headers
+from kvstore.pb import store_pb2 as pb
+from tests.helpers import api
+from tests.helpers.api import Client
+from tests.helpers.processes import Daemon, Machine
+
+Code = grpc.StatusCode
+
+RPCS_MAX = 8
+CONNECTIONS, EACH = 12, 16
+METHODS = ("kvstore.v1.Store/Lookup", "kvstore.v1.Store/Read", "kvstore.v1.Store/Write", "grpc.health.v1.Health/Check")
+CALL_S = 4.0  # of a call that has a place
+HANDSHAKE_S = 5.0  # that the node gives
+
+
+class HalfOpen:
+    """Many calls, of which nothing but the headers is sent."""
+
+    def __init__(self, address: str, token: str) -> None:
+        host, _, port = address.rpartition(":")
+        self.connections = [Connection(host, int(port)) for _ in range(CONNECTIONS)]
+        self.ended: Counter[str] = Counter()
+        for number, connection in enumerate(self.connections):
+            for call in range(EACH):
+                connection.open(call_headers(f"/{METHODS[(number + call) % len(METHODS)]}", token=token))
+            connection.flush()
+
+    def look(self, seconds: float) -> None:
+        """See for so long how they end."""
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop:
+            for connection in self.connections:
+                connection.flush()
+                self.ended.update(status for _, status, _ in connection.poll())
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+
+
+@pytest.fixture
+def node(machine: Machine, tmp_path: Path) -> tuple[Daemon, str]:
+    return api.serve_with(machine, f"rpcs_max = {RPCS_MAX}", identities=api.identities_file(tmp_path))
+
+
+@pytest.fixture
+def half_open(node: tuple[Daemon, str]) -> Iterator[Callable[[str], HalfOpen]]:
+    made: list[HalfOpen] = []
+
+    def open_calls(token: str) -> HalfOpen:
+        made.append(HalfOpen(node[1], token))
+        return made[-1]
+
+    yield open_calls
+    for calls in made:
+        calls.close()
+
+
+def test_strangers_are_refused_before_they_say_anything(
+    node: tuple[Daemon, str], half_open: Callable[[str], HalfOpen]
+) -> None:
+    calls = half_open("nobody's")
+    calls.look(0.5)
+    b = Client(node[1], "b-token")
+    for _ in range(5):
+        assert b.code("About", pb.AboutRequest(), CALL_S) is Code.OK
+    calls.look(0.5)
+    # What gRPC cancels had not been looked at: there are more than it keeps in line.
+    unauthenticated, cancelled = str(Code.UNAUTHENTICATED.value[0]), str(Code.CANCELLED.value[0])
+    assert set(calls.ended) <= {unauthenticated, cancelled} and calls.ended[unauthenticated], calls.ended
+    assert calls.ended.total() == CONNECTIONS * EACH
+    b.close()
+    assert node[0].terminate() == 0
+    assert "Traceback" not in node[0].trace(), node[0].trace()
+
+
+def test_half_open_calls_of_a_tenant_give_way(node: tuple[Daemon, str], half_open: Callable[[str], HalfOpen]) -> None:
+    for token in ("a-token", "op-token"):
+        calls = half_open(token)
+        calls.look(0.5)
+        for client in (Client(node[1], "b-token"), Client(node[1], "op-token"), Client(node[1], token)):
+            codes = [client.code("About", pb.AboutRequest(), CALL_S) for _ in range(3)]
+            assert codes == [Code.OK] * 3, (token, codes, calls.ended)
+            client.close()
+        calls.look(0.1)
+        calls.close()
+    assert node[0].terminate() == 0
+    assert "Traceback" not in node[0].trace(), node[0].trace()
+
+
+def test_connections_that_say_nothing_are_let_go(node: tuple[Daemon, str]) -> None:
+    host, _, port = node[1].rpartition(":")
+    silent = [socket.create_connection((host, int(port)), timeout=3 * HANDSHAKE_S) for _ in range(2)]
+    silent[1].sendall(b"PRI * HTTP/2.0\r\n")  # begun, not ended
+    began = time.monotonic()
+    for connection in silent:
+        while connection.recv(4096):
+            pass
+        connection.close()
+    assert time.monotonic() - began < 2 * HANDSHAKE_S + 5
+    client = Client(node[1], "b-token")
+    assert client.code("About", pb.AboutRequest(), CALL_S) is Code.OK
+    client.close()

@@ -1,0 +1,203 @@
+"""deploy/kvstore.example.toml, docs/config.md and ``kvstore config`` tell of every setting, truly, and of no other.
+
+``python -m tests.cli.test_config_example`` writes the table of docs/config.md anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import inspect
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from kvstore import config as configuration
+from kvstore.cli.config import config, plain
+from kvstore.cli.main import COMMANDS, cli
+from kvstore.cli.settings import HELP, value_text
+from kvstore.config import NodeConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "deploy" / "kvstore.example.toml"
+PAGE = ROOT / "docs" / "config.md"
+SETTINGS = [setting.name for setting in fields(NodeConfig)]
+BEGIN, END = "<!-- settings -->\n", "<!-- end -->\n"
+COMMENTED = re.compile(r"# ([a-z_]+) = (.+)")
+
+
+def docstrings() -> dict[str, str]:
+    """What stands below each field of ``NodeConfig``."""
+    (node,) = ast.parse(inspect.getsource(NodeConfig)).body
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def table() -> str:
+    """The table of docs/config.md."""
+    about = docstrings()
+    default = NodeConfig()
+    rows = [
+        f"| `{n}` | `{value_text(n, getattr(default, n))}` | {about[n].replace('|', chr(92) + '|')} |" for n in SETTINGS
+    ]
+    return "\n".join(["| setting | default | |", "|---|---|---|", *rows]) + "\n"
+
+
+# --- the example ----------------------------------------------------------------------------------------------------
+
+
+def test_the_example_loads_and_is_the_default() -> None:
+    assert configuration.load(EXAMPLE, env={}).node == NodeConfig()
+
+
+def test_the_example_has_every_setting_once_and_no_other() -> None:
+    text = EXAMPLE.read_text()
+    active = list(tomllib.loads(text)["node"])
+    commented = [found[1] for found in map(COMMENTED.fullmatch, text.splitlines()) if found]
+    assert sorted(active + commented) == sorted(SETTINGS)
+    assert {name for name in SETTINGS if getattr(NodeConfig(), name) is None} == set(commented)
+
+
+def test_what_is_commented_out_loads_when_it_is_not() -> None:
+    text = "\n".join(COMMENTED.sub(r"\1 = \2", line) for line in EXAMPLE.read_text().splitlines())
+    values = tomllib.loads(text)["node"]
+    assert sorted(values) == sorted(SETTINGS)
+    configuration.node_config(**values)
+
+
+def test_every_setting_of_the_example_is_explained_above_it() -> None:
+    paragraphs = re.split(r"\n\s*\n", EXAMPLE.read_text().partition("[node]")[2])
+    for paragraph in paragraphs:
+        lines = paragraph.strip().splitlines()
+        settings = [line for line in lines if COMMENTED.fullmatch(line) or not line.startswith("#")]
+        if settings:
+            words = " ".join(line.lstrip("# ") for line in lines if line not in settings)
+            assert len(words) >= 20, paragraph
+            assert len(lines) - len(settings) <= 2, f"one or two lines explain it: {paragraph}"
+
+
+# --- docs/config.md -------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_is_described_where_it_is_declared() -> None:
+    assert sorted(docstrings()) == sorted(SETTINGS)
+
+
+def test_the_page_has_every_setting_with_its_default() -> None:
+    _, begin, rest = PAGE.read_text().partition(BEGIN)
+    assert begin, f"{BEGIN} is missing"
+    assert rest.partition(END)[0] == table(), "run `python -m tests.cli.test_config_example`"
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_values_and_sources(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('[node]\ndram = "1GiB"\nname = "file"\nquotas = ["a dram=1MiB"]\n')
+    flags = ["--config", str(path), "--name", "flag", "--json"]
+    result = CliRunner().invoke(config, flags, env={"KVSTORE_LOG_LEVEL": "debug"})
+    assert result.exit_code == 0, result.output
+    node = json.loads(result.output)["node"]
+    assert list(node) == SETTINGS
+    assert node["dram"] == {"value": 1 << 30, "source": f"file {path}"}
+    assert node["name"] == {"value": "flag", "source": "flag --name"}
+    assert node["log_level"] == {"value": "debug", "source": "env KVSTORE_LOG_LEVEL"}
+    assert node["quotas"] == {"value": ["a dram=1MiB"], "source": f"file {path}"}
+    assert node["http"] == {"value": None, "source": "default"}
+
+
+def test_the_command_s_text_is_a_line_per_setting() -> None:
+    result = CliRunner().invoke(config, ["--dram", "1536KiB", "--demote-at", "0"], env={})
+    lines = result.output.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == SETTINGS
+    assert lines[SETTINGS.index("dram")].split() == ["dram", '"1536KiB"', "flag", "--dram"]
+
+
+def test_what_the_command_shows_can_be_read_again() -> None:
+    found = configuration.load(
+        env={}, flags={"nvme": '/tmp/with "quotes"\\and\ttab:1GiB', "dram": "4097", "listen": "127.0.0.1:1,unix:/a"}
+    ).node
+    shown = {name: value_text(name, getattr(found, name)) for name in SETTINGS if getattr(found, name) is not None}
+    text = "\n".join(f"{name} = {value}" for name, value in shown.items())
+    assert configuration.node_config(**tomllib.loads(text)) == found
+    json.dumps({name: plain(getattr(found, name)) for name in SETTINGS})
+
+
+@pytest.mark.parametrize("flags", [["--dram", "lots"], ["--demote-at", "2"], ["--kv-events-replay", "tcp://x:1"]])
+def test_the_command_refuses_what_serve_refuses(flags: list[str]) -> None:
+    result = CliRunner().invoke(config, flags, env={})
+    assert isinstance(result.exception, configuration.InvalidRequest)
+    assert result.exception.field == flags[0].removeprefix("--").replace("-", "_")
+
+
+def test_serve_and_config_have_a_flag_for_every_setting_and_say_its_default() -> None:
+    assert sorted(HELP) == sorted(SETTINGS)
+    for command in ("serve", "config"):
+        found = cli.get_command(cli.make_context("kvstore", [command]), command)
+        assert found is not None
+        options = {option.name: option for option in found.params if isinstance(option, click.Option)}
+        assert options.keys() == {*SETTINGS, "path", "as_json"} | {name for name in options if name == "help"}
+        for name in SETTINGS:
+            assert f"--{name.replace('_', '-')}" in options[name].opts
+            default = value_text(name, getattr(NodeConfig(), name)).strip('"')
+            said = str(options[name].help).partition("[default: ")[2].rstrip("]")
+            assert said == {"": "none", "[]": "none", "false": "off"}.get(default, default), name
+
+
+def test_every_kind_of_flag_is_read() -> None:
+    flags = [
+        "--nvme",
+        "/a:1GiB",
+        "--nvme",
+        "/b:2GiB",
+        "--format",
+        "--group",
+        "--listen",
+        "unix:/s",
+        "--http",
+        "[::1]:1",
+    ]
+    flags += ["--http", "[::1]:1", "--quota", "a,b dram=1MiB", "--quota", "* nvme=1GiB", "--json"]
+    result = CliRunner().invoke(config, flags, env={})
+    assert result.exit_code == 0, result.output
+    found = {name: about["value"] for name, about in json.loads(result.output)["node"].items()}
+    assert found["nvme"] == ["/a:1GiB", "/b:2GiB"] and found["nvme_format"] and found["group"]
+    assert found["listen"] == ["unix:/s"] and found["http"] == "[::1]:1" and not found["verify_reads"]
+    assert found["quotas"] == ["a,b dram=1MiB", "* nvme=1GiB"]
+
+
+def test_the_command_is_listed() -> None:
+    assert "config" in COMMANDS
+    assert cli.get_command(cli.make_context("kvstore", ["config"]), "config") is config
+
+
+# --- the unit -------------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_starts_a_command_there_is() -> None:
+    unit = configparser.ConfigParser(strict=True, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "deploy" / "kvstore.service")
+    program, command, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/kvstore") and command == "serve"
+    serve = cli.get_command(cli.make_context("kvstore", ["serve"]), "serve")
+    assert serve is not None
+    assert serve.make_context("serve", arguments).params["path"] == "/etc/kvstore/kvstore.toml"
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])

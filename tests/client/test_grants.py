@@ -1,0 +1,42 @@
+"""Frames granted ahead: none stays with a client that has stopped writing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.client import grants
+from tests.helpers.processes import frames, wait_until
+
+LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=32, dtype="float16", page_tokens=8)
+
+
+@pytest.mark.parametrize("refused", ["no parent", "present"])
+def test_frames_of_a_put_that_nobody_asks_about_come_back(
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages were refused, so that their frames are still its own; only its replies say so."""
+    monkeypatch.setattr(grants, "IDLE_S", 0.1)
+    with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
+        cache = store.cache(LAYOUT)
+        keys = cache.keys(np.arange(64, dtype=np.uint32))
+        pages = np.zeros((8, LAYOUT.page_bytes), np.uint8)
+        if refused == "no parent":
+            cache.put_async(keys[4:], pages[4:])
+        else:
+            send = grants.GrantPool.take
+
+            def overtaken(pool: grants.GrantPool, count: int) -> list[grants.Address]:
+                monkeypatch.undo()  # the other put is no slower than this one, and first
+                monkeypatch.setattr(grants, "IDLE_S", 0.1)
+                assert cache.put(keys, pages) == 8
+                return send(pool, count)
+
+            monkeypatch.setattr(grants.GrantPool, "take", overtaken)
+            cache.put_async(keys, pages)
+        assert frames(store)["reserved"], "nothing was refused: nothing could stay"
+        wait_until("its frames come back", lambda: frames(store)["reserved"] == 0)
+        assert cache.put(keys, pages) == (8 if refused == "no parent" else 0)

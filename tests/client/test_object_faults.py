@@ -1,0 +1,193 @@
+"""Opaque objects when something goes wrong: writers die or race, tiers are full, patterns never come to an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Store
+from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded
+from tests.helpers.api import identities_file, serve_api
+from tests.helpers.content import SMALL, chain
+from tests.helpers.nvme.nodes import NODE, configure, nvme
+from tests.helpers.processes import Machine, Worker, check_laws, evict_all, frames, put, wait_settled, wait_until
+from tests.helpers.workers.objects import value_of
+
+SIZE = (3 << 20) + 5  # several pieces and a head
+WORKER = (sys.executable, "-m", "tests.helpers.workers.objects")
+
+
+def start(machine: Machine, verb: str, *, failpoint: str = "", **arguments: Any) -> Worker:
+    """A worker of ``workers.objects``."""
+    env = machine.env(**({"KVSTORE_FAILPOINT": failpoint} if failpoint else {}))
+    worker = Worker([*WORKER, verb, json.dumps({"node": NODE, **arguments})], env, machine._log(f"object-{verb}"))
+    machine.processes.append(worker)
+    return worker
+
+
+# Pieces and head are a grant, a copy and a seal each.
+KILLS = {"client.copied:1": "new", "client.sealing:1": "newer", "client.copied:2": "old"}
+
+
+def test_writers_killed_before_their_heads_leave_nothing(machine: Machine) -> None:
+    machine.serve(NODE, dram="64MiB")
+    store = machine.connect(NODE)
+    assert store.put("old", value_of(1, SIZE))
+    before = frames(store)["sealed"]
+    dead = [
+        start(machine, "put", failpoint=failpoint, key=key, number=2, size=SIZE, replace=True)
+        for failpoint, key in KILLS.items()
+    ]
+    assert [worker.wait() for worker in dead] == [-9] * len(dead)
+    assert store.contains(list(KILLS.values())) == [False, False, True] and store.get("new") is None
+    wait_settled(store)
+    wait_until("what nobody finds is gone", lambda: frames(store)["sealed"] == before)
+    assert store.get("old").tobytes() == value_of(1, SIZE)
+    assert store.put("new", value_of(3, SIZE)) and store.get("new").tobytes() == value_of(3, SIZE)
+    check_laws(store)
+
+
+def test_a_writer_killed_after_its_head_was_sent_has_stored_all_of_it(machine: Machine) -> None:
+    machine.serve(NODE, dram="64MiB")
+    store = machine.connect(NODE)
+    dead = start(machine, "put", failpoint="client.sealing:2", key="k", number=2, size=SIZE)
+    assert dead.wait() == -9
+    assert wait_until("it is stored", lambda: store.get("k") is not None)
+    wait_settled(store)
+    assert store.get("k").tobytes() == value_of(2, SIZE)
+
+
+def test_processes_that_replace_one_key_leave_one_whole_value(machine: Machine) -> None:
+    machine.serve(NODE, dram="64MiB")
+    store = machine.connect(NODE)
+    store.put("k", value_of(0, 100))
+    writers = [start(machine, "replace", number=first) for first in (1_000, 1_000_000, 2_000_000)]
+    for writer in writers:
+        writer.wait_for("put", 3)
+    seen: set[int] = set()
+    deadline, reads = time.monotonic() + 15, 0
+    while (len(seen) < 30 or reads < 60) and time.monotonic() < deadline:
+        found, reads = store.get("k"), reads + 1
+        if reads == 40:
+            writers.pop().kill()
+        if found is not None:
+            number = int.from_bytes(found[:8].tobytes(), "little")
+            assert found.tobytes() == value_of(number, len(found)), f"value {number} is mixed with another"
+            seen.add(number)
+    assert len(seen) >= 30
+    for writer in writers:
+        assert writer.terminate() == 0, writer.trace()
+    wait_settled(store)
+    last = store.get("k")
+    number = int.from_bytes(last[:8].tobytes(), "little")
+    assert last.tobytes() == value_of(number, len(last))
+    acknowledged = [max(e["number"] for e in writer.events("put") if e["stored"]) for writer in writers]
+    assert number in acknowledged or number > 2_000_000, "the last one that was acknowledged, or the dead writer's"
+    assert store.delete("k") == 1
+    wait_until("of all the values nothing is left", lambda: frames(store)["sealed"] == 0)
+    check_laws(store)
+
+
+def test_objects_go_down_and_up_and_are_read_on_nvme(machine: Machine) -> None:
+    flags = configure(machine, demote_at=0.0, dram="8MiB", extent="512KiB", nvme_extent="4MiB", promote_after=2)
+    machine.serve(NODE, **flags)
+    store = machine.connect(NODE)
+    values = {f"k{i}": os.urandom(size) for i, size in enumerate((0, 1, 5000, 300_000, 1_500_000))}
+    assert store.put_many(list(values), list(values.values())) == [True] * len(values)
+    stored = frames(store)["sealed"]
+    wait_until("all is saved", lambda: nvme(store)["pages"] == stored)
+    evict_all(store)
+    assert store.contains(list(values)) == [True] * len(values) and sorted(values) == store.object_keys()
+    for key, value in values.items():
+        assert store.get(key).tobytes() == value and store.size(key) == len(value)
+    assert not store.put("k3", b"other"), "what is on NVMe is there"
+    assert store.put("k3", b"new", replace=True) and store.get("k3").tobytes() == b"new"
+    values["k3"] = b"new"
+
+    def promoted() -> bool:
+        assert store.get("k4").tobytes() == values["k4"]
+        return bool(store.stats()["tiers"]["nvme"]["promoted_pages"])
+
+    wait_until("what is read often comes to DRAM", promoted)
+    for key, value in values.items():
+        assert store.get(key).tobytes() == value
+    assert store.remove("k[0-4]") == 5 and store.object_keys() == []
+    wait_until("nothing is left", lambda: frames(store)["sealed"] + nvme(store)["pages"] == 0)
+    check_laws(store)
+
+
+def test_what_does_not_fit_is_refused_by_name(machine: Machine) -> None:
+    (machine.logs / "node.toml").write_text('[node]\nquotas = ["t dram=1MiB"]\n')
+    machine.serve(NODE, dram="16MiB", config=str(machine.logs / "node.toml"))
+    store = machine.connect(NODE)
+    with pytest.raises(InvalidRequest) as refused:
+        store.put_many(["small", "large"], [b"x", np.zeros(17 << 20, np.uint8)])
+    assert refused.value.field == "data" and not store.contains("small"), "nothing was stored"
+    for size in (2 << 20, (1 << 20) + 1):
+        with pytest.raises(QuotaExceeded) as full:
+            store.put("k", bytes(size), salt="t")
+        assert full.value.retry_after_s > 0
+    assert store.stats()["tenants"]["t"]["dram"]["bytes"] == 0, "its pieces are gone again"
+    assert store.put_many(["a", "b"], [bytes(200_000)] * 2, salt="t") == [True, True]
+    for i in range(20):
+        assert store.put(f"k{i}", bytes(200_000), salt="t"), "the coldest left"
+    about = store.stats()["tenants"]["t"]["dram"]
+    assert about["bytes"] <= 1 << 20 and about["evicted_quota"] > 0
+    keys = [chain(seed, 8) for seed in range(150)]
+    leases = []
+    for seed, pages in enumerate(keys):
+        if not put(store, seed, 8):
+            break
+        leases.append(store.cache(SMALL).lease(pages))
+        leases[-1].__enter__()
+    with pytest.raises(OutOfSpace) as none:
+        store.put("k", bytes(8 << 20))
+    assert not isinstance(none.value, QuotaExceeded)
+    for lease in leases:
+        lease.release()
+    assert store.put("k", bytes(8 << 20)), "paired: the leases ended"
+    check_laws(store)
+
+
+def test_a_pattern_without_end_holds_up_nobody(machine: Machine) -> None:
+    _, address = serve_api(machine, NODE, identities=identities_file(machine.logs))
+    evil = "(a+)+b"
+    with (
+        kvstore.connect(f"kv://{address}", token="a-token", timeout_s=1.5) as stuck,
+        kvstore.connect(f"kv://{address}", token="b-token", timeout_s=5.0) as other,
+    ):
+        assert stuck.put("a" * 60, b"1", salt="a") and other.put("k1", b"2", salt="b")
+        ended: list[BaseException] = []
+
+        def attempt() -> None:
+            try:
+                stuck.remove(evil, salt="a")
+            except DeadlineExceeded as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=attempt)
+        begun_s = time.monotonic()
+        thread.start()
+        slowest_s = 0.0
+        while thread.is_alive():
+            start_s = time.monotonic()
+            assert other.get("k1", salt="b").tobytes() == b"2"
+            slowest_s = max(slowest_s, time.monotonic() - start_s)
+        assert ended and time.monotonic() - begun_s < 10 and slowest_s < 3.0
+        for pattern in ("(", "x" * 1001, "a{1,99999999999}"):
+            with pytest.raises(InvalidRequest, match="pattern"):
+                other.remove(pattern, salt="b")
+        assert other.remove("k.", salt="b") == 1 and stuck.contains("a" * 60, salt="a"), "salts stay apart"
+        local: Store = machine.connect(NODE)
+        for wrong in ("(", b"k", 3):
+            with pytest.raises(InvalidRequest, match="pattern"):
+                local.remove(wrong)  # type: ignore[arg-type]
+        assert local.object_keys("a") == ["a" * 60]

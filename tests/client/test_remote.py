@@ -1,0 +1,400 @@
+"""A node over gRPC when things go wrong: killed and restarted, stopped, forked, closed; and what its bench rows say."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Store
+from kvstore.client.remote import node
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    LeaseBroken,
+    NodeUnavailable,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    VersionMismatch,
+)
+from kvstore.pb import store_pb2 as pb
+from tests.helpers.api import Certificates, identities_file, serve_api
+from tests.helpers.content import LARGE, SMALL, chain, contents, layer_of, mismatch
+from tests.helpers.processes import ROOT, Machine, free_port, wait_until
+from tests.helpers.scraping import Scrape, http_of
+
+PAGES = 6
+
+
+@pytest.fixture
+def address(machine: Machine) -> str:
+    machine.serve("n", dram="32MiB", listen=(where := f"127.0.0.1:{free_port()}"), http="127.0.0.1:0")
+    return f"kv://{where}"
+
+
+@pytest.fixture
+def store(machine: Machine, address: str) -> Iterator[Store]:
+    with kvstore.connect(address, timeout_s=2.0) as store:
+        yield store
+
+
+def test_killed_and_restarted(machine: Machine, store: Store) -> None:
+    """A clear error at once while it is down; then everything works again, and the pages are there."""
+    cache, keys = store.cache(LARGE), chain(1, PAGES, LARGE)
+    assert cache.put(keys, contents(keys, LARGE)) == PAGES
+    lease = cache.lease(keys).__enter__()
+    writer = cache.writer(chain(2, 2, LARGE)).__enter__()
+    more = chain(3, 2, LARGE)
+    with ThreadPoolExecutor(1) as thread:  # it waits when the node dies
+        waiting = thread.submit(cache.reader(more, 20.0).read_layer, 0, bytearray(2 * LARGE.layer_bytes))
+        node = http_of(machine.processes[0].output())
+        wait_until("it waits", lambda: Scrape(node)("kvstore_queue_length", queue="rpcs") == 1)
+        machine.processes[0].kill()
+        assert isinstance(waiting.exception(3), NodeUnavailable)
+    calls = (
+        lambda: cache.lookup(keys),
+        lambda: cache.get(keys),
+        lambda: cache.put(more, contents(more, LARGE)),
+        lambda: cache.put_async(more, contents(more, LARGE)).result(),
+        lambda: cache.get_async(keys).result(5),
+        lambda: cache.lease(keys).__enter__(),
+        lambda: cache.writer(more).__enter__(),
+        lambda: cache.reader(keys).read_layer(0, bytearray(PAGES * LARGE.layer_bytes)),
+        lambda: cache.prefetch(keys),
+        lambda: store.get("object"),
+        lambda: store.put("object", b"x"),
+        store.stats,
+    )
+    for call in calls:
+        began = time.monotonic()
+        with pytest.raises(NodeUnavailable, match="kv://"):
+            call()
+        assert time.monotonic() - began < 1.5
+    assert mismatch(kvstore.client.match.Match(0, PAGES, "", np.stack(lease.pages)), keys, LARGE) == ""
+    machine.serve("n")
+    store.wait_ready(10)
+    match = cache.get(keys)
+    assert match.pages == PAGES and mismatch(match, keys, LARGE) == ""
+    lease.renew(5)  # taken again
+    lease.__exit__(None, None, None)
+    data = contents(chain(2, 2, LARGE), LARGE)
+    with pytest.raises(LeaseBroken):
+        writer.write_layer(0, layer_of(data, 0, LARGE))
+    writer.__exit__(RuntimeError, RuntimeError(), None)
+    assert cache.put(more, contents(more, LARGE)) == 2
+    assert store.verify()["findings"] == []
+
+
+@pytest.mark.parametrize("failpoint", ["client.reading:2", "client.copied:2", "node.commit:2", "client.leased:1"])
+def test_killed_in_the_middle(machine: Machine, failpoint: str) -> None:
+    """Of a read, a write, a layer, a lease: an error in time, nothing wrong, and the same store goes on."""
+    flags = {"dram": "64MiB", "listen": f"127.0.0.1:{free_port()}"}
+    daemon = machine.spawn("n", failpoint=failpoint, **flags)
+    daemon.wait_ready()
+    with kvstore.connect(f"kv://{flags['listen']}", timeout_s=3.0) as store:
+        cache, keys, more = store.cache(LARGE), chain(1, 20, LARGE), chain(2, 20, LARGE)
+        data, new = contents(keys, LARGE), contents(more, LARGE)
+        if failpoint in ("client.reading:2", "client.leased:1"):
+            assert cache.put(keys, data) == 20
+
+        def layers() -> None:
+            with cache.writer(more) as writer:
+                for layer in range(LARGE.layers):
+                    writer.write_layer(layer, layer_of(new, layer, LARGE))
+
+        verb: Any = {
+            "client.reading:2": lambda: cache.get(keys),  # of the third batch
+            "client.copied:2": lambda: cache.put(keys, data),
+            "node.commit:2": layers,  # frames were reserved, their seal is half done
+            "client.leased:1": lambda: cache.lease(keys).__enter__(),
+        }[failpoint]
+        began = time.monotonic()
+        with pytest.raises(NodeUnavailable, match="kv://"):
+            verb()
+        assert time.monotonic() - began < 5.0
+        daemon.wait()
+        machine.serve("n", **flags)
+        store.wait_ready(10)
+        match = cache.get(keys)
+        assert mismatch(match, keys, LARGE) == ""
+        assert cache.put(keys, data) == 20 - match.pages
+        wait_until(
+            "what was reserved is given back", lambda: cache.put(more, new) == 20 or cache.lookup(more).pages == 20
+        )
+        for stored in (keys, more):
+            assert mismatch(found := cache.get(stored), stored, LARGE) == "" and found.pages == 20
+        assert store.verify()["findings"] == []
+
+
+def test_a_deadline_shorter_than_the_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 MiB in a millisecond."""
+    cache, keys, more = store.cache(LARGE), chain(1, 20, LARGE), chain(2, 20, LARGE)
+    data, new = contents(keys, LARGE), contents(more, LARGE)
+    assert cache.put(keys, data) == 20 and store.put("big", data[:16])
+    with monkeypatch.context() as short:
+        short.setattr(store._remote, "timeout_s", 1e-4)  # type: ignore[attr-defined]
+        short.setattr(node, "STREAM_BYTES_PER_S_MIN", 1 << 40)
+        for call in (
+            lambda: cache.get(keys),
+            lambda: cache.put(more, new),
+            lambda: cache.put_async(more, new).result(),
+            lambda: store.put("other", data),
+            lambda: store.get("big"),
+        ):
+            with pytest.raises(DeadlineExceeded, match="kv://"):
+                call()
+    assert mismatch(cache.get(keys), keys, LARGE) == "" and bytes(store.get("big")) == data[:16].tobytes()
+    wait_until("the node has ended them", lambda: cache.put(more, new) + cache.lookup(more).pages >= 20)
+    assert mismatch(cache.get(more), more, LARGE) == ""
+
+
+def test_cancelled_futures(store: Store) -> None:
+    cache, keys = store.cache(LARGE), chain(1, 20, LARGE)
+    cache.put(keys, contents(keys, LARGE))
+    futures = [cache.get_async(keys) for _ in range(20)]
+    cancelled = [future for future in futures if future.cancel()]
+    assert cancelled
+    for future in futures:
+        if not future.cancelled():
+            assert mismatch(future.result(10), keys, LARGE) == ""
+
+
+def test_prompts_in_several_requests(store: Store) -> None:
+    """What does not fit one message of the node's goes in parts, or is refused before anything is sent."""
+    cache, keys = store.cache(SMALL), chain(1, 10)
+    data = contents(keys)
+    store._remote.about.message_bytes_max = node.OVERHEAD_BYTES + 3 * 4 * SMALL.page_tokens  # type: ignore[attr-defined]
+    assert [len(part) for part in cache.parts(keys)] == [3, 3, 3, 1]  # type: ignore[attr-defined]
+    assert (cache.put(keys[:7], data[:7]), cache.put(keys, data), cache.put(keys, data)) == (7, 3, 0)
+    assert cache.lookup(keys).pages == cache.prefetch(keys).pages == 10
+    out = np.zeros_like(data)
+    assert cache.get(keys, out).pages == 10 and np.array_equal(out, data)
+    assert store.evict(keys=keys[5:], tier="all")["pages"] == 5
+    match = cache.get(keys)
+    assert (match.pages, match.reason, cache.lookup(keys).reason) == (5, "absent", "absent")
+    assert np.array_equal(match.data, data[:5])
+    assert cache.put(keys[8:], data[8:]) == 0
+    for call in (cache.lease, cache.writer, cache.reader, lambda keys: cache.put_async(keys, data)):
+        with pytest.raises(InvalidRequest, match="^tokens: 10 pages are too many for one call over gRPC: 3 at most"):
+            call(keys)
+
+
+def test_servers_of_another_kind(machine: Machine) -> None:
+    """Another service, a node that lacks a call, and what speaks no gRPC at all."""
+    about = grpc.unary_unary_rpc_method_handler(lambda _, __: pb.AboutReply(name="x").SerializeToString())
+    for methods in ({}, {"About": about}):
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("kvstore.v1.Store", methods),))
+        address = f"kv://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            with pytest.raises(VersionMismatch, match="kv://.* another version"), kvstore.connect(address) as store:
+                store.cache(SMALL).get(chain(1, 2))
+        finally:
+            server.stop(0)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        began = time.monotonic()
+        with pytest.raises((NodeUnavailable, DeadlineExceeded), match="kv://"):
+            kvstore.connect(f"kv://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.5)
+        assert time.monotonic() - began < 2.0
+
+
+def test_credentials(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By arguments and by the environment, of a program and of the command line; each right one beside a wrong one."""
+    certs = Certificates(tmp_path)
+    files = {
+        "tls_cert": certs.path("server.pem"),
+        "tls_key": certs.path("server.key"),
+        "tls_client_ca": certs.path("ca.pem"),
+    }
+    _, where = serve_api(machine, "n", identities=identities_file(tmp_path), **files)
+    address, keys = f"kv://{where}", chain(1, 3, salt="a")
+    ours = {"tls_ca": certs.path("ca.pem"), "tls_cert": certs.path("client.pem"), "tls_key": certs.path("client.key")}
+    with kvstore.connect(address, token="a-token", **ours) as store:
+        cache = store.cache(SMALL, "a")
+        assert cache.put(keys, contents(keys)) == 3 and mismatch(cache.get(keys), keys) == ""
+        for refused in (
+            lambda: store.cache(SMALL, "b").lookup(chain(1, 3, salt="b")),
+            lambda: store.cache(SMALL, "b").put(chain(1, 3, salt="b"), contents(keys)),
+            lambda: store.get("x", salt="b"),
+            lambda: store.evict(pages=1),
+            store.stats,
+        ):
+            with pytest.raises(PermissionDenied):
+                refused()
+    for given in ({**ours, "token": "c-token"}, ours):
+        with pytest.raises(Unauthenticated):
+            kvstore.connect(address, **given)
+    for given in (
+        {"token": "a-token", "tls_ca": ours["tls_ca"]},  # no certificate of our own
+        {**ours, "token": "a-token", "tls_ca": certs.path("other.pem")},
+        {**ours, "token": "a-token", "tls_server_name": "else.example"},
+    ):
+        with pytest.raises(NodeUnavailable, match="kv://"):
+            kvstore.connect(address, timeout_s=2.0, **given)
+    (tmp_path / "token").write_text("op-token\n")
+    env = {f"KVSTORE_{name.upper()}": path for name, path in ours.items()} | {"KVSTORE_NODE": address}
+    env["KVSTORE_TOKEN_FILE"] = str(tmp_path / "token")
+    done = machine.run("pages", "--json", **env)
+    assert done.returncode == 0 and json.loads(done.stdout)["total"] == 3, done.stderr
+    done = machine.run("pages", "--json", **env, KVSTORE_TOKEN="a-token")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "kvstore: a is no operator\n")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with kvstore.connect() as store:
+        assert store.evict(salt="a", tier="all")["pages"] == 3
+
+
+def test_a_stopped_node_costs_a_deadline(machine: Machine, address: str) -> None:
+    with kvstore.connect(address, timeout_s=0.5) as store:
+        cache, keys = store.cache(SMALL), chain(1, PAGES)
+        cache.put(keys, contents(keys))
+        daemon = machine.processes[0]
+        daemon.stop()
+        try:
+            for call in (lambda: cache.lookup(keys), lambda: cache.get(keys), lambda: cache.lease(keys).__enter__()):
+                began = time.monotonic()
+                with pytest.raises(DeadlineExceeded):
+                    call()
+                assert 0.3 < time.monotonic() - began < 2.5
+        finally:
+            daemon.resume()
+        wait_until("it answers again", lambda: _pages(cache.lookup, keys) == PAGES)
+
+
+def _pages(call: Any, keys: Any) -> int:
+    try:
+        return int(call(keys).pages)
+    except Unavailable:
+        return -1
+
+
+def test_nothing_there(machine: Machine) -> None:
+    for address in (f"kv://127.0.0.1:{free_port()}", f"kv+unix://{machine.shm_dir}/none"):
+        began = time.monotonic()
+        with pytest.raises(NodeUnavailable, match="kv"):
+            kvstore.connect(address, timeout_s=2.0)
+        assert time.monotonic() - began < 2.5
+
+
+def test_the_environment_names_the_node(machine: Machine, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_NODE", address)
+    with kvstore.connect() as store:
+        assert (store.name, address in repr(store)) == ("n", True)
+
+
+def test_a_closed_store_refuses(store: Store) -> None:
+    cache, keys = store.cache(SMALL), chain(1, 2)
+    lease = cache.lease(keys).__enter__()
+    store.close()
+    store.close()
+    for call in (
+        lambda: cache.lookup(keys),
+        lambda: cache.get(keys),
+        lambda: cache.get(chain(1, 1)[:0]),
+        lambda: cache.put(keys, contents(keys)),
+        lambda: cache.get_async(keys),
+        lambda: cache.lease(keys).__enter__(),
+        lambda: cache.writer(keys).__enter__(),
+        lambda: store.get("x"),
+        lambda: store.contains("x"),
+        store.stats,
+        lambda: store.cache(SMALL),
+    ):
+        with pytest.raises(InvalidRequest, match="^store: is closed"):
+            call()
+    lease.release()
+
+
+def test_a_forked_child_is_refused_and_ends_nothing(store: Store) -> None:
+    cache, keys = store.cache(SMALL), chain(1, 2)
+    cache.put(keys, contents(keys))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for call in (lambda: cache.get(keys), lambda: cache.put(keys, contents(keys)), store.stats):
+            try:
+                call()
+                said.append("not refused")
+            except KVStoreError as error:
+                said.append(str(error))
+        store.close()
+        store._remote._finalizer()  # type: ignore[attr-defined]
+        os.write(write, "\n".join(said).encode())
+        os._exit(0)
+    wait_until("the child ends", lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    said = os.read(read, 2000).decode().split("\n")
+    os.close(read), os.close(write)
+    assert len(said) == 3 and all("fork" in line for line in said), said
+    assert cache.get(keys).pages == 2
+
+
+def test_it_cannot_be_pickled(store: Store) -> None:
+    for thing in (store, store.cache(SMALL)):
+        with pytest.raises(InvalidRequest, match=r"kvstore\.connect\(\) in the other process"):
+            pickle.dumps(thing)
+
+
+def test_a_dropped_store_ends_its_threads(machine: Machine, address: str) -> None:
+    """A process that never closes anything exits by itself."""
+    code = f"""
+import kvstore
+from tests.helpers.content import SMALL, chain, contents
+cache = kvstore.connect({address!r}).cache(SMALL)
+keys = chain(1, 3)
+cache.put(keys, contents(keys))
+cache.put_async(chain(2, 3), contents(chain(2, 3)))
+lease = cache.lease(keys).__enter__()
+print(cache.get_async(keys).result(5).pages)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=machine.env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+def test_operators_name_pages_by_keys(machine: Machine, store: Store) -> None:
+    cache, keys = store.cache(SMALL, "tenant"), chain(1, PAGES, salt="tenant")
+    cache.put(keys, contents(keys))
+    pin = store.pin(keys[:2], 30.0)
+    assert pin["pages"] == 2 and len(store.pins()["pins"]) == 1
+    assert store.evict(keys=keys, tier="all")["pages"] == PAGES - 2
+    store.unpin(pin["pin"])
+    assert store.evict(pages=PAGES)["pages"] == 2
+    seen = store.events(after=0, limit=1000, wait_s=0.2)
+    assert {"sealed", "evicted"} <= {event["kind"] for event in seen["events"]}
+    assert store.events(after=seen["next"], wait_s=0.1) == {"events": [], "next": seen["next"], "lost": 0}
+    with kvstore.connect("n") as local, pytest.raises(InvalidRequest, match="^keys: are of no cache"):
+        store.pin(local.cache(SMALL, "another").keys(range(100)), 5.0)
+    for field, call in (
+        ("order", lambda: store.pages(order="odd")),
+        ("wait_s", lambda: store.events(wait_s=2)),
+        ("call", lambda: store._admin("no such")),
+    ):
+        with pytest.raises((InvalidRequest, VersionMismatch), match=field):
+            call()
+    assert store.pages(order="recent")["total"] == 0

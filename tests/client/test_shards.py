@@ -1,0 +1,400 @@
+"""Pages written by several devices (heads x layers) and read by as many or others: whole and right, or not there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout, PrefixCache, Store
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.model.shard import Shard
+from tests.helpers.content import FEW, LAYOUTS, MLA, SMALL, chain, contents, layer_of
+from tests.helpers.nvme.nodes import configure, save_all
+from tests.helpers.processes import (
+    Machine,
+    Worker,
+    check_laws,
+    check_pages,
+    evict_all,
+    frames,
+    free_port,
+    put,
+    wait_settled,
+    wait_until,
+)
+
+PAGES = 6
+DEVICES = 4  # worker processes
+Cut = tuple[int, int]  # ranks, stages
+
+# TP2, TP4, PP2, PP4, TP2 x PP2. All ranks hold the one head of MLA; of FEW each head is held by two of four ranks.
+WRITES: list[tuple[str, Cut]] = [
+    *(("small", cut) for cut in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))),
+    *(("mla", cut) for cut in ((2, 1), (1, 2), (1, 4), (2, 2))),
+    *(("few", cut) for cut in ((4, 1), (1, 4), (2, 2))),
+]
+READS: tuple[Cut, ...] = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
+
+
+def shards(layout: Layout, cut: Cut) -> list[Shard]:
+    """All shards of a cut, in the order of their numbers."""
+    return [Shard(layout, rank, cut[0], stage, cut[1]) for stage in range(cut[1]) for rank in range(cut[0])]
+
+
+class Devices:
+    """Worker processes; each shard of a job is one's."""
+
+    def __init__(self, machine: Machine, count: int = DEVICES) -> None:
+        self.workers = [machine.worker("shards", "n") for _ in range(count)]
+
+    def start(self, do: str, layout: str, cut: Cut, seed: int, **more: Any) -> list[Worker]:
+        """Begin a job; the workers at it, in the order of the shards."""
+        at_it = list(zip(self.workers, shards(LAYOUTS[layout], cut), strict=False))
+        assert len(at_it) == cut[0] * cut[1]
+        for worker, shard in at_it:
+            worker.tell(json.dumps({"do": do, "layout": layout, "seed": seed, "pages": PAGES, **shard.cut, **more}))
+        return [worker for worker, _ in at_it]
+
+    def do(self, do: str, layout: str, cut: Cut, seed: int, **more: Any) -> list[int]:
+        """How many pages each shard wrote or got."""
+        name = {"write": "sealed", "read": "got"}[do]
+        before = [len(worker.events(name)) for worker in self.workers]
+        at_it = self.start(do, layout, cut, seed, **more)
+        return [worker.wait_for(name, n + 1)["pages"] for worker, n in zip(at_it, before, strict=False)]
+
+
+def test_written_by_some_and_read_by_others(machine: Machine) -> None:
+    """Every cut in processes of its own, read in every other cut, byte for byte; sums of whole layers hold as well."""
+    machine.serve("n")
+    store = machine.connect("n")
+    devices = Devices(machine)
+    for seed, (name, cut) in enumerate(WRITES):
+        layout = LAYOUTS[name]
+        keys = chain(seed, PAGES, layout)
+        assert devices.do("write", name, cut, seed, group=f"g{seed}") == [PAGES] * (cut[0] * cut[1]), (name, cut)
+        check_pages(store, {seed: PAGES}, layout)
+        match = store.cache(layout).get(keys, verify=True)
+        assert match.pages == PAGES and np.array_equal(match.data, contents(keys, layout)), (name, cut)
+        for read in READS:
+            if read[0] in (1, 2, 4) and read[1] <= layout.layers:
+                found = devices.do("read", name, read, seed)
+                assert found == [PAGES] * (read[0] * read[1]), (name, cut, read)
+    assert not [event for worker in devices.workers for event in worker.events("refused")]
+    check_laws(store)
+    wait_settled(store)
+    evict_all(store)
+
+
+@pytest.mark.parametrize("layout", [SMALL, MLA, FEW], ids=["small", "mla", "few"])
+def test_any_cut_read_by_any_cut(layout: Layout) -> None:
+    """What all readers see, laid together, is what all writers wrote; in one process, with cuts drawn at random."""
+    rng = random.Random(layout.model)
+    ranks = [n for n in (1, 2, 4, 8) if n % layout.kv_heads == 0 or layout.kv_heads % n == 0]
+    cuts = list(itertools.product(ranks, range(1, layout.layers + 1)))
+    with kvstore.open(dram="32MiB") as store:
+        cache = store.cache(layout)
+        for seed in range(25):
+            keys = chain(seed, rng.randint(1, 5), layout)
+            data = contents(keys, layout)
+            write = rng.choice([cut for cut in cuts if cut[0] * cut[1] <= 8])
+            writers = [cache.writer(keys, group="g", **shard.cut) for shard in shards(layout, write)]
+            rng.shuffle(writers)
+            for writer in writers:
+                writer.__enter__()
+            for writer in writers:
+                _write(writer, data, rng)
+                assert not cache.lookup(keys)
+                writer.__exit__(None, None, None)
+            for read in rng.sample(cuts, 3):
+                seen = np.zeros_like(data)
+                for shard in shards(layout, read):
+                    match = cache.get_shard(keys, **shard.cut, verify=rng.random() < 0.5)
+                    assert match.pages == len(keys) and match.data is not None
+                    shard.part(seen)[:] = shard.unpacked(match.data)
+                np.testing.assert_array_equal(seen, data, f"{write} {read}")
+        assert store.verify()["findings"] == []
+
+
+def _write(writer: Any, data: np.ndarray[Any, Any], rng: random.Random, how: str = "") -> None:
+    """A shard's part, by layers in any order, by pages, or by pieces of pages."""
+    shard, how = writer._shard, how or rng.choice(["layers", "pages", "pieces"])
+    part = shard.part(data)
+    first = shard.layers[0]
+    if how == "layers":
+        for i in rng.sample(range(part.shape[1]), part.shape[1]):
+            writer.write_layer(first + i, part[:, i])
+    for page in range(len(data)) if how == "pages" else ():
+        writer.write_page(page, part[page])
+    for page, i in itertools.product(range(len(data)), range(part.shape[1])) if how == "pieces" else ():
+        start = shard.layout.byte_range(first + i, *shard.heads)[0]
+        cut = rng.randint(1, shard.width - 1)
+        for begin, end in ((cut, shard.width), (0, cut)):
+            writer.write_range(page, start + begin, part[page, i, begin:end])
+
+
+def test_shards_on_this_machine_and_another(machine: Machine) -> None:
+    """Stage 0 through shared memory, stage 1 over gRPC: one group, by its text."""
+    address = f"127.0.0.1:{free_port()}"
+    machine.serve("n", dram="16MiB", listen=address)
+    keys = chain(1, PAGES)
+    data = contents(keys)
+    with machine.connect("n") as here, kvstore.connect(f"kv://{address}") as there:
+        caches = here.cache(SMALL), there.cache(SMALL)
+        writers = [cache.writer(keys, group="g", stage=stage, stages=2) for stage, cache in enumerate(caches)]
+        for writer in writers:
+            writer.__enter__()
+        for writer in writers:
+            assert not caches[0].lookup(keys)
+            _write(writer, data, random.Random(1), "layers")
+            writer.__exit__(None, None, None)
+        for cache in caches:
+            assert np.array_equal(cache.get(keys, verify=True).data, data)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+@pytest.mark.parametrize("meanwhile", ["nothing", "evicted", "evicted and put again"])
+def test_a_read_stopped_before_its_copy(meanwhile: str, given: bool, machine: Machine) -> None:
+    """Its pages are proven when their frames are given to others: what it copies then does not count."""
+    machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    put(store, 1, 16)
+    reader = machine.worker("stopped_get", "n", seed=1, pages=16, given=given, rank=1, ranks=2, stage=1, stages=2)
+    reader.wait_for("proven")
+    wait_until("it stops itself", lambda: reader.state() == "T")
+    for seed in range(100, 150) if meanwhile != "nothing" else ():
+        put(store, seed, 16)
+    if meanwhile == "evicted and put again":
+        put(store, 1, 16)
+    reader.resume()
+    found = reader.wait_for("got")
+    assert found["pages"] == (0 if meanwhile == "evicted" else 16), found
+    reader.wait_well()
+
+
+# --- incomplete sets ------------------------------------------------------------------------------------------------
+
+
+def assert_missing(store: Store, cache: PrefixCache, keys: kvstore.Keys) -> None:
+    """Not a page of it is to be had, in any way."""
+    assert cache.lookup(keys).pages == 0
+    assert cache.get(keys).pages == cache.get(keys, verify=True).pages == 0
+    assert cache.get_shard(keys, ranks=2, stages=2).pages == 0
+    assert cache.prefetch(keys, 0.05).pages == 0
+    with cache.lease(keys) as lease:
+        assert lease.pages == []
+    last = cache.layout.layers - 1
+    with pytest.raises(DeadlineExceeded):
+        cache.reader(keys, timeout_s=0.05).read_layer(last, bytearray(len(keys) * cache.layout.layer_bytes))
+    assert store.pages(keys=keys)["total"] == 0
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_shard_that_is_killed_before_its_seal(missing: int, machine: Machine) -> None:
+    """After all others have sealed. No hit, the frames come back, and another group writes right pages."""
+    machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    cache, keys = store.cache(SMALL), chain(1, PAGES)
+    options = {"seed": 1, "pages": PAGES, "group": "g", "ranks": 2, "stages": 2}
+    late = machine.worker("layers", "n", rank=missing % 2, stage=missing // 2, step=True, **options)
+    late.wait_for("reserved")
+    for _ in range(2):
+        late.tell()
+    late.wait_for("layer", 2)  # everything is written, nothing is sealed
+    others = [
+        machine.worker("layers", "n", rank=number % 2, stage=number // 2, **options)
+        for number in range(4)
+        if number != missing
+    ]
+    for worker in others:
+        worker.wait_well()
+        assert worker.events("sealed")[0] == {"event": "sealed", "pages": PAGES, "seen": 0}
+    out = np.zeros((PAGES, SMALL.layer_bytes), np.uint8)
+    reader = cache.reader(keys, timeout_s=5.0)
+    for layer in range(SMALL.layers):  # all owners are done with it, so a reader may have it
+        reader.read_layer(layer, out)
+        assert np.array_equal(out, layer_of(contents(keys), layer))
+    assert cache.lookup(keys).pages == cache.get(keys).pages == cache.get_shard(keys, ranks=2).pages == 0
+    assert frames(store)["reserved"] == PAGES
+    late.kill()
+    wait_settled(store)
+    assert_missing(store, cache, keys)
+    check_laws(store)
+    assert put(store, 1, PAGES) == PAGES
+    check_pages(store, {1: PAGES})
+    evict_all(store)
+
+
+@pytest.mark.parametrize("end", ["revokes", "expires", "never comes", "sees another cut"])
+def test_a_shard_that_does_not_seal(end: str, machine: Machine) -> None:
+    machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    cache, keys = store.cache(SMALL), chain(1, PAGES)
+    rng = random.Random(1)
+    parts = shards(SMALL, (2, 2))
+    writers = [cache.writer(keys, group="g", ttl_s=1.5 if end != "revokes" else 30.0, **part.cut) for part in parts]
+    if end == "sees another cut":  # number 3 of 4 as well, but of other bytes
+        writers[3] = cache.writer(keys, group="g", rank=3, ranks=4, ttl_s=1.5)
+    for writer in writers[: 3 if end == "never comes" else 4]:
+        writer.__enter__()
+    for writer in writers[:3]:
+        _write(writer, contents(keys), rng)
+        writer.__exit__(None, None, None)
+        assert writer.sealed == PAGES
+    if end == "revokes":
+        writers[3].__exit__(RuntimeError, RuntimeError(), None)
+    elif end == "sees another cut":
+        _write(writers[3], contents(keys), rng)
+        writers[3].__exit__(None, None, None)
+    else:
+        wait_until("its deadline passes", lambda: not frames(store)["reserved"])
+        if end == "expires":
+            _write(writers[3], contents(keys), rng)
+            writers[3].__exit__(None, None, None)
+    wait_settled(store)
+    assert_missing(store, cache, keys)
+    check_laws(store)
+    assert put(store, 1, PAGES) == PAGES
+    check_pages(store, {1: PAGES})
+
+
+def test_the_daemon_is_killed_between_the_seals_of_shards(machine: Machine) -> None:
+    """Two shards of four have sealed; after the restart the others do, and the pages are whole."""
+    daemon = machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    options = {"seed": 1, "pages": PAGES, "group": "g", "ranks": 2, "stages": 2, "step": True}
+    workers = [machine.worker("layers", "n", rank=n % 2, stage=n // 2, **options) for n in range(4)]
+    for worker in workers:
+        worker.wait_for("reserved")
+    for worker in (workers[0], workers[3]):
+        for _ in range(3):
+            worker.tell()
+        assert worker.wait_for("sealed")["seen"] == 0
+    put(store, 2, PAGES)
+    daemon.kill()
+    for shard in shards(SMALL, (2, 2)):  # reading needs no daemon
+        match = store.cache(SMALL).get_shard(chain(2, PAGES), **shard.cut)
+        assert match.pages == PAGES
+        assert np.array_equal(match.data, shard.part(contents(chain(2, PAGES))).reshape(PAGES, -1))
+    machine.serve("n")
+    assert store.cache(SMALL).lookup(chain(1, PAGES)).pages == 0
+    for worker in (workers[2], workers[1]):
+        for _ in range(3):
+            worker.tell()
+        assert worker.wait_for("sealed")["pages"] == PAGES
+    check_pages(store, {1: PAGES})
+    for worker in workers:
+        worker.tell()
+        worker.wait_well()
+    check_laws(store)
+    wait_settled(store)
+    evict_all(store)
+
+
+def test_a_reader_follows_stages(machine: Machine) -> None:
+    """A layer comes as soon as both ranks of its stage have written it and the stages before are through with theirs,
+    though the later stage has written nothing."""
+    machine.serve("n")
+    store = machine.connect("n")
+    options = {"layout": "few", "seed": 1, "pages": PAGES, "group": "g", "ranks": 2, "stages": 2, "step": True}
+    workers = [machine.worker("layers", "n", rank=n % 2, stage=n // 2, **options) for n in range(4)]
+    cache, keys = store.cache(FEW), chain(1, PAGES, FEW)
+    data = contents(keys, FEW)
+    for worker in workers:
+        worker.wait_for("reserved")
+    for layer, ready in ((0, {0}), (1, {0, 1}), (3, {0, 1}), (2, {0, 1, 2, 3}), (4, {0, 1, 2, 3, 4})):
+        one, other = workers[:2] if layer < 3 else workers[2:]
+        assert not follows(cache, keys, data, layer)
+        write_next(one)
+        assert not follows(cache, keys, data, layer)
+        write_next(other)
+        assert {seen for seen in range(FEW.layers) if follows(cache, keys, data, seen)} == ready
+        assert cache.lookup(keys).pages == 0
+    for worker in workers:
+        worker.tell()
+        assert worker.wait_for("sealed")["pages"] == PAGES
+    check_pages(store, {1: PAGES}, FEW)
+
+
+def write_next(worker: Worker) -> None:
+    """Its next layer, and wait until it has been written."""
+    written = len(worker.events("layer"))
+    worker.tell()
+    worker.wait_for("layer", written + 1)
+
+
+def follows(cache: PrefixCache, keys: kvstore.Keys, data: np.ndarray[Any, Any], layer: int) -> bool:
+    """Whether a reader gets this layer, all of it or one head; what it gets is right."""
+    out = np.zeros((len(keys), 3, FEW.head_bytes), np.uint8)
+    try:
+        cache.reader(keys, timeout_s=0.03).read_layer(layer, out[:, :2])
+    except DeadlineExceeded:
+        return False
+    cache.reader(keys, timeout_s=0.03).read_layer(layer, out[:, 2], heads=(1, 2))
+    assert np.array_equal(out[:, :2].reshape(len(keys), -1), layer_of(data, layer, FEW))
+    assert np.array_equal(out[:, 2], layer_of(data, layer, FEW, (1, 2)))
+    return True
+
+
+def test_shards_of_pages_on_nvme(machine: Machine) -> None:
+    """The first pages in DRAM, the others on NVMe alone."""
+    machine.serve("n", **configure(machine, "n"))
+    store = machine.connect("n")
+    cache = store.cache(SMALL)
+    for seed in range(4):
+        put(store, seed, 20)
+    save_all(store, 80)
+    for seed, shard in enumerate(shards(SMALL, (2, 2))):
+        keys = chain(seed, 20)
+        assert cache.prefetch(keys[:5]).pages == 5
+        match = cache.get_shard(keys, **shard.cut, verify=seed % 2 == 1)
+        assert (match.pages, match.reason, match.tiers) == (20, "", {kvstore.Tier.DRAM: 5, kvstore.Tier.NVME: 15})
+        assert np.array_equal(match.data, shard.part(contents(keys)).reshape(20, -1))
+    check_laws(store)
+
+
+def test_bad_shards(machine: Machine) -> None:
+    """Numbers that make no sense, layers and pieces that are another's: refused by name, and nothing is changed."""
+    machine.serve("n")
+    store = machine.connect("n")
+    cache, keys = store.cache(SMALL), chain(1, 2)
+    data = contents(keys)
+    for field, cut in (
+        ("stage", {"stage": 2, "stages": 2}),
+        ("stage", {"stage": -1, "stages": 2}),
+        ("stage", {"stage": 0.5, "stages": 2}),
+        ("stages", {"stages": 5}),
+        ("stages", {"stages": 0}),
+        ("stages", {"stages": True}),
+        ("ranks", {"ranks": 3, "stages": 2}),
+        ("rank", {"rank": "1", "ranks": 2}),
+        ("rank", {"rank": 2, "ranks": 2, "stages": 2}),
+    ):
+        for call in (cache.writer, cache.get_shard):
+            with pytest.raises(InvalidRequest, match=f"^{field}: "):
+                call(keys, **cut)
+    for field, cut in (("ranks", {"ranks": 16}), ("stages", {"ranks": 4, "stages": 3})):
+        with pytest.raises(InvalidRequest, match=f"^{field}: .* more than 8"):
+            cache.writer(keys, **cut)
+    with pytest.raises(InvalidRequest, match="^out: "):
+        cache.get_shard(keys, bytearray(SMALL.page_bytes - 1), stages=2)
+    for heads in ((0, 5), (2, 2), (0,), 3, "ab", (0.0, 1.0)):
+        with pytest.raises(InvalidRequest, match="^heads: "):
+            cache.reader(keys).read_layer(0, bytearray(1 << 20), heads=heads)  # type: ignore[arg-type]
+    with cache.writer(keys, group="g", rank=0, ranks=2, stage=1, stages=2) as writer:
+        for layer in (0, 1):
+            with pytest.raises(InvalidRequest, match="^layer: .* another stage's, this one has 2..3"):
+                writer.write_layer(layer, writer._shard.part(data)[:, 0])
+        with pytest.raises(InvalidRequest, match="^data: "):
+            writer.write_page(0, data[0])
+        for offset in (0, SMALL.layer_bytes, 3 * SMALL.layer_bytes - 1, SMALL.page_bytes - 1):
+            with pytest.raises(InvalidRequest, match="^offset: "):
+                writer.write_range(0, offset, b"xx")
+        for page in (0, 1):
+            writer.write_page(page, writer._shard.part(data)[page])
+    assert writer.sealed == 2 and not cache.lookup(keys)

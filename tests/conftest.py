@@ -1,0 +1,21 @@
+"""One `machine` per test: nodes and processes of its own, all gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import Machine
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    here = Machine(tmp_path)
+    monkeypatch.setenv("KVSTORE_SHM_DIR", str(here.shm_dir))  # for kvstore.connect in this process
+    monkeypatch.delenv("KVSTORE_NODE", raising=False)
+    try:
+        yield here
+    finally:
+        here.close()

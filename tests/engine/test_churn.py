@@ -1,0 +1,155 @@
+"""Requests that are cancelled, late, moved and handed over at random: what is said is right, and nothing leaks.
+
+An answer that was cut off is the beginning of the right one. After each test every frame is free (see ``Lab``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engine.core import Engine
+from engine.request import Grain, Handoff, Role, Source
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from tests.helpers.engines.tokens import Answer, Lab, check_answer, expected, prompt, within
+from tests.helpers.processes import Machine, check_laws
+
+PRESET = "tiny-llama"
+
+
+@pytest.fixture
+def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch) as here:
+        yield here
+
+
+def check_beginning(answer: Answer) -> None:
+    """It is right as far as it goes; of an answer that was not cut off, all of it."""
+    if answer.wait().reason == "length":
+        check_answer(answer)
+        return
+    assert answer.reason == "cancelled" or isinstance(answer.error, DeadlineExceeded), answer.error
+    count = len(answer.tokens)
+    if count:
+        assert tuple(answer.tokens) == expected(PRESET, answer.request.tokens, count).tokens
+
+
+def some_way(chance: random.Random) -> dict[str, object]:
+    return {
+        "handoff": chance.choice([*Handoff]),
+        "source": chance.choice([*Source]),
+        "grain": chance.choice([*Grain]),
+        "use_pool": chance.random() < 0.8,
+    }
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_cancels_deadlines_and_moves(lab: Lab, number: int) -> None:
+    chance = random.Random(number)
+    store = lab.store()
+    how = {"link": chance.choice(("none", "3MB/s", "30MB/s")), "chunk_tokens": chance.choice((24, 64, 256))}
+    _, decode = lab.pair(PRESET, store, batch_max=6, **how)
+    spare = lab.engine(PRESET, store, role=Role.BOTH, **how)
+    asked: list[tuple[Engine, Answer]] = []
+    for i in range(30):
+        one = chance.choice((decode, decode, spare))
+        tokens = np.concatenate(
+            [prompt(i % 4, 16 * chance.randint(0, 9)), prompt(10 + i, 1 + 7 * chance.randint(0, 9))]
+        )
+        deadline_s = chance.choice((60.0, 60.0, 0.02 + 0.2 * chance.random()))
+        asked.append((one, lab.ask(one, tokens, chance.randint(1, 60), deadline_s=deadline_s, **some_way(chance))))
+        for _ in range(chance.randint(0, 2)):
+            where, answer = chance.choice(asked)
+            if chance.random() < 0.6:
+                where.cancel(answer.request.id)
+            else:
+                with contextlib.suppress(KVStoreError):  # too late there as here: it goes on where it is
+                    where.migrate(answer.request.id, lab.address_of(decode if where is spare else spare))
+        time.sleep(0.01 * chance.random())
+    for _, answer in asked:
+        check_beginning(answer)
+    assert any(answer.reason == "length" for _, answer in asked)
+    assert any(answer.reason == "cancelled" for _, answer in asked) or number
+    lab.settle()
+    lab.answers(decode, [prompt(40, 70)], 4)
+    check_laws(store)
+
+
+def test_cancelled_in_every_state(lab: Lab) -> None:
+    """While it waits for frames, is computed there, moves, decodes; twice; and after its end."""
+    store = lab.store()
+    prefill = lab.engine(PRESET, store, role=Role.PREFILL, chunk_tokens=16)
+    asks = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0, "link": "200KB/s"}
+    decode = lab.engine(PRESET, store, role=Role.DECODE, arena=12 * prefill.layout.page_bytes, **asks)
+    first = lab.ask(decode, prompt(50, 100), 60)
+    waiting = [lab.ask(decode, prompt(51 + i, 150), 30, handoff=handoff) for i, handoff in enumerate(Handoff)]
+    within("it is being moved", lambda: any(known.spent.moved_bytes for known in list(decode._known.values())))
+    for answer in (*waiting, first, first):
+        assert decode.cancel(answer.request.id) or answer is first
+        check_beginning(answer)
+    lab.settle()
+    assert not decode.cancel(first.request.id)
+    running = lab.ask(decode, prompt(53, 20), 130, prefill=()).wait(4)
+    assert decode.cancel(running.request.id)
+    check_beginning(running)
+    assert running.reason == "cancelled" and len(running.tokens) >= 4
+
+
+@pytest.mark.parametrize("handoff", Handoff)
+@pytest.mark.parametrize("grain", Grain)
+def test_a_deadline_within_a_handoff(lab: Lab, handoff: Handoff, grain: Grain) -> None:
+    """The link would take minutes: it fails in time, both engines have their frames, others are answered meanwhile."""
+    _, decode = lab.pair(PRESET, lab.store(), link="20KB/s", handoff=handoff, grain=grain)
+    late = lab.ask(decode, prompt(60, 150), 20, deadline_s=0.7, use_pool=False)
+    other = lab.ask(decode, prompt(61, 40), 20, prefill=())
+    check_answer(other)
+    start = time.monotonic()
+    assert isinstance(late.wait(timeout_s=10.0).error, DeadlineExceeded)
+    assert time.monotonic() - start < 5.0
+
+
+def test_drained_to_another_engine(lab: Lab) -> None:
+    """Everything that runs moves; clients see no difference."""
+    store = lab.store()
+    one, other = lab.engine(PRESET, store), lab.engine(PRESET, store)
+    asked = [lab.ask(one, prompt(70 + i, 20 + 9 * i), 150) for i in range(6)]
+    for answer in asked:
+        answer.wait(2)
+    assert one.drain(lab.address_of(other), 30.0) == 0
+    for answer in asked:
+        check_answer(answer)
+
+
+def test_roles_change_while_requests_run(lab: Lab) -> None:
+    """What is under way is finished as it began; what comes is taken as the role says."""
+    store = lab.store()
+    one, other = lab.pair(PRESET, store)
+    asked = []
+    for turn in range(6):
+        asked += [lab.ask(other, prompt(80 + turn, 90), 25)]
+        other.set_role((Role.BOTH, Role.DECODE)[turn % 2])
+        one.set_role((Role.BOTH, Role.PREFILL)[turn % 2])
+        if one.role is Role.BOTH:
+            asked += [lab.ask(one, prompt(90 + turn, 50), 25)]
+        else:
+            with pytest.raises(InvalidRequest, match="role"):
+                lab.ask(one, prompt(90 + turn, 50), 25)
+        asked[-1].wait(1)
+    for answer in asked:
+        check_answer(answer)
+
+
+def test_stopping_fails_what_runs(lab: Lab) -> None:
+    """An engine that ends says so to everybody, and has all its frames."""
+    _, decode = lab.pair(PRESET, lab.store(), link="200KB/s")
+    asked = [lab.ask(decode, prompt(100 + i, 120), 60, handoff=handoff) for i, handoff in enumerate([*Handoff] * 2)]
+    asked.append(lab.ask(decode, prompt(104, 30), 2000, prefill=()).wait(3))
+    decode.stop()
+    for answer in asked:
+        assert isinstance(answer.wait(timeout_s=10.0).error, NodeUnavailable)
+    del lab.engines[lab.address_of(decode)]  # it ends with its frames; the other engine gets its own back

@@ -1,0 +1,148 @@
+"""Settings of an engine: where they come from, what is refused, and that docs/engines.md tells of every one.
+
+``python -m tests.engine.test_config`` writes the tables of docs/engines.md anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.cli import HELP, default_text
+from engine.config import EngineConfig, load, parse_engines
+from engine.metrics import table as metrics_table
+from engine.request import Grain, Handoff, Role, Source
+from kvstore import config as node_config
+from kvstore.errors import InvalidRequest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
+SETTINGS = [setting.name for setting in fields(EngineConfig)]
+
+
+def docstrings() -> dict[str, str]:
+    """What stands below each field of ``EngineConfig``."""
+    (node,) = ast.parse(inspect.getsource(EngineConfig)).body
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def settings_table() -> str:
+    """The table of docs/engines.md."""
+    about = docstrings()
+    rows = [
+        f"| `{setting.name}` | {f'`{default}`' if default else ''} | {about[setting.name]} |"
+        for setting in fields(EngineConfig)
+        for default in [default_text(setting.metadata["parser"], setting.default)]
+    ]
+    return "\n".join(["| setting | default | |", "|---|---|---|", *rows])
+
+
+TABLES = {"settings": settings_table, "metrics": metrics_table}
+
+
+def test_flags_go_before_the_environment_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(
+        '[node]\ndram = "1GiB"\n[engine]\nmodel = "f"\nrole = "decode"\narena = "2MiB"\nprefill = ["a:1", "unix:/b"]\n'
+    )
+    env = {"KVSTORE_ENGINE_ROLE": "prefill", "KVSTORE_ENGINE_SEED": "3", "KVSTORE_DRAM": "2GiB", "KVSTORE_NODE": "n"}
+    config, sources = load(path, env=env, flags={"role": "both", "seed": None})
+    assert config == EngineConfig(model="f", role=Role.BOTH, arena=2 << 20, seed=3, prefill=("a:1", "unix:/b"))
+    assert sources["role"] == "flag --role" and sources["seed"] == "env KVSTORE_ENGINE_SEED"
+    assert sources["arena"] == f"file {path}" and sources["http"] == "default"
+    node = node_config.load(path, env={**env, "KVSTORE_ENGINE_ANYTHING": "1"}).node  # that is the engine's to refuse
+    assert node.dram == 2 << 30
+
+
+def test_words_become_nouns() -> None:
+    given = {"model": "m", "handoff": "lazy", "source": "dram", "grain": "whole", "listen": "a:1,unix:/b"}
+    config, _ = load(env={}, flags=given)
+    assert (config.handoff, config.source, config.grain) == (Handoff.LAZY, Source.DRAM, Grain.WHOLE)
+    assert config.listen == ("a:1", "unix:/b")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": ""},
+        {"role": "cook"},
+        {"device": "gpu"},
+        {"dtype": "int4"},
+        {"page_tokens": 0},
+        {"batch_max": 0},
+        {"threads": -1},
+        {"listen": ()},
+        {"prefill": "nowhere"},
+        {"prefill": "a:0"},
+        {"link": "string"},
+        {"compress": "zip"},
+        {"hold_s": 0},
+        {"drain_s": -1},
+        {"tls_key": "/key"},
+        {"tls_client_ca": "/ca"},
+        {"log_format": "xml"},
+        {"arean": "1GiB"},
+    ],
+    ids=str,
+)
+def test_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        load(env={}, flags={"model": "m", **wrong})
+    assert refused.value.field == next(iter(wrong))
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "said"),
+    [
+        ("[engine]\nrol = 1", {}, "engine.rol: is not a known setting; did you mean role?"),
+        ("[engin]", {}, "engin: is not a known setting; did you mean engine?"),
+        (
+            "",
+            {"KVSTORE_ENGINE_ROL": "x"},
+            "KVSTORE_ENGINE_ROL: is not a known setting; did you mean KVSTORE_ENGINE_ROLE?",
+        ),
+        ('[engine]\nrole = "x"', {}, "role: 'x' is not one of prefill, decode, both (from file"),
+    ],
+)
+def test_names_nobody_knows(tmp_path: Path, text: str, env: dict[str, str], said: str) -> None:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest) as refused:
+        load(path, env=env, flags={"model": "m"})
+    assert str(refused.value).startswith(said)
+
+
+def test_engines_are_named_like_this() -> None:
+    assert parse_engines("a:1, kv://b:2,unix:/c") == ("a:1", "kv://b:2", "unix:/c")
+    assert parse_engines("") == ()
+    with pytest.raises(InvalidRequest, match="^prefill: "):
+        parse_engines(3)
+
+
+def test_every_setting_has_a_word_about_it() -> None:
+    assert sorted(docstrings()) == sorted(SETTINGS) == sorted(HELP)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_has_every_setting_and_metric(name: str) -> None:
+    _, begin, rest = PAGE.read_text().partition(f"<!-- {name} -->\n")
+    assert begin
+    assert rest.partition("\n<!-- end -->")[0] == TABLES[name](), "run `python -m tests.engine.test_config`"
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    for name, make in TABLES.items():
+        before, begin, rest = page.partition(f"<!-- {name} -->\n")
+        page = before + begin + make() + "\n<!-- end -->" + rest.partition("\n<!-- end -->")[2]
+    PAGE.write_text(page)

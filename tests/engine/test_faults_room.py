@@ -1,0 +1,131 @@
+"""An engine, and a pool, with less room than is asked of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from engine.client import EngineClient
+from engine.request import Done, Request, Sampling
+from kvstore import Layout
+from kvstore.errors import KVStoreError, TooManyCalls
+from tests.helpers.engines.cluster import Cluster, Running, made, right
+from tests.helpers.engines.processes import prompt
+from tests.helpers.processes import wait_until
+
+HOLD_S = 1.5
+FRAMES = 42
+REQUESTS_MAX = 32  # three quarters of them for one caller
+LARGE = 6
+ENGINES = {
+    "small": {
+        "arena": str(FRAMES * 12288),  # pages of tiny-llama, 16 tokens each
+        "batch_max": "3",
+        "requests_max": str(REQUESTS_MAX),
+        "hold_s": str(HOLD_S),
+    }
+}
+# The node has room for 4 MiB, and of that "poor" has room for one page, rounded up.
+ROOM = {"dram": "4MiB", "quotas": "poor dram=12KiB"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    yield from made(ENGINES, tmp_path_factory.mktemp("room"), **ROOM)
+
+
+@pytest.fixture
+def small(cluster: Cluster) -> Iterator[EngineClient]:
+    yield cluster.client("small")
+    cluster.idle_all()
+
+
+def test_requests_get_frames_in_the_order_they_came(cluster: Cluster, small: EngineClient) -> None:
+    """Three at a time, or fewer large ones; a small one does not overtake, and what is too many is told so."""
+    lengths = [16 * (5 + 7 * i % 30) for i in range(18)]
+    assert sum(length // 16 + 3 for length in lengths) > 3 * FRAMES
+    for i, length in enumerate(lengths):
+        cluster.reference("small", prompt(length, i), 30)
+    everybody: list[Running] = []
+
+    def ask(length: int, seed: int, **how: Any) -> Running:
+        run = Running(small, prompt(length, seed), use_pool=False, **how)
+        everybody.append(run)
+        wait_until("it is here", lambda: _here(small) + sum(one.done for one in everybody) >= len(everybody))
+        return run
+
+    for i in range(LARGE):
+        ask(20, 200, max_tokens=640, id=f"large-{i}")  # all frames, each
+    runs = [ask(length, i, max_tokens=30) for i, length in enumerate(lengths)]
+    assert not any(run.tokens for run in runs), "they did not have to wait"
+    refused: KVStoreError | None = None
+    while refused is None:
+        refused = ask(20, 200, max_tokens=640, id=f"large-{len(everybody)}").error
+    assert isinstance(refused, TooManyCalls) and refused.retry_after_s > 0, refused
+    for i in range(len(everybody)):
+        small.cancel(f"large-{i}")
+    right(cluster, "small", *runs)
+    for i, run in enumerate(runs[:-3]):
+        later = min(other.times_s[0] for other in runs[i + 3 :])
+        assert run.times_s[0] < later + 0.05, f"request {i} was overtaken"
+
+
+def _here(client: EngineClient) -> int:
+    return sum(client.status()["requests"].values())
+
+
+def test_prefills_that_nobody_fetches_make_room(cluster: Cluster, small: EngineClient) -> None:
+    layout()
+    for i in range(3):
+        request = Request(id=f"held-{i}", tokens=prompt(13 * 16 - 1, 100 + i), sampling=Sampling(max_tokens=4))
+        *_, last = small.prefill(request, layout(), 20.0)
+        assert isinstance(last, Done)
+    begun_s = time.monotonic()
+    assert small.status()["frames"]["free"] <= FRAMES - 39 and small.status()["prefills_held"] == 3
+    waits = Running(small, prompt(16 * 20, 110), max_tokens=8)
+    waits.ended()
+    assert HOLD_S - 1.0 < time.monotonic() - begun_s < HOLD_S + 8.0, "it held for another time than it was told to"
+    right(cluster, "small", waits)
+
+
+@cache
+def layout() -> Layout:
+    from engine.models import load_model
+
+    return load_model("tiny-llama").layout(16)
+
+
+def test_a_full_pool_changes_no_answer(cluster: Cluster, small: EngineClient) -> None:
+    """A tenant beyond its quota, and a node whose pages may none of them leave: nothing is stored, and that is all."""
+    over = [Running(small, prompt(300 + i, 120 + i), max_tokens=200, salt="poor") for i in range(3)]
+    right(cluster, "small", *over)
+    for run in over:
+        assert run.gap_s() < 1.0, f"tokens waited {run.gap_s():.2f} s for a pool that is full"
+    with cluster.store() as store:
+        pages, leases = store.cache(layout(), "greedy"), []
+        for seed in range(1000, 1100):
+            keys = pages.keys(prompt(16 * 4, seed))
+            new = pages.put(keys, bytes(4 * pages.page_bytes))
+            if not new:
+                break
+            leases.append(pages.lease(keys, 60.0).__enter__())
+        assert not new and leases, "the node is not full"
+        full = [Running(small, prompt(310 + i, 130 + i), max_tokens=200) for i in range(3)]
+        right(cluster, "small", *full)
+        for run in full:
+            assert run.gap_s() < 1.0, f"tokens waited {run.gap_s():.2f} s for a pool that is full"
+        again = small.generate(full[0].prompt, max_tokens=8, ignore_eos=True)
+        assert list(again.tokens) == full[0].tokens[:8] and not again.usage.cached_tokens, again.usage
+        for lease in leases:
+            lease.__exit__(None, None, None)
+    tokens = prompt(330, 140)
+
+    def stored() -> bool:
+        small.generate(tokens, max_tokens=2, ignore_eos=True)
+        return bool(small.generate(tokens, max_tokens=2, ignore_eos=True).usage.cached_tokens)
+
+    wait_until("pages are stored again", stored)

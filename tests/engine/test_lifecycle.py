@@ -1,0 +1,401 @@
+"""Ends, ids and peers that misbehave: who asked is told one end, frames come back, and no answer is wrong for it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import xxhash
+
+from engine.compression import lossy_layout
+from engine.core import Engine
+from engine.observer import Observer
+from engine.request import Done, Failed, Piece, PrefillEvent, Request, Role, Sampling, Source
+from engine.sequence import State
+from kvstore import Store
+from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
+from tests.helpers.engines.tokens import Answer, InProcess, Lab, Tokens, check_answer, expected, prompt, within
+from tests.helpers.processes import Machine
+
+PRESET = "tiny-llama"
+LONG = prompt(1, 40)  # of answers that run while something happens: one reference for all of them
+GATE_S = 30.0
+
+
+class Sender(InProcess):
+    """A peer that sends what ``Bench.sends`` makes of the pieces asked for, and takes its time to release."""
+
+    bench: Bench
+
+    def pull(self, *asked: Any, **how: Any) -> Generator[Piece, None, None]:
+        with closing(super().pull(*asked, **how)) as pieces:
+            yield from self.bench.sends(pieces)
+
+    def release(self, request_id: str) -> bool:
+        time.sleep(self.bench.release_s)
+        return super().release(request_id)
+
+
+class Bench(Lab):
+    sends: Callable[[Iterator[Piece]], Iterator[Piece]] = staticmethod(iter)
+    release_s, holding = 0.0, True
+
+    def trickle(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """One piece of layer 0 again and again instead of the other layers, while they are held back."""
+        until_s, first = time.monotonic() + GATE_S, None
+        for piece in pieces:
+            first = first or piece
+            while piece.layer and self.holding and time.monotonic() < until_s:
+                time.sleep(0.02)
+                yield first
+            yield piece
+
+    def decoding(self, source: Engine, store: Store | None = None) -> Engine:
+        asks: dict[str, Any] = {"prefill": (self.address_of(source),), "local_prefill_tokens": 0}
+        return self.engine(PRESET, store, role=Role.DECODE, **asks)
+
+    def connect(self, address: str) -> InProcess:
+        peer = Sender(self.engines[address])
+        peer.bench = self
+        return peer
+
+    def ask_as(self, one: Engine, request_id: str, tokens: Tokens, count: int = 8, **request: Any) -> Answer:
+        chosen = Sampling(max_tokens=count, ignore_eos=True)
+        self._drawn[id(chosen)] = chosen, {}
+        made = Request(id=request_id, tokens=tokens, sampling=chosen, **request)
+        answer = Answer(PRESET, made, self._drawn[id(chosen)][1])
+        one.submit(made, answer.emit)
+        return answer
+
+
+@pytest.fixture
+def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with Bench(machine, monkeypatch) as here:
+        yield here  # type: ignore[misc]
+
+
+@contextmanager
+def gated(one: Engine, free: int = 0) -> Iterator[Callable[[], None]]:
+    """Forwards of an engine wait, the first after ``free`` others, until this is left. Yields what waits for that."""
+    runner, number, entered, left = one._step._runner, count(), threading.Event(), threading.Event()
+    forward = runner.forward
+
+    def late(batch: Any) -> Any:
+        if next(number) >= free:
+            entered.set()
+            left.wait(GATE_S)
+        return forward(batch)
+
+    runner.forward = late  # type: ignore[method-assign]
+    try:
+        yield lambda: within("a forward stands", entered.is_set)
+    finally:
+        left.set()
+
+
+def _late(forward: Callable[[Any], Any], batch: Any) -> Any:
+    time.sleep(0.005)
+    return forward(batch)
+
+
+def slowed(*engines: Engine) -> None:
+    """Every forward of them takes longer."""
+    for one in engines:
+        one._step._runner.forward = partial(_late, one._step._runner.forward)  # type: ignore[method-assign]
+
+
+def prefill(one: Engine, request_id: str, tokens: Tokens, hold_s: float = GATE_S) -> list[PrefillEvent]:
+    """Have a prompt computed. What is told of it, as it comes."""
+    told: list[PrefillEvent] = []
+    one.prefill(Request(id=request_id, tokens=tokens), one.layout, hold_s, told.append)
+    return told
+
+
+def ends(told: list[PrefillEvent]) -> list[PrefillEvent]:
+    return [event for event in list(told) if isinstance(event, Done | Failed)]
+
+
+def all_free(one: Engine) -> None:
+    """Its frames are back, soon, and it is alive."""
+    within("all frames are back", lambda: one.arena.frames_free == one.arena.frames_total and not one._known)
+    assert one._thread.is_alive()
+
+
+def check_beginning(answer: Answer) -> None:
+    """It was cancelled, and was right so far."""
+    assert answer.wait().reason == "cancelled", (answer.reason, answer.error)
+    assert tuple(answer.tokens) == expected(PRESET, answer.request.tokens, len(answer.tokens)).tokens
+
+
+@pytest.mark.parametrize("when", ["waiting", "computing", "last chunk", "held"])
+def test_a_prefill_is_released(lab: Bench, when: str) -> None:
+    one = lab.engine(PRESET, role=Role.PREFILL, batch_max=1)
+    with gated(one, free={"computing": 1, "held": 9}.get(when, 0)) as reached:
+        if when == "waiting":
+            prefill(one, "other", prompt(2, 20))
+            reached()
+        told = prefill(one, "x", prompt(3, 40 if when in ("last chunk", "held") else 300))
+        if when == "held":
+            within("it is held", lambda: ends(told))
+        else:
+            reached()
+        assert one._known["x"].state is {"waiting": State.WAITING, "held": State.HELD}.get(when, State.COMPUTING)
+        assert one.release("x")
+    within("who asked is told", lambda: ends(told))
+    one.release("other")
+    all_free(one)
+    assert len(ends(told)) == 1 and (when != "held" or isinstance(ends(told)[0], Done))
+
+
+def test_prefills_released_at_any_moment(lab: Bench) -> None:
+    one = lab.engine(PRESET, role=Role.PREFILL, batch_max=2)
+    stop_s, interval_s = time.monotonic() + 2.0, sys.getswitchinterval()
+    told: list[list[PrefillEvent]] = []
+
+    def ask(number: int) -> None:
+        chance = random.Random(number)
+        while time.monotonic() < stop_s:
+            name = f"{number}-{chance.random()}"
+            told.append(prefill(one, name, prompt(number, chance.randint(20, 60))))
+            time.sleep(0.004 * chance.random())
+            one.release(name)
+
+    sys.setswitchinterval(0.0005)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(ask, range(4)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    all_free(one)
+    assert len(told) > 50 and [len(ends(each)) for each in told] == [1] * len(told)
+
+
+def test_a_prefill_and_an_answer_of_one_id(lab: Bench) -> None:
+    one = lab.engine(PRESET)
+    slowed(one)
+    told = prefill(one, "x", prompt(4, 40))
+    within("it is held", lambda: ends(told))
+    with pytest.raises(InvalidRequest, match="x is in use"):
+        lab.ask_as(one, "x", LONG)
+    one.release("x")
+    all_free(one)
+    answer = lab.ask_as(one, "x", LONG, 60).wait(2)
+    with pytest.raises(InvalidRequest, match="x is in use"):
+        prefill(one, "x", LONG)
+    check_answer(answer)
+
+
+def test_two_threads_submit_one_id(lab: Bench) -> None:
+    one, both = lab.engine(PRESET, lab.store()), threading.Barrier(2)
+    cache = one.pool.cache
+    one.pool.cache = lambda *names: (both.wait(GATE_S), cache(*names))[1]  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        twins = [threads.submit(lab.ask_as, one, "twin", tokens) for tokens in (LONG, prompt(5, 50))]
+    refused = [twin.exception() for twin in twins]
+    assert sorted(type(error).__name__ for error in refused) == ["InvalidRequest", "NoneType"]
+    check_answer(twins[refused.index(None)].result())
+
+
+def test_an_id_asked_again_right_after_its_end(lab: Bench) -> None:
+    """Another prompt of another tenant: it has nothing of the hand-off that was given up."""
+    lab.sends = lab.trickle
+    _, decode = lab.pair(PRESET)
+    for turn in range(3):
+        lab.holding = True
+        first = lab.ask_as(decode, "x", prompt(7, 100), salt="one")
+        within("it is being moved", lambda: any(one.spent.moved_bytes for one in list(decode._known.values())))
+        assert decode.cancel("x")
+        assert first.wait().reason == "cancelled"
+        second = lab.ask_as(decode, "x", prompt(8 + turn, 100), salt="two")
+        lab.holding = False
+        check_answer(second)
+
+
+def test_a_tail_that_is_computed_in_two_chunks(lab: Bench) -> None:
+    _, decode = lab.pair(PRESET, lab.store(), page_tokens=64, chunk_tokens=16, source=Source.DRAM)
+    lab.answers(decode, [prompt(168, 2 * 64 + 40)], 6)
+    lab.answers(decode, [prompt(242, 3 * 64 + 50)], 6)
+
+
+def test_what_another_engine_took_from_lossy_pages_is_not_exact(lab: Bench) -> None:
+    store, tokens = lab.store(), prompt(11, 120)
+    lossy = lab.engine(PRESET, store, role=Role.PREFILL, compress="int8")
+    decode = lab.decoding(lossy, store)
+    prefill(lossy, "first", tokens[:100], 0.05)
+    pages = store.cache(lossy_layout(lossy.layout, "int8"))
+    within("lossy pages are stored", lambda: pages.lookup(tokens[:100]).tokens == 96)
+    lax = lab.ask(decode, tokens, 24, allow_lossy=True).wait()
+    assert lax.usage.prefill_cached_tokens == {"dram-int8": 96}
+    lab.settle()
+    assert store.cache(decode.layout).lookup(np.append(tokens, lax.tokens).astype(np.uint32)).tokens == 0
+    strict = lab.ask(decode, tokens, 24)
+    check_answer(strict)
+    assert strict.cached == {} == strict.usage.prefill_cached_tokens
+
+
+def test_a_layer_that_comes_late(lab: Bench) -> None:
+    """The last one: its sequence goes aside, and the neighbour goes on meanwhile. It is one hand-off."""
+    come, seen, lab.release_s = threading.Event(), Mock(spec=Observer), 0.2
+
+    def late_last(pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if piece.layer == decode.layout.layers - 1:
+                come.wait(GATE_S)
+            yield piece
+
+    lab.sends = late_last
+    _, decode = lab.pair(PRESET, chunk_tokens=512, observer=seen)
+    slowed(decode)
+    neighbour = lab.ask(decode, LONG, 600, prefill=()).wait(5)
+    late = lab.ask(decode, prompt(12, 100), 80).wait(1)
+    within("it is aside", lambda: decode.status()["side_steps"] >= 1)
+    neighbour.wait(len(neighbour.tokens) + 40)
+    come.set()
+    late.wait()
+    decode.cancel(neighbour.request.id)
+    check_answer(late)
+    assert seen.stalled.call_count <= 1
+    assert [call.args[0] for call in seen.handed_off.call_args_list] == [late.usage.moved_bytes]
+    check_beginning(neighbour)
+
+
+def test_a_sequence_that_waits_aside_is_cancelled(lab: Bench) -> None:
+    """Its layers would never come: nobody waits for them any longer."""
+    lab.sends = lab.trickle
+    _, decode = lab.pair(PRESET, chunk_tokens=512)
+    answer = lab.ask(decode, prompt(13, 100), 6).wait(1)
+    within("it is aside", lambda: len(decode._sides._inside) == 1)
+    assert decode.cancel(answer.request.id)
+    check_beginning(answer)
+    all_free(decode)
+
+
+def headless(it: Piece) -> Piece:
+    """The prompt's first page is left out."""
+    data = it.data[len(it.data) * 16 // it.tokens :]
+    cut = replace(it, token_start=16, tokens=it.tokens - 16, data=data, checksum=xxhash.xxh3_64_intdigest(data))
+    return it if it.token_start else cut
+
+
+MALFORMED: dict[str, Callable[[Piece], Piece]] = {
+    "size": lambda it: replace(it, data=it.data[:-3], checksum=xxhash.xxh3_64_intdigest(it.data[:-3])),
+    "start beyond the prompt": lambda it: replace(it, token_start=it.token_start + 16),
+    "start after a gap": headless,
+    "layer": lambda it: replace(it, layer=99),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_piece_fails_its_handoff_alone(lab: Bench, what: str) -> None:
+    """The prompt is computed here then, and nothing is counted that the other engine had found of it."""
+    tokens = prompt(14, 100)
+    source = lab.engine(PRESET, lab.store(), role=Role.PREFILL)
+    decode = lab.decoding(source)
+    check_answer(lab.ask(decode, tokens, 6))
+    lab.sends = lambda pieces: map(MALFORMED[what], pieces)
+    answer = lab.ask(decode, tokens, 6)
+    check_answer(answer)
+    usage = answer.usage
+    assert (usage.computed_tokens, usage.prefill_engine, usage.prefill_cached_tokens) == (100, "", {})
+    lab.sends = iter
+    all_free(source)
+    again = lab.ask(decode, tokens, 6).wait()
+    assert again.usage.prefill_engine and again.usage.prefill_cached_tokens == {"dram": 96}
+
+
+def test_a_resumed_answer_that_holds_a_stop_string(lab: Bench) -> None:
+    one = lab.engine(PRESET)
+    tokens = np.concatenate([LONG, np.frombuffer(b"abEND", np.uint8).astype(np.uint32)])
+    answer = lab.ask(one, tokens, 50, sampling={"stop": ("END",)}, generated=5).wait()
+    assert (answer.reason, answer.tokens) == ("stop", [])
+
+
+def test_an_answer_that_a_full_engine_does_not_take(lab: Bench) -> None:
+    """It goes on here, and there when there is room."""
+    here, full = lab.engine(PRESET), lab.engine(PRESET, requests_max=1)
+    slowed(here, full)
+    other = lab.ask(full, prompt(5, 40), 1000).wait(2)
+    answer = lab.ask(here, LONG, 300).wait(20)
+    with pytest.raises(TooManyCalls):
+        here.migrate(answer.request.id, lab.address_of(full))
+    full.cancel(other.request.id)
+    other.wait()
+    assert here.migrate(answer.request.id, lab.address_of(full))
+    check_answer(answer)
+
+
+@pytest.mark.parametrize("moment", ["on its way", "there"])
+def test_a_migrated_answer_is_cancelled(lab: Bench, moment: str) -> None:
+    """Its client is told soon, and the other engine computes it no longer."""
+    seen = Mock(spec=Observer)
+    here, there = lab.engine(PRESET), lab.engine(PRESET, observer=seen)
+    slowed(here, there)
+    answer = lab.ask(here, LONG, 600).wait(20)
+    with ThreadPoolExecutor(1) as thread, gated(there, 0 if moment == "on its way" else 10**9) as reached:
+        moved = thread.submit(here.migrate, answer.request.id, lab.address_of(there))
+        if moment == "on its way":
+            reached()
+        else:
+            assert moved.result(GATE_S)
+            answer.wait(len(answer.tokens) + 5)
+        assert here.cancel(answer.request.id)
+        answer.wait(timeout_s=GATE_S / 2)
+    check_beginning(answer)
+    all_free(there)
+    assert seen.stepped.call_count < 300, "nobody reads that"
+
+
+def test_prompts_do_not_starve_beside_a_large_batch(lab: Bench) -> None:
+    one = lab.engine(PRESET, chunk_tokens=4)
+    slowed(one)
+    running = [lab.ask(one, LONG[: 4 + i], 500).wait(2) for i in range(5)]
+    check_answer(lab.ask(one, prompt(9, 50), 4))
+    assert len(one._known) == 5, "they have not ended"
+    for answer in running:
+        one.cancel(answer.request.id)
+
+
+@pytest.mark.parametrize("end", ["release", "role"])
+def test_a_drain_waits_for_prefills_that_are_held(lab: Bench, end: str) -> None:
+    one = lab.engine(PRESET, role=Role.PREFILL)
+    told = prefill(one, "x", LONG)
+    within("it is held", lambda: ends(told))
+    with ThreadPoolExecutor(1) as thread:
+        drained = thread.submit(one.drain, None, GATE_S)
+        time.sleep(0.3)
+        assert not drained.done() and one.status()["draining"]
+        with pytest.raises(NodeUnavailable):
+            prefill(one, "y", LONG)
+        (partial(one.release, "x") if end == "release" else partial(one.set_role, Role.BOTH))()
+        assert drained.result(GATE_S / 2) == (end == "role")
+    one.release("x")
+
+
+def test_usage_after_a_load_that_failed_half_way(lab: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that lie apart are filled one after the other; the second read fails."""
+    one, tokens = lab.engine(PRESET, lab.store()), prompt(16, 100)
+    check_answer(lab.ask(one, tokens, 2))
+    all_free(one)
+    taken: Any = one.arena.take(one.arena.frames_total)
+    one.arena.give_back(taken[0:20:2])
+    kind: Any = type(one.pool.cache("", ""))
+    reads = iter((kind.get, Mock(side_effect=NodeUnavailable("the second read"))))
+    monkeypatch.setattr(kind, "get", lambda *asked, **how: next(reads)(*asked, **how))
+    answer = lab.ask(one, tokens, 2)
+    check_answer(answer)
+    one.arena.give_back(taken[1:20:2])
+    one.arena.give_back(taken[20:])
+    assert not list(reads) and answer.cached == {"dram": 16} and answer.usage.computed_tokens == 84
+    assert answer.usage.loaded_bytes == one.layout.page_bytes

@@ -1,0 +1,289 @@
+"""What the store loses costs time and changes no token: pages evicted or damaged, a node killed in the middle."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.core import Engine
+from engine.request import Handoff, Source
+from kvstore import Store
+from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
+from tests.helpers.nvme.nodes import reboot
+from tests.helpers.processes import Machine, check_laws, wait_until
+
+PAGES = (16, 32, 64)
+NODE = "n"
+LOOKED_S = 3.0  # an engine sees that its node is back
+
+
+@pytest.fixture
+def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch) as here:
+        yield here
+
+
+def found(one: Engine, store: Store, tokens: Tokens) -> int:
+    """Tokens that a request will find: pages whole; of the last token only its logits are missing."""
+    if len(tokens) < one.layout.page_tokens:
+        return 0
+    return min(store.cache(one.layout).lookup(keys_of(one, store, tokens)).tokens, len(tokens) - 1)
+
+
+# --- pages that are gone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nvme", [False, True])
+@pytest.mark.parametrize("number", range(6))
+def test_any_subset_is_evicted(lab: Lab, nvme: bool, number: int) -> None:
+    """Prompts that share prefixes; random parts of them leave DRAM, NVMe, or both; each is asked for again."""
+    chance = random.Random(f"{number}/{nvme}")
+    preset, page = MAIN[number % 3], PAGES[(number + nvme) % 3]
+    store = lab.store(nvme=nvme)
+    one = lab.engine(preset, store, page_tokens=page, chunk_tokens=chance.choice((24, 64, 512)))
+    trunk = prompt(number, 3 * page + 5)
+    prompts = [trunk] + [
+        np.concatenate([trunk[: cut * page], prompt(10 + cut, 3 * page + cut)]) for cut in (0, 1, 2, 3)
+    ]
+    lab.answers(one, prompts, 4)
+    hits = set()
+    for _ in range(4):
+        for _ in range(chance.randint(1, 4)):
+            keys = keys_of(one, store, chance.choice(prompts))
+            start = chance.randrange(len(keys))
+            part = keys[start : chance.randint(start + 1, len(keys))]
+            store.evict(keys=part, tier=chance.choice(("dram", "nvme", "all") if nvme else ("dram", "all")))
+        for tokens in chance.sample(prompts, len(prompts)):
+            there = found(one, store, tokens)
+            answer = lab.answers(one, [tokens], 4)[0]
+            assert sum(answer.cached.values()) == there
+            assert answer.usage.computed_tokens == len(tokens) - there
+            hits.add(there // page)
+    assert len(hits) >= 3, f"too tame: {hits}"
+    check_laws(store)
+
+
+@pytest.mark.parametrize("way", ["local", Handoff.EAGER, Handoff.LAZY])
+def test_pages_leave_all_the_time(lab: Lab, way: str) -> None:
+    """Somebody evicts while requests run: whatever is found, or is gone when it is read, answers are right."""
+    store = lab.store(nvme=True)
+    if way == "local":
+        one = lab.engine("tiny-llama", store)
+    else:
+        _, one = lab.pair("tiny-llama", store, handoff=Handoff(way), source=Source.DRAM)
+    chance = random.Random(way)
+    asked: list[Answer] = []
+    for i in range(24):
+        asked.append(lab.ask(one, np.concatenate([prompt(i % 3, 16 * (1 + i % 5)), prompt(20 + i % 7, 30)]), 6))
+        for _ in range(2):
+            store.evict(pages=chance.randint(1, 20), tier=chance.choice(("dram", "all")))
+    for answer in asked:
+        check_answer(answer)
+    check_laws(store)
+
+
+def test_a_store_that_is_full(lab: Lab) -> None:
+    """Far fewer pages fit than are written: some are found later, none is wrong."""
+    store = lab.store(dram="1MiB", extent="256KiB")
+    one = lab.engine("tiny-llama", store, page_tokens=16)
+    prompts = [prompt(30 + i, 300) for i in range(8)]
+    for _ in range(2):
+        lab.answers(one, prompts, 20)
+    assert store.stats()["tiers"]["dram"]["pages"] < 8 * 18
+
+
+@pytest.mark.parametrize("preset", MAIN)
+def test_a_damaged_page_on_nvme_is_a_hole(lab: Lab, preset: str) -> None:
+    """A page in the middle whose bytes do not hold: what is before it is used, the rest computed and stored again."""
+    store = lab.store(nvme=True)
+    one = lab.engine(preset, store)
+    for seed, hole in ((40, 2), (41, 0), (42, 5)):
+        tokens = prompt(seed, 100)
+        lab.answers(one, [tokens], 4)
+        row = bytes(store.cache(one.layout).get(keys_of(one, store, tokens)[hole : hole + 1]).data)
+        to_nvme(store)
+        for path in lab.machine.logs.glob("nvme-*"):
+            spoil(path, row)
+        answer = lab.answers(one, [tokens], 4)[0]
+        assert answer.cached == ({"nvme": hole * 16} if hole else {})
+        assert sum(lab.answers(one, [tokens], 4)[0].cached.values()) == 96, "it is stored again"
+    check_laws(store)
+
+
+def spoil(path: Path, row: bytes) -> None:
+    """Change one byte in the middle of where a device holds these bytes."""
+    with open(path, "r+b", buffering=0) as file:
+        place = file.read().find(row[: len(row) // 2])
+        assert place >= 0, "the page is on NVMe"
+        file.seek(place + len(row) // 2)
+        byte = file.read(1)
+        file.seek(place + len(row) // 2)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+def test_a_damaged_page_in_dram_is_a_hole(lab: Lab) -> None:
+    """As above, where the node verifies what is read."""
+    store = lab.store(verify_reads=True, scrub_bytes_per_s=1)
+    one = lab.engine("tiny-mla", store)
+    tokens = prompt(43, 100)
+    lab.answers(one, [tokens], 4)
+    store.verify()  # they have checksums now
+    mapped = store._node.mapped()
+    assert mapped is not None
+    address = mapped.index.find(keys_of(one, store, tokens).hashes[3])
+    assert address is not None
+    extent = mapped.extent(address.extent)
+    assert extent is not None
+    extent.pages[address.frame, 77] ^= 0xFF
+    assert lab.answers(one, [tokens], 4)[0].cached == {"dram": 48}
+    assert lab.answers(one, [tokens], 4)[0].cached == {"dram": 96}
+
+
+# --- a node that is killed --------------------------------------------------------------------------------------------
+
+
+def node(lab: Lab, **flags: str) -> Store:
+    """A daemon, and our way to it."""
+    lab.machine.serve(NODE, **flags)
+    return lab.machine.connect(NODE, 2.0)
+
+
+def kill(machine: Machine) -> None:
+    """kill -9."""
+    assert machine.processes[-1].kill() == -9
+
+
+def restarted(lab: Lab, store: Store, *engines: Engine) -> None:
+    """The node is back, and the engines know."""
+    lab.machine.serve(NODE)
+    store.wait_ready()
+    wait_until("the engines see it", lambda: all(one.pool.up for one in engines), 10 * LOOKED_S)
+
+
+def killed_at(lab: Lab, what: str, moment: Callable[[], bool]) -> None:
+    """Kill the node when that has come."""
+    wait_until(what, moment)
+    kill(lab.machine)
+
+
+@pytest.mark.parametrize(("preset", "back"), [*zip(MAIN, (True, False, True), strict=True)])
+def test_node_killed_while_a_prompt_is_computed(lab: Lab, preset: str, back: bool) -> None:
+    store = node(lab)
+    one = lab.engine(preset, store, chunk_tokens=16)
+    tokens, other = prompt(50, 900), prompt(51, 20)
+    asked = [lab.ask(one, tokens, 6), lab.ask(one, other, 30)]
+    killed_at(lab, "some chunks are written", lambda: one.pool.hook_layers > 20)
+    for answer in asked:
+        check_answer(answer)
+    assert asked[0].cached == {}
+    if back:
+        restarted(lab, store, one)
+        again = lab.answers(one, [tokens], 6)[0]
+        assert 0 < sum(again.cached.values()) < 880, "what was sealed before"
+        assert sum(lab.answers(one, [tokens], 6)[0].cached.values()) == 896
+        check_laws(store)
+    else:
+        assert lab.answers(one, [prompt(52, 60)], 6)[0].cached == {}
+
+
+@pytest.mark.parametrize("preset", MAIN[:2])
+def test_node_killed_while_an_answer_is_decoded(lab: Lab, preset: str) -> None:
+    """What it stores of an answer meanwhile is stored when the node is back."""
+    store = node(lab)
+    one = lab.engine(preset, store)
+    tokens = prompt(55, 40)
+    answer = lab.ask(one, tokens, 150)
+    answer.wait(20)
+    kill(lab.machine)
+    check_answer(answer)
+    restarted(lab, store, one)
+    history = np.concatenate([tokens, np.array(answer.tokens, np.uint32)])
+    lab.answers(one, [history], 4)
+    assert sum(lab.answers(one, [history], 4)[0].cached.values()) == (len(history) - 1) // 16 * 16
+    check_laws(store)
+
+
+@pytest.mark.parametrize("handoff", Handoff)
+@pytest.mark.parametrize("source", Source)
+def test_node_killed_during_a_handoff(lab: Lab, handoff: Handoff, source: Source) -> None:
+    store = node(lab)
+    how = {"handoff": handoff, "source": source, "link": "1MB/s", "chunk_tokens": 32}
+    prefill, decode = lab.pair("tiny-llama", store, **how)
+    asked = [lab.ask(decode, prompt(60 + i, 200 + 50 * i), 8) for i in range(3)]
+
+    def moving() -> bool:
+        return any(one.spent.moved_bytes for one in list(decode._known.values()))
+
+    killed_at(lab, "some of it has come", moving)
+    for answer in asked:
+        check_answer(answer)
+    restarted(lab, store, prefill, decode)
+    lab.answers(decode, [answer.request.tokens for answer in asked], 8)
+    check_laws(store)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_node_killed_again_and_again(lab: Lab, number: int) -> None:
+    """At random moments of a stream of requests with common prefixes; it is started again each time."""
+    chance = random.Random(number)
+    store = node(lab)
+    prefill, decode = lab.pair("tiny-llama", store, source=Source.DRAM)
+    both = lab.engine("tiny-llama", store, chunk_tokens=32)
+    for _ in range(2):
+        asked = []
+        for i in range(12):
+            tokens = np.concatenate([prompt(70 + i % 3, 16 * chance.randint(0, 8)), prompt(80 + i, 25)])
+            asked.append(lab.ask(chance.choice((both, decode)), tokens, chance.randint(2, 40)))
+        time.sleep(chance.random() * 0.3)
+        kill(lab.machine)
+        for answer in asked:
+            check_answer(answer)
+        restarted(lab, store, prefill, decode, both)
+    check_laws(store)
+
+
+def test_node_that_stands_still(lab: Lab) -> None:
+    """SIGSTOP: it answers nobody for longer than a request waits; then it goes on."""
+    lab.machine.serve(NODE)
+    store = lab.machine.connect(NODE, 0.3)
+    daemon = lab.machine.processes[-1]
+    one = lab.engine("tiny-llama", store, chunk_tokens=32)
+    lab.answers(one, [prompt(90, 100)], 4)
+    daemon.stop()
+    try:
+        asked = [lab.ask(one, prompt(90 + i, 150), 30) for i in range(3)]
+        for answer in asked:
+            check_answer(answer)
+        assert sum(asked[0].cached.values()) in (0, 96), "reading needs no daemon"
+    finally:
+        daemon.resume()
+    wait_until("the engine sees it", lambda: one.pool.up, 10 * LOOKED_S)
+    lab.answers(one, [prompt(90 + i, 150) for i in range(3)], 4)
+
+
+@pytest.mark.parametrize("end", ["terminated", "killed"])
+def test_pages_that_outlived_a_reboot(lab: Lab, end: str) -> None:
+    """Shared memory is gone, NVMe is not: a new engine of a new process of the node hits there."""
+    flags = {"dram": "16MiB", "nvme": f"{lab.machine.logs / 'disk'}:32MiB"}
+    store = node(lab, **flags)
+    one = lab.engine("tiny-qwen3", store)
+    prompts = [prompt(95 + i, 40 + 30 * i) for i in range(3)]
+    lab.answers(one, prompts, 4)
+    to_nvme(store)
+    daemon = lab.machine.processes[-1]
+    assert daemon.terminate() == 0 if end == "terminated" else daemon.kill() == -9
+    lab.answers(one, prompts, 4)
+    reboot(lab.machine, NODE)
+    lab.answers(one, prompts, 4)
+    lab.machine.serve(NODE, **flags)
+    fresh = lab.machine.connect(NODE)
+    within("the scan is done", lambda: "scanning" not in fresh.stats()["tiers"]["nvme"]["state"])
+    two = lab.engine("tiny-qwen3", fresh)
+    for tokens, answer in zip(prompts, lab.answers(two, prompts, 4), strict=True):
+        assert answer.cached == {"nvme": (len(tokens) - 1) // 16 * 16}
+    lab.answers(one, prompts, 4)

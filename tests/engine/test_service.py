@@ -1,0 +1,498 @@
+"""An engine as a process: what it answers, what it refuses, and that it goes on serving."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import xxhash
+from google.protobuf import message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from engine.client import EngineClient
+from engine.metrics import METRICS
+from engine.request import Admitted, Done, Finished, HandOff, Piece, Request, Sampling, Token
+from engine.wire import SERVICE, layout_message, submit_request
+from kvstore import Layout
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    PermissionDenied,
+    TooManyCalls,
+    Unauthenticated,
+    VersionMismatch,
+)
+from kvstore.pb import engine_pb2 as pb
+from kvstore.pb import engine_pb2_grpc
+from kvstore.transfer.grpc_errors import from_rpc
+from tests.helpers import api
+from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine, spawn_engine, wait_idle
+from tests.helpers.processes import Machine, wait_until
+from tests.helpers.scraping import Scrape, fetch
+
+REQUESTS_MAX = 4
+LOST_S = 20.0  # by when an engine that stands still is known to, and another one has answered
+LONG = {"max_tokens": 4000, "ignore_eos": True}  # some seconds
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """One engine of role both, for tests that leave it as it was."""
+    here = Machine(tmp_path_factory.mktemp("engine"))
+    try:
+        yield serve_engine(here, http="127.0.0.1:0", requests_max=str(REQUESTS_MAX))
+    finally:
+        here.close()
+
+
+@pytest.fixture
+def engine(shared: EngineProcess) -> Iterator[EngineClient]:
+    with shared.client() as client:
+        yield client
+        wait_idle(client)
+
+
+@pytest.fixture
+def stub(shared: EngineProcess) -> Iterator[Any]:
+    with grpc.insecure_channel(shared.address) as channel:
+        yield engine_pb2_grpc.EngineStub(channel)
+
+
+def layout_of(model: str = "tiny-llama", page_tokens: int = 16) -> Layout:
+    from engine.models import load_model
+
+    return load_model(model).layout(page_tokens)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_what_transformers_gives(engine: EngineClient) -> None:
+    import torch
+
+    from engine.models import load_model
+
+    torch.set_num_threads(1)
+    model = load_model("tiny-llama")
+    tokens = prompt(70)
+    ids = torch.tensor(tokens.astype(np.int64))[None]
+    whole = {"attention_mask": torch.ones_like(ids)}  # or it is guessed, from where the padding's id is
+    plain = model.net.generate(ids, **whole, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    answer = engine.generate(tokens, max_tokens=24, ignore_eos=True)
+    assert list(answer.tokens) == plain[0, 70:].tolist()
+    assert answer.reason == "length"
+
+
+def test_text_and_tokens_are_the_same_prompt(engine: EngineClient, stub: Any) -> None:
+    text = "Once upon a time, na\u00efvely"
+    answer = engine.generate(text, max_tokens=12, ignore_eos=True)
+    by_tokens = engine.generate(list(text.encode()), max_tokens=12, ignore_eos=True)
+    assert (by_tokens.tokens, by_tokens.text) == (answer.tokens, answer.text)
+    assert answer.usage.prompt_tokens == len(text.encode()) and answer.usage.completion_tokens == 12
+    assert answer.usage.ttft_ms > 0 and answer.usage.tpot_ms > 0
+    request = pb.SubmitRequest(token_ids=text.encode(), sampling=pb.Sampling(max_tokens=12, ignore_eos=True))
+    replies = list(stub.Submit(request, timeout=20))
+    assert [reply.WhichOneof("event") for reply in replies[:1] + replies[-1:]] == ["accepted", "finished"]
+    assert replies[0].accepted.prompt_tokens == len(text.encode()) and not replies[0].accepted.tokens
+    found = [token.id for reply in replies for token in reply.tokens.tokens]
+    assert tuple(found) == answer.tokens
+
+
+def test_a_stream_comes_token_by_token(engine: EngineClient) -> None:
+    begun_s, first_s = time.monotonic(), 0.0
+    events = []
+    for event in engine.stream(prompt(20), max_tokens=400, ignore_eos=True):
+        first_s = first_s or time.monotonic() - begun_s
+        events.append(event)
+    took_s = time.monotonic() - begun_s
+    assert first_s < took_s / 2, "the first token waited for the others"
+    assert [event.index for event in events[:-1] if isinstance(event, Token)] == list(range(400))
+    end = events[-1]
+    assert isinstance(end, Finished) and end.reason == "length" and end.usage.completion_tokens == 400
+
+
+def test_sampling_follows_the_seed_and_stops_at_strings(engine: EngineClient) -> None:
+    how = {"max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "ignore_eos": True}
+    one, again, other = (engine.generate("seeds", seed=seed, **how) for seed in (1, 1, 2))
+    assert one.tokens == again.tokens != other.tokens
+    printable = next(c for c in one.text if c.isprintable() and c != "\N{REPLACEMENT CHARACTER}")
+    stopped = engine.generate("seeds", seed=1, stop=printable, **how)
+    assert stopped.reason == "stop" and printable not in stopped.text
+    assert one.text.startswith(stopped.text)
+
+
+def test_a_slow_reader_holds_up_nobody(engine: EngineClient) -> None:
+    slow = engine.stream(prompt(20), max_tokens=2000, ignore_eos=True)
+    next(slow)
+    assert engine.generate("quick", max_tokens=8, ignore_eos=True).usage.completion_tokens == 8
+    assert sum(isinstance(event, Token) for event in slow) == 1999
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_by_id_ends_the_stream(shared: EngineProcess, engine: EngineClient) -> None:
+    stream = engine.stream(prompt(20), id="to-be-cancelled", **LONG)
+    next(stream)
+    with shared.client() as other:
+        assert other.cancel("to-be-cancelled")
+    *_, last = stream
+    assert isinstance(last, Finished) and last.reason == "cancelled"
+    assert 0 < last.usage.completion_tokens < 4000
+    assert not engine.cancel("to-be-cancelled")
+
+
+def test_a_caller_that_goes_away_cancels(engine: EngineClient) -> None:
+    stream = engine.stream(prompt(20), **LONG)
+    next(stream)
+    assert any(engine.status()["requests"].values())
+    stream.close()
+    wait_idle(engine, 3.0)
+
+
+def test_a_client_that_is_closed_keeps_no_connection(shared: EngineProcess, engine: EngineClient) -> None:
+    def sockets() -> int:
+        return sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+
+    before = sockets()
+    for ended in (True, False, False):
+        client = shared.client()
+        stream = client.stream(prompt(20), **LONG)
+        next(stream)
+        if ended:
+            stream.close()
+        client.close()
+        del client, stream
+    wait_until("their sockets are closed", lambda: gc.collect() >= 0 and sockets() <= before)
+
+
+def test_a_deadline_is_kept(engine: EngineClient) -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        engine.generate(prompt(20), deadline_s=0.3, **LONG)
+    assert time.monotonic() - begun_s < 3.0
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": []}, "tokens"),
+    ({"prompt": ""}, "tokens"),
+    ({"prompt": [1, 300]}, "tokens"),
+    ({"prompt": [1, -1]}, "tokens"),
+    ({"prompt": [0.5]}, "tokens"),
+    ({"prompt": [1] * 9000}, "tokens"),
+    ({"prompt": [1] * 8000, "max_tokens": 500}, "tokens"),
+    ({"max_tokens": 0}, "sampling.max_tokens"),
+    ({"temperature": -1.0}, "sampling.temperature"),
+    ({"temperature": float("nan")}, "sampling.temperature"),
+    ({"top_p": 0.0}, "sampling.top_p"),
+    ({"stop": ("",)}, "sampling.stop"),
+    ({"handoff": "soon"}, "handoff"),
+    ({"salt": "s" * 2000}, "salt"),
+    ({"id": "i" * 200}, "request_id"),
+    ({"wishes": 3}, "wishes"),
+]
+
+
+@pytest.mark.parametrize(("how", "field"), BAD)
+def test_bad_input_is_refused_by_name(engine: EngineClient, how: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        engine.generate(**{"prompt": "fine", **how})
+    assert refused.value.field == field, refused.value
+    assert engine.generate("fine", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+
+
+def test_bad_messages_are_refused_by_name(stub: Any) -> None:
+    good = pb.SubmitRequest(text="fine")
+    for field, message in (
+        ("tokens", pb.SubmitRequest()),
+        ("tokens", pb.SubmitRequest(text="a", token_ids=[1])),
+        ("tokens", pb.SubmitRequest(tokens=b"abc")),
+        ("generated", pb.SubmitRequest(token_ids=[1, 2], generated=2)),
+        ("source", pb.SubmitRequest(text="a", source="disk")),
+        ("own_prefill", pb.SubmitRequest(text="a", own_prefill=True, prefill=["127.0.0.1:1"])),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Submit(message, timeout=10))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, field
+        error = from_rpc(refused.value)
+        assert isinstance(error, InvalidRequest) and error.field == field, error
+    assert list(stub.Submit(good, timeout=10))[-1].finished.reason
+
+
+@pytest.mark.parametrize("name", [method.name for method in pb.DESCRIPTOR.services_by_name["Engine"].methods])
+def test_garbage_is_the_caller_s_mistake(shared: EngineProcess, engine: EngineClient, name: str) -> None:
+    method = pb.DESCRIPTOR.services_by_name["Engine"].methods_by_name[name]
+    chance = random.Random(name)
+    request = message_factory.GetMessageClass(method.input_type)
+    with grpc.insecure_channel(shared.address) as channel:
+        make = channel.unary_stream if method.server_streaming else channel.unary_unary
+        call = make(f"/{SERVICE}/{name}")
+        for attempt in range(30):
+            message = chance.randbytes(chance.randrange(1, 60))
+            if attempt % 2:  # right in its form, wrong in what it says
+                filled = request()
+                for field in request.DESCRIPTOR.fields:
+                    if field.type == field.TYPE_STRING and not field.is_repeated and chance.random() < 0.5:
+                        setattr(filled, field.name, chance.choice(["", "x", "\0", "\U0001f600" * 50]))
+                    elif field.type in (field.TYPE_UINT32, field.TYPE_UINT64) and not field.is_repeated:
+                        setattr(filled, field.name, chance.choice([0, 1, 7, (1 << 32) - 1]))
+                message = filled.SerializeToString()
+            if name == "Drain":
+                message = b"\xff" + message  # a good one would drain the engine for the other tests
+            try:
+                found = call(message, timeout=5)
+                list(found) if method.server_streaming else found
+            except grpc.RpcError as error:
+                assert error.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL), (message, error)
+    engine.set_role("both")
+
+
+# --- hand-offs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_can_be_pulled_and_let_go(engine: EngineClient) -> None:
+    layout, tokens = layout_of(), prompt(70)
+    request = Request(id="held", tokens=tokens, sampling=Sampling(max_tokens=4))
+    events = list(engine.prefill(request, layout, 20.0))
+    assert isinstance(events[0], Admitted) and events[0].prompt_tokens == 70
+    assert isinstance(events[-1], Done)
+    handoff = events[-1].handoff
+    assert isinstance(handoff, HandOff) and (handoff.tail_tokens, handoff.generated) == (6, 1)
+    assert handoff.first_token == engine.generate(tokens, max_tokens=1, ignore_eos=True).tokens[0]
+    pieces = list(engine.pull("held"))
+    assert all(isinstance(piece, Piece) and xxhash.xxh3_64_intdigest(piece.data) == piece.checksum for piece in pieces)
+    for layer in range(layout.layers):
+        mine = [piece for piece in pieces if piece.layer == layer]
+        assert sum(piece.tokens for piece in mine) == 70
+        assert sum(len(piece.data) for piece in mine) == 70 * layout.kv_heads * layout.token_bytes
+    later = list(engine.pull("held", 64))
+    assert {piece.token_start for piece in later} == {64} and len(later) == layout.layers
+    for field, start, codec in (("token_start", 3, "none"), ("codec", 0, "zip")):
+        with pytest.raises(InvalidRequest) as refused:
+            list(engine.pull("held", start, codec))
+        assert refused.value.field == field
+    assert engine.release("held")
+    with pytest.raises(InvalidRequest):
+        list(engine.pull("held"))
+
+
+def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: Any) -> None:
+    ours, theirs = layout_of(), layout_of("tiny-qwen3", 32)
+    request = Request(id="mismatch", tokens=prompt(20))
+    with pytest.raises(VersionMismatch) as refused:
+        list(engine.prefill(request, theirs))
+    said = str(refused.value)
+    for name in ("model", "weights_digest", "page_tokens"):
+        assert f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}" in said
+    assert ours.fingerprint.hex() in said and theirs.fingerprint.hex() in said
+    with pytest.raises(grpc.RpcError) as raw:
+        list(
+            stub.Prefill(pb.PrefillRequest(request=submit_request(request), layout=layout_message(theirs)), timeout=10)
+        )
+    assert raw.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+def test_status_health_and_reflection(shared: EngineProcess, engine: EngineClient) -> None:
+    status = engine.status()
+    assert (status["role"], status["model"], status["device"]) == ("both", "tiny-llama", "cpu")
+    assert status["layout"] == {"fingerprint": layout_of().fingerprint.hex(), "page_tokens": 16}
+    with grpc.insecure_channel(shared.address) as channel:
+        asked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        assert asked.status == health_pb2.HealthCheckResponse.SERVING
+        assert SERVICE in ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert fetch(shared.http, "/healthz")[0] == fetch(shared.http, "/readyz")[0] == 200
+
+
+def test_metrics_count_what_happens(shared: EngineProcess, engine: EngineClient) -> None:
+    before = Scrape(shared.http)
+    engine.generate(prompt(40), max_tokens=8, ignore_eos=True)
+    with pytest.raises(InvalidRequest):
+        engine.generate([], max_tokens=8)
+    with pytest.raises(InvalidRequest):
+        engine.generate([999], max_tokens=8)
+    now = Scrape(shared.http)
+
+    def grew(name: str, **labels: str) -> float:
+        return now(f"kvstore_engine_{name}", **labels) - before(f"kvstore_engine_{name}", **labels)
+
+    assert grew("requests_total", outcome="length") == 1
+    assert grew("requests_total", outcome="invalid") == 2
+    assert (grew("prompt_tokens_total"), grew("completion_tokens_total"), grew("computed_tokens_total")) == (40, 8, 40)
+    assert grew("ttft_seconds_count") == grew("gap_seconds_count") == grew("tpot_seconds_count") == 1
+    assert grew("step_seconds_count", kind="decode") == 7 and grew("step_seconds_count", kind="prefill") >= 1
+    assert grew("grpc_calls_total", method="Submit", code="OK") == 1
+    assert now("kvstore_engine_frames", state="free") > 0 == now("kvstore_engine_frames", state="used")
+    assert now("kvstore_engine_role", role="both") == 1
+    names = {family.name for family in now.families}
+    assert names == {about.name for about in METRICS}
+
+
+def test_a_role_changes_while_the_engine_runs(engine: EngineClient) -> None:
+    running = engine.stream(prompt(20), max_tokens=600, ignore_eos=True)
+    next(running)
+    try:
+        engine.set_role("prefill")
+        assert engine.status()["role"] == "prefill"
+        with pytest.raises(InvalidRequest, match="^role: "):
+            engine.generate("no", max_tokens=2)
+        assert sum(isinstance(event, Token) for event in running) == 599
+        engine.set_role("decode")
+        with pytest.raises(InvalidRequest, match="^role: "):
+            list(engine.prefill(Request(id="x", tokens=prompt(20)), layout_of()))
+        assert engine.generate("yes", max_tokens=2, ignore_eos=True).reason == "length"
+        with pytest.raises(InvalidRequest, match="^role: 'cook' is not one of prefill, decode, both"):
+            engine.set_role("cook")
+    finally:
+        engine.set_role("both")
+
+
+def test_too_many_requests_are_refused_with_a_hint(engine: EngineClient) -> None:
+    streams = [engine.stream(prompt(20), **LONG) for _ in range(REQUESTS_MAX)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(TooManyCalls) as refused:
+        engine.generate("one more", max_tokens=2)
+    assert refused.value.retry_after_s > 0
+    for stream in streams:
+        stream.close()
+
+
+def test_sigterm_lets_requests_end_and_takes_no_new_ones(machine: Machine) -> None:
+    patient, quick = spawn_engine(machine, drain_s="20"), spawn_engine(machine, drain_s="0.2")
+    with patient.wait_ready().client() as client:
+        running = client.stream(prompt(20), max_tokens=1500, ignore_eos=True)
+        next(running)
+        patient.signal(signal.SIGTERM)
+        wait_until("it is drained", lambda: client.status()["draining"])
+        with pytest.raises(NodeUnavailable, match="drain"):
+            client.generate("late", max_tokens=2)
+        assert sum(isinstance(event, Token) for event in running) == 1499
+    assert patient.wait() == 0
+    with quick.wait_ready().client() as client:
+        running = client.stream(prompt(20), **LONG)
+        next(running)
+        assert quick.terminate() == 0
+        with pytest.raises(NodeUnavailable):
+            list(running)
+
+
+def test_an_answer_goes_on_where_its_engine_was_lost(machine: Machine) -> None:
+    first, second = spawn_engine(machine), spawn_engine(machine)
+    first.wait_ready(), second.wait_ready()
+    how: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+    with first.client() as client, second.client() as other:
+        begun_s = time.monotonic()
+        whole = other.generate("Tell me", **how)
+        whole_s = time.monotonic() - begun_s
+        for lose in (first.stop, first.kill):
+            stream = client.stream("Tell me", resume=[second.address], **how)
+            events = [next(stream) for _ in range(100)]
+            lose()
+            begun_s = time.monotonic()
+            events += stream
+            assert time.monotonic() - begun_s < LOST_S + 3 * whole_s  # known as lost, and the rest computed
+            tokens = [event for event in events if isinstance(event, Token)]
+            assert [token.id for token in tokens] == list(whole.tokens)
+            assert [token.index for token in tokens] == list(range(600))
+            assert "".join(event.text for event in events) == whole.text
+            end = events[-1]
+            assert isinstance(end, Finished) and end.usage.completion_tokens == 600
+            first.resume()
+        with pytest.raises(NodeUnavailable):
+            client.generate("anybody?", max_tokens=2)
+        answer = client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1", second.address], ignore_eos=True)
+        assert answer.engines == (first.address, "127.0.0.1:1", second.address)
+        with pytest.raises(NodeUnavailable, match="nobody is left to go on after 0 tokens"):
+            client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1"])
+
+
+# --- starting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "/no/such/folder"], "model: "),
+        ([], "model: is missing"),
+        (["--model", "tiny-llama", "--device", "cuda:77"], "device: "),
+        (["--model", "tiny-llama", "--device", "gpu"], "device: must be cpu or cuda:N"),
+        (["--model", "tiny-llama", "--role", "cook"], "role: 'cook' is not one of prefill, decode, both"),
+        (["--model", "tiny-llama", "--link", "string"], "link: "),
+        (["--model", "tiny-llama", "--arena", "1KiB"], "arena: "),
+        (["--model", "tiny-llama", "--listen", "0.0.0.0:0"], "listen: 0.0.0.0:0 is beyond loopback and needs TLS"),
+        (["--model", "tiny-llama", "--pages", "3"], "--pages: no such option"),
+    ],
+)
+def test_a_start_that_makes_no_sense(machine: Machine, flags: list[str], said: str) -> None:
+    done = machine.run("engine", "--node", "none", *flags, timeout_s=90)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"kvstore: {said}"), done.stderr
+
+
+def test_a_node_that_is_not_there(machine: Machine) -> None:
+    done = machine.run("engine", "--model", "tiny-llama", "--node", "nobody", timeout_s=90)
+    assert done.returncode == 1 and "nobody" in done.stderr
+
+
+def test_identities_guard_salts_and_requests(machine: Machine, tmp_path: Path) -> None:
+    certificates = api.Certificates(tmp_path)
+    tls = {"tls_cert": certificates.path("server.pem"), "tls_key": certificates.path("server.key")}
+    listen = {"KVSTORE_ENGINE_LISTEN": f"0.0.0.0:0,unix:{tmp_path}/engine.sock"}
+    identities = api.identities_file(tmp_path)
+    engine = spawn_engine(machine, env=listen, identities=identities, **tls).wait_ready()
+    address = engine.address.replace("0.0.0.0", "127.0.0.1")
+
+    def client(name: str) -> EngineClient:
+        return EngineClient(address, token=f"{name}-token", tls_ca=certificates.path("ca.pem"))
+
+    with client("nobody") as stranger, pytest.raises(Unauthenticated):
+        stranger.generate("who?", max_tokens=2)
+    with EngineClient(f"unix:{tmp_path}/engine.sock") as local:  # its permissions have let us in
+        assert local.generate("here", salt="any", max_tokens=2, ignore_eos=True).reason == "length"
+    with client("a") as a, client("b") as b, client("op") as op:
+        assert a.generate("mine", salt="a", max_tokens=2, ignore_eos=True).reason == "length"
+        with pytest.raises(PermissionDenied):
+            a.generate("theirs", salt="b", max_tokens=2)
+        with pytest.raises(PermissionDenied):
+            a.generate("fetched", salt="a", max_tokens=2, prefill=["127.0.0.1:1"])
+        with pytest.raises(PermissionDenied):
+            a.set_role("prefill")
+        running = a.stream(prompt(20), id="a-s", salt="a", **LONG)
+        next(running)
+        with pytest.raises(PermissionDenied):
+            b.cancel("a-s")
+        assert op.cancel("a-s")
+        *_, last = running
+        assert isinstance(last, Finished) and last.reason == "cancelled"
+
+
+def test_the_command_line_asks_a_running_engine(machine: Machine, shared: EngineProcess) -> None:
+    at = ("--at", shared.address)
+    status = machine.run("engine", "status", *at, "--json")
+    assert status.returncode == 0 and json.loads(status.stdout)["role"] == "both", status.stderr
+    assert "frames.free" in machine.run("engine", "status", *at).stdout
+    assert machine.run("engine", "role", *at, "both").stdout == "role both\n"
+    gone = machine.run("engine", "cancel", *at, "nobody", "--json")
+    assert gone.returncode == 1 and json.loads(gone.stdout) == {"found": False}
+    asked = machine.run("engine", "ask", *at, "Hello", "--max-tokens", "4", "--json")
+    answer = json.loads(asked.stdout)
+    assert len(answer["tokens"]) == answer["usage"]["completion_tokens"] and answer["reason"] in ("length", "eos")
+    wrong = machine.run("engine", "--role", "decode", "status", *at)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("kvstore: --role: starts an engine")
+    nobody = machine.run("engine", "status", "--at", "127.0.0.1:1")
+    assert nobody.returncode == 1 and "127.0.0.1:1" in nobody.stderr

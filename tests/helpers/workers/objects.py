@@ -1,0 +1,50 @@
+"""Processes that put objects: ``python -m tests.helpers.workers.objects VERB JSON``; see ``pages``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+import kvstore
+from tests.helpers.workers.pages import log
+
+_ended = False
+
+
+def value_of(number: int, size: int) -> bytes:
+    """A value that tells its number wherever one looks: eight bytes, again and again."""
+    return (number.to_bytes(8, "little") * (size // 8 + 1))[:size]
+
+
+def put(store: kvstore.Store, a: dict[str, Any]) -> None:
+    """One object; killed on the way by a failpoint."""
+    log("put", stored=store.put(a["key"], value_of(a["number"], a["size"]), replace=a.get("replace", False)))
+
+
+def replace(store: kvstore.Store, a: dict[str, Any]) -> None:
+    """The same key again and again, with values of many sizes, until SIGTERM."""
+    number = int(a["number"])
+    while not _ended:
+        number += 1
+        stored = store.put("k", value_of(number, number * 77_777 % 2_500_000 + 8), replace=True)
+        log("put", number=number, stored=stored)
+
+
+def main() -> None:
+    """Run the verb of the command line."""
+
+    def end(*_: object) -> None:
+        global _ended
+        _ended = True
+
+    signal.signal(signal.SIGTERM, end)
+    arguments = json.loads(sys.argv[2])
+    with kvstore.connect(arguments["node"], timeout_s=10.0) as store:
+        log("started")
+        {"put": put, "replace": replace}[sys.argv[1]](store, arguments)
+
+
+if __name__ == "__main__":
+    main()

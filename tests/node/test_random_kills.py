@@ -1,0 +1,146 @@
+"""kill -9 of daemon, writers and readers at hundreds of random points, with several of each running.
+
+``KVSTORE_TEST_KILLS`` sets how many kills there are (240), ``KVSTORE_TEST_SEED`` draws the pauses and the victims.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from kvstore import Store
+from tests.helpers.processes import (
+    Daemon,
+    Machine,
+    Process,
+    Worker,
+    check_laws,
+    check_pages,
+    check_right,
+    evict_all,
+    put,
+    wait_settled,
+)
+
+PAGES_MIN = 100  # looked at per round, or the round shows nothing
+UNDISTURBED_S = 40.0  # that a busy machine has, after the kills, to get so far
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "240"))
+SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
+ROUNDS = 6
+PAUSE_S = (0.0, 0.25)  # between kills: some hit a process that is just starting
+NODE = "n"
+
+
+class Crowd:
+    """A daemon, three writers and two readers; whoever is killed is replaced at once."""
+
+    def __init__(self, machine: Machine, dram: str, first: int) -> None:
+        self.machine = machine
+        self.next_first = first
+        self.daemon = machine.serve(NODE, dram=dram)
+        self.writers = [self.writer() for _ in range(3)]
+        self.readers = [self.reader() for _ in range(2)]
+        self.gone: list[Worker] = []
+
+    def writer(self) -> Worker:
+        """Writers have prompts of their own, a thousand each."""
+        first, self.next_first = self.next_first, self.next_first + 1000
+        return self.machine.worker("mixed", NODE, first=first, pages=8, count=150, pause_s=0.01)
+
+    def reader(self) -> Worker:
+        """Readers follow the writers."""
+        return self.machine.worker(
+            "read", NODE, first=max(0, self.next_first - 3000), count=3020, pages=8, random=self.next_first
+        )
+
+    def kill(self, rng: random.Random) -> str:
+        """kill -9 one of them, and start another. Returns who it was."""
+        who = rng.choices(("daemon", "writer", "reader"), (5, 3, 2))[0]
+        if who == "daemon":
+            murder(self.daemon)
+            self.daemon = self.machine.spawn(NODE)
+        else:
+            crowd: list[Worker] = self.writers if who == "writer" else self.readers
+            replace: Callable[[], Worker] = self.writer if who == "writer" else self.reader
+            victim = rng.randrange(len(crowd))
+            murder(crowd[victim])
+            self.gone.append(crowd[victim])
+            crowd[victim] = replace()
+        return who
+
+    def end(self) -> Daemon:
+        """A daemon that serves, workers ended: half of them in peace, the others killed."""
+        if not self.daemon.alive:
+            raise AssertionError(f"the daemon ended by itself: {self.daemon.trace()}")
+        self.daemon.wait_ready()
+        for worker in (self.writers[0], *self.readers):
+            worker.finish()
+        for worker in self.writers[1:]:
+            worker.kill()
+        for worker in (*self.gone, *self.writers, *self.readers):
+            assert worker.events("wrong") == [], worker.events("wrong")
+        return self.daemon
+
+    def acknowledged(self) -> dict[int, int]:
+        """What any writer was promised."""
+        return {seed: pages for w in (*self.gone, *self.writers) for seed, pages in w.acknowledged().items()}
+
+
+def murder(victim: Process) -> None:
+    """kill -9. A victim that had ended before is a finding, unless its work was done."""
+    code = victim.kill()
+    assert code in (-int(signal.SIGKILL), 0), f"{victim.log.name} had ended with {code}: {victim.trace()}"
+
+
+def check(store: Store, crowd: Crowd, everything_kept: bool) -> int:
+    """All that has to hold when only the daemon is left. Returns how many pages were looked at."""
+    wait_settled(store)
+    check_laws(store)
+    acked = crowd.acknowledged()
+    looked_at = check_pages(store, acked) if everything_kept else check_right(store, acked)
+    assert put(store, crowd.next_first, 8) == 8, "a new writer cannot go on"
+    assert check_right(store, {crowd.next_first: 8}) == 8 or not everything_kept
+    return looked_at
+
+
+@pytest.mark.timeout(400)
+def test_random_kills(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """In even rounds the pool holds everything, so that nothing may be lost; in odd ones pages leave all the time."""
+    rng = random.Random(SEED)
+    kills: Counter[str] = Counter()
+    pages = 0
+    began = time.monotonic()
+    for number in range(ROUNDS):
+        fits = number % 2 == 0
+        name_dram = "64MiB" if fits else "4MiB"
+        if number:
+            machine.run("purge", NODE)
+        crowd = Crowd(machine, name_dram, first=1_000_000 * (number + 1))
+        wanted = KILLS // ROUNDS + (number < KILLS % ROUNDS)
+        for _ in range(wanted):
+            time.sleep(rng.uniform(*PAUSE_S))
+            kills[crowd.kill(rng)] += 1
+        until = time.monotonic() + UNDISTURBED_S
+        while sum(crowd.acknowledged().values()) <= PAGES_MIN + 20 and time.monotonic() < until:
+            time.sleep(0.1)
+        daemon = crowd.end()
+        with machine.connect(NODE) as store:
+            found = check(store, crowd, everything_kept=fits)
+            assert found > PAGES_MIN, f"round {number}: only {found} pages were stored: too little happened"
+            pages += found
+        with machine.connect(NODE) as store:
+            wait_settled(store)
+            evict_all(store)
+            check_laws(store)
+        assert daemon.terminate() == 0
+    assert sum(kills.values()) >= KILLS
+    with capsys.disabled():
+        took = time.monotonic() - began
+        total = sum(kills.values())
+        print(f"\n{total} kills ({dict(kills)}), seed {SEED}: {pages} pages compared byte for byte in {took:.0f} s")

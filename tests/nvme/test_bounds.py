@@ -1,0 +1,336 @@
+"""Bounds of NVMe: capacity, daily writes, what is admitted and when, memory of the daemon; and all ways to write and
+read through a DRAM that is much too small."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import Store, Tier
+from kvstore.errors import KVStoreError
+from tests.helpers.content import LARGE, SMALL, layer_of
+from tests.helpers.nvme.files import (
+    CLASS,
+    MIB,
+    WINDOW,
+    counted,
+    found,
+    nvme_worker,
+    prompt,
+    reboot,
+    save_all,
+    serve,
+    target,
+    tier,
+)
+from tests.helpers.processes import (
+    Daemon,
+    Machine,
+    Worker,
+    check_laws,
+    put,
+    wait_settled,
+    wait_until,
+)
+
+PAGES = 8
+DRAM_PROMPTS = 256 // PAGES  # that fit in 4 MiB
+
+
+def put_all(store: Store, seeds: range, pages: int = PAGES) -> None:
+    """Put prompts; all of each is new."""
+    for seed in seeds:
+        assert put(store, seed, pages) == pages
+
+
+def there(store: Store, seeds: range) -> int:
+    """How many of these prompts are whole; what is there is right."""
+    return sum(found(store, seed, PAGES) == PAGES for seed in seeds)
+
+
+# --- what NVMe may take ---------------------------------------------------------------------------------------------
+
+
+def open_files(daemon: Daemon) -> int:
+    """Descriptors of a process."""
+    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+
+def threads(daemon: Daemon) -> int:
+    """Threads of a process."""
+    return len(os.listdir(f"/proc/{daemon.pid}/task"))
+
+
+def test_five_times_what_nvme_holds(machine: Machine) -> None:
+    """Neither the tier nor the file ever exceeds its size, evictions are counted, and the daemon does not grow."""
+    daemon = serve(machine, nvme=8 * MIB)
+    store = machine.connect("n")
+    about = tier(store)
+    assert about["capacity_bytes"] <= 8 * MIB and about["extents_vacant"] > 0
+    capacity_pages = about["capacity_bytes"] // CLASS.nvme_stride
+    count = 5 * capacity_pages // PAGES // 2
+    writers = [
+        nvme_worker(machine, "put", first=first, count=count, pages=PAGES, parts=2, pause_s=0.005)
+        for first in (0, 10_000)
+    ]
+    seen: list[tuple[int, int, int]] = []
+    while any(writer.alive for writer in writers):
+        about = tier(store)
+        assert about["used_bytes"] <= about["capacity_bytes"] and sum(about["frames"].values()) <= capacity_pages
+        status = target(machine).stat()
+        assert status.st_size == 8 * MIB and status.st_blocks * 512 <= 8 * MIB + 65536
+        if about["evicted"]:
+            seen.append((daemon.memory_bytes(), threads(daemon), open_files(daemon)))
+        time.sleep(0.02)
+    for writer in writers:
+        writer.wait_well()
+    assert len(seen) > 10, "too fast to have been measured"
+    memory, tasks, files = zip(*seen, strict=True)
+    assert max(memory) <= memory[0] + 8 * MIB and max(memory) <= 96 * MIB, f"{memory[0]} to {max(memory)} bytes"
+    assert max(tasks) <= tasks[0] + 2 and max(files) <= files[0] + 4, (tasks, files)
+    assert tier(store)["evicted"].get("space", 0) >= 2 * capacity_pages, tier(store)["evicted"]
+    put_all(store, range(50_000, 50_020))
+    save_all(store)
+    assert there(store, range(50_000, 50_020)) == 20, "what came last is there"
+    wait_settled(store)
+    check_laws(store)
+
+
+def test_what_may_be_written_in_a_day(machine: Machine) -> None:
+    """The cap is kept, over a clean restart and a reboot too; nothing is saved from then on, and DRAM goes on."""
+    cap = 2 * MIB
+    daemon = serve(machine, nvme_write_bytes_per_day=cap)
+    store = machine.connect("n")
+    put_all(store, range(3 * DRAM_PROMPTS))
+    wait_until("it is used up", lambda: tier(store)["written_today_bytes"] > cap - CLASS.nvme_stride)
+    written, saved = tier(store)["written_today_bytes"], tier(store)["demoted_pages"]
+    assert written <= cap and saved * CLASS.nvme_stride == written, (written, saved)
+    assert there(store, range(2 * DRAM_PROMPTS + 5, 3 * DRAM_PROMPTS)) == DRAM_PROMPTS - 5
+    assert counted(store, "evicted_space"), "pages that could not be saved left"
+    for restart in (lambda: None, lambda: reboot(machine)):
+        assert daemon.terminate() == 0
+        restart()
+        daemon = machine.serve("n")
+        store = machine.connect("n")
+        assert tier(store)["written_today_bytes"] == written
+        assert tier(store)["pages"] == saved
+        put_all(store, range(100, 100 + 2 * DRAM_PROMPTS))
+        time.sleep(0.2)
+        assert tier(store)["written_today_bytes"] == written and tier(store)["demoted_pages"] == 0
+        store.evict(pages=1 << 16)
+        assert tier(store, "dram")["pages"] == 0
+        assert sum(found(store, seed, PAGES) for seed in range(3 * DRAM_PROMPTS)) == saved
+    check_laws(store)
+
+
+def test_only_chains_that_were_used_again_are_admitted(machine: Machine) -> None:
+    serve(machine, nvme_admission="reused")
+    store = machine.connect("n")
+    put_all(store, range(10))
+    for seed in range(100, 110):
+        assert put(store, seed, PAGES // 2) == put(store, seed, PAGES) == PAGES // 2
+    put_all(store, range(200, 200 + 3 * DRAM_PROMPTS))
+    wait_until("the extended ones are saved", lambda: tier(store)["pages"] >= 10 * PAGES)
+    store.evict(pages=1 << 16)
+    wait_until("DRAM is empty", lambda: tier(store, "dram")["pages"] == 0)
+    assert tier(store)["pages"] == tier(store)["demoted_pages"] == 10 * PAGES
+    assert there(store, range(100, 110)) == 10
+    assert there(store, range(10)) == there(store, range(200, 200 + 3 * DRAM_PROMPTS)) == 0
+    check_laws(store)
+
+
+def test_the_watermark(machine: Machine) -> None:
+    """Below it nothing is written; above it cold pages are saved before their frames are needed."""
+    serve(machine, demote_at=0.75)
+    store = machine.connect("n")
+    put_all(store, range(15))
+    time.sleep(0.5)
+    assert tier(store)["pages"] == 0, "120 of 256 frames are in use"
+    put_all(store, range(15, 29))
+    wait_until("it saves", lambda: tier(store)["pages"] > 0, 3.0)
+    assert tier(store, "dram")["demoted"] == 0 and tier(store, "dram")["pages"] == 29 * PAGES, "nothing had to leave"
+    check_laws(store)
+
+
+@pytest.mark.parametrize("nvme", [2 * MIB, 16 * MIB], ids=["full", "empty"])
+def test_a_dram_full_of_leases(nvme: int, machine: Machine) -> None:
+    """A put ends in time, with what found room; when the leases end, puts find room again."""
+    serve(machine, nvme=nvme, nvme_extent=MIB // 4)
+    store = machine.connect("n", timeout_s=1.0)
+    if nvme == 2 * MIB:
+        put_all(store, range(1000, 1000 + 2 * DRAM_PROMPTS))
+        wait_until("NVMe is full", lambda: tier(store)["evicted"])
+    cache, leases = store.cache(SMALL), []
+    store.evict(pages=1 << 16)
+    for seed in range(DRAM_PROMPTS):
+        keys, data = prompt(seed, PAGES)
+        cache.put(keys, data)
+        lease = cache.lease(keys, ttl_s=20.0)
+        lease.__enter__()
+        leases.append((seed, lease))
+    for seed in range(100, 103):
+        keys, data = prompt(seed, PAGES)
+        started = time.monotonic()
+        try:
+            stored = cache.put(keys, data)
+        except KVStoreError as error:
+            raise AssertionError(f"a full store is no failure: {error}") from error
+        assert time.monotonic() - started < 3.0
+        assert stored < PAGES
+    for seed, lease in leases:
+        expected = prompt(seed, PAGES)[1]
+        assert all(np.array_equal(view, row) for view, row in zip(lease.pages, expected, strict=False))
+        lease.__exit__(None, None, None)
+    for seed in range(200, 230):
+        put_all(store, range(seed, seed + 1))
+        assert found(store, seed, PAGES) == PAGES
+    check_laws(store)
+
+
+# --- through a DRAM that is much too small --------------------------------------------------------------------------
+
+
+def ended(workers: list[Worker], timeout_s: float = 60.0) -> None:
+    """All of them end well, and nothing that was accepted was missing at any time."""
+    for worker in workers:
+        worker.wait_well(timeout_s)
+    missing = [event for worker in workers for event in worker.events("missing")]
+    assert missing == [], f"{len(missing)} times, first {missing[:3]}"
+
+
+def test_a_dram_of_a_few_pages(machine: Machine) -> None:
+    """1 MiB for three writers, whose prompts are a quarter of it each: what is accepted is found."""
+    serve(machine, dram="1MiB", nvme=32 * MIB, promote_after=1)
+    writers = [nvme_worker(machine, "accepted", first=10_000 * i, count=25, pages=16) for i in range(3)]
+    ended(writers)
+    store = machine.connect("n")
+    acked = {seed: pages for writer in writers for seed, pages in writer.acknowledged().items()}
+    assert sum(acked.values()) >= 3 * 25 * 8, "hardly anything was accepted"
+    assert {seed: found(store, seed, pages) for seed, pages in acked.items()} == acked
+    wait_settled(store)
+    check_laws(store)
+
+
+def test_pages_of_two_sizes(machine: Machine) -> None:
+    """Of 16 and of 512 KiB at once, with all ways to write: both overflow DRAM, and both are found."""
+    serve(machine, dram="8MiB", nvme=64 * MIB, extent="1MiB", nvme_extent=4 * MIB, promote_after=2)
+    small = nvme_worker(machine, "accepted", first=0, count=100, pages=PAGES, parts=2)
+    large = nvme_worker(machine, "accepted", first=0, count=25, pages=2, layout="large")
+    reader = nvme_worker(machine, "read", first=0, count=25, pages=2, layout="large")
+    ended([small, large])
+    reader.finish()
+    store = machine.connect("n")
+    save_all(store)
+    assert {seed: found(store, seed, n) for seed, n in small.acknowledged().items()} == dict.fromkeys(range(100), PAGES)
+    assert {seed: found(store, seed, n, LARGE) for seed, n in large.acknowledged().items()} == dict.fromkeys(
+        range(25), 2
+    )
+    assert {kind["page_bytes"] for kind in tier(store)["classes"]} == {SMALL.page_bytes, LARGE.page_bytes}
+    check_laws(store)
+
+
+def test_a_layout_that_is_not_prefix_closed(machine: Machine) -> None:
+    """Its pages are looked up one by one, in both tiers."""
+    serve(machine, nvme=32 * MIB, promote_after=3)
+    writers = [
+        nvme_worker(machine, "accepted", first=first, count=60, pages=PAGES, parts=2, layout="window")
+        for first in (0, 1000)
+    ]
+    reader = nvme_worker(machine, "read", first=0, count=60, pages=PAGES, layout="window", ways=["get", "out"])
+    ended(writers)
+    reader.finish()
+    store = machine.connect("n")
+    save_all(store)
+    assert store.cache(WINDOW).lookup(prompt(5, PAGES, WINDOW)[0]).tiers == {Tier.NVME: PAGES}
+    assert all(found(store, seed, PAGES, WINDOW) == PAGES for seed in (*range(60), *range(1000, 1060)))
+    check_laws(store)
+
+
+def written_by_layers(store: Store, seed: int, ranks: int) -> None:
+    """A write group of ``ranks`` that writes a prompt layer by layer."""
+    keys, data = prompt(seed, PAGES)
+    cache = store.cache(SMALL)
+    writers = [cache.writer(keys, group=f"g{seed}", rank=rank, ranks=ranks) for rank in range(ranks)]
+    for writer in writers:
+        writer.__enter__()
+    for layer in range(SMALL.layers):
+        for rank, writer in enumerate(writers):
+            writer.write_layer(layer, layer_of(data, layer, SMALL, SMALL.shard_heads(rank, ranks)))
+    for writer in writers:
+        writer.__exit__(None, None, None)
+
+
+def read_by_layers(store: Store, seed: int) -> None:
+    """Every layer, in any order, is right."""
+    keys, data = prompt(seed, PAGES)
+    reader = store.cache(SMALL).reader(keys, timeout_s=5.0)
+    out = np.empty((PAGES, SMALL.layer_bytes), np.uint8)
+    for layer in random.Random(seed).sample(range(SMALL.layers), SMALL.layers):
+        reader.read_layer(layer, out)
+        assert np.array_equal(out, layer_of(data, layer)), f"layer {layer} of prompt {seed}"
+
+
+def read_leased(store: Store, seed: int) -> None:
+    """Views of pages that were on NVMe: they are in DRAM now."""
+    keys, data = prompt(seed, PAGES)
+    with store.cache(SMALL).lease(keys) as lease:
+        assert len(lease.pages) == PAGES
+        assert all(np.array_equal(view, row) for view, row in zip(lease.pages, data, strict=True))
+
+
+def prefetched(store: Store, seed: int) -> None:
+    keys, data = prompt(seed, PAGES)
+    assert store.cache(SMALL).prefetch(keys).pages == PAGES
+    match = store.cache(SMALL).get(keys)
+    assert match.tiers == {Tier.DRAM: PAGES} and match.data is not None and np.array_equal(match.data, data)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_write_groups_and_layer_wise_readers(ranks: int, machine: Machine) -> None:
+    """Pages written layer by layer, by one or several ranks, go down; leases, layer-wise readers and prefetches bring
+    them up again."""
+    serve(machine)
+    store = machine.connect("n")
+    seeds = range(2 * DRAM_PROMPTS)
+    for seed in seeds:
+        written_by_layers(store, seed, ranks)
+    save_all(store)
+    assert store.cache(SMALL).lookup(prompt(0, PAGES)[0]).tiers == {Tier.NVME: PAGES}
+    ways: tuple[Callable[[Store, int], None], ...] = (read_by_layers, read_leased, prefetched)
+    for seed in seeds:
+        ways[seed % 3](store, seed)
+        assert store.cache(SMALL).lookup(prompt(seed, PAGES)[0]).tiers == {Tier.DRAM: PAGES}, ways[seed % 3].__name__
+    assert there(store, seeds) == len(seeds)
+    assert store.stats()["counters"]["pages_promoted"] == len(seeds) * PAGES
+    check_laws(store)
+
+
+def test_readers_of_pages_that_are_evicted_and_rewritten(machine: Machine) -> None:
+    """Three processes read a NVMe of 3 MiB while two write fifteen times as much: they miss, and see no other bytes."""
+    serve(machine, nvme=3 * MIB, dram="1MiB", nvme_extent=MIB // 4, promote_after=2)
+    store = machine.connect("n")
+    writers = [nvme_worker(machine, "mixed", first=first, count=1 << 20, pages=PAGES) for first in (0, 600_000)]
+    for writer in writers:
+        writer.wait_for("put", 20)
+    readers: list[Worker] = []
+    end = time.monotonic() + 8.0
+    for number in range(3):  # each follows the writers: prompts of a second ago are on NVMe, if anywhere
+        readers.append(nvme_worker(machine, "follow_puts", logs=[str(w.log) for w in writers], random=number))
+    while time.monotonic() < end:
+        assert tier(store)["used_bytes"] <= tier(store)["capacity_bytes"]
+        time.sleep(0.05)
+    for worker in [*readers, *writers]:
+        worker.finish()
+    clients = store.stats()["clients"]
+    about: dict[str, Any] = tier(store)
+    assert about["evicted"]["space"] > 500, about["evicted"]
+    assert clients["hit_nvme"] > 500 and clients["missed_absent"] > 100, clients
+    wait_settled(store)
+    check_laws(store)
+    assert target(machine).stat().st_size == 3 * MIB

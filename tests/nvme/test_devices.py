@@ -1,0 +1,792 @@
+"""NVMe devices: who may be made anew, headers, the order of durable steps, sets of devices, and clients' maps."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.errors import InvalidRequest, NodeBusy
+from kvstore.model.replica import Address, FrameClass, nvme_directory_bytes, nvme_frames, position_of, turns_of
+from kvstore.tier import frame_header
+from kvstore.tier.disk import BLOCK_BYTES, FileDisk, MemoryDisk, aligned_buffer
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.nvme import NvmeDevice
+from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.nvme_map import NvmeMap, runs
+from kvstore.tier.nvme_table import Superblock, interleave
+from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
+from tests.helpers.nvme.pages import (
+    CLASS,
+    CLASSES,
+    EXTENT_BYTES,
+    WIDE,
+    claimed,
+    device_bytes,
+    find,
+    header,
+    identity,
+    is_page,
+    lean_rows,
+    parent,
+    payload,
+    write,
+)
+
+MIB = 1 << 20
+
+
+def open_device(disk: Any, owner: str = "n", format: bool = False, extent_bytes: int = EXTENT_BYTES) -> NvmeDevice:
+    return NvmeDevice.open(disk, owner, extent_bytes, format)
+
+
+# --- geometry -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_bytes", [1, 4096, 4097, 65536, 262144, 2 << 20, 8 << 20, 63 << 20])
+@pytest.mark.parametrize("extent_bytes", [4096, 1 * MIB, 16 * MIB, 64 * MIB])
+def test_an_extent_holds_as_many_frames_as_fit(page_bytes: int, extent_bytes: int) -> None:
+    shape = FrameClass(page_bytes, 64, 32)
+    frames = nvme_frames(extent_bytes, shape)
+
+    def needs(count: int) -> int:
+        return nvme_directory_bytes(count) + count * shape.nvme_stride
+
+    assert frames == 0 or needs(frames) <= extent_bytes
+    assert needs(frames + 1) > extent_bytes
+    assert shape.nvme_header_bytes % 4096 == shape.nvme_stride % 4096 == nvme_directory_bytes(frames) % 4096 == 0
+    assert shape.lean.row_bytes == 96
+
+
+def test_header_bytes_hold_all_tokens_and_checksums() -> None:
+    for shape in (*CLASSES, FrameClass(4096, 990, 0), FrameClass(4096, 991, 0), FrameClass(4096, 1, 4096)):
+        needs = frame_header._used(shape)
+        assert shape.nvme_header_bytes - 4096 < needs <= shape.nvme_header_bytes
+
+
+def test_positions_lie_one_after_the_other_between_the_superblocks() -> None:
+    for size in (5 * BLOCK_BYTES + EXTENT_BYTES, 100 * MIB, 1000 * MIB + 4096, 1 << 44):
+        block = Superblock.planned(7, "n", size, EXTENT_BYTES)
+        end = block.data_start + block.positions * EXTENT_BYTES
+        assert block.data_start % BLOCK_BYTES == 0 and end <= size - BLOCK_BYTES
+        assert size - BLOCK_BYTES - end < EXTENT_BYTES + 2 * BLOCK_BYTES
+        assert block.table_bytes >= 64 * (block.positions + 1)
+        assert Superblock.unpacked(block.packed()) == block
+
+
+def test_a_row_of_devices_is_in_proportion() -> None:
+    assert interleave([4, 2]) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
+    row = interleave([30, 10, 20])
+    assert sorted(row) == [(d, at) for d, n in enumerate([30, 10, 20]) for at in range(n)]
+    for stop in range(6, 61, 6):
+        count = Counter(device for device, _ in row[:stop])
+        assert all(abs(count[d] - stop * n / 60) <= 1 for d, n in enumerate([30, 10, 20]))
+
+
+# --- headers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", CLASSES)
+def test_a_header_says_what_was_packed(shape: FrameClass) -> None:
+    address = Address(7, 3, 5 << 32 | 9)
+    found = frame_header.unpack(header(shape, 99, address, seed=300), shape, 99, 7, 3, 5 << 32 | 9)
+    assert not isinstance(found, str)
+    assert (found.address, found.parent) == (address, parent(300))
+    assert found.key + found.root + found.extra + found.tokens.tobytes() == identity(shape, 300).tobytes()
+    assert found.info & 0xFFFFFFFF == shape.page_bytes
+    assert (position_of(found.info), turns_of(found.info)) == (300, 0)
+    page = payload(shape, 300).copy()
+    assert frame_header.is_payload_sound(page, shape, found.payload_sum)
+    page[shape.page_bytes - 1] ^= 1
+    assert not frame_header.is_payload_sound(page, shape, found.payload_sum)
+
+
+@pytest.mark.parametrize("shape", CLASSES)
+def test_every_flipped_byte_of_a_header_is_noticed(shape: FrameClass) -> None:
+    address = Address(7, 3, 9)
+    sound = header(shape, 99, address, seed=1)
+    expected = np.array([9], np.uint64), identity(shape, 1)[None]
+    for at in range(0, frame_header._used(shape), 1 if shape is CLASS else 7):
+        damaged = sound.copy()
+        damaged[at] ^= 0x40
+        reason = frame_header.unpack(damaged, shape, 99, 7, 3, 9)
+        assert reason == ("version" if 8 <= at < 12 else "header")
+        assert frame_header.faults(damaged[None], shape, 99, 7, 3, *expected) == [reason]
+    assert (sound[frame_header._used(shape) :] == 0).all()
+
+
+def test_a_sound_header_of_something_else_has_a_reason() -> None:
+    sound = header(CLASS, 99, Address(7, 3, 9), seed=1)
+    unpack = frame_header.unpack
+    assert unpack(sound, CLASS, 98, 7, 3, 9) == "foreign"
+    assert unpack(sound, CLASS, 99, 8, 3, 9) == "swapped"
+    assert unpack(sound, CLASS, 99, 7, 4, 9) == "swapped"
+    assert unpack(sound, CLASS, 99, 7, 3, 8) == "swapped"
+    assert not isinstance(unpack(sound, CLASS, 99, 7, 3), str)
+    other = FrameClass(CLASS.page_bytes, CLASS.page_tokens - 1, CLASS.layers + 1)
+    assert unpack(sound, other, 99, 7, 3, 9) == "header"
+    assert unpack(sound, FrameClass(100, 5, 4), 99, 7, 3, 9) == "header"  # more payload than such a page has
+    assert unpack(np.zeros(4096, np.uint8), CLASS, 99, 7, 3) == "header"
+    newer = sound.copy()
+    newer[8] = 2
+    assert unpack(newer, CLASS, 99, 7, 3, 9) == "version"
+
+
+def test_a_run_of_headers_is_checked_at_once() -> None:
+    count = 9
+    heads = np.stack([header(CLASS, 99, Address(7, 20 + i, 100 + i), seed=i) for i in range(count)])
+    generations = np.arange(100, 100 + count, dtype=np.uint64)
+    identities = np.stack([identity(CLASS, i) for i in range(count)])
+    assert frame_header.faults(heads, CLASS, 99, 7, 20, generations, identities) == [""] * count
+    assert frame_header.payload_sums_in(heads) == [
+        frame_header.payload_sum(payload(CLASS, i), CLASS) for i in range(count)
+    ]
+    heads[1, 300:] = 0x55  # beyond what is used: harmless
+    heads[2, 100] ^= 1
+    heads[3] = header(CLASS, 98, Address(7, 23, 103), seed=3)
+    heads[4] = header(CLASS, 99, Address(7, 25, 104), seed=4)
+    heads[5] = header(CLASS, 99, Address(7, 25, 104), seed=5)
+    heads[6, 8] = 9
+    identities[7, 48] ^= 1  # another token
+    assert frame_header.faults(heads, CLASS, 99, 7, 20, generations, identities) == [
+        *("", "", "header", "foreign", "swapped", "swapped", "version", "swapped", "")
+    ]
+    spread = aligned_buffer(count * CLASS.nvme_stride).reshape(count, -1)
+    spread[:, :4096] = heads
+    strided = spread[:, :4096]
+    assert frame_header.faults(strided, CLASS, 99, 7, 20, generations, identities)[2:4] == ["header", "foreign"]
+
+
+# --- whose it is ----------------------------------------------------------------------------------------------------
+
+
+def test_a_blank_disk_is_made_and_found_again() -> None:
+    disk = MemoryDisk(device_bytes(4))
+    device = open_device(disk)
+    assert (device.positions, device.extent_bytes, device.extents, device.starts) == (4, EXTENT_BYTES, {}, 1)
+    incarnation = device.incarnation
+    assert incarnation != 0
+    device.close()
+    again = open_device(disk)
+    assert (again.incarnation, again.starts) == (incarnation, 2)
+    anew = open_device(disk, format=True)
+    assert anew.incarnation != incarnation and anew.starts == 1
+
+
+def foreign(disk: MemoryDisk, what: str) -> None:
+    """Put something on the disk that is not ours to take."""
+    if what == "user data":
+        disk.data[:] = np.random.default_rng(1).integers(1, 256, len(disk.data), np.uint8)
+    elif what == "a signature at 64 KiB":
+        disk.data[65536 + 64] = 1
+    elif what == "something at the end":
+        disk.data[-1] = 1
+    else:
+        open_device(disk).close()
+        if what == "front overwritten":
+            disk.data[:4096] = 7
+        elif what == "front wiped":
+            disk.data[:4096] = 0
+        elif what == "end overwritten":
+            disk.data[-4096:] = 7
+        elif what == "end wiped":
+            disk.data[-4096:] = 0
+        elif what == "a file system made over it":
+            disk.data[1024:2048] = 7
+        elif what == "another's end":
+            other = MemoryDisk(disk.size_bytes)
+            open_device(other).close()
+            disk.data[-4096:] = other.data[-4096:]
+        elif what == "both tables":
+            disk.data[4096 : 4096 + 8] = 7
+            disk.data[8192 : 8192 + 8] = 7
+        else:
+            assert what == "next version"
+            for start in (0, disk.size_bytes - 4096):
+                block = Superblock.unpacked(disk.data[start : start + 4096])
+                assert block is not None
+                newer = Superblock(1, "n", block.size_bytes, EXTENT_BYTES, 4, 4096, version=2)
+                disk.data[start : start + 4096] = newer.packed()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("user data", "neither blank nor a kvstore's"),
+        ("a signature at 64 KiB", "neither blank nor a kvstore's"),
+        ("something at the end", "neither blank nor a kvstore's"),
+        ("front overwritten", "at one end, something else at the other"),
+        ("front wiped", "at one end, something else at the other"),
+        ("end overwritten", "at one end, something else at the other"),
+        ("end wiped", "at one end, something else at the other"),
+        ("a file system made over it", "at one end, something else at the other"),
+        ("another's end", "at one end, something else at the other"),
+        ("both tables", "both copies of its extent table are damaged"),
+        ("next version", "is of format 2, this program knows 1"),
+    ],
+)
+def test_what_is_not_ours_is_left_alone(what: str, reason: str) -> None:
+    disk = MemoryDisk(device_bytes(4))
+    foreign(disk, what)
+    before = disk.data.copy()
+    with pytest.raises(InvalidRequest, match=f"{reason}.*; --format makes it anew") as caught:
+        open_device(disk)
+    assert caught.value.field == "nvme" and "memory" in caught.value.reason
+    assert (disk.data == before).all()
+    assert open_device(disk, format=True).starts == 1
+
+
+def test_another_owner_size_or_extent_is_left_alone() -> None:
+    disk = MemoryDisk(device_bytes(4))
+    open_device(disk, "a").close()
+    before = disk.data.copy()
+    with pytest.raises(InvalidRequest, match="belongs to node 'a'.*--format"):
+        open_device(disk, "b")
+    with pytest.raises(InvalidRequest, match=f"extents of {EXTENT_BYTES} bytes, not {2 * EXTENT_BYTES}.*--format"):
+        open_device(disk, "a", extent_bytes=2 * EXTENT_BYTES)
+    longer = MemoryDisk(device_bytes(5))
+    longer.data[: disk.size_bytes - 4096] = disk.data[:-4096]
+    longer.data[-4096:] = disk.data[-4096:]
+    with pytest.raises(InvalidRequest, match=f"made with {disk.size_bytes} bytes, not {longer.size_bytes}"):
+        open_device(longer, "a")
+    assert (disk.data == before).all()
+    embedded = MemoryDisk(device_bytes(4))
+    open_device(embedded, "").close()
+    with pytest.raises(InvalidRequest, match="belongs to an embedded store"):
+        open_device(embedded, "a")
+    assert open_device(embedded, "").starts == 2
+
+
+@pytest.mark.parametrize("size", [4096, 3 * 4096, 4 * 4096 + EXTENT_BYTES - 4096])
+def test_too_small_a_disk_names_the_least(size: int) -> None:
+    disk = MemoryDisk(size)
+    with pytest.raises(InvalidRequest, match=f"too few, {4 * 4096 + EXTENT_BYTES} are the least"):
+        open_device(disk)
+    assert not disk.data.any()
+    assert open_device(MemoryDisk(4 * 4096 + EXTENT_BYTES)).positions == 1
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    assert open_device(MemoryDisk(device_bytes(1)), "n" * 64).superblock.owner == "n" * 64
+    with pytest.raises(InvalidRequest):
+        open_device(MemoryDisk(device_bytes(1)), "n" * 65)
+
+
+@pytest.mark.parametrize("at", [0, 9, 30, 300, 505, 4095])
+@pytest.mark.parametrize("end", [False, True])
+def test_a_damaged_superblock_is_repaired_from_the_other(at: int, end: bool, caplog: pytest.LogCaptureFixture) -> None:
+    disk = MemoryDisk(device_bytes(4))
+    device = open_device(disk)
+    device.carve(1, 5, CLASS)
+    device.close()
+    disk.data[at - 4096 if end else at] ^= 0x10
+    with caplog.at_level(logging.WARNING):
+        again = open_device(disk)
+    assert again.incarnation == device.incarnation and again.extents[1].number == 5
+    assert (disk.data[:4096] == disk.data[-4096:]).all()
+    assert "was damaged and is repaired" in caplog.text
+
+
+@pytest.mark.parametrize("start", ["blank", "ours", "user data"])
+def test_power_lost_at_any_step_of_making_one(start: str) -> None:
+    """Afterwards it is as before, or is made anew without asking again, or is done."""
+    for seed in range(15):
+        for cut_at in range(1, 12):
+            disk = FaultyDisk(device_bytes(4), seed)
+            if start == "ours":
+                open_device(disk).close()
+            elif start == "user data":
+                foreign(disk, "user data")
+            disk.sync()
+            before, disk.steps, disk.cut_at = disk.data.copy(), 0, cut_at
+            try:
+                open_device(disk, format=start != "blank")
+                finished = True
+            except PowerCut:
+                finished = False
+            after = disk.power_loss()
+            try:
+                device = open_device(after)
+            except InvalidRequest:
+                # Blocks that tore over something else: the operator is asked again, nothing but one block is gone.
+                assert start == "user data" and not finished
+                assert (after.data[4096:-4096] == before[4096:-4096]).all()
+                continue
+            assert device.extents == {} and device.positions == 4
+            assert device.starts >= 1 and (not finished or device.starts == 2)
+
+
+# --- extents and checkpoints ----------------------------------------------------------------------------------------
+
+
+def test_extents_and_their_state_survive() -> None:
+    disk = FaultyDisk(device_bytes(4), 1)
+    device = open_device(disk)
+    device.carve(1, 10, CLASS)
+    device.carve(3, 11, WIDE)
+    device.carve(0, 12, CLASS)
+    device.drop(0)
+    again = open_device(disk.power_loss())
+    assert {p: (e.number, e.frame_class, e.frames, e.clean) for p, e in again.extents.items()} == {
+        1: (10, CLASS, nvme_frames(EXTENT_BYTES, CLASS), False),
+        3: (11, WIDE, nvme_frames(EXTENT_BYTES, WIDE), False),
+    }
+
+
+def checkpoint(device: NvmeDevice, position: int, sealed: dict[int, tuple[int, int]]) -> set[int]:
+    extent, version = device.extents[position], device.version(position)
+    device.write_directory(position, lean_rows(extent.frame_class, extent.frames, sealed))
+    return device.mark_clean({position: version})
+
+
+def test_a_checkpoint_is_believed_until_somebody_writes() -> None:
+    disk = FaultyDisk(device_bytes(4), 1)
+    device = open_device(disk)
+    device.carve(2, 10, CLASS)
+    assert device.directory(2) is None
+    device.open_for_writing([2])
+    write(device, 2, 3, generation=7, seed=1)
+    device.sync()
+    device.close_for_writing([2])
+    assert checkpoint(device, 2, {3: (7, 1)}) == {2}
+    again = open_device(disk.power_loss())
+    rows = again.directory(2)
+    assert again.extents[2].clean and rows is not None
+    assert claimed(rows) == {3: (7, identity(CLASS, 1)[:16].tobytes())}
+    again.open_for_writing([2])
+    assert again.directory(2) is None
+    later = open_device(again.disk.power_loss())  # type: ignore[attr-defined]
+    assert not later.extents[2].clean and later.directory(2) is None
+    assert is_page(*find(later, 2, 3, 7), CLASS, 1)
+
+
+def test_only_what_nobody_touched_becomes_clean() -> None:
+    device = open_device(MemoryDisk(device_bytes(4)))
+    for position in range(4):
+        device.carve(position, 10 + position, CLASS)
+    rows = lean_rows(CLASS, nvme_frames(EXTENT_BYTES, CLASS), {})
+    device.open_for_writing([0])
+    versions = {position: device.version(position) for position in range(4)}
+    device.close_for_writing([0])  # a page was sealed after the snapshot
+    device.open_for_writing([1])  # and here one is on its way
+    for position in range(3):
+        device.write_directory(position, rows)
+    assert device.mark_clean(versions) == {2}  # 3 has no directory
+    device.close_for_writing([1])
+    assert device.mark_clean({1: device.version(1)}) == set()  # its directory is older than that
+    device.write_directory(1, rows)
+    assert device.mark_clean({1: device.version(1)}) == {1}
+    assert device.mark_clean({1: device.version(1)}) == {1}
+    assert sorted(p for p, extent in device.extents.items() if extent.clean) == [1, 2]
+    device.drop(2)
+    assert device.mark_clean({2: device.version(2)}) == set()
+    before = device.version(3)
+    device.write_directory(3, rows)
+    device.open_for_writing([3])
+    assert device.mark_clean({3: before}) == set()
+    device.close_for_writing([3])
+    assert device.mark_clean({3: before}) == set()
+    device.open_for_writing([3])
+    device.write_directory(3, rows)
+    assert device.mark_clean({3: device.version(3)}) == set(), "who is writing is not done"
+
+
+def test_a_directory_that_is_rewritten_is_not_the_one_that_was_believed() -> None:
+    """Until it is marked clean again the extent is scanned: no half of both is ever believed."""
+    disk = FaultyDisk(device_bytes(4), 3)
+    device = open_device(disk)
+    device.carve(0, 10, CLASS)
+    assert checkpoint(device, 0, {1: (7, 1), 2: (8, 2)}) == {0}
+    device.write_directory(0, lean_rows(CLASS, device.extents[0].frames, {1: (7, 1)}))
+    device.sync()
+    again = open_device(disk.power_loss())
+    assert again.extents[0].clean and again.directory(0) is None
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_the_loss_of_a_table_brings_no_number_back(slot: int) -> None:
+    disk = MemoryDisk(device_bytes(2))
+    device = open_device(disk)
+    disk.data[device.superblock.slot(slot) + 30] ^= 1
+    again = open_device(disk)
+    assert again.starts > device.starts
+    disk.data[device.superblock.slot(1 - slot) + 30] ^= 1
+    assert open_device(disk).starts > again.starts
+
+
+def test_writing_needs_an_open_extent_of_that_class() -> None:
+    device = open_device(MemoryDisk(device_bytes(4)))
+    device.carve(0, 10, CLASS)
+    page, head = payload(CLASS, 1), aligned_buffer(4096)
+    with pytest.raises(AssertionError, match="not open"):
+        device.write_page(0, 0, CLASS, head, page)
+    device.open_for_writing([0, 0])
+    device.write_page(0, 0, CLASS, head, page)
+    with pytest.raises(AssertionError):
+        device.write_page(0, 0, WIDE, aligned_buffer(8192), payload(WIDE, 1))
+    with pytest.raises(AssertionError):
+        device.write_page(0, 0, CLASS, head, page[:8192])
+    with pytest.raises(AssertionError):
+        device.drop(0)
+    with pytest.raises(AssertionError):
+        device.open_for_writing([1])
+    device.close_for_writing([0])
+    with pytest.raises(AssertionError):
+        device.close_for_writing([0])
+
+
+def test_runs_of_frames_in_one_request() -> None:
+    disk = MemoryDisk(device_bytes(2))
+    device = open_device(disk)
+    device.carve(1, 10, CLASS)
+    device.open_for_writing([1])
+    count, incarnation = 6, device.incarnation
+    heads = aligned_buffer(count * 4096).reshape(count, -1)
+    for i in range(count):
+        heads[i] = header(CLASS, incarnation, Address(10, 4 + i, 50 + i), seed=i)
+    device.write_run(1, 4, CLASS, heads, [payload(CLASS, i) for i in range(count)])
+    assert all(is_page(*find(device, 1, 4 + i, 50 + i), CLASS, i) for i in range(count))
+    found, pages = aligned_buffer(count * 4096).reshape(count, -1), aligned_buffer(count * 12288).reshape(count, -1)
+    device.read_run(1, 4, CLASS, found, pages)
+    assert (found == heads).all()
+    assert all((pages[i] == payload(CLASS, i)).all() for i in range(count))
+    chunk = aligned_buffer(count * CLASS.nvme_stride).reshape(count, -1)  # header and page side by side
+    device.read_run(1, 4, CLASS, chunk[:, :4096], chunk[:, 4096:])
+    assert (chunk[:, :4096] == heads).all() and (chunk[:, 4096:] == pages).all()
+    one = aligned_buffer(4096)
+    device.read_header(1, 5, CLASS, one)
+    assert (one == heads[1]).all()
+    with pytest.raises(AssertionError):
+        device.read_run(1, device.extents[1].frames - 2, CLASS, found, pages)
+
+
+def test_bytes_written_today_are_remembered() -> None:
+    disk = MemoryDisk(device_bytes(2))
+    device = open_device(disk)
+    device.add_written(100, 10)
+    device.add_written(100, 5)
+    assert (device.written_today(100), device.written_today(101)) == (15, 0)
+    device.close()
+    again = open_device(disk)
+    assert again.written_today(100) == 15
+    again.add_written(101, 1)
+    again.carve(0, 1, CLASS)
+    assert open_device(disk).written_today(101) == 1  # after a kill: as of the last table
+
+
+def test_writers_in_many_threads_and_checkpoints_between() -> None:
+    disk = MemoryDisk(device_bytes(4))
+    device = open_device(disk)
+    for position in range(4):
+        device.carve(position, 10 + position, CLASS)
+    failures: list[BaseException] = []
+
+    def writer(position: int) -> None:
+        try:
+            for generation in range(1, 30):
+                device.open_for_writing([position, 3])
+                write(device, position, generation % 5, generation, seed=position)
+                device.sync()
+                device.close_for_writing([position, 3])
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=writer, args=(position,)) for position in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for position in range(4):
+            checkpoint(device, position, {})
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(checkpoint(device, position, {}) for position in range(4))
+    assert all(extent.clean for extent in open_device(disk).extents.values())
+
+
+# --- failures of the disk -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fail_writes", "fail_sync"])
+def test_a_failing_disk_changes_nothing(kind: str) -> None:
+    disk = FaultyDisk(device_bytes(4), 1)
+    device = open_device(disk)
+    device.carve(0, 10, CLASS)
+    checkpoint(device, 0, {})
+    device.carve(1, 11, CLASS)
+    before = dict(device.extents)
+    setattr(disk, kind, errno.EIO)
+    for verb in (
+        lambda: device.carve(2, 12, CLASS),
+        lambda: device.drop(0),
+        lambda: device.open_for_writing([0, 1]),
+        lambda: device.raise_starts(99),
+    ):
+        with pytest.raises(OSError) as caught:
+            verb()
+        assert caught.value.errno == errno.EIO and caught.value.filename == disk.path
+    assert device.extents == before and device.starts == 1
+    with pytest.raises(AssertionError, match="not open"):
+        write(device, 0, 0, 1, 1)
+    device.add_written(1, 1)
+    device.close()  # says so in the log
+
+
+def test_after_a_failed_sync_nothing_is_called_durable() -> None:
+    """The kernel tells of lost writes once; whoever syncs next must not believe that his are there."""
+    disk = FaultyDisk(device_bytes(4), 1)
+    device = open_device(disk)
+    device.carve(0, 10, CLASS)
+    device.open_for_writing([0])
+    write(device, 0, 0, 1, 1)
+    disk.fail_sync = errno.EIO
+    with pytest.raises(OSError):
+        device.carve(1, 11, CLASS)
+    disk.fail_sync = None
+    with pytest.raises(OSError, match="a sync failed before"):
+        device.sync()
+
+
+def test_sync_costs_nothing_where_nothing_was_written() -> None:
+    disk = FaultyDisk(device_bytes(4), 1)
+    device = open_device(disk)
+    steps = disk.steps
+    device.sync()
+    assert disk.steps == steps
+
+
+# --- several devices ------------------------------------------------------------------------------------------------
+
+
+def memory_disks(*positions: int) -> list[MemoryDisk]:
+    return [MemoryDisk(device_bytes(n), f"disk {at}") for at, n in enumerate(positions)]
+
+
+def test_a_set_is_one_row() -> None:
+    disks = memory_disks(4, 2)
+    devices = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    assert devices.positions == 6 and devices.neighbours(1) == [1, 4]
+    for position in range(6):
+        devices.carve(position, 10 + position, CLASS)
+    assert {p: e.number for p, e in devices.extents.items()} == {p: 10 + p for p in range(6)}
+    assert all(extent.position == position for position, extent in devices.extents.items())
+    assert devices.place(4) == (devices.devices[1], 1)
+    assert devices.header_incarnation(4) == devices.devices[1].incarnation != devices.incarnation
+    devices.open_for_writing(range(6))
+    devices.close_for_writing(range(6))
+    rows = lean_rows(CLASS, nvme_frames(EXTENT_BYTES, CLASS), {})
+    for position in range(6):
+        devices.write_directory(position, rows)
+    assert devices.mark_clean({p: devices.version(p) for p in (0, 1, 5)}) == {0, 1, 5}
+    assert devices.directory(1) is not None and devices.directory(2) is None
+    devices.add_written(5, 10)
+    devices.close()
+    again = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    assert again.written_today(5) == 10 and again.incarnation == devices.incarnation
+    again.close()
+    other = NvmeDevices.open(disks[::-1], "n", EXTENT_BYTES)
+    assert other.incarnation != devices.incarnation, "positions are others now"
+
+
+def test_a_device_may_be_away_and_come_back() -> None:
+    disks = memory_disks(3, 3)
+    both = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    for position in range(6):
+        both.carve(position, 10 + position, CLASS)
+    both.open_for_writing([0, 1])
+    for position in (0, 1):
+        device, local = both.place(position)
+        write(device, local, 2, 1 << 32, seed=position)
+    both.sync()
+    both.close()
+    for _ in range(3):
+        one = NvmeDevices.open(disks[:1], "n", EXTENT_BYTES)
+        assert one.incarnation != both.incarnation
+        assert sorted(extent.number for extent in one.extents.values()) == [10, 12, 14]
+        device, local = one.place(0)
+        assert is_page(*find(device, local, 2), CLASS, 0)
+        one.close()
+    one = NvmeDevices.open(disks[:1], "n", EXTENT_BYTES)
+    one.drop(1)
+    one.carve(1, 11, CLASS)  # the node has forgotten that 11 was used
+    one.close()
+    back = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    assert back.starts == 6 and {device.starts for device in back.devices} == {6}
+    numbers = {extent.number: back.place(extent.position)[0] for extent in back.extents.values()}
+    assert sorted(numbers) == [10, 11, 13, 14, 15]
+    assert numbers[11] is back.devices[0] and numbers[13] is back.devices[1]
+    assert NvmeDevices.open(disks, "n", EXTENT_BYTES).starts == 7
+
+
+def test_where_one_of_a_set_is_not_ours_all_are_let_go(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    bad.write_bytes(b"x" * device_bytes(2))
+    disks = [FileDisk.open(path, device_bytes(2), create=True) for path in (good, bad)]
+    with pytest.raises(InvalidRequest, match="bad is neither blank"):
+        NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    assert bad.read_bytes() == b"x" * device_bytes(2)
+    for path in (good, bad):
+        FileDisk.open(path, device_bytes(2)).close()
+
+
+def test_one_failing_device_of_a_set() -> None:
+    disks = [FaultyDisk(device_bytes(2), at, f"disk {at}") for at in range(2)]
+    devices = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    rows = lean_rows(CLASS, nvme_frames(EXTENT_BYTES, CLASS), {})
+    for position in range(4):
+        devices.carve(position, 10 + position, CLASS)
+        devices.write_directory(position, rows)
+    devices.mark_clean({p: devices.version(p) for p in range(4)})
+    disks[1].fail_writes = errno.EIO
+    with pytest.raises(OSError) as caught:
+        devices.open_for_writing([0, 1])
+    assert caught.value.filename == "disk 1"
+    assert devices.neighbours(1) == [1, 3]
+    devices.open_for_writing([0])  # the other one works
+    devices.close_for_writing([0])
+
+
+# --- what clients see -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> NodeFolder:
+    folder = NodeFolder(tmp_path, "n")
+    folder.create()
+    return folder
+
+
+def file_devices(tmp_path: Path, *positions: int, format: bool = False) -> NvmeDevices:
+    disks = [FileDisk.open(tmp_path / f"nvme-{at}", device_bytes(n), create=True) for at, n in enumerate(positions)]
+    return NvmeDevices.open(disks, "n", EXTENT_BYTES, format)
+
+
+def read_one(map_: NvmeMap, position: int, number: int, frame: int, generation: int) -> Any:
+    head, page = aligned_buffer(4096).reshape(1, -1), aligned_buffer(CLASS.frame_bytes).reshape(1, -1)
+    incarnation = map_.read_run(position, frame, CLASS, head, page)
+    if incarnation is None:
+        return None
+    return frame_header.unpack(head[0], CLASS, incarnation, number, frame, generation), page[0]
+
+
+def test_clients_read_what_the_owner_wrote(tmp_path: Path, folder: NodeFolder) -> None:
+    assert NvmeMap.open(folder) is None
+    devices = file_devices(tmp_path, 3, 1)
+    for position in range(4):
+        devices.carve(position, 10 + position, CLASS)
+    devices.open_for_writing(range(4))
+    for position in range(4):
+        device, local = devices.place(position)
+        write(device, local, 5, 77, seed=position)
+    devices.write_map(folder)
+    map_ = NvmeMap.open(folder)
+    assert map_ is not None
+    assert (map_.incarnation, map_.positions) == (devices.incarnation, 4)
+    for position in range(4):
+        assert is_page(*read_one(map_, position, 10 + position, 5, 77), CLASS, position)
+        place = map_.place(position, CLASS, 5)
+        assert place is not None and place.incarnation == devices.header_incarnation(position)
+        head = aligned_buffer(4096)
+        place.disk.read(place.offset, [head])
+        assert frame_header.unpack(head, CLASS, place.incarnation, 10 + position, 5, 78) == "swapped"
+    assert map_.place(4, CLASS, 0) is None
+    with pytest.raises(AssertionError):
+        map_.place(0, CLASS, nvme_frames(EXTENT_BYTES, CLASS))
+    with pytest.raises(NodeBusy):
+        FileDisk.open(tmp_path / "nvme-0", device_bytes(3))
+    map_.close()
+    assert map_.place(0, CLASS, 0) is None
+    devices.close()
+
+
+@pytest.mark.parametrize("damage", ["absent", "cut", "empty", "no JSON", "version", "flipped"])
+def test_a_doubtful_map_is_none(tmp_path: Path, folder: NodeFolder, damage: str) -> None:
+    devices = file_devices(tmp_path, 1)
+    devices.write_map(folder)
+    text = folder.nvme.read_bytes()
+    if damage == "absent":
+        folder.nvme.unlink()
+    else:
+        folder.nvme.write_bytes(
+            {
+                "cut": text[:-3],
+                "empty": b"",
+                "no JSON": b"\xff\x00",
+                "version": text.replace(b'"version": 1', b'"version": 2'),
+                "flipped": text.replace(str(EXTENT_BYTES).encode(), str(EXTENT_BYTES + 1).encode()),
+            }[damage]
+        )
+    assert NvmeMap.open(folder) is None
+    devices.close()
+
+
+def test_a_device_that_was_cut_short_is_read_as_far_as_it_goes(tmp_path: Path, folder: NodeFolder) -> None:
+    devices = file_devices(tmp_path, 2, 2)
+    devices.write_map(folder)
+    devices.close()
+    os.truncate(tmp_path / "nvme-1", device_bytes(1))
+    map_ = NvmeMap.open(folder)
+    assert map_ is not None and all(map_.place(position, CLASS, 0) is not None for position in range(4))
+    assert read_one(map_, 1, 10, 0, 1)[0] == "header", "nothing was stored there"
+    with pytest.raises(OSError, match="not there") as raised:
+        read_one(map_, 3, 10, 0, 1)
+    assert raised.value.filename == str(tmp_path / "nvme-1")
+
+
+@pytest.mark.parametrize("damage", ["absent", "made anew", "not allowed"])
+def test_a_device_that_is_not_the_one_meant_has_no_place(tmp_path: Path, folder: NodeFolder, damage: str) -> None:
+    devices = file_devices(tmp_path, 2, 2)
+    devices.write_map(folder)
+    devices.close()
+    path = tmp_path / "nvme-1"
+    if damage == "absent":
+        path.unlink()
+    elif damage == "made anew":
+        open_device(FileDisk.open(path, device_bytes(2)), format=True).close()
+    elif os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    else:
+        path.chmod(0)
+    map_ = NvmeMap.open(folder)
+    assert map_ is not None and map_.positions == 4
+    assert [map_.place(position, CLASS, 0) is None for position in range(4)] == [False, True, False, True]
+    assert read_one(map_, 1, 10, 0, 1) is None
+
+
+def test_a_map_that_is_forgotten_lets_go(tmp_path: Path, folder: NodeFolder) -> None:
+    devices = file_devices(tmp_path, 1, 1)
+    devices.write_map(folder)
+    fds = len(os.listdir("/proc/self/fd"))
+    map_ = NvmeMap.open(folder)
+    assert len(os.listdir("/proc/self/fd")) == fds + 2
+    del map_
+    assert len(os.listdir("/proc/self/fd")) == fds
+    devices.close()
+
+
+def test_pages_made_before_the_device_was_made_anew_are_foreign(tmp_path: Path) -> None:
+    devices = file_devices(tmp_path, 1)
+    devices.carve(0, 10, CLASS)
+    devices.open_for_writing([0])
+    write(devices.devices[0], 0, 3, 7, seed=1)
+    devices.close()
+    anew = file_devices(tmp_path, 1, format=True)
+    anew.carve(0, 10, CLASS)
+    assert find(anew.devices[0], 0, 3)[0] == "foreign"
+    anew.drop(0)
+    anew.close()
+
+
+def test_places_are_cut_into_runs() -> None:
+    places = [(1, 4), (1, 5), (1, 7), (2, 8), (2, 9), (2, 10), (2, 11)]
+    assert list(runs(places, 100, 300)) == [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)]
+    assert list(runs(places, 1000, 300)) == [slice(i, i + 1) for i in range(7)]
+    assert list(runs([], 100)) == []

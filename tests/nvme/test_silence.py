@@ -1,0 +1,165 @@
+"""An NVMe device that does not answer, below a real daemon: it costs what lies on it, and nothing else waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Store
+from kvstore.errors import Unavailable
+from kvstore.failpoint import STALL, STALLED
+from tests.helpers.content import FEW, SMALL, chain, mismatch
+from tests.helpers.nvme.nodes import (
+    NODE,
+    PROMPT_PAGES,
+    check_closed,
+    check_findings,
+    check_sound,
+    configure,
+    nvme,
+    save_all,
+    target,
+)
+from tests.helpers.processes import Daemon, Machine, put, wait_until
+
+ANSWER_S = 3.0
+OBJECTS = 6
+OLD, NEW = range(60), range(1000, 1060)  # prompts of each layout, stored before and during the silence
+
+
+@contextmanager
+def silent(device: Path) -> Iterator[None]:
+    """Every call to this device waits meanwhile."""
+    stalled = Path(f"{device}{STALLED}")
+    stalled.touch()
+    try:
+        yield
+    finally:
+        stalled.unlink()
+
+
+def serve(machine: Machine, size: str = "6MiB") -> Daemon:
+    """A node with two devices, which saves at once; what is put in a test fits its DRAM."""
+    devices = [f"{target(machine, number)}:{size}" for number in range(2)]
+    settings: dict[str, Any] = {"dram": "64MiB", "extent": "1MiB", "demote_at": 0.0, "nvme_answer_s": ANSWER_S}
+    return machine.serve(NODE, failpoint=STALL, **configure(machine, nvme=devices, **settings))
+
+
+def device_of(machine: Machine, name: str) -> Path:
+    """Where this object's head lies."""
+    found = [path for path in (target(machine, 0), target(machine, 1)) if name.encode() in path.read_bytes()]
+    assert len(found) == 1, found
+    return found[0]
+
+
+class Probe:
+    """Somebody who puts, looks up and gets small prompts all the time, and notes his longest wait."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._store = machine.connect(NODE)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.longest_s = 0.0
+        self.rounds = 0
+        self.wrong = ""
+        self._thread.start()
+
+    def _run(self) -> None:
+        cache = self._store.cache(SMALL)
+        while not self._ended.is_set():
+            seed = 5000 + self.rounds % 50
+            keys = chain(seed, 2)
+            for step in (partial(put, self._store, seed, 2), partial(cache.lookup, keys), partial(cache.get, keys)):
+                since = time.monotonic()
+                done: Any = step()
+                self.longest_s = max(self.longest_s, time.monotonic() - since)
+            self.wrong = self.wrong or mismatch(done, keys, SMALL)
+            self.rounds += 1
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """No more."""
+        self._ended.set()
+        self._thread.join()
+
+
+def delete(store: Store, name: str, outcomes: dict[str, str]) -> None:
+    """Delete an object, and note what is said."""
+    try:
+        outcomes[name] = f"{store.delete(name)} gone"
+    except Unavailable as error:
+        outcomes[name] = str(error)
+
+
+def test_a_silent_device_costs_what_lies_on_it(machine: Machine) -> None:
+    serve(machine)
+    store = machine.connect(NODE)
+    for seed in OLD:  # more than NVMe holds, of two classes: pages leave, and move
+        put(store, seed, PROMPT_PAGES)
+        put(store, seed, PROMPT_PAGES, FEW)
+    names = [f"object-{number}" for number in range(OBJECTS)]
+    for name in names:
+        assert store.put(name, name.encode() * 100)
+    wait_until("objects are saved", lambda: nvme(store)["pages"] > 0)
+    save_all(store, 1)
+    device = device_of(machine, names[0])
+    there = [name for name in names if device_of(machine, name) == device]
+    probe, outcomes = Probe(machine), dict[str, str]()
+    wait_until("the probe is at work", lambda: probe.rounds > 5)
+    with silent(device):
+        stores = [machine.connect(NODE) for _ in names]
+        deleting = [threading.Thread(target=delete, args=(*pair, outcomes)) for pair in zip(stores, names, strict=True)]
+        for thread in deleting:
+            thread.start()
+        since = time.monotonic()
+        for seed in NEW:
+            put(store, seed, PROMPT_PAGES)
+            put(store, seed, PROMPT_PAGES, FEW)
+        for thread in deleting:
+            thread.join(5 * ANSWER_S)
+        assert time.monotonic() - since < 5 * ANSWER_S, "somebody waited for the device"
+        wait_until("the device counts as failed", lambda: str(device) in nvme(store)["state"])
+        saved = store.stats()["counters"]["pages_saved"]
+        wait_until("the other device is written to", lambda: store.stats()["counters"]["pages_saved"] > saved)
+        probe.end()
+        check_findings(store)
+    assert probe.rounds > 20 and not probe.wrong, probe.wrong
+    assert probe.longest_s < ANSWER_S, f"a client waited {probe.longest_s:.1f} s"
+    assert {name: "reboot" in said for name, said in outcomes.items()} == {name: name in there for name in names}
+    check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES))
+    check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES), FEW)
+    assert store.contains(names) == [False] * len(names)
+    check_sound(store)
+
+
+@pytest.mark.parametrize("silent_at_end", (0, 1))
+def test_a_silent_device_at_the_end_and_at_a_start(silent_at_end: int, machine: Machine) -> None:
+    daemon = serve(machine, "16MiB")
+    store = machine.connect(NODE)
+    for seed in OLD:
+        put(store, seed, PROMPT_PAGES)
+    save_all(store, 1)
+    device = target(machine, silent_at_end)
+    with silent(device):
+        for seed in NEW:
+            put(store, seed, PROMPT_PAGES)
+        since = time.monotonic()
+        assert daemon.terminate() == 0
+        assert time.monotonic() - since < 6 * ANSWER_S
+        again = machine.serve(NODE, failpoint=STALL)
+        state = nvme(machine.connect(NODE))["state"]
+        assert str(device) in state and "did not answer" in state, state
+        assert again.terminate() == 0
+    machine.serve(NODE, failpoint=STALL)
+    store = machine.connect(NODE)
+    assert str(device) not in nvme(store)["state"]
+    found = check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES))
+    assert found >= len(NEW) * PROMPT_PAGES
+    check_sound(store)

@@ -1,0 +1,144 @@
+"""Spans of a real daemon at a real collector; none of it where it is not asked for; a collector that is down."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import TracerProvider
+
+import kvstore
+from kvstore.pb import store_pb2 as pb
+from kvstore.service.tracing import SPANS_WAITING_MAX
+from tests.helpers.api import Client, identities_file, pages_message, serve_api
+from tests.helpers.collector import Collector, attributes
+from tests.helpers.content import SMALL, chain
+from tests.helpers.processes import Machine, put, wait_until
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    try:
+        yield collector
+    finally:
+        collector.close()
+
+
+def test_spans_of_start_calls_and_demotion(machine: Machine, collector: Collector, tmp_path: Path) -> None:
+    identities = identities_file(tmp_path)
+    flags = {"nvme": f"{tmp_path}/disk:64MiB", "demote_at": "0", "identities": identities}
+    daemon, api = serve_api(machine, "traced", otlp_endpoint=collector.endpoint, **flags)
+    store = machine.connect("traced")
+    put(store, 1, 16)
+    wait_until("the pages are saved", lambda: store.stats()["tiers"]["nvme"]["pages"] == 16)
+    client = Client(api, "a-token")
+    request = pb.LookupRequest(pages=pages_message(chain(1, 4), salt="a"))
+    client.metadata += (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+    assert client.code("Lookup", request).name == "OK"
+    client.metadata = (*client.metadata[:1], ("traceparent", "nonsense"))
+    assert client.code("Lookup", request).name == "OK"
+    request.pages.salt = "b"
+    client.metadata = client.metadata[:1]
+    assert client.code("Lookup", request).name == "PERMISSION_DENIED"
+    client.close()
+    assert daemon.terminate() == 0  # what waits is sent
+    assert collector.paths == {"/v1/traces"}
+    said = collector.resources()
+    assert (said["service.name"], said["service.instance.id"]) == ("kvstore", "traced")
+    (start,) = collector.named("kvstore.start")
+    assert attributes(start)["node"] == "traced"
+    saved = collector.named("kvstore.demote")
+    assert sum(attributes(span)["pages"] for span in saved) == 16
+    assert all(span.end_time_unix_nano > span.start_time_unix_nano for span in (start, *saved))
+    propagated, alone, refused = collector.named("kvstore.grpc Lookup")
+    assert (propagated.trace_id.hex(), propagated.parent_span_id.hex()) == (TRACE, PARENT)
+    assert alone.parent_span_id == b"" and alone.trace_id.hex() != TRACE
+    codes = [attributes(span)["rpc.grpc.status"] for span in (propagated, alone, refused)]
+    assert codes == ["OK", "OK", "PERMISSION_DENIED"]
+    assert [span.status.code == Status.STATUS_CODE_ERROR for span in (propagated, alone, refused)] == [
+        False,
+        False,
+        True,
+    ]
+    assert propagated.kind == Span.SPAN_KIND_SERVER
+
+
+def test_a_remote_client_s_own_span_is_the_parent(machine: Machine, collector: Collector) -> None:
+    daemon, api = serve_api(machine, "traced", otlp_endpoint=collector.endpoint)
+    with kvstore.connect(f"kv://{api}") as store:
+        cache = store.cache(SMALL)
+        with TracerProvider().get_tracer("test").start_as_current_span("mine") as mine:
+            assert cache.lookup(chain(1, 2)).pages == 0
+        assert cache.lookup(chain(1, 2)).pages == 0
+    assert daemon.terminate() == 0
+    inside, outside = collector.named("kvstore.grpc Lookup")
+    context = mine.get_span_context()
+    assert int.from_bytes(inside.trace_id, "big") == context.trace_id
+    assert int.from_bytes(inside.parent_span_id, "big") == context.span_id
+    assert outside.parent_span_id == b""
+
+
+def test_a_collector_that_is_down_does_no_harm(machine: Machine, collector: Collector) -> None:
+    """Neither one that refuses, nor one that takes requests and never answers; and the queue has a bound."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        refusing = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    collector.hold.set()
+    daemons = []
+    for name, endpoint in (("refusing", refusing), ("silent", collector.endpoint)):
+        daemon, api = serve_api(machine, name, otlp_endpoint=endpoint, log_format="json")
+        client, request = Client(api), pb.LookupRequest(pages=pages_message(chain(1, 1)))
+        for _ in range(100):
+            assert client.call("Lookup", request).pages == 0
+        assert put(machine.connect(name), 1, 8) == 8
+        client.close()
+        daemons.append(daemon)
+    begin = time.monotonic()
+    for daemon in daemons:
+        daemon.signal(signal.SIGTERM)
+    assert [daemon.wait() for daemon in daemons] == [0, 0]
+    assert time.monotonic() - begin < 12, "they end all the same"
+    assert all(len(daemon.errors.read_text().splitlines()) < 30 for daemon in daemons), daemons[0].trace()
+
+
+def test_spans_that_nobody_takes_are_dropped(collector: Collector) -> None:
+    """Making them waits for nobody, what waits for the collector has a bound, and so has the end."""
+    collector.hold.set()
+    script = (
+        "import gc, time; from kvstore.service import tracing; from opentelemetry.sdk.trace import ReadableSpan\n"
+        f"tracing.configure({collector.endpoint!r}, 'x')\n"
+        "for i in range(3 * tracing.SPANS_WAITING_MAX):\n"
+        "    with tracing.span('x', number=i): pass\n"
+        "print(sum(isinstance(found, ReadableSpan) for found in gc.get_objects()))\n"
+        "begin = time.monotonic(); tracing.shutdown(); print(time.monotonic() - begin < tracing.FLUSH_S + 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    kept, soon = done.stdout.split()
+    under_way = 512  # in the batch that the collector has
+    assert 512 < int(kept) <= SPANS_WAITING_MAX + under_way + 8 and soon == "True", done.stdout
+
+
+def test_off_means_not_even_imported() -> None:
+    script = (
+        "import sys, kvstore; from kvstore.service import daemon, tracing\n"
+        "with tracing.span('x', pages=1) as span: span.set_attribute('y', 2)\n"
+        "print([name for name in sys.modules if 'opentelemetry' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://x", "http://", "http://[::1"])
+def test_an_endpoint_that_is_none_is_refused(machine: Machine, endpoint: str) -> None:
+    done = machine.run("serve", "--name", "x", "--dram", "4MiB", "--otlp-endpoint", endpoint)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("kvstore: otlp_endpoint: ") and done.stderr.count("\n") == 1, done.stderr

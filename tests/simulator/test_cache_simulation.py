@@ -1,0 +1,289 @@
+"""`kvstore simulate cache`: the rules of a node, the yardsticks, the table, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.simulator.cache import Access, CacheSimulation, accesses, key_of
+from engine.simulator.cli import GENERATORS, simulate
+from engine.simulator.compare import BELADY, BELADY_BLOCKS, LRU_BLOCKS, Half, compare, table
+from engine.simulator.generate import ConversationShape, conversations
+from engine.simulator.mixtures import AgentShape, ScanShape, ShiftShape, agents, scans, shifts
+from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
+from engine.simulator.trace import Request, statistics, write_trace
+from kvstore.cli.main import run
+from kvstore.errors import InvalidRequest
+from kvstore.state.eviction import POLICIES, make_policy
+from tests.helpers.traces import assert_well_formed, digest
+
+QUIET = settings(derandomize=True, deadline=None, max_examples=40)
+every_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+def trace_of(*requests: tuple[int, ...]) -> list[Access]:
+    """These block ids, a second apart."""
+    return [Access(1000 * number, blocks) for number, blocks in enumerate(requests)]
+
+
+def simulated(capacity: int, name: str, trace: list[Access]) -> tuple[list[int], CacheSimulation]:
+    """Hits per request, and the cache at the end."""
+    simulation = CacheSimulation(capacity, make_policy(name, capacity))
+    return [simulation.request(access.now_ms, access.blocks) for access in trace], simulation
+
+
+def check_closed(simulation: CacheSimulation, parents: dict[int, int | None]) -> None:
+    """Every page's parent is stored, counts are right, the policy lists the leaves, and no slot is lost."""
+    stored = simulation.slots
+    for block, slot in stored.items():
+        parent = parents[block]
+        assert parent is None or parent in stored, "the parent of every page is stored"
+        children = sum(parents[other] == block for other in stored)
+        assert simulation.children[slot] == children
+        assert (slot in simulation.policy) == (children == 0)
+    assert sorted([*simulation.free, *stored.values()]) == list(range(len(simulation.pages)))
+
+
+# --- a node's rules --------------------------------------------------------------------------------------------------
+
+
+def test_hits_by_hand() -> None:
+    """The example at the top of the module, and on: what is held stays, what does not fit is cut."""
+    trace = trace_of((1, 2), (1, 3), (1, 3, 4), (5, 6, 7, 8), (1, 3), (5, 6, 7))
+    hits, simulation = simulated(3, "lru", trace)
+    #              1-2  1-3  evicts 2 | all leave; 5-6-7 fit | evicts 7, 6; 1-3 | 5: evicts 3, 1 for 6, 7
+    assert hits == [0, 1, 2, 0, 0, 1]
+    assert set(simulation.slots) == {5, 6, 7} and simulation.evicted == 1 + 3 + 2 + 2
+
+
+def test_single_blocks_by_hand() -> None:
+    trace = trace_of((1, 2), (3,), (1,), (2,), (3,), (1,))
+    assert infinite_hits(trace) == 4
+    assert lru_hits(trace, 2) == 0
+    assert belady_hits(trace, 2) == 2
+    assert lru_hits(trace, 3) == belady_hits(trace, 3) == 4
+    assert (infinite_hits(trace, 4), belady_hits(trace, 2, 4), lru_hits(trace, 3, 5)) == (2, 1, 1)
+
+
+def test_a_request_larger_than_the_cache_keeps_its_front() -> None:
+    hits, simulation = simulated(4, "lru", trace_of((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6)))
+    assert hits == [0, 4] and set(simulation.slots) == {1, 2, 3, 4}
+
+
+def test_requests_of_one_tick_have_times_of_their_own() -> None:
+    requests = [Request(when, 512, 1, (0,)) for when in (0, 0, 0, 3000, 3000)]
+    assert [access.now_ms for access in accesses(requests)] == [0, 1, 2, 3000, 3001]
+
+
+@every_policy
+@QUIET
+@given(st.integers(0, 2**32), st.integers(1, 60))
+def test_every_policy_keeps_prefixes_closed(name: str, seed: int, capacity: int) -> None:
+    shape = AgentShape(applications=3, system_tokens_mean=1500, context_tokens=12_000, fork_ratio=0.3, pause_s_median=2)
+    trace = accesses(agents(60, seed=seed, shape=shape))
+    parents: dict[int, int | None] = {}
+    simulation = CacheSimulation(capacity, make_policy(name, capacity))
+    for access in trace:
+        parents |= dict(zip(access.blocks, (None, *access.blocks[:-1]), strict=True))
+        stored = [block for block in access.blocks if block in simulation.slots]
+        assert simulation.request(access.now_ms, access.blocks) == len(stored), "what is stored is a prefix"
+        check_closed(simulation, parents)
+
+
+@every_policy
+@pytest.mark.parametrize("capacity", [20, 200])
+def test_no_policy_beats_the_optimum(name: str, capacity: int) -> None:
+    shape = ConversationShape(opening_tokens_mean=2000, text_tokens_mean=500, pause_s_median=20)
+    trace = accesses(conversations(1500, seed=3, shape=shape))
+    hits, _ = CacheSimulation(capacity, make_policy(name, capacity)).run(trace)
+    best, _ = CacheSimulation(capacity, Belady(trace)).run(trace)
+    assert hits <= best <= belady_hits(trace, capacity)
+    assert lru_hits(trace, capacity) <= belady_hits(trace, capacity) <= infinite_hits(trace)
+
+
+@QUIET
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=80), st.integers(1, 6))
+def test_single_pages_under_lru_are_the_textbook(blocks: list[int], capacity: int) -> None:
+    trace = trace_of(*((block,) for block in blocks))
+    hits, _ = CacheSimulation(capacity, make_policy("lru", capacity)).run(trace)
+    assert hits == lru_hits(trace, capacity)
+    best, _ = CacheSimulation(capacity, Belady(trace)).run(trace)
+    assert best == belady_hits(trace, capacity)
+
+
+@every_policy
+def test_a_cache_that_holds_all_hits_all(name: str) -> None:
+    trace = accesses(conversations(300, seed=1))
+    hits, blocks = CacheSimulation(30_000, make_policy(name, 30_000)).run(trace)
+    assert hits == infinite_hits(trace) and blocks == sum(len(access.blocks) for access in trace)
+
+
+def test_keys_spread() -> None:
+    keys = [key_of(block) for block in range(5000)]
+    assert len(set(keys)) == 5000 and min(keys) >= 0 and max(keys) < 2**64
+    assert 250 < sum(key >> 56 < 16 for key in keys) < 380
+
+
+@pytest.mark.parametrize(("kind", "capacity"), [("conversations", 2000), ("scans", 2000)])
+def test_the_default_gains_over_lru(kind: str, capacity: int) -> None:
+    found = compare(kind, GENERATORS[kind](3000, 3.4, 5), [capacity], ["lru", "gittins"], Half.SECOND)
+    assert found.ratio("gittins", capacity) > 1.05 * found.ratio("lru", capacity)
+
+
+# --- traces of other shapes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generator", [scans, agents, shifts])
+def test_a_seed_decides(generator: Any) -> None:
+    assert digest(generator(300, seed=3)) == digest(generator(300, seed=3))
+    assert digest(generator(300, seed=3)) != digest(generator(300, seed=4))
+    assert list(generator(0)) == []
+    assert len(list(generator(250))) == 250
+
+
+def test_traces_are_the_same_everywhere() -> None:
+    assert [digest(generator(200, seed=7)) for generator in (scans, agents, shifts)] == [
+        "d8e25f7c8dbf902d",
+        "15bcb5725d4cf295",
+        "311104f63784a7ce",
+    ]
+
+
+def test_scans_are_read_once_among_conversations() -> None:
+    requests = list(scans(3000, seed=2))
+    assert_well_formed(requests)
+    documents = [request for request in requests if request.block_ids[0] % 2]
+    assert 200 < len(documents) < 1000
+    seen = [block for request in documents for block in request.block_ids]
+    assert len(seen) == len(set(seen))
+    assert (
+        statistics(requests)["block_hit_ratio_infinite"]
+        < statistics(conversations(3000, seed=2))["block_hit_ratio_infinite"]
+    )
+
+
+def test_agents_call_again_and_fork() -> None:
+    requests = list(agents(3000, seed=2))
+    assert_well_formed(requests)
+    found = statistics(requests)
+    assert found["reuse_gap_s_p50"] < 15 and found["block_hit_ratio_infinite"] > 0.9
+    followers: dict[int, set[int]] = {}
+    for request in requests:
+        for block, following in zip(request.block_ids, request.block_ids[1:], strict=False):
+            followers.setdefault(block, set()).add(following)
+    assert max(len(following) for following in followers.values()) > 20, "an application's prompt"
+    assert len({request.block_ids[0] for request in requests}) <= AgentShape().applications
+
+
+def test_shifts_leave_nothing_behind() -> None:
+    shape = ShiftShape(phase_requests=100)
+    requests = list(shifts(700, seed=2, shape=shape))
+    assert_well_formed(requests)
+    phases = [
+        {block for request in requests[first : first + 100] for block in request.block_ids}
+        for first in range(0, 700, 100)
+    ]
+    assert sum(map(len, phases)) == len(set().union(*phases))
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("requests", lambda: scans(-1)),
+        ("rate", lambda: agents(1, rate=0)),
+        ("seed", lambda: shifts(1, seed=-1)),
+        ("job_ratio", lambda: ScanShape(job_ratio=2)),
+        ("document_tokens_mean", lambda: ScanShape(document_tokens_mean=0)),
+        ("applications", lambda: AgentShape(applications=0)),
+        ("fork_ratio", lambda: AgentShape(fork_ratio=-1)),
+        ("phase_requests", lambda: ShiftShape(phase_requests=0)),
+    ],
+)
+def test_bad_arguments_are_named(field: str, call: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        call()
+    assert refused.value.field == field
+
+
+# --- the comparison and its command ----------------------------------------------------------------------------------
+
+
+def test_halves() -> None:
+    requests = list(conversations(400, seed=1))
+    whole, first, second = (
+        compare("x", requests, [500], ["lru"], half) for half in (Half.ALL, Half.FIRST, Half.SECOND)
+    )
+    assert (whole.requests, first.requests, second.requests) == (400, 200, 200)
+    alone = compare("x", requests[:200], [500], ["lru"])
+    assert first.ratio("lru", 500) == alone.ratio("lru", 500) and first.infinite == alone.infinite
+    hits = [part.ratio("lru", 500) * part.blocks for part in (first, second)]
+    assert sum(hits) == pytest.approx(whole.ratio("lru", 500) * whole.blocks)
+    assert first.infinite < second.infinite, "the second half begins warm"
+
+
+def test_a_table_has_a_row_per_policy_and_a_column_per_capacity() -> None:
+    headers, rows = table(compare("x", conversations(100), [1000, 20], ["lru", "arc"]))
+    assert headers == ["policy", "1,000", "20"]
+    assert [row[0] for row in rows] == [LRU_BLOCKS, "lru", "arc", BELADY, BELADY_BLOCKS, "infinite cache"]
+
+
+def test_cache_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "made.jsonl"
+    write_trace(path, conversations(200, seed=4))
+    options = ["cache", "--capacity", "50,500", "--policy", "lru,gittins", "--json"]
+    assert run(simulate, [*options, "--trace", str(path)]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert run(simulate, [*options, "--generate", "conversations", "--requests", "200", "--seed", "4"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (read["source"], made["source"], read["requests"]) == ("made.jsonl", "conversations, seed 4", 200)
+    assert [line["block_hit_ratio"] for line in read["lines"]] == [line["block_hit_ratio"] for line in made["lines"]]
+    assert {line["policy"] for line in read["lines"]} == {LRU_BLOCKS, "lru", "gittins", BELADY, BELADY_BLOCKS}
+    assert run(simulate, ["cache", "--generate", "agents", "--limit", "50", "--capacity", "30", "--policy", "lru"]) == 0
+    said = capsys.readouterr().out
+    assert "50 requests counted" in said and "infinite cache" in said
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["cache", "--generate", "conversations", "--requests", "100", "--capacity", "20,200", "--policy", "lru"]
+    assert run(simulate, [*options, "--plot", str(tmp_path / "ratios.png")]) == 0
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+    for bad in (tmp_path / "no" / "ratios.png", tmp_path / "ratios.odd"):
+        capsys.readouterr()
+        assert run(simulate, [*options, "--plot", str(bad)]) == 2
+        assert capsys.readouterr().err.startswith(f"kvstore: plot: {bad}: ")
+
+
+def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(simulate, ["cache", "--generate", "agents", "--plot", "x.png"]) == 2
+    assert capsys.readouterr().err == "kvstore: plot: needs matplotlib: pip install 'kvstore[plot]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
+        ([], "trace"),
+        (["--trace", "x", "--generate", "agents"], "trace"),
+        (["--generate", "odd"], "--generate"),
+        (["--generate", "agents", "--capacity", "0"], "capacity"),
+        (["--generate", "agents", "--capacity", "1k"], "capacity"),
+        (["--generate", "agents", "--capacity", "99999999999"], "capacity"),
+        (["--generate", "agents", "--policy", "lru,fifo"], "policy"),
+        (["--generate", "agents", "--half", "third"], "--half"),
+        (["--generate", "agents", "--requests", "0"], "trace"),
+        (["--generate", "agents", "--requests", "1", "--half", "first"], "half"),
+        (["--generate", "agents", "--seed", "-1"], "seed"),
+    ],
+)
+def test_cache_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
+    assert run(simulate, ["cache", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"kvstore: {named}: ") and said.err.count("\n") == 1

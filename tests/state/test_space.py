@@ -1,0 +1,493 @@
+"""Frames: taken, leased, evicted, moved between classes; what leaves first, and at what cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore.model.replica import Address, FrameClass, FrameState, Status
+from kvstore.state import events as ev
+from kvstore.state.eviction import Lru
+from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment
+from kvstore.state.policy_base import Page, UsedMs
+from tests.helpers.worlds.memory_shell import MemoryShell
+from tests.helpers.worlds.world import MS, Chain, World, root_of
+
+SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
+EXTENT_BYTES = 32 << 10  # 8 SMALL frames, 2 LARGE ones
+A, B = 1, 2
+DAY_NS = 86_400 * 10**9
+
+
+def node(positions: int = 4, extent_bytes: int = EXTENT_BYTES, now_ns: int = 10**12) -> World:
+    """A node with its memory there and two clients."""
+    world = World(extent_bytes, positions, now_ns=now_ns)
+    world.populate(list(range(positions)))
+    for session in (A, B):
+        world.open(session)
+    return world
+
+
+def put(world: World, *path: int, frame_class: FrameClass = SMALL) -> list[bytes]:
+    """Store a chain a millisecond later, each page marked as used then; returns its keys."""
+    chain = Chain(frame_class, path)
+    world.now_ns += MS
+    stored = world.stored_pages(chain)
+    world.grant(A, frame_class, len(path) - stored, anchor=chain.keys[stored - 1] if stored else b"")
+    assert world.put(A, chain, stored) == [Status.OK] * (len(path) - stored)
+    for key in chain.keys:
+        world.use(key)
+    return chain.keys
+
+
+def gone(instructions: list[ev.Instruction]) -> list[bytes]:
+    """Keys that a decision takes out of the index, in order."""
+    return [key for i in instructions if isinstance(i, ev.Unindex) for key in i.keys]
+
+
+def evict(world: World, pages: int = 0, size: int = 0) -> list[bytes]:
+    """An operator evicts; returns the keys that left, in order."""
+    return gone(world.decide(ev.Evict(world.now_ns, pages, size)))
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_chains_leave_from_their_tails() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3, 4)
+    assert evict(world, 2) == [keys[3], keys[2]]
+    world.check()
+    assert evict(world, 9) == [keys[1], keys[0]]
+    world.check()
+
+
+def test_an_eviction_is_word_first_then_index() -> None:
+    world = node()
+    (key,) = put(world, 1)
+    address = world.shell.index[key]
+    assert world.decide(ev.Evict(world.now_ns, 1)) == [
+        ev.WriteState([Address(address.extent, address.frame, address.generation + 1)], FrameState.FREE),
+        ev.Unindex([key]),
+        ev.Reply(detail={"pages": 1, "bytes": 4096}),
+    ]
+
+
+def test_a_shared_prefix_leaves_after_its_last_branch() -> None:
+    world = node()
+    left, right = put(world, 1, 2, 3), put(world, 1, 2, 4)
+    assert evict(world, 1) == [left[2]]
+    assert evict(world, 1) == [right[2]]
+    assert evict(world, 1) == [left[1]]
+
+
+def test_the_least_recently_used_leaves_first_by_its_mark() -> None:
+    world = node()
+    tails = [put(world, i)[0] for i in range(6)]
+    for i in (0, 3):
+        world.now_ns += MS
+        world.use(tails[i])
+    assert evict(world, 6) == [tails[i] for i in (1, 2, 4, 5, 0, 3)]
+
+
+def test_an_old_trunk_leaves_right_after_its_branch() -> None:
+    world = node()
+    old, young = put(world, 1, 2, 3), put(world, 4)
+    assert evict(world, 4) == [*old[::-1], *young]
+
+
+def test_a_trunk_in_use_stays_when_its_branch_leaves() -> None:
+    world = node()
+    old, young = put(world, 1, 2), put(world, 4)
+    world.now_ns += MS
+    world.use(old[0])
+    assert evict(world, 3) == [old[1], young[0], old[0]]
+
+
+def test_putting_more_than_fits_evicts_exactly_what_is_short() -> None:
+    world = node(positions=1)
+    chains = [put(world, i) for i in range(8)]
+    world.now_ns += MS
+    out = world.decide(ev.Grant(world.now_ns, A, SMALL, 3))
+    assert gone(out) == [key for chain in chains[:3] for key in chain]
+    assert [type(i) for i in out] == [ev.WriteState, ev.Unindex, ev.WriteGranted, ev.Reply]
+    world.check()
+
+
+def test_the_page_to_hang_on_is_not_evicted_for_its_children() -> None:
+    world = node(positions=1)
+    chains = [put(world, i) for i in range(8)]
+    out = world.decide(ev.Grant(world.now_ns, A, SMALL, 8, anchor=chains[0][0]))
+    assert chains[0][0] in world.shell.index and len(gone(out)) == 7
+    world.check()
+
+
+def test_an_anchor_whose_extent_is_taken_away_is_still_found() -> None:
+    """A client may name any page: also one of another class, which moves to make room."""
+    world = node(positions=3)
+    for i in range(4):
+        put(world, i)
+    keys = [put(world, 10 + i, frame_class=LARGE)[0] for i in range(4)]
+    world.now_ns += 1000 * MS
+    for i in range(4, 8):
+        put(world, i)
+    for key in keys:
+        world.decide(ev.Grant(world.now_ns, B, SMALL, 20, anchor=key))
+        world.check()
+
+
+def test_a_page_that_moved_is_offered_as_what_it_is() -> None:
+    """Its record is not at the new place yet when it is offered again."""
+    world = node(positions=3)
+    for i in range(4):
+        put(world, i)
+    keys = [put(world, 10 + i, frame_class=LARGE)[0] for i in range(4)]
+    world.now_ns += 1000 * MS
+    for i in range(4, 8):
+        put(world, i)
+    offered: dict[int, int] = {}  # slot -> key
+    pool = world.state.segment.pools[LARGE]
+    add = pool.policy.add
+
+    def listed(slot: int, page: Page) -> None:
+        offered[slot] = page.key
+        add(slot, page)
+
+    pool.policy.add = listed  # type: ignore[method-assign]
+    moved = 0
+    for key in keys:
+        offered.clear()
+        world.decide(ev.Grant(world.now_ns, B, SMALL, 20, anchor=key))
+        for slot, known in offered.items():
+            extent, frame = pool.locate(slot)
+            assert known == int.from_bytes(world.shell.key(extent.number, frame)[:8], "little")
+        moved += bool(offered) and world.state.counters["pages_moved"]
+    assert moved
+
+
+@pytest.mark.parametrize(("pages", "size", "left"), [(3, 0, 5), (0, 4096 * 3 - 1, 5), (1, 4096 * 4, 4), (99, 0, 0)])
+def test_evict_means_that_many_pages_and_bytes(pages: int, size: int, left: int) -> None:
+    world = node()
+    for i in range(8):
+        put(world, i)
+    evict(world, pages, size)
+    assert len(world.shell.index) == left
+
+
+def test_evict_takes_the_coldest_class_first() -> None:
+    world = node()
+    small, large = put(world, 1), put(world, 1, frame_class=LARGE)
+    assert evict(world, 1) == small
+    assert evict(world, 1) == large
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_leased_page_stays_and_the_others_leave() -> None:
+    world = node()
+    keys = [put(world, i)[0] for i in range(4)]
+    world.lease(A, 1, [keys[0], keys[2]], 50 * MS)
+    assert evict(world, 99) == [keys[1], keys[3]]
+    assert evict(world, 99) == []
+    world.tick(50 * MS)
+    assert evict(world, 99) == [keys[0], keys[2]]
+    world.check()
+
+
+def test_leased_pages_do_not_end_an_eviction_early() -> None:
+    """A trunk that becomes evictable on the way is offered behind the leased pages that were passed over."""
+    world = node()
+    leased, chain = put(world, 1), put(world, 2, 3)
+    world.use(leased[0])
+    world.shell.tables[1].last_use[:] = 0
+    world.now_ns += MS
+    world.use(chain[0])
+    world.lease(A, 1, leased, 50 * MS)
+    assert evict(world, 2) == [chain[1], chain[0]]
+
+
+def test_a_class_of_leased_pages_does_not_end_an_eviction_early() -> None:
+    world = node()
+    small, large = put(world, 1), put(world, 1, frame_class=LARGE)
+    world.lease(A, 1, small, 50 * MS)
+    assert evict(world, 1) == large
+
+
+def test_a_damaged_page_retires_while_it_is_leased() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3)
+    addresses = [world.shell.index[key] for key in keys]
+    world.lease(A, 1, keys[1:2], 50 * MS)
+    world.lease(B, 1, keys[1:2], 80 * MS)
+    out = world.decide(ev.Damaged(world.now_ns, addresses[0], "data", keys[0]))
+    states = {state: [a[:2] for a in i.addresses] for i in out if isinstance(i, ev.WriteState) for state in [i.state]}
+    assert states == {
+        FrameState.FREE: [addresses[0][:2], addresses[2][:2]],
+        FrameState.RETIRING: [addresses[1][:2]],
+    }
+    assert not world.shell.index
+    world.release(A, 1)
+    assert world.shell.tables[addresses[1].extent].state(addresses[1].frame) == FrameState.RETIRING
+    world.tick(80 * MS)
+    assert world.shell.tables[addresses[1].extent].state(addresses[1].frame) == FrameState.FREE
+    assert world.state.counters["damaged_data"] == 1 and world.state.counters["pages_dropped"] == 3
+    world.check()
+
+
+def test_damage_goes_by_the_true_key_where_the_record_lies() -> None:
+    world = node()
+    keys, other = put(world, 1, 2, 3), put(world, 7)
+    address = world.shell.index[keys[1]]
+    world.shell.tables[address.extent].rows[address.frame, 0] ^= 1
+    world.decide(ev.Damaged(world.now_ns, address, "record", keys[1]))
+    assert set(world.shell.index) == {keys[0], other[0]}
+    world.check()
+
+
+def test_damage_ends_what_is_reserved_after_it() -> None:
+    world = node()
+    keys = put(world, 1, 2)
+    world.reserve(B, 1, 0, 1, Chain(SMALL, (1, 2, 3)), 2, 1000 * MS)
+    world.damage(keys[0])
+    world.check()
+    (page,) = world.state.pending.by_address.values()
+    assert page.doomed and world.shell.tables[page.address.extent].state(page.address.frame) == FrameState.QUARANTINED
+    assert world.evict(pages=9) == 0
+
+
+def test_a_lease_names_only_what_is_sealed() -> None:
+    world = node()
+    (key,) = put(world, 1)
+    address = world.shell.index[key]
+    stale = [address._replace(generation=address.generation - 1), address._replace(extent=9), Address(1, 10**6, 1)]
+    out = world.decide(ev.TakeLease(world.now_ns, A, 1, 50 * MS, [*stale, address]))
+    assert out == [
+        ev.WriteLease([address], [world.now_ns + 50 * MS]),
+        ev.Reply(statuses=[Status.STALE] * 3 + [Status.OK]),
+    ]
+
+
+def test_a_record_promises_the_longest_lease() -> None:
+    world = node()
+    (key,) = put(world, 1)
+    address = world.shell.index[key]
+    world.lease(A, 1, [key], 50 * MS)
+    world.lease(B, 1, [key], 10 * MS)
+    assert world.shell.tables[address.extent].leases[address.frame] == world.now_ns + 50 * MS
+    assert world.renew(B, 1, 90 * MS)
+    assert world.shell.tables[address.extent].leases[address.frame] == world.now_ns + 90 * MS
+    assert not world.renew(B, 2, 90 * MS)
+    for session in (A, B):
+        world.release(session, 1)
+    assert world.shell.tables[address.extent].leases[address.frame] == 0
+
+
+# --- classes and extents ----------------------------------------------------------------------------------------------
+
+
+def test_positions_are_carved_as_they_are_populated() -> None:
+    world = World(EXTENT_BYTES, 2)
+    world.open(A)
+    assert world.grant(A, SMALL, 1) == 0
+    world.populate([1])
+    assert world.grant(A, SMALL, 9) == 8
+    world.populate([0], failed=True)
+    assert world.grant(A, SMALL, 1) == 0
+    assert world.state.segment.extents[1].position == 1
+    world.check()
+
+
+def test_a_page_that_fits_no_extent_gets_no_frame() -> None:
+    world = node()
+    assert world.grant(A, FrameClass(EXTENT_BYTES + 1, 2, 2), 1) == 0
+    world.check()
+
+
+@pytest.mark.parametrize("now_ns", [10**12, 30 * DAY_NS, 60 * DAY_NS, 200 * DAY_NS])
+def test_a_new_class_takes_an_extent_of_a_colder_one(now_ns: int) -> None:
+    world = node(positions=2, now_ns=now_ns)
+    for i in range(16):
+        put(world, i)
+    out = world.decide(ev.Grant(world.now_ns, B, LARGE, 1))
+    assert [type(i) for i in out][-4:] == [ev.Drop, ev.Carve, ev.WriteGranted, ev.Reply]
+    assert world.state.counters["extents_reclaimed"] == 1
+    assert len(world.shell.index) == 8
+    world.check()
+    assert world.grant(B, LARGE, 3) == 1, "one extent is kept for every class in use"
+
+
+@pytest.mark.parametrize("now_ns", [10**12, 60 * DAY_NS])
+def test_a_busy_class_takes_from_one_whose_coldest_page_is_much_older(now_ns: int) -> None:
+    world = node(positions=4, now_ns=now_ns)
+    for i in range(24):
+        put(world, i)
+    put(world, 1, frame_class=LARGE)
+    world.now_ns += 10_000 * MS
+    for i in range(2, 5):
+        put(world, i, frame_class=LARGE)
+        world.check()
+    assert world.state.counters["extents_reclaimed"] == 1
+    assert world.state.counters["evicted_space"] == 1, "its own page that was as old as the others'"
+
+
+@pytest.mark.parametrize("now_ns", [10**12, 60 * DAY_NS])
+def test_classes_in_like_use_do_not_trade_extents(now_ns: int) -> None:
+    world = node(positions=4, now_ns=now_ns)
+    for i in range(60):
+        put(world, i)
+        put(world, i, frame_class=LARGE)
+        world.now_ns += 200 * MS
+    assert world.state.counters["extents_reclaimed"] <= 2
+    world.check()
+
+
+def test_the_last_extent_of_an_idle_class_is_given_up() -> None:
+    world = node(positions=1)
+    put(world, 1)
+    assert world.grant(B, LARGE, 1) == 0
+    world.now_ns += IDLE_NS + 1
+    assert world.grant(B, LARGE, 1) == 1
+    assert not world.shell.index
+    world.check()
+
+
+def test_what_is_still_wanted_moves() -> None:
+    world = node(positions=2)
+    keys = [put(world, i)[0] for i in range(16)]
+    evict(world, 10)
+    world.lease(A, 1, keys[15:], 50 * MS)
+    out = world.decide(ev.Grant(world.now_ns, B, LARGE, 1))
+    moves = [i for i in out if isinstance(i, ev.Move)]
+    assert not gone(out) and set(world.shell.index) == set(keys[10:])
+    for move in moves:
+        assert world.shell.index[move.key] == move.target
+        assert move.freed.generation > move.source.generation
+    world.check()
+
+
+@pytest.mark.parametrize("what", ["leased", "granted", "reserved"])
+def test_extents_with_leased_or_unsealed_frames_stay(what: str) -> None:
+    world = node(positions=2)
+    keys = [put(world, i)[0] for i in range(16)]
+    by_extent = {world.shell.index[key].extent: key for key in keys}
+    assert len(by_extent) == 2
+    evict(world, 2)
+    for key in keys[2:12:3]:
+        world.damage(key)
+    if what == "leased":
+        world.lease(A, 1, list(by_extent.values()), 50 * MS)
+    elif what == "granted":
+        world.grant(A, SMALL, 6)
+    else:
+        world.reserve(A, 1, 0, 1, Chain(SMALL, tuple(range(100, 106))), 0, 50 * MS)
+    assert world.grant(B, LARGE, 1) == 0
+    world.kill(A)
+    assert world.grant(B, LARGE, 1) == 1
+    world.check()
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+class CountingLru(Lru):
+    """Counts its operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def add(self, slot: int, page: Page) -> None:
+        """See ``Lru``."""
+        self.operations["add"] += 1
+        super().add(slot, page)
+
+    def remove(self, slot: int) -> None:
+        """See ``Lru``."""
+        self.operations["remove"] += 1
+        super().remove(slot)
+
+    def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
+        """See ``Lru``."""
+        self.operations["victim"] += 1
+        return super().victim(used_ms, now_ms)
+
+
+def crowded(pages: int) -> World:
+    """A node full of two-page chains, made without a client's help."""
+    frames = 4096
+    world = World(frames * 4096, -(-pages // frames))
+    world.populate(list(range(world.shell.positions)))
+    world.state.segment.pools[SMALL] = ClassPool(SMALL, frames, CountingLru())
+    reply = world.decide(ev.Grant(world.now_ns, A, SMALL, pages))[-1]
+    assert isinstance(reply, ev.Reply) and len(reply.addresses) == pages
+    rows = np.zeros((2, 56), np.uint8)
+    rows[:, 16:32] = np.frombuffer(root_of(SMALL), np.uint8)
+    for i in range(0, pages, 2):
+        for j in range(2):
+            rows[j, :16] = np.frombuffer((2 * i + j + 1).to_bytes(16, "big"), np.uint8)
+        event = ev.SealGranted(world.now_ns, A, SMALL, root_of(SMALL), reply.addresses[i : i + 2], rows.copy())
+        world.decide(event)
+    return world
+
+
+def counting(shell: MemoryShell) -> Counter[str]:
+    """From here on, what the state reads back is counted."""
+    reads: Counter[str] = Counter()
+
+    def counted(name: str, read: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            reads[name] += 1
+            return read(*args)
+
+        return call
+
+    for name in ("key", "parent", "root", "standing", "last_use_ns", "snapshots", "find"):
+        setattr(shell, name, counted(name, getattr(shell, name)))
+    return reads
+
+
+def test_the_cost_of_an_eviction_does_not_depend_on_how_many_pages_there_are() -> None:
+    costs = []
+    for pages in (8192, 32_768):
+        world = crowded(pages)
+        policy = world.state.segment.pools[SMALL].policy
+        assert isinstance(policy, CountingLru)
+        reads = counting(world.shell)
+        policy.operations.clear()
+        out = world.state.handle(ev.Grant(world.now_ns, A, SMALL, 100))
+        assert len(gone(out)) == 100
+        costs.append((dict(policy.operations), dict(reads)))
+    assert costs[0] == costs[1]
+    assert max(max(counts.values()) for counts in costs[0]) <= 400, "a few steps per page"
+
+
+def test_of_very_many_classes_those_without_extents_are_forgotten() -> None:
+    """Clients may ask for frames of any geometry: what that leaves behind is bounded, and those in use stay."""
+    segment = Segment(1 << 20, 8)
+    classes = [FrameClass(4096 * (1 + number % 16), 16 * (1 + number // 16), 1) for number in range(3 * CLASSES_MAX)]
+    used = [segment.pool(frame_class) for frame_class in classes[:4]]
+    extents = [segment.carve(pool, position) for position, pool in enumerate(used)]
+    for frame_class in classes:
+        assert segment.pool(frame_class).frame_class == frame_class
+        assert len(segment.pools) <= CLASSES_MAX
+    assert [segment.pool(frame_class) for frame_class in classes[:4]] == used
+    assert segment.pool(classes[-1]) is segment.pool(classes[-1])
+    segment.uncarve(extents[0])
+    for frame_class in classes:
+        segment.pool(frame_class)
+    assert used[0] not in segment.pools.values() and used[1] in segment.pools.values()
+
+
+def test_a_class_that_is_only_named_costs_no_memory() -> None:
+    segment = Segment(128 << 20, 512)  # 64 GiB: sixteen million of the smallest frames
+
+    def size() -> int:
+        return sum(len(pool.policy._ghosts._places) for pool in segment.pools.values())  # type: ignore[attr-defined]
+
+    for tokens in range(1, 2001):
+        segment.pool(FrameClass(4096, tokens, 1))
+    assert len(segment.pools) <= CLASSES_MAX and size() < 4 << 20

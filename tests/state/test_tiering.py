@@ -1,0 +1,1049 @@
+"""Tiering: what a node saves to NVMe, loads from there, adopts after a reboot; what is held, and in what order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, position_of, standing, turns_of
+from kvstore.state import demotion, integrity, promotion, space
+from kvstore.state import events as ev
+from kvstore.state.copying import Batch
+from kvstore.state.pages import standings_of
+from kvstore.state.tiering import NODE_SESSION, TieringRules
+from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
+from tests.helpers.worlds.simulated_disk import SimulatedDisk
+from tests.helpers.worlds.tiered_world import TieredWorld
+from tests.helpers.worlds.world import MS, Chain
+
+SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
+EXTENT_BYTES = 32 << 10  # of DRAM: 8 SMALL frames, 2 LARGE ones
+NVME_EXTENT_BYTES = 136 << 10  # 16 SMALL frames, 6 LARGE ones
+STRIDE = SMALL.nvme_stride
+A, B = 1, 2
+
+
+def node(positions: int = 4, nvme_positions: int = 8, **rules: Any) -> TieredWorld:
+    """A node with its memory there and two clients. It does not look ahead unless told to."""
+    disk = SimulatedDisk(NVME_EXTENT_BYTES, nvme_positions, random.Random(1))
+    world = TieredWorld(EXTENT_BYTES, positions, Nvme(disk, TieringRules(**{"demote_at": 1.0, **rules})))
+    world.populate(list(range(positions)))
+    for session in (A, B):
+        world.open(session)
+    return world
+
+
+def put(world: TieredWorld, *path: int, frame_class: FrameClass = SMALL) -> list[bytes]:
+    """Store a chain a millisecond later, each page marked as used then; returns its keys."""
+    chain = Chain(frame_class, path)
+    world.now_ns += MS
+    stored = world.stored_pages(chain)
+    anchor = chain.keys[stored - 1] if stored else b""
+    for _ in range(6):
+        missing = len(path) - stored - len(world.clients[A].granted.get(frame_class, []))
+        if missing <= 0:
+            break
+        if not world.grant(A, frame_class, missing, anchor=anchor):
+            world.settle()
+    assert world.put(A, chain, stored) == [Status.OK] * (len(path) - stored)
+    for key in chain.keys:
+        world.use(key)
+    return chain.keys
+
+
+def demote(world: TieredWorld, bytes_max: int = 1 << 20, day_bytes_left: int = 0) -> list[ev.Instruction]:
+    """What the mover is told to save."""
+    return world.decide(ev.Demote(world.now_ns, bytes_max, day_bytes_left))
+
+
+def saves(instructions: list[ev.Instruction]) -> list[list[bytes]]:
+    """Keys of what is to be saved."""
+    return [[page.key for page in i.pages] for i in instructions if isinstance(i, ev.Save)]
+
+
+def fly(world: TieredWorld) -> None:
+    """The mover finishes what it has, and asks for nothing."""
+    while world.move_on():
+        pass
+    world.check()
+
+
+def evict(world: TieredWorld, pages: int) -> int:
+    """An operator wants pages to leave DRAM; returns how many did at once."""
+    (reply,) = (i for i in world.decide(ev.Evict(world.now_ns, pages)) if isinstance(i, ev.Reply))
+    return int(reply.detail["pages"])
+
+
+def save_all(world: TieredWorld) -> None:
+    """Everything in DRAM is saved, and still there."""
+    for _ in range(2 * len(world.state.segment.pools)):
+        world.decide(ev.SaveAll(world.now_ns, 1 << 30))
+        fly(world)
+    assert world.shell.index.keys() <= world.shell.nvme_index.keys()
+
+
+def leave(world: TieredWorld, pages: int) -> None:
+    """So many pages leave DRAM for NVMe."""
+    save_all(world)
+    assert evict(world, pages) == pages
+
+
+def extent_of(world: TieredWorld, key: bytes) -> int:
+    """Where a page is in DRAM."""
+    return world.shell.index[key].extent
+
+
+def pool_of(world: TieredWorld, frame_class: FrameClass = SMALL) -> Any:
+    """The class's pages of DRAM."""
+    return world.state.segment.pools[frame_class]
+
+
+# --- down -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_is_frames_first_then_the_copy() -> None:
+    world = node()
+    keys = put(world, 1, 2)
+    assert evict(world, 1) == 0, "it has to be saved first"
+    carve, granted, save = demote(world)
+    assert isinstance(carve, ev.Carve) and (carve.tier, carve.position) == (Tier.NVME, 0)
+    assert isinstance(save, ev.Save) and isinstance(granted, ev.WriteGranted)
+    assert granted == ev.WriteGranted([page.target for page in save.pages], NODE_SESSION)
+    assert [(page.key, page.source) for page in save.pages] == [(key, world.shell.index[key]) for key in keys]
+    assert not world.shell.nvme_index, "a page that is being copied is not there yet"
+
+
+def test_what_was_saved_is_marks_then_records_and_index() -> None:
+    world = node()
+    keys = put(world, 1, 2)
+    evict(world, 1)
+    demote(world)
+    (save,) = world.shell.copies
+    heads = np.stack([world.shell.tables[page.source.extent].rows[page.source.frame, :48] for page in save.pages])
+    use, sealed = world.decide(ev.Saved(world.now_ns, save.number, heads, {}))
+    world.shell.copies.clear()
+    targets = [page.target for page in save.pages]
+    assert use == ev.WriteUse(targets, [world.now_ns] * 2)
+    assert isinstance(sealed, ev.WriteSealed) and (sealed.addresses, sealed.keys) == (targets, keys)
+    assert sealed.standings == [standing(0, 0), standing(1, 0)] and sealed.checksums is None
+    assert world.shell.nvme_index == dict(zip(keys, targets, strict=True))
+    assert list(pool_of(world).ready) and evict(world, 1) == 1
+    assert world.state.counters["demoted"] == 1 and not world.state.counters["evicted_request"]
+
+
+def test_a_chain_is_saved_whole_and_from_its_front() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3, 4, 5)
+    evict(world, 1)
+    assert saves(demote(world, 2 * STRIDE)) == [keys[:2]]
+    assert saves(demote(world, 2 * STRIDE)) == [], "one batch at a time"
+    fly(world)
+    assert saves(demote(world, 1)) == [keys[2:3]], "at least one page"
+    fly(world)
+    assert evict(world, 1) == 0
+    assert saves(demote(world)) == [keys[3:]]
+    fly(world)
+    assert evict(world, 9) == 5
+    assert list(world.shell.nvme_index) == keys and not world.shell.index
+
+
+def test_a_shared_prefix_is_saved_once() -> None:
+    world = node()
+    left, right = put(world, 1, 2, 3), put(world, 1, 2, 4)
+    evict(world, 2)
+    assert saves(demote(world)) == [[*left, right[2]]]
+    fly(world)
+    third = put(world, 1, 2, 5)
+    evict(world, 9)
+    assert saves(demote(world)) == [third[2:]]
+    fly(world)
+    assert world.state.counters["pages_saved"] == 5
+
+
+def test_a_chain_that_is_saved_in_parts_is_looked_up_once() -> None:
+    world = node(positions=8, nvme_positions=8)
+    keys = put(world, *range(40))
+    evict(world, 1)
+    reads = 0
+    parent = world.shell.parent
+
+    def counted(extent: int, frame: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        return parent(extent, frame)
+
+    world.shell.parent = counted  # type: ignore[method-assign]
+    saved: list[bytes] = []
+    while len(saved) < 40:
+        (part,) = saves(demote(world, 2 * STRIDE))
+        saved += part
+        fly(world)
+    assert saved == keys
+    assert reads <= 40 + 40, "once on the way up, once when it is saved"
+
+
+def test_a_long_chain_is_looked_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demotion, "CLIMB_MAX", 4)
+    world = node()
+    keys = put(world, *range(10))
+    evict(world, 1)
+    assert [saves(demote(world)) for _ in range(3)] == [[], [], [keys]]
+    fly(world)
+
+
+def test_a_chain_whose_front_went_meanwhile_is_looked_up_again() -> None:
+    """Below, by damage; or in DRAM, by being moved."""
+    world = node()
+    keys = put(world, *range(6))
+    evict(world, 1)
+    assert saves(demote(world, 2 * STRIDE)) == [keys[:2]]
+    fly(world)
+    world.damage_below(keys[0])
+    assert saves(demote(world, 2 * STRIDE)) == [keys[:2]]
+    fly(world)
+
+    world = node(positions=2)
+    cold = put(world, *range(100, 107))
+    keys = put(world, *range(4))
+    for key in cold[:4:-1]:
+        world.damage(key)
+    world.decide(ev.SaveAll(world.now_ns, 3 * STRIDE))
+    fly(world)
+    world.now_ns += 1000 * MS
+    evict(world, 9)
+    world.settle()
+    world.check()
+    assert set(keys) <= world.readable()
+
+
+# --- before the memory goes -------------------------------------------------------------------------------------------
+
+
+def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
+    world = node()
+    cold, hot = put(world, 1, 2), put(world, 3, 4, 5)
+    assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [hot[:2]]
+    assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [], "one batch at a time"
+    fly(world)
+    assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [[hot[2], cold[0]]]
+    fly(world)
+    last = world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
+    assert saves(last) == [[cold[1]]] and last[-1] == ev.Reply(detail={"chains": 0})
+    fly(world)
+    assert world.shell.nvme_index.keys() == world.shell.index.keys(), "and nothing has left DRAM"
+
+
+def test_a_last_save_ends_whatever_fails() -> None:
+    world = node(positions=8)
+    for i in range(30):
+        put(world, i, 100 + i)
+    world.copies_fail = 1.0
+    world.last_save(3 * STRIDE)
+    assert not world.shell.nvme_index and len(world.shell.index) == 60
+    world.copies_fail = 0.0
+    world.last_save()
+    assert len(world.shell.nvme_index) == 60
+
+
+def test_a_last_save_lets_nothing_leave_for_what_is_colder() -> None:
+    world = node(nvme_positions=1)
+    keys = [put(world, i)[0] for i in range(20)]
+    world.last_save(3 * STRIDE)
+    assert world.shell.nvme_index.keys() == set(keys[4:]), "the hottest that it holds"
+    assert world.state.counters["pages_saved"] == 16
+
+
+def test_a_last_save_keeps_what_is_not_worth_a_write() -> None:
+    world = node(admission="reused")
+    put(world, 1, 2)
+    put(world, 3)
+    again = put(world, 3, 4)
+    world.last_save()
+    assert world.shell.nvme_index.keys() == set(again)
+
+
+def test_what_the_first_chain_of_a_batch_hangs_on_is_not_evicted_for_the_second() -> None:
+    world = node(nvme_positions=1)
+    trunk = put(world, 1)
+    others = [put(world, i)[0] for i in range(20, 35)]
+    save_all(world)
+    evict(world, 99)  # NVMe is full, and the trunk is its coldest leaf
+    used = world.shell.tables[world.shell.nvme_index[trunk[0]].extent].last_use
+    used[world.shell.nvme_index[trunk[0]].frame] = 0
+    world.prefetch(A, Chain(SMALL, (1,)))
+    fly(world)
+    branch = put(world, 1, 2)
+    used[world.shell.nvme_index[trunk[0]].frame] = 0
+    other = put(world, 50)
+    evict(world, 2)
+    assert saves(demote(world)) == [[branch[1], other[0]]]
+    assert trunk[0] in world.shell.nvme_index and others[0] not in world.shell.nvme_index
+    fly(world)
+    assert branch[1] in world.shell.nvme_index
+
+
+def test_an_extended_chain_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demotion, "CLIMB_MAX", 4)
+    world = node()
+    put(world, *range(10))
+    evict(world, 1)
+    assert saves(demote(world)) == []
+    keys = put(world, *range(11))
+    assert not pool_of(world).unsaved, "it is no leaf any more"
+    evict(world, 1)
+    for _ in range(3):
+        saved = saves(demote(world))
+    assert saved == [keys]
+    fly(world)
+
+
+def test_only_chains_that_were_used_again_are_saved() -> None:
+    world = node(admission="reused")
+    once = put(world, 1, 2)
+    assert evict(world, 9) == 2, "nobody came back for it"
+    trunk = put(world, 3, 4)
+    again = put(world, 3, 4, 5)
+    assert [turns_of(world.shell.standing(*world.shell.index[key][:2])) for key in again] == [0, 0, 1]
+    assert evict(world, 9) == 0
+    assert saves(demote(world)) == [again]
+    fly(world)
+    assert evict(world, 9) == 3
+    assert set(world.shell.nvme_index) == {*trunk, *again} and once[0] not in world.shell.nvme_index
+
+
+@pytest.mark.parametrize("left", [0, STRIDE - 1])
+def test_what_the_daily_cap_keeps_out_leaves_as_it_is(left: int) -> None:
+    world = node(write_bytes_per_day=10 * STRIDE)
+    put(world, 1, 2)
+    put(world, 3)
+    assert evict(world, 9) == 0
+    assert demote(world, day_bytes_left=left) == []
+    assert evict(world, 2) == 2 and not world.shell.nvme_index
+    assert demote(world, day_bytes_left=STRIDE) == []
+    assert evict(world, 1) == 0, "it is another day"
+    assert saves(demote(world, day_bytes_left=STRIDE)) == [[Chain(SMALL, (1,)).keys[0]]]
+    fly(world)
+
+
+def test_looking_ahead_starts_at_its_share_and_keeps_to_its_part() -> None:
+    world = node(demote_at=0.5)
+    for i in range(16):
+        put(world, i)
+    assert demote(world) == [], "half of the frames, not more"
+    keys = [put(world, i)[0] for i in range(16, 24)]
+    (saved,) = saves(demote(world))
+    assert saved == [Chain(SMALL, (i,)).keys[0] for i in range(len(saved))], "coldest first"
+    assert 0 < len(saved) <= pool_of(world).frames // demotion.AHEAD_SHARE
+    fly(world)
+    assert demote(world) == [], "that many are kept ready"
+    assert set(world.shell.index) >= set(keys)
+    assert world.grant(B, SMALL, 10) == 10, "eight that were free and two that were ready"
+
+
+def test_pages_that_wait_for_being_saved_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "UNSAVED_MAX", 5)
+    world = node()
+    for i in range(20):
+        put(world, i)
+    assert evict(world, 20) == 0
+    assert len(pool_of(world).unsaved) == 5
+    world.check()
+    world.settle()
+    assert evict(world, 20) == 5
+    world.check()
+
+
+def test_a_put_sets_no_more_aside_than_it_needs() -> None:
+    world = node(positions=12)
+    for i in range(96):
+        put(world, i)
+    assert world.grant(B, SMALL, 2) == 0 and world.status == Status.BUSY
+    assert len(pool_of(world).unsaved) <= 2 + space.EVICT_STEP
+
+
+def test_a_page_used_while_it_waits_stays() -> None:
+    """Before it is saved, while it is being copied, and when it is ready."""
+    for when in ("unsaved", "flying", "ready"):
+        world = node()
+        hot, cold = put(world, 1), put(world, 2)
+        evict(world, 2)
+        for step in ("unsaved", "flying", "ready"):
+            if when == step:
+                world.now_ns += MS
+                world.use(hot[0])
+            if step == "unsaved":
+                demote(world)
+            elif step == "flying":
+                fly(world)
+        assert evict(world, 1) == 1
+        assert set(world.shell.index) == set(hot), when
+        assert set(world.shell.nvme_index) == {*hot, *cold}
+        assert evict(world, 1) == 1, "it has its copy"
+        world.check()
+
+
+def test_a_put_is_told_to_ask_again_until_a_frame_is_free() -> None:
+    world = node(positions=1)
+    keys = [put(world, i)[0] for i in range(8)]
+    assert world.grant(B, SMALL, 1) == 0 and world.status == Status.BUSY
+    demote(world)
+    assert world.grant(B, SMALL, 1) == 0 and world.status == Status.BUSY, "on its way"
+    fly(world)
+    assert world.grant(B, SMALL, 1) == 1
+    chain = Chain(SMALL, (77, 78))
+    assert world.put(B, Chain(SMALL, (77,))) == [Status.OK]
+    event = ev.Reserve(world.now_ns, B, SMALL, 1, 0, 1, 10**9, chain.parents[1], chain.rows[1:])
+    (reply,) = (i for i in world.decide(event) if isinstance(i, ev.Reply))
+    assert reply.statuses[0] in (Status.OK, Status.BUSY)
+    assert set(keys) <= world.readable()
+
+
+def test_what_may_not_leave_is_no_reason_to_ask_again() -> None:
+    world = node(positions=1)
+    keys = [put(world, i)[0] for i in range(8)]
+    world.lease(A, 1, keys, 100 * MS)
+    assert world.grant(B, SMALL, 1) == 0
+    world.settle()
+    assert world.grant(B, SMALL, 1) == 0 and world.status == Status.NO_SPACE
+    assert world.grant(B, SMALL, 1, ahead=True) == 0 and world.status == Status.NO_SPACE
+    world.tick(100 * MS)
+    assert world.grant(B, SMALL, 1) == 1
+    world.check()
+
+
+def test_a_put_of_a_class_without_extents_waits_for_the_other_class() -> None:
+    world = node(positions=2)
+    for i in range(16):
+        put(world, i)
+    assert world.grant(B, LARGE, 1) == 0 and world.status == Status.BUSY
+    demote(world)
+    assert world.grant(B, LARGE, 1) == 0 and world.status == Status.BUSY
+    fly(world)
+    assert world.grant(B, LARGE, 1) == 1
+    assert world.state.counters["evicted_reclaim"] == 0 and world.state.counters["demoted"] == 8
+    world.check()
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_pages_being_copied_are_not_moved(both: bool) -> None:
+    world = node(positions=2)
+    keys = [put(world, i)[0] for i in range(16)]
+    save_all(world)
+    by_extent = {extent: [key for key in keys if extent_of(world, key) == extent] for extent in (1, 2)}
+    for extent in (1, 2) if both else (1,):
+        world.damage(by_extent[extent].pop())  # its frame is the only free one
+        new = put(world, 100 + extent)[0]
+        assert extent_of(world, new) == extent
+    for extent in (1, 2):
+        for key in by_extent[extent][:4] if extent == 1 else by_extent[extent][:2]:
+            world.damage(key)
+    world.decide(ev.SaveAll(world.now_ns, 1 << 20))
+    flying = {page.key: page.source for copy in world.shell.copies for page in copy.pages}
+    assert {address.extent for address in flying.values()} == ({1, 2} if both else {1})
+    world.now_ns += 1000 * MS
+    granted = world.grant(B, LARGE, 1)
+    assert (granted, world.status) == ((0, Status.BUSY) if both else (1, Status.OK))
+    assert {key: world.shell.index[key] for key in flying} == flying, "the emptier extent was passed over"
+    fly(world)
+    assert world.shell.nvme_index.keys() >= flying.keys()
+    assert not both or world.grant(B, LARGE, 1) == 1
+
+
+def test_classes_take_turns() -> None:
+    world = node(positions=6)
+    for i in range(16):
+        put(world, i)
+    large = [put(world, i, frame_class=LARGE)[0] for i in range(4)]
+    evict(world, 99)
+    order = []
+    for _ in range(4):
+        order.append(saves(demote(world, 2 * LARGE.nvme_stride))[0])
+        fly(world)
+    classes = ["large" if key in large else "small" for (key, *_) in order]
+    assert classes in (["small", "large"] * 2, ["large", "small"] * 2)
+
+
+def test_nvme_evicts_its_own_tails_for_what_comes() -> None:
+    world = node(positions=4, nvme_positions=1)
+    first = [put(world, i)[0] for i in range(16)]
+    leave(world, 16)
+    second = put(world, 50, 51)
+    evict(world, 9)
+    out = demote(world)
+    assert [i.keys for i in out if isinstance(i, ev.Unindex)] == [first[:2]]
+    assert [i.tier for i in out if isinstance(i, ev.Unindex)] == [Tier.NVME]
+    fly(world)
+    assert set(world.shell.nvme_index) == {*first[2:], *second}
+    assert world.state.nvme is not None and world.state.nvme.counters["evicted_space"] == 2
+
+
+def test_what_a_save_hangs_on_stays_in_nvme() -> None:
+    world = node(positions=4, nvme_positions=1)
+    trunk = put(world, 1)
+    save_all(world)
+    others = [put(world, i)[0] for i in range(20, 35)]
+    save_all(world)
+    branch = put(world, 1, 2)
+    evict(world, 99)
+    out = demote(world)
+    assert branch[1:] in saves(out)
+    assert trunk[0] in world.shell.nvme_index and len(world.shell.nvme_index) == 15
+    for i in range(60, 80):
+        put(world, i)  # no more room is made meanwhile by evicting the trunk
+    fly(world)
+    assert branch[1] in world.shell.nvme_index
+    assert len([key for key in others if key in world.shell.nvme_index]) >= 13
+
+
+def test_what_nvme_has_no_room_for_leaves_as_it_is() -> None:
+    """All of NVMe is held by copies on their way up: nothing may leave there."""
+    world = node(positions=4, nvme_positions=1)
+    chains = [put(world, i, i)[0:] for i in range(8)]
+    leave(world, 16)
+    for keys in chains:
+        world.prefetch(A, Chain(SMALL, (chains.index(keys),) * 2))
+    assert len(world.state.tiering.copies.loading) == 8  # type: ignore[union-attr]
+    extra = put(world, 90, 91, 92)
+    evict(world, 9)
+    assert saves(demote(world)) == []
+    assert world.state.counters["save_refused_space"] == 1
+    assert evict(world, 3) == 3, "the whole chain, at once"
+    assert world.state.counters["evicted_request"] == 3
+    fly(world)
+    assert not world.readable() & set(extra)
+    put(world, 90)
+    assert demote(world) == []
+    assert evict(world, 99) == 16, "the others have their copies; there is room again, so the new page waits"
+    world.settle()
+    assert world.shell.nvme_index.keys() >= {extra[0]}
+
+
+def test_a_copy_that_failed_leaves_the_page_where_it_was() -> None:
+    world = node()
+    keys = put(world, 1, 2)
+    evict(world, 1)
+    demote(world)
+    world.copies_fail = 1.0
+    fly(world)
+    assert not world.shell.nvme_index and set(world.shell.index) == set(keys)
+    assert world.state.counters["save_failed_io"] == 2
+    world.copies_fail = 0.0
+    evict(world, 1)
+    demote(world)
+    fly(world)
+    assert set(world.shell.nvme_index) == set(keys)
+
+
+def test_of_a_batch_that_failed_in_the_middle_the_front_is_kept() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3)
+    evict(world, 1)
+    demote(world)
+    (save,) = world.shell.copies
+    world.shell.copies.clear()
+    heads = np.stack([world.shell.tables[page.source.extent].rows[page.source.frame, :48] for page in save.pages])
+    out = world.decide(ev.Saved(world.now_ns, save.number, heads, {1: "io"}))
+    assert [i.keys for i in out if isinstance(i, ev.WriteSealed)] == [keys[:1]]
+    freed = [i.addresses for i in out if isinstance(i, ev.WriteState)]
+    assert [[a[:2] for a in addresses] for addresses in freed] == [[page.target[:2] for page in save.pages[1:]]]
+
+
+def test_a_record_that_changed_its_mind_is_not_sealed() -> None:
+    world = node()
+    put(world, 1)
+    evict(world, 1)
+    demote(world)
+    (save,) = world.shell.copies
+    world.shell.copies.clear()
+    heads = np.zeros((1, 48), np.uint8)
+    out = world.decide(ev.Saved(world.now_ns, save.number, heads, {}))
+    assert not any(isinstance(i, ev.WriteSealed) for i in out) and not world.shell.nvme_index
+
+
+# --- damage while copies are under way --------------------------------------------------------------------------------
+
+
+def test_a_page_dropped_while_it_is_saved_is_not_sealed_below() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3)
+    evict(world, 1)
+    demote(world)
+    world.move_on()  # its content was read
+    world.damage(keys[1])
+    world.check()
+    assert world.grant(B, SMALL, 30) == 30  # its frame may be anybody's now
+    fly(world)
+    assert set(world.shell.nvme_index) == set(keys[:1])
+
+
+def test_a_page_dropped_after_it_was_written_is_not_sealed_below() -> None:
+    """It may be the copy that is damaged."""
+    world = node()
+    keys = put(world, 1, 2, 3)
+    evict(world, 1)
+    demote(world)
+    for _ in range(3):
+        world.move_on()
+    world.damage(keys[1])
+    fly(world)
+    assert set(world.shell.nvme_index) == set(keys[:1])
+
+
+def test_holds_survive_a_recount() -> None:
+    """Damage elsewhere counts all children anew: what is being copied stays held, and comes free at the end."""
+    world = node()
+    first = put(world, 1, 2)
+    other = put(world, 5, 6)
+    leave(world, 2)
+    world.prefetch(A, Chain(SMALL, (5, 6) if other[0] not in world.shell.index else (1, 2)))
+    evict(world, 1)
+    put(world, 7)
+    victim = put(world, 8)
+    evict(world, 9)
+    demote(world)
+    world.check()
+    world.damage(victim[0])
+    world.damage_below(next(key for key in world.shell.nvme_index if key in (first[1], other[1])))
+    world.check()
+    fly(world)
+    for each in world.state.spaces.values():
+        assert sum(sum(extent.children) for extent in each.segment.extents.values()) <= 4
+    world.settle()
+    world.check()
+
+
+def test_a_page_whose_copy_was_damaged_is_saved_again() -> None:
+    world = node()
+    keys = put(world, 1, 2)
+    save_all(world)
+    world.damage_below(keys[0])
+    assert not world.shell.nvme_index
+    assert evict(world, 9) == 0, "they were ready, and are not any more"
+    world.settle()
+    assert set(world.shell.nvme_index) == set(keys) and evict(world, 9) == 2
+
+
+# --- up ---------------------------------------------------------------------------------------------------------------
+
+
+def prefetch(world: TieredWorld, *keys: bytes, hint: bool = False) -> tuple[list[int], list[ev.Instruction]]:
+    """Ask for these pages of NVMe; statuses and everything before them."""
+    addresses = [world.shell.nvme_index[key] for key in keys]
+    *out, reply = world.decide(ev.Prefetch(world.now_ns, A, addresses, hint))
+    assert isinstance(reply, ev.Reply)
+    return reply.statuses, out
+
+
+def below(world: TieredWorld, *path: int) -> list[bytes]:
+    """A chain that is on NVMe only."""
+    keys = put(world, *path)
+    leave(world, len(world.shell.index))
+    return keys
+
+
+def test_a_prefetch_is_frames_first_then_the_copy() -> None:
+    world = node()
+    keys = below(world, 1, 2)
+    statuses, (granted, load) = prefetch(world, *keys)
+    assert statuses == [Status.BUSY] * 2
+    assert isinstance(load, ev.Load) and granted == ev.WriteGranted([p.target for p in load.pages], NODE_SESSION)
+    assert prefetch(world, *keys) == ([Status.BUSY] * 2, []), "it is on its way"
+    fly(world)
+    assert list(world.shell.index) == keys and set(world.shell.nvme_index) == set(keys)
+    assert [position_of(world.shell.standing(*world.shell.index[key][:2])) for key in keys] == [0, 1]
+    assert prefetch(world, *keys) == ([Status.OK] * 2, [])
+    assert world.state.counters["pages_promoted"] == 2
+
+
+def test_why_a_page_is_not_loaded() -> None:
+    world = node(positions=1)
+    keys = below(world, 1, 2, 3)
+    gone = world.shell.nvme_index[keys[2]]._replace(generation=1)
+    *_, reply = world.decide(ev.Prefetch(world.now_ns, A, [gone]))
+    assert isinstance(reply, ev.Reply) and reply.statuses == [Status.STALE]
+    assert prefetch(world, keys[1])[0] == [Status.NO_PARENT]
+    assert world.grant(B, SMALL, 8) == 8
+    assert prefetch(world, *keys)[0] == [Status.NO_SPACE] * 3
+    world.revoke(B, world.clients[B].granted[SMALL][:2])
+    assert prefetch(world, *keys)[0] == [Status.BUSY] * 3, "two are on their way, the third may ask again"
+    fly(world)
+    assert len(world.shell.index) == 2
+    world.check()
+
+
+def test_pages_of_another_class_and_named_twice_do_no_harm() -> None:
+    world = node()
+    small, large = put(world, 1, 2), put(world, 1, frame_class=LARGE)
+    save_all(world)
+    evict(world, 9)
+    statuses, out = prefetch(world, small[0], small[0], large[0], small[1])
+    assert statuses == [Status.BUSY, Status.BUSY, Status.NO_PARENT, Status.BUSY]
+    assert [page.key for i in out if isinstance(i, ev.Load) for page in i.pages] == small
+    fly(world)
+    assert list(world.shell.index) == small
+
+
+def test_a_page_is_promoted_after_so_many_reads() -> None:
+    world = node(promote_after=3)
+    keys = below(world, 1, 2)
+    for _ in range(2):
+        assert prefetch(world, *keys, hint=True) == ([Status.PARTIAL] * 2, [])
+    assert prefetch(world, *keys, hint=True)[0] == [Status.BUSY] * 2
+    fly(world)
+    evict(world, 9)
+    assert not world.shell.index
+    assert prefetch(world, *keys, hint=True)[0] == [Status.PARTIAL] * 2, "it is counted anew"
+
+
+def test_reads_of_what_was_in_a_frame_before_do_not_count() -> None:
+    world = node(nvme_positions=1, promote_after=2)
+    keys = below(world, 1)
+    prefetch(world, *keys, hint=True)
+    world.damage_below(keys[0])
+    for i in range(2, 18):
+        new = below(world, i)
+        assert prefetch(world, *new, hint=True)[0] == [Status.PARTIAL]
+
+
+def test_what_is_loaded_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "LOADING_BYTES_MAX", 2 * SMALL.page_bytes)
+    world = node()
+    keys = below(world, 1, 2, 3)
+    statuses, out = prefetch(world, *keys)
+    assert statuses == [Status.BUSY] * 3
+    assert [page.key for i in out if isinstance(i, ev.Load) for page in i.pages] == keys[:2]
+    fly(world)
+    monkeypatch.setattr(promotion, "LOADING_BYTES_MAX", 1)
+    prefetch(world, *keys)
+    fly(world)
+    assert list(world.shell.index) == keys, "a page larger than the bound is loaded alone"
+
+
+def test_loads_that_follow_each_other_hold_what_they_hang_on() -> None:
+    world = node(positions=1)
+    keys = below(world, 1, 2, 3)
+    prefetch(world, *keys[:1])
+    prefetch(world, *keys)
+    first, second = world.shell.copies
+    assert ([p.key for p in first.pages], [p.key for p in second.pages]) == (keys[:1], keys[1:])
+    copies = world.state.tiering.copies  # type: ignore[union-attr]
+    batch: Batch = copies.loading[second.number]
+    assert batch.waits_for == {keys[0]} and not batch.held_dram
+    world.move_on()
+    while first.number in copies.loading:
+        world.move_on()
+        world.check()
+    assert not batch.waits_for and batch.held_dram == [world.shell.index[keys[0]]]
+    assert evict(world, 9) == 0
+    fly(world)
+    assert list(world.shell.index) == keys
+
+
+def test_a_page_put_while_it_is_loaded() -> None:
+    world = node()
+    keys = below(world, 1, 2)
+    prefetch(world, *keys)
+    put(world, 1)
+    mine = world.shell.index[keys[0]]
+    fly(world)
+    assert world.shell.index[keys[0]] == mine and list(world.shell.index) == keys
+    assert world.state.counters["pages_promoted"] == 1
+
+
+def test_a_load_whose_parent_went_comes_to_nothing() -> None:
+    world = node()
+    keys = below(world, 1, 2)
+    prefetch(world, keys[0])
+    fly(world)
+    prefetch(world, *keys)
+    world.damage(keys[0])
+    fly(world)
+    assert not world.shell.index and set(world.shell.nvme_index) == set(keys)
+
+
+def test_altered_pages_on_nvme_are_dropped_when_they_are_read() -> None:
+    world = node()
+    keys = below(world, 1, 2, 3)
+    world.rot(keys[1])
+    world.prefetch(A, Chain(SMALL, (1, 2, 3)))
+    fly(world)
+    assert list(world.shell.index) == keys[:1] and list(world.shell.nvme_index) == keys[:1]
+    assert world.state.counters["load_failed_data"] == 1
+
+
+def test_reservations_follow_what_is_loaded() -> None:
+    world = node()
+    chain = Chain(SMALL, (1, 2))
+    below(world, 1)
+    prefetch(world, chain.keys[0])
+    other = Chain(SMALL, (1, 9))
+    assert world.reserve(B, 1, 0, 1, other, 0, 10**9) == [Status.OK] * 2
+    addresses = [address for address, _ in world.clients[B].writing]
+    assert world.seal(B, 0, addresses[1:]) == [Status.PARTIAL]
+    fly(world)
+    assert other.keys[1] in world.shell.index, "its parent came from NVMe"
+    assert world.seal(B, 0, addresses[:1]) == [Status.PRESENT]
+    world.check()
+
+
+# --- devices that fail ------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_device_is_read_on_and_dram_goes_on() -> None:
+    world = node(positions=1)
+    keys = below(world, 1, 2)
+    new = [put(world, i)[0] for i in range(10, 18)]
+    assert evict(world, 3) == 0
+    world.fail(set(range(8)))
+    world.check()
+    assert evict(world, 3) == 3, "nobody can save them"
+    assert demote(world) == [] and evict(world, 1) == 1
+    world.prefetch(A, Chain(SMALL, (1, 2)))
+    fly(world)
+    assert set(keys) <= world.shell.index.keys()
+    assert len(set(new) & world.shell.index.keys()) == 4
+    assert world.state.tiering is not None and not world.state.tiering.writable
+
+
+def test_pages_of_a_failed_device_leave_in_their_turn() -> None:
+    world = node(positions=4, nvme_positions=2)
+    for i in range(32):
+        put(world, i)
+    leave(world, 32)
+    world.fail({0})
+    keys = [put(world, i)[0] for i in range(40, 60)]
+    evict(world, 99)
+    assert len(saves(demote(world))[0]) == 16, "those of the failed one are the colder ones, and make no room"
+    world.settle()
+    assert world.state.counters["save_refused_space"] == 0
+    assert len([key for key in keys if key in world.shell.nvme_index]) == 16, "what the other device holds"
+    assert world.state.tiering is not None and world.state.tiering.writable
+    world.check()
+
+
+def test_a_save_onto_a_device_that_fails_meanwhile_comes_to_nothing() -> None:
+    world = node(nvme_positions=2)
+    keys = put(world, 1, 2)
+    evict(world, 1)
+    demote(world)
+    world.fail({0})
+    fly(world)
+    assert not world.shell.nvme_index and set(world.shell.index) == set(keys)
+    evict(world, 1)
+    world.settle()
+    assert set(world.shell.nvme_index) == set(keys), "on the other one"
+    assert {world.shell.tables[address.extent].position for address in world.shell.nvme_index.values()} == {1}
+
+
+# --- starting again ---------------------------------------------------------------------------------------------------
+
+
+def test_copies_under_way_are_undone_by_the_next_start() -> None:
+    for steps in range(4):
+        world = node()
+        keys = below(world, 1)
+        new = put(world, 5, 6)
+        evict(world, 9)
+        demote(world)
+        prefetch(world, *keys)
+        for _ in range(steps):
+            world.move_on()
+        world.restart()
+        world.check()
+        for each in world.state.spaces.values():
+            counts = [extent.count(FrameState.RESERVED) for extent in each.segment.extents.values()]
+            assert sum(counts) == 0, "nobody writes there any more"
+        assert NODE_SESSION not in world.state.sessions
+        assert set(world.shell.nvme_index) == set(keys) and set(world.shell.index) == set(new)
+
+
+def test_a_reboot_finds_what_was_saved() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3)
+    save_all(world)
+    world.reboot()
+    world.check()
+    assert not world.shell.index and not world.shell.nvme_index, "not checkpointed: it has to be scanned"
+    while world.scan_on(count=1):
+        world.check()
+    assert list(world.shell.nvme_index) == keys
+    assert world.state.counters["pages_adopted"] == 3
+    assert all(a.generation < world.disk.starts << 32 for a in world.shell.nvme_index.values())
+
+
+def test_a_checkpoint_is_believed_until_somebody_writes() -> None:
+    world = node(positions=8)
+    keys = [put(world, i)[0] for i in range(20)]  # of two extents on NVMe
+    save_all(world)
+    for position in sorted(world.disk.extents):
+        taken = world.snapshot(position)
+        assert taken is not None and world.checkpoint(taken)
+    fresh = put(world, 100)
+    save_all(world)
+    world.reboot()
+    assert len(world.shell.nvme_index) == 16
+    while world.scan_on():
+        pass
+    assert set(world.shell.nvme_index) == {*keys, *fresh}
+    world.check()
+
+
+def test_a_directory_taken_while_a_save_is_on_its_way_does_not_count() -> None:
+    world = node()
+    keys = put(world, 1)
+    evict(world, 1)
+    demote(world)
+    for _ in range(3):
+        world.move_on()  # durable, and not in the records yet
+    (position,) = world.disk.extents
+    taken = world.snapshot(position)
+    assert taken is not None and not world.checkpoint(taken)
+    fly(world)
+    assert not world.checkpoint(taken)
+    world.reboot()
+    while world.scan_on():
+        pass
+    assert set(world.shell.nvme_index) == set(keys)
+
+
+def test_pages_whose_parents_are_not_scanned_yet_wait() -> None:
+    world = node(positions=8)
+    for i in range(15):
+        put(world, i)
+    leave(world, 15)
+    first = put(world, 100)
+    leave(world, 1)
+    put(world, 100)
+    keys = put(world, 100, 101, 102)
+    leave(world, 3)  # the parent is in the first extent, its children in the second
+    places = [world.shell.tables[world.shell.nvme_index[key].extent].position for key in keys]
+    assert places == [0, 1, 1] and first == keys[:1]
+    taken = world.snapshot(1)
+    assert taken is not None and world.checkpoint(taken)
+    world.reboot()
+    assert not world.shell.nvme_index
+    states = [t.state(f) for t in world.shell.tables.values() if t.position == 1 for f in range(2)]
+    assert states == [FrameState.QUARANTINED] * 2
+    while world.scan_on(count=3):
+        world.check()
+    assert set(keys) <= world.shell.nvme_index.keys()
+
+
+def test_of_two_copies_found_the_one_written_last_is_adopted() -> None:
+    world = node()
+    (key,) = below(world, 1)
+    old = world.shell.nvme_index[key]
+    world.damage_below(key)  # forgotten, and still on the disk
+    put(world, 2)  # into another frame: freed ones are granted last
+    put(world, 1)
+    save_all(world)
+    new = world.shell.nvme_index[key]
+    assert new != old
+    world.reboot()
+    while world.scan_on():
+        pass
+    assert world.shell.nvme_index[key] == new
+    assert world.state.counters["pages_not_adopted"] == 1
+    world.check()
+
+
+def test_only_frames_that_wait_are_adopted() -> None:
+    world = node()
+    (key,) = below(world, 1)
+    chain = Chain(SMALL, (7,))
+    row = np.frombuffer(chain.rows[0, :48].tobytes(), np.uint8).reshape(1, 48)
+    for address in (world.shell.nvme_index[key], Address(99, 0, 5)):
+        event = ev.Adopt(world.now_ns, [address], row, [chain.parents[0]], [standing(0, 0)])
+        assert world.decide(event) == []
+    assert set(world.shell.nvme_index) == {key}
+
+
+def test_ordinary_work_goes_on_during_the_scan() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3)
+    save_all(world)
+    world.reboot()
+    world.populate([0, 1])
+    world.open(A)
+    world.scan_on()
+    put(world, 1, 2)
+    save_all(world)
+    again = {key: world.shell.nvme_index[key] for key in keys[:2]}
+    while world.scan_on(count=1):
+        world.check()
+    assert set(world.shell.nvme_index) == set(keys)
+    assert {key: world.shell.nvme_index[key] for key in keys[:2]} == again, "the first one wins"
+    assert sum(t.state(f) == FrameState.QUARANTINED for t in world.shell.tables.values() for f in range(t.frames)) == 0
+
+
+def test_a_kill_during_the_scan_starts_it_again() -> None:
+    world = node()
+    keys = put(world, 1, 2, 3)
+    save_all(world)
+    world.reboot()
+    for _ in range(3):
+        world.scan_on(count=1)
+        world.restart()
+        world.check()
+    while world.scan_on(count=1):
+        world.check()
+    assert set(world.shell.nvme_index) == set(keys)
+
+
+# --- laws and costs ---------------------------------------------------------------------------------------------------
+
+
+def test_integrity_sees_what_is_wrong_below() -> None:
+    world = node()
+    keys = below(world, 1, 2)
+    shell: MemoryShell = world.shell
+    address = shell.nvme_index[keys[1]]
+
+    def findings() -> list[str]:
+        return integrity.check(world.state, Tier.NVME, shell.snapshots(Tier.NVME), shell.nvme_index.items())
+
+    assert findings() == []
+    assert world.state.nvme is not None
+    extent = world.state.nvme.segment.extents[address.extent]
+    extent.children[address.frame] += 1
+    assert any("children" in finding for finding in findings())
+    extent.children[address.frame] -= 1
+    del shell.nvme_index[keys[1]]
+    assert any("the index has 1" in finding for finding in findings())
+    shell.nvme_index[keys[1]] = address
+    extent.state[next(f for f in range(extent.frames) if extent.state[f] == FrameState.FREE)] = FrameState.RESERVED
+    assert any("reserved" in finding for finding in findings())
+
+
+def test_the_cost_of_a_save_does_not_depend_on_how_many_pages_there_are() -> None:
+    costs = []
+    for pages in (200, 800):
+        world = node(positions=pages // 8, nvme_positions=pages // 8)
+        for i in range(0, pages, 4):
+            put(world, i, i + 1, i + 2, i + 3)
+        save_all(world)
+        put(world, 7000, 1)
+        reads = 0
+        shell = world.shell
+
+        def counted(extent: int, frame: int, shell: MemoryShell = shell) -> bytes:
+            nonlocal reads
+            reads += 1
+            return MemoryShell.key(shell, extent, frame)
+
+        shell.key = counted  # type: ignore[method-assign]
+        assert world.state.nvme is not None
+        world.state.handle(ev.Grant(world.now_ns, A, SMALL, 4))
+        world.state.handle(ev.Demote(world.now_ns, 1 << 20))
+        costs.append(reads)
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("position", [0, 3, 65_500, 65_535, 70_000])
+def test_standings_of_a_chain_are_those_of_its_pages(position: int) -> None:
+    for turns in (0, 2, 300):
+        expected = [standing(position + i, turns) for i in range(64)]
+        assert standings_of(position, turns, 64) == expected

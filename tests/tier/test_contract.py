@@ -1,0 +1,266 @@
+"""One suite over every store of frames: DRAM, NVMe in memory and on files, through the page cache, several devices."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.model.replica import FrameClass
+from kvstore.tier.base import Bytes, FrameStore
+from kvstore.tier.disk import Disk, FileDisk, MemoryDisk, aligned_buffer
+from kvstore.tier.dram import SegmentFile
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.nvme import NvmeDevice
+from kvstore.tier.nvme_devices import NvmeDevices
+from tests.helpers.nvme.faulty_disk import refuse_direct
+
+EXTENT_BYTES = 1 << 20
+POSITIONS = 4
+SMALL = FrameClass(page_bytes=10_000, page_tokens=5, layers=4)  # frames of 12 KiB, the last one padded
+LARGE = FrameClass(page_bytes=300_000, page_tokens=512, layers=60)
+HUGE = FrameClass(page_bytes=EXTENT_BYTES + 1, page_tokens=1, layers=1)
+WHOLE = FrameClass(page_bytes=EXTENT_BYTES - 8192, page_tokens=1, layers=1)
+
+
+class DramStore:
+    """A DRAM segment as a ``FrameStore``: frames are mapped, nothing stands before them."""
+
+    def __init__(self, folder: NodeFolder, segment: SegmentFile, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.extent_bytes = segment.extent_bytes
+        self.positions = segment.positions
+        self._folder = folder
+        self._segment = segment
+        self._carved: dict[int, FrameClass] = {}
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        return self.extent_bytes // frame_class.frame_bytes
+
+    def header_bytes(self, frame_class: FrameClass) -> int:
+        return 0
+
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        assert position not in self._carved and self.frames_of(frame_class)
+        self._segment.populate(position)
+        self._carved[position] = frame_class
+
+    def drop(self, position: int) -> None:
+        del self._carved[position]
+        self._segment.give_back(position)
+
+    def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        self._frame(position, frame, frame_class)[:] = page
+
+    def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        page[:] = self._frame(position, frame, frame_class)
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._segment.close()
+
+    def _frame(self, position: int, frame: int, frame_class: FrameClass) -> Bytes:
+        frames = self.frames_of(frame_class)
+        assert 0 <= frame < frames, frame
+        return self._segment.frame_view(position, frame_class.frame_bytes, frames)[frame]
+
+
+class OpenStore(NvmeDevice):
+    """An NVMe device whose every position is open for writing as soon as it is carved."""
+
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        super().carve(position, number, frame_class)
+        self.open_for_writing([position])
+
+    def drop(self, position: int) -> None:
+        self.close_for_writing([position])
+        super().drop(position)
+
+
+class OpenStores(NvmeDevices):
+    """The same for several devices."""
+
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        super().carve(position, number, frame_class)
+        self.open_for_writing([position])
+
+    def drop(self, position: int) -> None:
+        self.close_for_writing([position])
+        super().drop(position)
+
+
+Opener = Callable[[bool], FrameStore]
+KINDS = ["dram", "memory", "file", "file through the page cache", "tmpfs file", "three devices"]
+
+
+@pytest.fixture(params=KINDS)
+def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    """Opens the store; True: makes it anew. Nobody else has it open."""
+    kind = request.param
+    shm = "/dev/shm" if kind in ("dram", "tmpfs file") else tmp_path
+    with tempfile.TemporaryDirectory(dir=shm) as home:
+        if kind == "dram":
+            yield dram_opener(NodeFolder(home, "n"))
+            return
+        if kind == "file through the page cache":
+            refuse_direct(monkeypatch)
+        sizes = [POSITIONS] if kind != "three devices" else [1, 2, POSITIONS - 3]
+        memory = [MemoryDisk(device_bytes(positions)) for positions in sizes]
+
+        def disks() -> list[Disk]:
+            if kind == "memory":
+                return list(memory)
+            paths = [Path(home) / f"nvme-{at}" for at in range(len(sizes))]
+            return [FileDisk.open(p, device_bytes(n), create=True) for p, n in zip(paths, sizes, strict=True)]
+
+        def open_store(anew: bool) -> FrameStore:
+            if kind == "three devices":
+                return OpenStores.open(disks(), "n", EXTENT_BYTES, format=anew)
+            return OpenStore.open(disks()[0], "n", EXTENT_BYTES, format=anew)
+
+        yield open_store
+
+
+def dram_opener(folder: NodeFolder) -> Opener:
+    folder.create()
+    incarnations = iter(range(1, 100))
+    current = [0]
+
+    def open_store(anew: bool) -> FrameStore:
+        segment = None if anew else SegmentFile.open(folder, current[0])
+        if segment is None:
+            current[0] = next(incarnations)
+            segment = SegmentFile.create(folder, current[0], EXTENT_BYTES, POSITIONS)
+        return DramStore(folder, segment, current[0])
+
+    return open_store
+
+
+def device_bytes(positions: int) -> int:
+    return 4 * 4096 + positions * EXTENT_BYTES
+
+
+def page(frame_class: FrameClass, seed: int) -> Bytes:
+    """Some page, aligned; padding zero."""
+    buffer = aligned_buffer(frame_class.frame_bytes)
+    buffer[: frame_class.page_bytes] = np.random.default_rng(seed).integers(0, 256, frame_class.page_bytes, np.uint8)
+    return buffer
+
+
+def write(store: FrameStore, position: int, frame: int, frame_class: FrameClass, seed: int) -> None:
+    header = aligned_buffer(store.header_bytes(frame_class))
+    header[:] = seed % 251
+    store.write_page(position, frame, frame_class, header, page(frame_class, seed))
+
+
+def holds(store: FrameStore, position: int, frame: int, frame_class: FrameClass, seed: int) -> bool:
+    header = aligned_buffer(store.header_bytes(frame_class))
+    found = aligned_buffer(frame_class.frame_bytes)
+    store.read_page(position, frame, frame_class, header, found)
+    return bool((found == page(frame_class, seed)).all() and (header == seed % 251).all())
+
+
+def test_geometry(opener: Opener) -> None:
+    store = opener(True)
+    assert (store.extent_bytes, store.positions) == (EXTENT_BYTES, POSITIONS)
+    assert store.incarnation != 0
+    for frame_class in (SMALL, LARGE):
+        frames, header = store.frames_of(frame_class), store.header_bytes(frame_class)
+        assert header % 4096 == 0
+        assert EXTENT_BYTES * 0.6 < frames * (header + frame_class.frame_bytes) <= EXTENT_BYTES
+    assert store.frames_of(HUGE) == 0
+    assert store.frames_of(WHOLE) == 1 or store.header_bytes(WHOLE)
+    store.close()
+
+
+@pytest.mark.parametrize("frame_class", [SMALL, LARGE])
+def test_frames_do_not_overlap(opener: Opener, frame_class: FrameClass) -> None:
+    store = opener(True)
+    frames = store.frames_of(frame_class)
+    for position in range(POSITIONS):
+        store.carve(position, 10 + position, frame_class)
+    places = [(position, frame) for position in range(POSITIONS) for frame in range(frames)]
+    np.random.default_rng(1).shuffle(places)
+    for seed, (position, frame) in enumerate(places):
+        write(store, position, frame, frame_class, seed)
+    store.sync()
+    for seed, (position, frame) in enumerate(places):
+        assert holds(store, position, frame, frame_class, seed)
+    seed = places.index((1, 0))
+    write(store, 1, 0, frame_class, 9999)
+    assert holds(store, 1, 0, frame_class, 9999) and not holds(store, 1, 0, frame_class, seed)
+    assert holds(store, 1, 1, frame_class, places.index((1, 1)))
+    store.close()
+
+
+def test_pages_are_there_after_opening_again(opener: Opener) -> None:
+    store = opener(True)
+    store.carve(2, 7, SMALL)
+    store.carve(0, 8, LARGE)
+    write(store, 2, 5, SMALL, 1)
+    write(store, 0, 1, LARGE, 2)
+    store.sync()
+    store.close()
+    again = opener(False)
+    assert again.incarnation == store.incarnation
+    assert holds(again, 2, 5, SMALL, 1) and holds(again, 0, 1, LARGE, 2)
+    again.close()
+
+
+def test_a_dropped_position_takes_another_extent(opener: Opener) -> None:
+    store = opener(True)
+    store.carve(1, 7, SMALL)
+    store.carve(2, 8, SMALL)
+    write(store, 1, 3, SMALL, 1)
+    write(store, 2, 3, SMALL, 2)
+    store.drop(1)
+    assert holds(store, 2, 3, SMALL, 2)
+    store.carve(1, 9, LARGE)
+    write(store, 1, 0, LARGE, 3)
+    store.sync()
+    assert holds(store, 1, 0, LARGE, 3) and holds(store, 2, 3, SMALL, 2)
+    store.close()
+
+
+def test_another_incarnation_is_another_store(opener: Opener) -> None:
+    store = opener(True)
+    store.carve(0, 7, SMALL)
+    write(store, 0, 0, SMALL, 1)
+    store.sync()
+    store.close()
+    other = opener(True)
+    assert other.incarnation != store.incarnation
+    other.carve(0, 1, LARGE)  # nothing is carved in it
+    other.close()
+
+
+@pytest.mark.parametrize(("position", "frame"), [(-1, 0), (POSITIONS, 0), (0, -1), (0, 10_000)])
+def test_what_lies_outside_is_a_bug(opener: Opener, position: int, frame: int) -> None:
+    store = opener(True)
+    store.carve(0, 7, SMALL)
+    header, buffer = aligned_buffer(store.header_bytes(SMALL)), page(SMALL, 1)
+    with pytest.raises((AssertionError, IndexError)):
+        store.write_page(position, frame, SMALL, header, buffer)
+    with pytest.raises((AssertionError, IndexError)):
+        store.read_page(position, frame, SMALL, header, buffer)
+    with pytest.raises((AssertionError, IndexError)):
+        store.carve(0, 8, SMALL)
+    with pytest.raises((AssertionError, IndexError)):
+        store.carve(1, 8, HUGE)
+    store.close()
+
+
+def test_the_last_frame_ends_inside_the_store(opener: Opener) -> None:
+    store = opener(True)
+    last = POSITIONS - 1
+    store.carve(last, 7, SMALL)
+    write(store, last, store.frames_of(SMALL) - 1, SMALL, 5)
+    assert holds(store, last, store.frames_of(SMALL) - 1, SMALL, 5)
+    with pytest.raises(AssertionError):
+        write(store, last, store.frames_of(SMALL), SMALL, 5)
+    store.close()
