@@ -61,6 +61,10 @@ class Book:
         """One more pin, or another in its place."""
         self._queue.append(lambda: self._pinned(pin.number, _pin_line(pin)))
 
+    def pins(self, pins: list[ev.WritePin]) -> None:
+        """These pins, and no others: the file is replaced as a whole."""
+        self._queue.append(lambda: self._repinned({pin.number: _pin_line(pin) for pin in pins}))
+
     def unpin(self, numbers: list[int]) -> None:
         """These are over."""
         self._queue.append(lambda: self._unpinned(numbers))
@@ -93,6 +97,10 @@ class Book:
         self._lines[number] = line
         self._write_pins(line)
 
+    def _repinned(self, lines: dict[int, bytes]) -> None:
+        self._lines = lines
+        self._replace_pins()
+
     def _unpinned(self, numbers: list[int]) -> None:
         gone = [number for number in numbers if self._lines.pop(number, None) is not None]
         if gone:
@@ -102,12 +110,15 @@ class Book:
         kept = sum(len(line) + 1 for line in self._lines.values())
         size = self._pins_bytes + len(line) + 1 if self._pins_bytes is not None else None
         if size is None or size > 2 * kept + WASTE_BYTES:
-            self._pins_bytes = None  # until it is known what the file has
-            _replace(self._pins, [self._head, *self._lines.values()])
-            self._pins_bytes = len(self._head) + kept
+            self._replace_pins()
         else:
             self._append(self._pins, line)
             self._pins_bytes = size
+
+    def _replace_pins(self) -> None:
+        self._pins_bytes = None  # until it is known what the file has
+        _replace(self._pins, [self._head, *self._lines.values()])
+        self._pins_bytes = len(self._head) + sum(len(line) + 1 for line in self._lines.values())
 
 
 # --- Reading, at a start -------------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, di
 
 
 def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
-    """Pins of the daemon before, those that have not run out; to be handled before anything may leave."""
+    """Pins of the daemon before, those that have not run out; to be restored before anything may leave."""
     pins: dict[int, dict[str, Any]] = {}
     for line in _lines(folder.path / PINS, incarnation):
         try:
@@ -155,7 +166,7 @@ def _granted(pins: dict[int, dict[str, Any]]) -> Iterator[ev.Pin]:
             log.error("a pin cannot be read and is lost: %s", error)
             continue
         if left_ns > 0:
-            yield ev.Pin(now_ns, number, keys, root, now_ns + left_ns, until_s, restore=True, asked=asked)
+            yield ev.Pin(now_ns, number, keys, root, now_ns + left_ns, until_s, asked)
 
 
 def _lines(path: Path, incarnation: int) -> Iterator[bytes]:

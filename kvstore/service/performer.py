@@ -95,6 +95,7 @@ class Performer:
             ev.WriteNames: self._forget_names,
             ev.ForgetNames: self._forget_names,
             ev.WritePin: self.book.pin,
+            ev.WritePins: lambda all_: self.book.pins(all_.pins),
             ev.ErasePins: lambda over: self.book.unpin(over.numbers),
             ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
             ev.Save: self.copies.append,

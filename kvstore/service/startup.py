@@ -27,6 +27,7 @@ from kvstore.service.nvme_pages import NvmePages
 from kvstore.service.nvme_start import open_nvme, open_tables, secret_on_nvme
 from kvstore.service.nvme_view import NvmeView
 from kvstore.service.performer import Performer
+from kvstore.state import events as ev
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
 from kvstore.state.extent_found import ExtentFound
@@ -202,8 +203,9 @@ def _recover_tiers(
     recovery.settle(state)
     for position in sorted(state.segment.beyond):  # of a larger node that was here before
         segment_file.give_back(position)
-    for pin in book.read_pins(folder, header.incarnation):
-        performer.perform(state.handle(pin))
+    pins = book.read_pins(folder, header.incarnation)
+    if pins:
+        performer.perform(state.handle(ev.RestorePins(time.monotonic_ns(), pins)))
     performer.book.flush()
     header.names_forgotten += 1  # a kill may have come between a page and its root's name: clients say theirs again
     return performer, state

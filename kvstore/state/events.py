@@ -30,6 +30,7 @@ from kvstore.state.instructions import (
     WriteName,
     WriteNames,
     WritePin,
+    WritePins,
     WriteQuarantine,
     WriteReserved,
     WriteSealed,
@@ -95,6 +96,7 @@ __all__ = [
     "WriteName",
     "WriteNames",
     "WritePin",
+    "WritePins",
     "WriteQuarantine",
     "WriteReserved",
     "WriteSealed",
@@ -389,7 +391,7 @@ class NameRoot:
 class Pin:
     """Keep what is stored of these consecutive pages, from the first on, until ``until_ns``.
 
-    ``pin``: its number, 0 for a new one; ``restore``: it was granted by an earlier daemon, and named by ``asked``.
+    ``pin``: its number, 0 for a new one. ``asked``: its last page when it was asked for, which names it.
     """
 
     now_ns: int
@@ -398,8 +400,16 @@ class Pin:
     root: bytes
     until_ns: int
     until_s: float
-    restore: bool = False
     asked: bytes = b""
+
+
+@dataclass(slots=True)
+class RestorePins:
+    """For start: these were granted by the daemon before, under their numbers. What of their pages is not there, and
+    may be found by the scan of NVMe, is waited for."""
+
+    now_ns: int
+    pins: list[Pin]
 
 
 @dataclass(slots=True)
@@ -465,6 +475,7 @@ Event = (
     | Tick
     | NameRoot
     | Pin
+    | RestorePins
     | Unpin
     | Populated
     | PopulationFailed

@@ -231,6 +231,13 @@ class WritePin:
 
 
 @dataclass(slots=True)
+class WritePins:
+    """These pins have to outlive the daemon, and no others: either all of this is written down, or nothing changes."""
+
+    pins: list[WritePin]
+
+
+@dataclass(slots=True)
 class ErasePins:
     """These pins are over."""
 
@@ -287,6 +294,7 @@ Instruction = (
     | WriteNames
     | ForgetNames
     | WritePin
+    | WritePins
     | ErasePins
     | WriteQuarantine
     | CheckSession

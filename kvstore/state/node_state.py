@@ -98,6 +98,8 @@ class NodeState:
             self.spaces[Tier.NVME] = self.nvme
         self.objects = Objects(self, self._seal_granted)
         self.pins = Pins(self.spaces, self.tenants, pins_share_max)
+        if self.tiering is not None:
+            self.tiering.pins = self.pins
         self._handlers = self._table()
 
     def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
@@ -122,6 +124,7 @@ class NodeState:
             ev.Tick: self._tick,
             ev.NameRoot: self.tenants.named_by,
             ev.Pin: self.pins.pin,
+            ev.RestorePins: self.pins.restore,
             ev.Unpin: self.pins.unpin,
             ev.Populated: self._populated,
             ev.PopulationFailed: self._population_failed,

@@ -4,6 +4,9 @@ Under closure it is enough that something hangs on the last page. A pin names it
 move; what damage takes away it loses. All pins of a tier together keep at most a share of it, and those of one tenant a
 share of that; pages under several count once. A pin keeps, and counts, what is stored of the pages that it was asked
 for; its name is the last of those, so that asking again, when more is stored, moves its deadline and its end.
+
+At a start, as long as NVMe is scanned, a pin is restored with all its pages, also those that are not there: what the
+scan finds is kept from then on. When the scan has ended the pin keeps what is stored, as any other.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import Address, Tier
+from kvstore.model.replica import Address, FrameState, Tier
 from kvstore.state import events as ev
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
@@ -27,7 +30,10 @@ TENANT_SHARE = 0.75  # of what pins may keep of a tier, by one tenant's
 
 @dataclass(slots=True)
 class Pin:
-    """Consecutive pages from the start of a chain. ``lengths``: how many of them each tier keeps."""
+    """Consecutive pages from the start of a chain. ``lengths``: how many of them each tier keeps.
+
+    ``keys`` are longer than those only at a start, see the module.
+    """
 
     keys: list[bytes]
     root: bytes
@@ -37,6 +43,16 @@ class Pin:
     until_s: float  # the same by the wall clock, which outlives a daemon
     frame_bytes: int = 0
     lengths: dict[Tier, int] = field(default_factory=dict)
+
+    @property
+    def pages(self) -> int:
+        """How many are there."""
+        return max(self.lengths.values(), default=0)
+
+    @property
+    def awaits(self) -> bytes:
+        """The first that is not."""
+        return self.keys[self.pages]
 
 
 @dataclass(slots=True)
@@ -67,36 +83,85 @@ class Pins:
         self.kept_bytes: dict[Tier, int] = dict.fromkeys(spaces, 0)
         self._uses: dict[str, Use] = {}
         self._keys = 0
+        self._waiting: set[int] = set()  # pins of which the scan of NVMe may find more
 
     def pin(self, event: ev.Pin) -> list[ev.Instruction]:
         """See ``events.Pin``."""
-        name = event.root, event.asked or event.keys[-1]
-        pin = Pin(event.keys, *name, self.tenants.salt(event.root), event.until_ns, event.until_s)
-        for tier, space in self.spaces.items():
-            length = self._stored(space, event.keys, event.root)
-            if length > max(pin.lengths.values(), default=0):
-                page = space.find(event.keys[length - 1])
-                assert page is not None  # counted just now
-                pin.frame_bytes = space.segment.extents[page.extent].pool.frame_class.frame_bytes
-                pin.lengths[tier] = length
-        pages = max(pin.lengths.values(), default=0)
-        if not pages:
+        pin = self._measured(event)
+        if not pin.pages:
             return [ev.Reply(detail={"pages": 0})]
-        pin.keys = pin.keys[:pages]
-        same = self._named.get(name, 0)
-        refusal = "" if event.restore else self._refusal(pin, same)
+        del pin.keys[pin.pages :]
+        same = self._named.get((pin.root, pin.asked), 0)
+        refusal = self._refusal(pin, same)
         if refusal:
             return [ev.Reply(detail={"refused": refusal})]
-        number = same or event.pin or self._next
-        while number in self.pins and not same:
-            number += 1
-        self._next = max(self._next, number + 1)
+        number = same or self._next
         if same:
             self._end(same)
         self._begin(number, pin)
-        self.book.append(ev.WritePin(number, pin.keys, pin.root, pin.asked, pin.until_s))
-        detail = {"pin": number, "pages": pages, "bytes": pages * pin.frame_bytes, "until": pin.until_s}
+        self.book.append(_written(number, pin))
+        detail = {"pin": number, "pages": pin.pages, "bytes": pin.pages * pin.frame_bytes, "until": pin.until_s}
         return [ev.Reply(detail=detail)]
+
+    def restore(self, event: ev.RestorePins) -> list[ev.Instruction]:
+        """See ``events.RestorePins``. The book is written anew as a whole, so that a kill loses none of them."""
+        scanned = self._is_scanned()
+        for asked in event.pins:
+            pin = self._measured(asked)
+            if scanned:
+                del pin.keys[pin.pages :]
+            if pin.keys:
+                self._begin(asked.pin, pin)
+            if pin.pages < len(pin.keys):
+                self._waiting.add(asked.pin)
+        self.book.append(ev.WritePins([_written(number, pin) for number, pin in self.pins.items()]))
+        return []
+
+    def adopted(self, keys: Collection[bytes]) -> None:
+        """The scan of NVMe has found these pages."""
+        for number in [number for number in self._waiting if self.pins[number].awaits in keys]:
+            pin = self.pins[number]
+            self._end(number)
+            self._measure(pin)
+            self._begin(number, pin)
+            if pin.pages < len(pin.keys):
+                self._waiting.add(number)
+
+    def scanned(self) -> None:
+        """The scan has done with an extent: where that was the last one, pins keep what there is."""
+        if not self._waiting or not self._is_scanned():
+            return
+        for number in list(self._waiting):
+            pin = self.pins[number]
+            if not pin.pages:
+                self._over([number])
+                continue
+            self._end(number)
+            del pin.keys[pin.pages :]
+            self._begin(number, pin)
+            self.book.append(_written(number, pin))
+
+    def _is_scanned(self) -> bool:
+        """There is nothing left on NVMe of which nobody knows yet what it is."""
+        nvme = self.spaces.get(Tier.NVME)
+        return nvme is None or not any(e.count(FrameState.QUARANTINED) for e in nvme.segment.extents.values())
+
+    def _measured(self, event: ev.Pin) -> Pin:
+        name = event.root, event.asked or event.keys[-1]
+        pin = Pin(list(event.keys), *name, self.tenants.salt(event.root), event.until_ns, event.until_s)
+        self._measure(pin)
+        return pin
+
+    def _measure(self, pin: Pin) -> None:
+        """See what each tier has of a pin that is not counted. A tier keeps what is more than those above it have."""
+        pin.lengths.clear()
+        for tier, space in self.spaces.items():
+            length = self._stored(space, pin.keys, pin.root)
+            if length > pin.pages:
+                page = space.find(pin.keys[length - 1])
+                assert page is not None  # counted just now
+                pin.frame_bytes = space.segment.extents[page.extent].pool.frame_class.frame_bytes
+                pin.lengths[tier] = length
 
     def _refusal(self, pin: Pin, same: int) -> str:
         """Why there can be no such pin; "" where there can. ``same``: it takes the place of this one."""
@@ -149,7 +214,7 @@ class Pins:
                     self._keep(pin, space.tier, left)
                 else:
                     del pin.lengths[space.tier]
-                    if not pin.lengths:
+                    if not pin.lengths and number not in self._waiting:
                         self._forget(number)
                         self.book.append(ev.ErasePins([number]))
 
@@ -173,11 +238,11 @@ class Pins:
                 "pin": number,
                 "salt": self.tenants.salt(pin.root),
                 "root": pin.root.hex(),
-                "pages": max(pin.lengths.values()),
-                "bytes": max(pin.lengths.values()) * pin.frame_bytes,
+                "pages": pin.pages,
+                "bytes": pin.pages * pin.frame_bytes,
                 "tiers": {str(tier): length for tier, length in pin.lengths.items()},
                 "until": pin.until_s,
-                "last": pin.keys[max(pin.lengths.values()) - 1].hex(),
+                "last": pin.keys[max(pin.pages, 1) - 1].hex(),
             }
             for number, pin in self.pins.items()
         ]
@@ -194,7 +259,7 @@ class Pins:
 
         def has(length: int) -> bool:
             page = space.find(keys[length - 1])
-            return page is not None and space.records.root(*page[:2]) == root
+            return page is not None and space.root_of(page) == root
 
         if has(len(keys)):
             return len(keys)
@@ -220,6 +285,7 @@ class Pins:
 
     def _begin(self, number: int, pin: Pin) -> None:
         self.pins[number] = pin
+        self._next = max(self._next, number + 1)
         self._named[pin.root, pin.asked] = number
         self._keys += len(pin.keys)
         use = self._uses.setdefault(pin.salt, Use())
@@ -242,6 +308,7 @@ class Pins:
 
     def _forget(self, number: int) -> None:
         pin = self.pins.pop(number)
+        self._waiting.discard(number)
         del self._named[pin.root, pin.asked]
         self._keys -= len(pin.keys)
         use = self._uses[pin.salt]
@@ -249,3 +316,7 @@ class Pins:
         use.keys -= len(pin.keys)
         if not use.pins:
             del self._uses[pin.salt]
+
+
+def _written(number: int, pin: Pin) -> ev.WritePin:
+    return ev.WritePin(number, list(pin.keys), pin.root, pin.asked, pin.until_s)

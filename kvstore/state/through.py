@@ -235,7 +235,7 @@ class Through:
             return False
         if not self.holds(page.root, page.parent):
             return False
-        if self._live(page.key) is None and page.key not in self.copies.down:
+        if self._live(page.key) is None:  # a copy of one that was given up may still be on its way: see ``saved``
             self._staged[page.key] = page
         flies = page.key in self.copies.down or self._staged[page.key] is not page  # as this page, or as another's
         if not flies and (self._live(page.parent) is None or page.parent in self._chosen):  # else it waits for that one
@@ -312,6 +312,7 @@ class Through:
         self.copies.down.difference_update(page.key for page in batch.pages)
         done: list[Pending] = []
         failed: list[Pending] = []
+        heirs: list[Pending] = []
         places: list[int] = []
         parents: list[bytes] = []
         unused: list[Address] = []
@@ -319,8 +320,10 @@ class Through:
         for i, page in enumerate(batch.pages):
             key, root = data[32 * i : 32 * i + 16], data[32 * i + 16 : 32 * i + 32]
             staged = self._staged.pop(page.key, None)
-            if staged is None:  # it was given up with what it hung on
+            if staged is None or staged.address != page.source:  # it was given up; maybe another writer's page is next
                 unused.append(page.target)
+                if staged is not None:
+                    heirs.append(staged)
                 continue
             source = self._waits(staged) and staged.address == page.source
             whole = i not in event.failed and key == page.key and self.nvme.find(key) is None
@@ -343,6 +346,7 @@ class Through:
         for staged in done:
             self.writing.stored_below(staged, out)
         self.fail(failed, out)
+        self.fail([heir for heir in heirs if self._waits(heir) and not self.takes(heir)], out)
         self.writing.follow([batch.pages[i].key for i in places], out)
         self.again(out)
         self.start(out)

@@ -25,6 +25,7 @@ from kvstore.state.clearing import Clearing
 from kvstore.state.copying import NODE_SESSION, Copies
 from kvstore.state.demotion import ADMISSIONS, Demotion, TieringRules
 from kvstore.state.last_save import LastSave
+from kvstore.state.pins import Pins
 from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
@@ -45,6 +46,7 @@ class Tiering:
         self.tenants = tenants
         self.counters = counters
         self.rules = rules
+        self.pins: Pins | None = None  # they wait for what the scan finds
         self.copies = Copies(dram, nvme, tenants, counters)
         self.demotion = Demotion(self.copies, counters, rules)
         self.last_save = LastSave(self.demotion)
@@ -136,6 +138,8 @@ class Tiering:
             kept_keys, heads = [keys[i] for i in kept], event.heads[kept]
             out.append(ev.WriteSealed(addresses, kept_keys, infos, heads, parents, cause="scan"))
             self.counters["pages_adopted"] += len(kept)
+            if self.pins is not None:
+                self.pins.adopted(set(kept_keys))
         return out
 
     def _waits(self, address: Address) -> bool:
@@ -146,6 +150,8 @@ class Tiering:
         """See ``events.Adopted``."""
         out: list[ev.Instruction] = []
         self.nvme.free_quarantined(event.extent, out)
+        if self.pins is not None:
+            self.pins.scanned()
         return out
 
     def failed(self, event: ev.TierFailed) -> list[ev.Instruction]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.tier.folder import NodeFolder, allocate, list_nodes
-from kvstore.tier.header import DaemonState, Header
+from kvstore.tier.header import DaemonState, Header, unknown_version
 from kvstore.tier.plain_files import open_plain
 from kvstore.tier.purging import purge, reap_embedded
 from kvstore.tier.records import ExtentTable
@@ -117,19 +117,24 @@ class SegmentFile(_Segment):
 
     @classmethod
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentFile | None:
-        """Map the segment that is there; None where it is absent, damaged or of another incarnation or version."""
+        """Map the segment that is there; None where it is absent, damaged or of another incarnation.
+
+        Raises:
+            VersionMismatch: it is of another version of the file format.
+        """
         opened = _open(folder, incarnation)
         return cls(folder.segment, *opened) if opened else None
 
     @staticmethod
     def cut_to(folder: NodeFolder, incarnation: int) -> tuple[int, int] | None:
-        """Of a segment whose tail was cut off: ``(extent_bytes, bytes of data that are left)``; of any other, None."""
+        """Of a segment whose tail was cut off: ``(extent_bytes, bytes of data that are left)``; of any other, None.
+        Raises as ``open``."""
         try:
             fd = open_plain(folder.segment, os.O_RDWR)
         except FileNotFoundError:
             return None
         try:
-            head, left = _head(fd, incarnation), os.fstat(fd).st_size - SEGMENT_HEAD_BYTES
+            head, left = _head(folder, fd, incarnation), os.fstat(fd).st_size - SEGMENT_HEAD_BYTES
             return (head[0], left) if head is not None and left < head[0] * head[1] else None
         finally:
             os.close(fd)
@@ -209,13 +214,19 @@ class SegmentMap(_Segment):
 
     @classmethod
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentMap | None:
-        """Map the segment; None where it is absent, damaged or of another incarnation or version."""
+        """Map the segment; None where it is absent, damaged or of another incarnation. Raises as ``SegmentFile.open``.
+
+        Whoever cuts the file off while it is mapped ends those that touch what was there, by SIGBUS.
+        """
         opened = _open(folder, incarnation)
         if opened is None:
             return None
         fd, extent_bytes, positions = opened
         try:
-            return cls(folder.segment, _map(fd), extent_bytes, positions)
+            map_ = _map(fd)
+            if len(map_) < SEGMENT_HEAD_BYTES + positions * extent_bytes:  # it was cut off in this moment
+                return None
+            return cls(folder.segment, map_, extent_bytes, positions)
         finally:
             os.close(fd)
 
@@ -254,21 +265,25 @@ def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
         fd = open_plain(folder.segment, os.O_RDWR)
     except FileNotFoundError:
         return None
-    head = _head(fd, incarnation)
-    # The size too: what was cut off would be a SIGBUS, not a miss.
-    if head is not None and os.fstat(fd).st_size >= SEGMENT_HEAD_BYTES + head[0] * head[1]:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        head = _head(folder, fd, incarnation)
+        # The size too: what was cut off would be a SIGBUS, not a miss.
+        if head is None or os.fstat(fd).st_size < SEGMENT_HEAD_BYTES + head[0] * head[1]:
+            return None
+        stack.pop_all()
         return fd, *head
-    os.close(fd)
-    return None
 
 
-def _head(fd: int, incarnation: int) -> tuple[int, int] | None:
+def _head(folder: NodeFolder, fd: int, incarnation: int) -> tuple[int, int] | None:
     """``(extent_bytes, positions)`` that a segment's head says, where it is sound and of this incarnation."""
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
         return None
     magic, version, found, extent_bytes, positions = _HEAD.unpack(head)
-    sound = (magic, version, found) == (_MAGIC, _VERSION, incarnation) and extent_bytes > 0 and positions > 0
+    if magic == _MAGIC and version != _VERSION:
+        raise unknown_version(folder, "segment", version, _VERSION)
+    sound = (magic, found) == (_MAGIC, incarnation) and extent_bytes > 0 and positions > 0
     return (extent_bytes, positions) if sound else None
 
 

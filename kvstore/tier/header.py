@@ -118,10 +118,7 @@ class Header:
             return None
         if version != FORMAT_VERSION:
             header.close()
-            raise VersionMismatch(
-                f"node {folder.name!r} has file format {version}, this program knows {FORMAT_VERSION}; "
-                "run the same version on both sides (or `kvstore purge` the node)"
-            )
+            raise unknown_version(folder, "file", version, FORMAT_VERSION)
         return header
 
     @property
@@ -133,6 +130,14 @@ class Header:
         """Unmap. Reading a word afterwards raises ValueError. The file stays."""
         self.words.release()
         self._map.close()
+
+
+def unknown_version(folder: NodeFolder, what: str, version: int, known: int) -> VersionMismatch:
+    """What to raise where a node's sound file is of a version that this program cannot read."""
+    return VersionMismatch(
+        f"node {folder.name!r} has {what} format {version}, this program knows {known}; "
+        "run the same version on both sides (or `kvstore purge` the node)"
+    )
 
 
 def boot_id() -> bytes:

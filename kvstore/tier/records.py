@@ -24,6 +24,7 @@ import xxhash
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import unknown_version
 from kvstore.tier.plain_files import open_plain, remove
 
 RECORDS_HEAD_BYTES: Final = 4096
@@ -116,8 +117,11 @@ class ExtentTable:
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
         """Map the tables of ``extent``. ``writable`` maps the records for writing too (the daemon's view).
 
-        None where a file is absent, of another size, version or incarnation, or both copies of its header are damaged:
-        a doubt is a miss. Nothing is changed, but a damaged or absent copy of the header by the daemon.
+        None where a file is absent, of another size or incarnation, or both copies of its header are damaged: a doubt
+        is a miss. Nothing is changed, but a damaged or absent copy of the header by the daemon.
+
+        Raises:
+            VersionMismatch: it is whole, and of another version of the file format.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -127,7 +131,7 @@ class ExtentTable:
                 stack.callback(marks.close)
             except (FileNotFoundError, ValueError):  # ValueError: an empty file cannot be mapped
                 return None
-            head = _sound_head(records, len(marks), extent, incarnation)
+            head = _sound_head(folder, records, len(marks), extent, incarnation)
             if head is None:
                 return None
             stack.pop_all()
@@ -273,7 +277,9 @@ def _sum_holds(data: mmap.mmap | bytes, at: int) -> bool:
     return magic == _MAGIC and summed == int.from_bytes(total, "little")
 
 
-def _sound_head(records: mmap.mmap, marks_bytes: int, extent: int, incarnation: int) -> tuple[int, ...] | None:
+def _sound_head(
+    folder: NodeFolder, records: mmap.mmap, marks_bytes: int, extent: int, incarnation: int
+) -> tuple[int, ...] | None:
     """The header's words where everything about both files fits together, else None."""
     if len(records) < RECORDS_HEAD_BYTES:
         return None
@@ -281,8 +287,10 @@ def _sound_head(records: mmap.mmap, marks_bytes: int, extent: int, incarnation: 
     if at is None:
         return None
     head: tuple[int, ...] = _HEAD.unpack_from(records, at)
-    if head[:4] != (_MAGIC, _VERSION, incarnation, extent):
+    if head[2:4] != (incarnation, extent):
         return None
+    if head[1] != _VERSION:
+        raise unknown_version(folder, f"records-{extent}", head[1], _VERSION)
     page_bytes, page_tokens, layers, frames, number = head[5:10]
     tier = _TIERS[number] if number < len(_TIERS) else None
     if tier not in _MARKS_BYTES:

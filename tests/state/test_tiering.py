@@ -1047,3 +1047,26 @@ def test_standings_of_a_chain_are_those_of_its_pages(position: int) -> None:
     for turns in (0, 2, 300):
         expected = [standing(position + i, turns) for i in range(64)]
         assert standings_of(position, turns, 64) == expected
+
+
+# --- pages that go through ------------------------------------------------------------------------------------------
+
+
+def test_a_page_waits_no_longer_than_the_copy_of_one_that_was_given_up() -> None:
+    """Two writers of one page behind what only NVMe has: the deadline of the first passes while its page is saved."""
+    world = node(demote_at=0.0)
+    keys = put(world, 1, 2, 3)
+    world.settle()
+    assert world.evict(pages=3) == 3 and world.nvme_pages(Chain(SMALL, (1, 2, 3))) == 3
+    chain = Chain(SMALL, (1, 2, 3, 4, 5))
+    for session, group, ttl_ns in ((A, 7, 10 * MS), (B, 8, 1000 * MS)):
+        assert world.reserve(session, group, 0, 1, chain, 3, ttl_ns) == [Status.OK] * 2
+    pages = {session: [a for a, _ in world.clients[session].writing] for session in (A, B)}
+    assert world.seal(A, 0, pages[A]) == [Status.BUSY] * 2
+    assert world.move_on(), "A's pages are on their way"
+    world.tick(20 * MS)
+    assert world.seal(B, 0, pages[B]) == [Status.BUSY] * 2
+    world.settle()
+    assert chain.keys[:3] == keys and world.nvme_pages(chain) == 5, "B's pages wait for their deadline"
+    assert not world.state.pending
+    world.check()

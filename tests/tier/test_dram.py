@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import OutOfSpace
+from kvstore.errors import OutOfSpace, VersionMismatch
 from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, progress_word, word_of
 from kvstore.tier import dram
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
@@ -169,6 +169,18 @@ def test_a_doubtful_segment_is_none(folder: NodeFolder, damage: str) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     assert SegmentFile.open(folder, incarnation) is None
     assert SegmentMap.open(folder, incarnation) is None
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_segment_of_another_version_is_refused_in_words(folder: NodeFolder) -> None:
+    SegmentFile.create(folder, INCARNATION, MIB, 2).close()
+    with open(folder.segment, "r+b") as file:
+        file.seek(8)
+        file.write((7).to_bytes(8, "little"))
+    fds = len(os.listdir("/proc/self/fd"))
+    for open_it in (SegmentFile.open, SegmentMap.open, SegmentFile.cut_to):
+        with pytest.raises(VersionMismatch, match="segment format 7, this program knows 1"):
+            open_it(folder, INCARNATION)
     assert len(os.listdir("/proc/self/fd")) == fds
 
 

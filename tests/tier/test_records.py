@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
+from kvstore.errors import VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
@@ -88,12 +90,14 @@ def test_a_doubt_is_a_miss(folder: NodeFolder, tier: Tier) -> None:
         "empty": b"",
         "another tier": changed(sound, 9, 0),
         "no tier": changed(sound, 9, 3),
-        "another version": changed(sound, 1, 1),
         "another position": changed(sound, 4, 1),
     }
     for name, data in damages.items():
         records.write_bytes(data)
         assert ExtentTable.open(folder, 5, INCARNATION) is None, name
+    records.write_bytes(summed(changed(sound, 1, 1)))
+    with pytest.raises(VersionMismatch, match="records-5 format 1, this program knows 2"):
+        ExtentTable.open(folder, 5, INCARNATION)
     records.write_bytes(sound)
     marks.write_bytes(sound_marks[:-8])
     assert ExtentTable.open(folder, 5, INCARNATION) is None
@@ -105,6 +109,14 @@ def changed(data: bytes, word: int, value: int) -> bytes:
     """In both copies of the head."""
     for at in (8 * word, 2048 + 8 * word):
         data = data[:at] + struct.pack("<Q", value) + data[at + 8 :]
+    return data
+
+
+def summed(data: bytes) -> bytes:
+    """With sums that hold, as a program of another version writes them."""
+    for at in (0, 2048):
+        total = xxhash.xxh3_64_intdigest(data[at : at + 80]).to_bytes(8, "little")
+        data = data[: at + 80] + total + data[at + 88 :]
     return data
 
 

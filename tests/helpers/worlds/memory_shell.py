@@ -144,6 +144,7 @@ class MemoryShell:
             ev.WriteNames: self._write_names,
             ev.ForgetNames: lambda _: iter(()),
             ev.WritePin: self._write_pin,
+            ev.WritePins: self._write_pins,
             ev.ErasePins: self._erase_pins,
             ev.Save: self._copy,
             ev.Load: self._copy,
@@ -482,6 +483,10 @@ class MemoryShell:
         yield
         self.pins[instruction.number] = instruction
 
+    def _write_pins(self, instruction: ev.WritePins) -> Iterator[None]:
+        yield
+        self.pins = {pin.number: pin for pin in instruction.pins}
+
     def _erase_pins(self, instruction: ev.ErasePins) -> Iterator[None]:
         yield
         for number in instruction.numbers:
@@ -583,11 +588,12 @@ class MemoryShell:
                     if key not in self.pend or address.generation < self.pend[key].generation:
                         self.pend[key] = address
         recovery.settle(state)
+        pins = []
         for number, pin in self.pins.items():
             until_ns = int(pin.until_s * 1e9)  # there is one clock here
             if until_ns > now_ns:
-                args = now_ns, number, pin.keys, pin.root, until_ns, pin.until_s
-                state.handle(ev.Pin(*args, restore=True, asked=pin.asked))
+                pins.append(ev.Pin(now_ns, number, pin.keys, pin.root, until_ns, pin.until_s, pin.asked))
+        self.perform(state.handle(ev.RestorePins(now_ns, pins)))
         return state
 
     def _indexed(self, tier: Tier) -> dict[bytes, Address]:

@@ -71,6 +71,8 @@ class TierSimulation(Simulation):
             self.world.scan_on()
         if self.random.random() < 0.004:
             self._reboot()
+        if self.random.random() < 0.002 and self.world.scan is None:
+            self.world.forget_tables()
         if self.random.random() < 0.01:
             self.world.written_today = 0
         if not self.lossless and self.random.random() < 0.001:

@@ -415,6 +415,20 @@ class TieredWorld(World):
             self.stored -= self.hidden
             self.hidden = set()
 
+    def forget_tables(self) -> None:
+        """The daemon is killed, and afterwards NVMe's tables in memory cannot be believed: the disk tells again."""
+        below = set(self.shell.nvme_index)
+        for key in below & self.rotten:
+            self._unpromise(key)
+        self.stored -= (below & self.rotten if self.lossless else below) - self.shell.index.keys()
+        self.unread = (self.unread | below) - self.rotten
+        if self.lossless:  # else what they hang on may be evicted before they are found
+            self.hidden |= self.unread
+        for number in [number for number, table in self.shell.tables.items() if table.tier == Tier.NVME]:
+            del self.shell.tables[number]
+        self.restart()
+        self.hidden -= self.shell.nvme_index.keys()
+
     def _begin_scan(self) -> None:
         words = {number: table.words & np.uint64(0xFF) for number, table in self.shell.tables.items()}
         waiting = [
@@ -448,7 +462,7 @@ class TieredWorld(World):
         else:
             self.scan = None
             assert not self.lossless or self.hidden <= self.readable_now(), "a page on the disk was not found again"
-            self.hidden = set()
+            self.hidden = self.unread = set()
         return True
 
     def readable_now(self) -> set[bytes]:

@@ -120,6 +120,7 @@ class World:
         self.roots: set[bytes] = set()
         self.groups: dict[tuple[int, bytes], Reservation] = {}
         self.pins: dict[int, Pinned] = {}
+        self.unread: set[bytes] = set()  # of NVMe, that a scan will find again: pins wait for them
         self.crash_at: list[float] = []  # of the next decision, then of the recoveries that follow
         self.crashes = 0
         self.dropped_at_start = 0
@@ -244,7 +245,7 @@ class World:
                 if whole:
                     self.stored.add(page.key)
                     del self.groups[name]
-        here = self.shell.index.keys() | self.shell.nvme_index.keys()
+        here = self.readable() | self.unread
         for number, pin in self.pins.items():
             if pin.until_ns > self.now_ns + PIN_ROUNDING_NS:
                 assert number in self.state.pins.pins or not pin.kept, "a pin is forgotten"
