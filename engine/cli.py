@@ -15,7 +15,7 @@ import click
 
 from engine import config as configuration
 from engine.config import CODECS, DTYPES, EngineConfig
-from engine.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Handoff, Role, Source
 from kvstore.cli.output import duration_text, json_option, print_json, print_pairs
 from kvstore.config import format_size
 from kvstore.config.values import parse_size

@@ -22,9 +22,9 @@ from typing import Any, Final
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
-from engine.asking import Asking, Prompt, Wish
-from engine.request import Event, Finished, Piece, PrefillEvent, Request, Role, Token, Usage
-from engine.wire import SERVICE, events_of, layout_message, pieces_of, prefill_event, submit_request
+from engine.api.resume import Asking, Prompt, Wish
+from engine.api.wire import SERVICE, events_of, layout_message, pieces_of, prefill_event, submit_request
+from engine.model.request import Event, Finished, Piece, PrefillEvent, Request, Role, Token, Usage
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, Credentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode, end

@@ -14,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine.link import parse_link
-from engine.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Handoff, Role, Source
+from engine.moving.link import parse_link
 from kvstore.config import LOG_FORMATS, LOG_LEVELS
 from kvstore.config.reading import read, setting
 from kvstore.config.values import (

@@ -15,17 +15,17 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
+from engine.api.metrics import Metrics, Tally
 from engine.config import WITHOUT_NODE, EngineConfig
-from engine.metrics import Metrics, Tally
 from kvstore.client.store import Store
 from kvstore.config import format_size
-from kvstore.service import logs
-from kvstore.service.api import listening
-from kvstore.service.api.identities import Identities
-from kvstore.service.http import HttpServer, routes
+from kvstore.service.node import logs
+from kvstore.serving import listening
+from kvstore.serving.http import HttpServer, routes
+from kvstore.serving.identities import Identities
 
 if TYPE_CHECKING:
-    from engine.models import Model
+    from engine.compute.models import Model
 
 log = logging.getLogger("kvstore.engine")
 
@@ -85,7 +85,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         store = _connect(config)
         if store is not None:
             ends.callback(store.close)
-        from engine.models import load_model  # only here: torch and transformers take seconds
+        from engine.compute.models import load_model  # only here: torch and transformers take seconds
 
         logs.event(log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid(), model=config.model)
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
@@ -117,9 +117,9 @@ def _run(
     announce: Callable[[Ready], None],
     started_s: float,
 ) -> None:
+    from engine.api.server import EngineServer
     from engine.client import EngineClient
-    from engine.core import Engine
-    from engine.server import EngineServer
+    from engine.shell.core import Engine
 
     tally = Tally()
     others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.arena import Arena
 from engine.bench.rows import ROWS
-from engine.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
-from engine.models import Model, load_model
-from engine.paged_cache import Batch, Slice
-from engine.presets import PRESETS
-from engine.probe import probe
-from engine.runner import Runner
+from engine.compute.models import Model, load_model
+from engine.compute.paged_cache import Batch, Slice
+from engine.compute.presets import PRESETS
+from engine.compute.probe import probe
+from engine.compute.runner import Runner
+from engine.memory.arena import Arena
+from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
 from kvstore import errors
 from kvstore.bench.content import LAYOUTS
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result, speeds

@@ -18,9 +18,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from engine.models import Model, load_model
-from engine.paged_cache import Arena, Batch, Slice
-from engine.runner import Runner
+from engine.compute.models import Model, load_model
+from engine.compute.paged_cache import Arena, Batch, Slice
+from engine.compute.runner import Runner
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.stage import Stage, free_bytes
 

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 
 from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, node, prompt, same, started
 from engine.client import Answer
-from engine.models import load_model
-from engine.request import Done, Failed, Progress, Request, Sampling
+from engine.compute.models import load_model
+from engine.model.request import Done, Failed, Progress, Request, Sampling
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.processes import NO_SETTINGS
 from kvstore.bench.stage import Stage

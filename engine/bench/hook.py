@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.arena import Arena
 from engine.bench.processes import Scale, node, prompt
-from engine.models import load_model
-from engine.paged_cache import Batch
-from engine.pool import Pool
-from engine.prefill import Chunk
-from engine.request import Request
-from engine.runner import Runner
-from engine.sequence import Sequence
+from engine.compute.models import load_model
+from engine.compute.paged_cache import Batch
+from engine.compute.runner import Runner
+from engine.memory.arena import Arena
+from engine.model.request import Request
+from engine.moving.store_side import Pool
+from engine.shell.prefill import Chunk
+from engine.shell.sequence import Sequence
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.store import connect

@@ -24,7 +24,7 @@ import numpy as np
 
 from engine.bench.handoff import Pair, paired
 from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, prompt
-from engine.request import Token
+from engine.model.request import Token
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.errors import KVStoreError

@@ -12,7 +12,7 @@ import kvstore
 from engine.demo import telling
 from engine.demo.machine import Machine
 from engine.demo.script import Conversation, Script, Turn
-from engine.request import Finished, Token, Usage
+from engine.model.request import Finished, Token, Usage
 
 ANSWER_S: Final = 120.0  # the longest an answer may take
 WARM_UP_TOKENS: Final = 300  # so many that the prefill engine is asked

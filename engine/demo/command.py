@@ -11,11 +11,11 @@ from pathlib import Path
 
 import click
 
+from engine.compute.presets import PRESETS
 from engine.demo import telling
 from engine.demo.acts import Demo
 from engine.demo.machine import Interrupts, Machine, Plan
 from engine.demo.script import Script, encoder, read_documents, turns
-from engine.presets import PRESETS
 from engine.simulator.generate import conversations
 from engine.simulator.trace import read_trace
 from kvstore.cli.output import bytes_text, json_option, print_json

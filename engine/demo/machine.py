@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Final
 
 from engine.client import EngineClient
-from engine.presets import PRESETS
+from engine.compute.presets import PRESETS
 from kvstore.errors import NodeUnavailable
 from kvstore.tier.folder import PREFIX
 from kvstore.tier.purging import purge

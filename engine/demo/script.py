@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.simulator.trace import BLOCK_TOKENS, Request
-from engine.tokenizer import ByteTokenizer
+from engine.text.tokenizer import ByteTokenizer
 from kvstore.errors import InvalidRequest
 
 Encode = Callable[[str, bool], list[int]]

@@ -28,7 +28,7 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.http2 import Connection, call_headers, message_of
 from kvstore.bench.stage import MIB, Stage
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.data_messages import digest_of
+from kvstore.rpc.data_messages import digest_of
 
 TENANTS: Final = ("a", "b", "c", "d")
 CONNECTIONS: Final = 16

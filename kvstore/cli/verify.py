@@ -79,7 +79,7 @@ def _verify_live(node: str | None, timeout_s: float, as_json: bool) -> int:
 
 
 def _verify_stopped(folder: Path | None, targets: Sequence[str], as_json: bool) -> int:
-    from kvstore.service.stopped import verify_devices, verify_folder  # only here: it loads the daemon's parts
+    from kvstore.service.verify.stopped import verify_devices, verify_folder  # only here: it loads the daemon's parts
 
     devices = [target for text in targets for target in parse_nvme(text, "--nvme")]
     try:

@@ -1,7 +1,7 @@
 """AdminVerbs: what an operator asks of a node, the same through shared memory and over gRPC.
 
-Every verb is one admin call (``service.admin``): a JSON document to the node and one back. A store of whatever kind
-says how it is carried (``_admin``).
+Every verb is one admin call (``service.operator.admin``): a JSON document to the node and one back. A store
+of whatever kind says how it is carried (``_admin``).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AdminVerbs:
         return named
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about the node; see ``service.stats``."""
+        """Numbers about the node; see ``service.node.stats``."""
         return self._admin("stats")
 
     def evict(
@@ -147,7 +147,7 @@ class AdminVerbs:
                 return {**found, "pages": pages}
 
     def explain(self, keys: Keys) -> dict[str, Any]:
-        """What the node knows of each page of ``keys``, stored or not; see ``service.explaining``.
+        """What the node knows of each page of ``keys``, stored or not; see ``service.operator.explaining``.
 
         Returns ``pages``, one entry per key: ``tiers`` that have it, and ``leased``, ``pinned``, ``identity``,
         ``writing`` or ``event`` where there is something to say. ``elsewhere``: other tenants, adapters or models

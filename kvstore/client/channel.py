@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 from kvstore.client.session import SessionFile
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
+from kvstore.rpc import control
+from kvstore.rpc.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
+from kvstore.rpc.copies import Copies
 from kvstore.tier.counters import SessionCounters
 from kvstore.tier.folder import NodeFolder
-from kvstore.transfer import control
-from kvstore.transfer.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
-from kvstore.transfer.copies import Copies
 
 OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms

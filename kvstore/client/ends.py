@@ -8,7 +8,7 @@ from typing import Protocol
 from kvstore.client.grants import GrantPools
 from kvstore.client.read_threads import ReadThreads
 from kvstore.client.workers import Workers
-from kvstore.transfer.base import Channel
+from kvstore.rpc.base import Channel
 
 
 class Embedded(Protocol):

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
-from kvstore.transfer.base import Channel, PendingReply
-from kvstore.transfer.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
+from kvstore.rpc.base import Channel, PendingReply
+from kvstore.rpc.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
 AHEAD_FRAMES_MAX = 64
 AHEAD_BYTES_MAX = 16 << 20

@@ -22,7 +22,7 @@ from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Status
-from kvstore.transfer.control import NO_REPLY, Op
+from kvstore.rpc.control import NO_REPLY, Op
 
 _OK = int(Status.OK)
 _RELEASE_S = 0.2  # a release that cannot be sent is no loss: the deadline passes by itself

@@ -26,6 +26,8 @@ from kvstore.model.objects import is_object_class
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import KEY_BYTES, FrameClass, FrameState, Tier
+from kvstore.rpc.base import Channel
+from kvstore.rpc.control import Message, Op
 from kvstore.tier.counters import TIMED_NS
 from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
@@ -33,8 +35,6 @@ from kvstore.tier.header import Header, boot_id
 from kvstore.tier.index import Index
 from kvstore.tier.records import ExtentTable
 from kvstore.tier.secret_file import read_secret
-from kvstore.transfer.base import Channel
-from kvstore.transfer.control import Message, Op
 
 _unpack_address = struct.Struct("<IIQ").unpack_from
 _EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position

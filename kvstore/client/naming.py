@@ -10,7 +10,7 @@ from kvstore.client.local import Mapped
 from kvstore.client.prefetch import heard_from
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
-from kvstore.transfer.control import NO_REPLY, Op, pack_json
+from kvstore.rpc.control import NO_REPLY, Op, pack_json
 
 LAYOUT_BYTES_MAX = 4096  # of a layout as JSON: its texts may be of any length, what the node remembers may not
 NAMED_MAX = 1 << 14  # roots that a client remembers to have named; the node does not mind hearing it again

@@ -16,8 +16,8 @@ from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, is_object_class, key_hash, read_row
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Status, word_of
+from kvstore.rpc.control import OBJECT, Op, pack_addresses
 from kvstore.tier.index import IndexDamaged
-from kvstore.transfer.control import OBJECT, Op, pack_addresses
 
 Bytes = npt.NDArray[np.uint8]
 

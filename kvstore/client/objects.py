@@ -29,7 +29,7 @@ from kvstore.model.objects import (
     read_row,
 )
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
-from kvstore.transfer.control import BATCH_MAX, Op, statuses_bytes
+from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
 
 BUSY_PAUSE_S = 0.005
 PUTS_UNREAD_MAX = 16  # objects of one ``put_many`` whose acknowledgements nobody has read

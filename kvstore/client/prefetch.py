@@ -16,8 +16,8 @@ from kvstore.client.stored import locate, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of
+from kvstore.rpc.control import BATCH_MAX, HINT, NO_REPLY, Op
 from kvstore.tier.index import IndexDamaged
-from kvstore.transfer.control import BATCH_MAX, HINT, NO_REPLY, Op
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two looks whether pages have arrived
 # A node that has given no sign for so long is not told anything, and one that did not take what it was told is not for

@@ -27,8 +27,8 @@ from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys, as_tokens, root_key
 from kvstore.model.replica import STAMPED, FrameClass
+from kvstore.rpc.control import CHECKSUMS
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
-from kvstore.transfer.control import CHECKSUMS
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.

@@ -24,9 +24,9 @@ from kvstore.client.stored import named_pages, stored_pages
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
 from kvstore.model.shard import Shard
+from kvstore.rpc.control import BATCH_MAX
 from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
 from kvstore.tier.index import IndexDamaged
-from kvstore.transfer.control import BATCH_MAX
 
 _SEALED = int(FrameState.SEALED)
 _SEALED_BYTE = bytes([_SEALED])

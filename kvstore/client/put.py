@@ -19,9 +19,9 @@ from kvstore.client.local import Mapped
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
+from kvstore.rpc.base import PendingReply
+from kvstore.rpc.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack_addresses
 from kvstore.tier.counters import SessionCounters
-from kvstore.transfer.base import PendingReply
-from kvstore.transfer.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack_addresses
 
 # The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
 # request costs as much as copying half a MiB. Measured: 16 MiB is best from 64 KiB to 2 MiB pages.

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.replica import ADDRESS_BYTES
-from kvstore.transfer.control import BATCH_MAX
+from kvstore.rpc.control import BATCH_MAX
 
 
 class Span:

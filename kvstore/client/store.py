@@ -18,10 +18,10 @@ from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.rpc import control
+from kvstore.rpc.control import Op
 from kvstore.tier.folder import NodeFolder, list_nodes
 from kvstore.tier.header import DaemonState
-from kvstore.transfer import control
-from kvstore.transfer.control import Op
 
 SHM_DIR = "/dev/shm"
 ADMIN_TIMEOUT_S = 60.0

@@ -33,8 +33,8 @@ from kvstore.model.replica import (
     Status,
 )
 from kvstore.model.shard import Shard
-from kvstore.transfer.base import PendingReply
-from kvstore.transfer.control import NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.rpc.base import PendingReply
+from kvstore.rpc.control import NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))

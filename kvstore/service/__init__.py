@@ -1,1 +1,1 @@
-"""The shell: performs what the state decides, and lets others ask it."""
+"""The node's shell: it performs what ``state`` decides."""

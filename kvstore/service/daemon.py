@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
-from kvstore.service import logs, on_stop, tracing
-from kvstore.service.background import Background
-from kvstore.service.control import ControlServer
-from kvstore.service.dispatch import Dispatcher
-from kvstore.service.http import HttpServer, routes
-from kvstore.service.node import Node
-from kvstore.service.scrubber import Scrubber
+from kvstore.service.local.control import ControlServer
+from kvstore.service.local.dispatch import Dispatcher
+from kvstore.service.node import logs, on_stop
+from kvstore.service.node.node import Node
+from kvstore.service.upkeep.background import Background
+from kvstore.service.upkeep.scrubber import Scrubber
+from kvstore.serving import tracing
+from kvstore.serving.http import HttpServer, routes
 from kvstore.tier.header import DaemonState
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def _run(
             raise
         signal.signal(signal.SIGHUP, lambda *_: api.reload())
     if http is not None:
-        from kvstore.service.metrics import Metrics  # only here: a daemon without HTTP needs no prometheus_client
+        from kvstore.service.operator.metrics import (
+            Metrics,  # only here: a daemon without HTTP needs no prometheus_client
+        )
 
         queues = {"rpcs": api.under_way} if api is not None else {}
         http.routes["/metrics"] = Metrics(node, scrubber, queues, api.calls if api is not None else None).route

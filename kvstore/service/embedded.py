@@ -14,18 +14,18 @@ from pathlib import Path
 from kvstore.config import NodeConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.replica import Status
-from kvstore.service import on_stop
-from kvstore.service.background import Background
-from kvstore.service.dispatch import Dispatcher
-from kvstore.service.node import Node
-from kvstore.service.scrubber import Scrubber
+from kvstore.rpc import control
+from kvstore.rpc.control import Message, Op
+from kvstore.rpc.copies import Copies
+from kvstore.service.local.dispatch import Dispatcher
+from kvstore.service.node import on_stop
+from kvstore.service.node.node import Node
+from kvstore.service.upkeep.background import Background
+from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
 from kvstore.tier.counters import SessionCounters
 from kvstore.tier.folder import EMBEDDED_PREFIX
 from kvstore.tier.header import DaemonState
-from kvstore.transfer import control
-from kvstore.transfer.control import Message, Op
-from kvstore.transfer.copies import Copies
 
 COPIES_S = 1.0  # how long an embedded node that is closed waits for copies of other threads
 

@@ -12,10 +12,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.service.api.gate import Gate
-from kvstore.service.api.identities import Identities
-from kvstore.service.api.lanes import Threads
-from kvstore.transfer.grpc_errors import (
+from kvstore.rpc.grpc_errors import (
     CLASSES,
     CODES,
     DETAILS_BYTES_MAX,
@@ -26,6 +23,9 @@ from kvstore.transfer.grpc_errors import (
     from_rpc,
     status_of,
 )
+from kvstore.serving.gate import Gate
+from kvstore.serving.identities import Identities
+from kvstore.serving.lanes import Threads
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVStoreError)]
 

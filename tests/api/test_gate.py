@@ -14,11 +14,11 @@ import grpc.aio
 import pytest
 
 from kvstore.errors import DeadlineExceeded, LeaseBroken, TooManyCalls
-from kvstore.service.api.gate import Call, Gate
 from kvstore.service.api.holdings import Holdings
-from kvstore.service.api.identities import LOCAL, Identities, Identity
-from kvstore.service.api.lanes import Lane, Threads
-from kvstore.service.api.shares import REST, Shares
+from kvstore.serving.gate import Call, Gate
+from kvstore.serving.identities import LOCAL, Identities, Identity
+from kvstore.serving.lanes import Lane, Threads
+from kvstore.serving.shares import REST, Shares
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

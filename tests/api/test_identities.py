@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
-from kvstore.service.api import identities
-from kvstore.service.api.identities import LOCAL, Identities
+from kvstore.serving import identities
+from kvstore.serving.identities import LOCAL, Identities
 
 
 def sha(token: str) -> str:

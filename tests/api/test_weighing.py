@@ -13,7 +13,7 @@ from google.protobuf import struct_pb2
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.api.weighing import DEPTH_MAX, VALUES_MAX, weigh
+from kvstore.serving.weighing import DEPTH_MAX, VALUES_MAX, weigh
 
 MEASURE = """
 import sys

@@ -15,8 +15,8 @@ from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
 from engine.bench.reuse import pays_from
 from engine.bench.rows import ROWS
 from engine.client import Answer
-from engine.presets import PRESETS
-from engine.request import Usage
+from engine.compute.presets import PRESETS
+from engine.model.request import Usage
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.rows import ROWS as OWN
 from kvstore.bench.rows import chosen

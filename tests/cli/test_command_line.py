@@ -18,8 +18,8 @@ import pytest
 import kvstore
 from kvstore.client.channel import SocketChannel
 from kvstore.errors import InvalidRequest, NodeUnavailable, VersionMismatch
-from kvstore.transfer import control
-from kvstore.transfer.control import Op
+from kvstore.rpc import control
+from kvstore.rpc.control import Op
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import CLI, ROOT, Machine, check_laws, check_pages, put, wait_until
 

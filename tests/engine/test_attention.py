@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kvstore
-from engine.arena import Arena
-from engine.attention import Terms, attend, paged_attention
-from engine.paged_cache import Batch, Slice
+from engine.compute.attention import Terms, attend, paged_attention
+from engine.compute.paged_cache import Batch, Slice
+from engine.memory.arena import Arena
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.core import Engine
-from engine.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Handoff, Role, Source
+from engine.shell.core import Engine
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from tests.helpers.engines.tokens import Answer, Lab, check_answer, expected, prompt, within
 from tests.helpers.processes import Machine, check_laws

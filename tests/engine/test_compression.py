@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
-from engine import compression
 from engine.bench import compression as bench
 from engine.bench.rows import ROWS
-from engine.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
-from engine.models import Model, load_model
+from engine.compute.models import Model, load_model
+from engine.memory import compression
+from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
 from kvstore.bench.harness import Kind
 from kvstore.bench.stage import Settings, Stage
 from kvstore.errors import InvalidRequest

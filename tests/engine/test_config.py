@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from engine.api.metrics import table as metrics_table
 from engine.cli import HELP, default_text
 from engine.config import EngineConfig, load, parse_engines
-from engine.metrics import table as metrics_table
-from engine.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Handoff, Role, Source
 from kvstore import config as node_config
 from kvstore.errors import InvalidRequest
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.core import Engine
-from engine.request import Finished, Request, Role, Sampling, Token, Usage
+from engine.model.request import Finished, Request, Role, Sampling, Token, Usage
+from engine.shell.core import Engine
 from kvstore import Layout
 from tests.helpers.engines import tokens as engine_tokens
 from tests.helpers.engines.tokens import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.client import EngineClient
-from engine.request import Done, Request, Sampling
+from engine.model.request import Done, Request, Sampling
 from kvstore import Layout
 from kvstore.errors import KVStoreError, TooManyCalls
 from tests.helpers.engines.cluster import Cluster, Running, made, right
@@ -94,7 +94,7 @@ def test_prefills_that_nobody_fetches_make_room(cluster: Cluster, small: EngineC
 
 @cache
 def layout() -> Layout:
-    from engine.models import load_model
+    from engine.compute.models import load_model
 
     return load_model("tiny-llama").layout(16)
 

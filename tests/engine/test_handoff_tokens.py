@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.core import Engine
-from engine.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Handoff, Role, Source
+from engine.shell.core import Engine
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
 from tests.helpers.processes import Machine, check_laws
 

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from engine.compression import lossy_layout
-from engine.core import Engine
-from engine.observer import Observer
-from engine.request import Done, Failed, Piece, PrefillEvent, Request, Role, Sampling, Source
-from engine.sequence import State
+from engine.memory.compression import lossy_layout
+from engine.model.observer import Observer
+from engine.model.request import Done, Failed, Piece, PrefillEvent, Request, Role, Sampling, Source
+from engine.shell.core import Engine
+from engine.shell.sequence import State
 from kvstore import Store
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 from tests.helpers.engines.tokens import Answer, InProcess, Lab, Tokens, check_answer, expected, prompt, within

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core import Engine
-from engine.request import Handoff, Source
+from engine.model.request import Handoff, Source
+from engine.shell.core import Engine
 from kvstore import Store
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
 from tests.helpers.nvme.nodes import reboot

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.compression import lossy_layout
-from engine.request import Grain, Handoff, Source
+from engine.memory.compression import lossy_layout
+from engine.model.request import Grain, Handoff, Source
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.tokens import MAIN, Lab, Tokens, check_answer, distance, prompt, to_nvme, within
 from tests.helpers.processes import Machine

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from engine import models as engine_models
-from engine.models import Model, load_model
-from engine.presets import PRESETS
-from engine.probe import probe, refuse_kind
-from engine.tokenizer import ByteTokenizer
+from engine.compute import models as engine_models
+from engine.compute.models import Model, load_model
+from engine.compute.presets import PRESETS
+from engine.compute.probe import probe, refuse_kind
+from engine.text.tokenizer import ByteTokenizer
 from kvstore.errors import InvalidRequest
 
 TINY = sorted(name for name in PRESETS if name.startswith("tiny-"))

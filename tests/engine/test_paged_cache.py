@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kvstore
-from engine.arena import Arena, runs
-from engine.paged_cache import Batch, PagedCache, Slice
+from engine.compute.paged_cache import Batch, PagedCache, Slice
+from engine.memory.arena import Arena, runs
 
 LAYOUT = kvstore.Layout(model="m", layers=3, kv_heads=2, head_dim=4, dtype="float32", page_tokens=4)
 MLA = kvstore.Layout(model="m", layers=2, dtype="float32", page_tokens=4, mla_latent=6, mla_rope=2)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import presets
-from engine.core import Engine
-from engine.models import Model, load_model
-from engine.request import Done, Request, Role, Sampling
+from engine.compute import presets
+from engine.compute.models import Model, load_model
+from engine.model.request import Done, Request, Role, Sampling
+from engine.shell.core import Engine
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls, VersionMismatch
 from tests.helpers.engines.tokens import InProcess, Lab, check_answer, prompt, served, within
 from tests.helpers.processes import Machine

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.arena import Arena
 from engine.bench.decode_step import decode_step
-from engine.models import Model, load_model
-from engine.paged_cache import Batch, Slice
-from engine.runner import Runner
+from engine.compute.models import Model, load_model
+from engine.compute.paged_cache import Batch, Slice
+from engine.compute.runner import Runner
+from engine.memory.arena import Arena
 from kvstore.bench.harness import Bar, Kind
 from kvstore.bench.stage import Settings, Stage
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.request import Grain, Handoff, Sampling, Source
-from engine.sampling import choose
-from engine.text import Detokenizer
+from engine.compute.sampling import choose
+from engine.model.request import Grain, Handoff, Sampling, Source
+from engine.text.detokenizer import Detokenizer
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, plain, prompt, within
 from tests.helpers.processes import Machine
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import Sampling
-from engine.sampling import NUCLEUS_TOKENS, SEED_MAX, check, choose, choose_many
+from engine.compute.sampling import NUCLEUS_TOKENS, SEED_MAX, check, choose, choose_many
+from engine.model.request import Sampling
 from kvstore.errors import InvalidRequest
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, 2.0, -math.inf, -1.0])

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.api.metrics import Tally
+from engine.api.server import EngineServer
+from engine.api.service import PULLS_MAX
+from engine.api.wire import layout_message, pieces_of
 from engine.config import EngineConfig
-from engine.metrics import Tally
-from engine.request import Cancel, Done, Event, Failed, HandOff, Piece, PrefillEvent, Request
-from engine.server import EngineServer
-from engine.service import PULLS_MAX
-from engine.tokenizer import ByteTokenizer
-from engine.wire import layout_message, pieces_of
+from engine.model.request import Cancel, Done, Event, Failed, HandOff, Piece, PrefillEvent, Request
+from engine.text.tokenizer import ByteTokenizer
 from kvstore import Layout
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2 as pb

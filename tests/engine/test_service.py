@@ -20,10 +20,10 @@ from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from engine.api.metrics import METRICS
+from engine.api.wire import SERVICE, layout_message, submit_request
 from engine.client import EngineClient
-from engine.metrics import METRICS
-from engine.request import Admitted, Done, Finished, HandOff, Piece, Request, Sampling, Token
-from engine.wire import SERVICE, layout_message, submit_request
+from engine.model.request import Admitted, Done, Finished, HandOff, Piece, Request, Sampling, Token
 from kvstore import Layout
 from kvstore.errors import (
     DeadlineExceeded,
@@ -36,7 +36,7 @@ from kvstore.errors import (
 )
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
-from kvstore.transfer.grpc_errors import from_rpc
+from kvstore.rpc.grpc_errors import from_rpc
 from tests.helpers import api
 from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine, spawn_engine, wait_idle
 from tests.helpers.processes import Machine, wait_until
@@ -71,7 +71,7 @@ def stub(shared: EngineProcess) -> Iterator[Any]:
 
 
 def layout_of(model: str = "tiny-llama", page_tokens: int = 16) -> Layout:
-    from engine.models import load_model
+    from engine.compute.models import load_model
 
     return load_model(model).layout(page_tokens)
 
@@ -82,7 +82,7 @@ def layout_of(model: str = "tiny-llama", page_tokens: int = 16) -> Layout:
 def test_an_answer_is_what_transformers_gives(engine: EngineClient) -> None:
     import torch
 
-    from engine.models import load_model
+    from engine.compute.models import load_model
 
     torch.set_num_threads(1)
     model = load_model("tiny-llama")

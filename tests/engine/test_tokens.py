@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.core import Engine
-from engine.observer import Observer
-from engine.request import Usage
+from engine.model.observer import Observer
+from engine.model.request import Usage
+from engine.shell.core import Engine
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.tokens import (

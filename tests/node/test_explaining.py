@@ -16,11 +16,11 @@ import kvstore
 from kvstore import Keys, Layout, Store
 from kvstore.client.admin import KEYS_MAX, KEYS_PER_CALL, keys_argument
 from kvstore.errors import InvalidRequest
-from kvstore.service import named_pages
-from kvstore.service.answers import fitted
-from kvstore.service.explaining import EXPLAIN_PAGES_MAX, layout_said
-from kvstore.service.named_pages import NamedPages
-from kvstore.transfer import control
+from kvstore.rpc import control
+from kvstore.service.node.answers import fitted
+from kvstore.service.operator import named_pages
+from kvstore.service.operator.explaining import EXPLAIN_PAGES_MAX, layout_said
+from kvstore.service.operator.named_pages import NamedPages
 
 LAYOUT = Layout(model="m", layers=1, kv_heads=1, head_dim=16, page_tokens=4)
 ROOT = "ab" * 16

@@ -13,7 +13,7 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
-from kvstore.service import page_calls
+from kvstore.service.operator import page_calls
 
 LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstore.client.put import PendingPut
 from kvstore.model.replica import Address, Status
-from kvstore.transfer.control import Op, pack_addresses
+from kvstore.rpc.control import Op, pack_addresses
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Machine
 

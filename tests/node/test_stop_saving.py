@@ -13,8 +13,8 @@ import pytest
 import kvstore
 from kvstore.errors import Unavailable
 from kvstore.model.replica import Tier
-from kvstore.service.node import Node
-from kvstore.service.nvme_pages import NvmePages
+from kvstore.service.node.node import Node
+from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.records import ExtentTable

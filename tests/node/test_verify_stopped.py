@@ -18,7 +18,7 @@ from kvstore import Store
 from kvstore.config import NvmeTarget
 from kvstore.errors import NodeBusy, NodeUnavailable
 from kvstore.model.replica import Address, FrameClass
-from kvstore.service.stopped import verify_devices, verify_folder
+from kvstore.service.verify.stopped import verify_devices, verify_folder
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header

@@ -22,13 +22,13 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, Address, FrameClass, FrameState, Status, info_word, word_of
+from kvstore.rpc import control
+from kvstore.rpc.control import HINT, NO_REPLY, Message, Op
 from kvstore.tier import frame_header
 from kvstore.tier.disk import FileDisk, aligned_buffer
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_map import NvmeMap, Place
 from kvstore.tier.records import ExtentTable
-from kvstore.transfer import control
-from kvstore.transfer.control import HINT, NO_REPLY, Message, Op
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 ODD = kvstore.Layout(model="odd", layers=3, kv_heads=1, head_dim=24, dtype="float16", page_tokens=7)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.metric_table import METRICS, table
+from kvstore.serving.metric_table import METRICS, table
 from tests.helpers.api import Client, address_of, pages_message
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import ROOT, Machine, put

@@ -15,7 +15,8 @@ import zmq
 import kvstore
 from kvstore import Store
 from kvstore.errors import InvalidRequest
-from kvstore.service import event_log, kv_events
+from kvstore.service.events import kv_events
+from kvstore.service.node import event_log
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.kv_follower import END, Follower, dump
 from tests.helpers.processes import Daemon, Machine, wait_until

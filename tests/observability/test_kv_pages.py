@@ -10,9 +10,9 @@ import numpy as np
 import kvstore
 from kvstore import Layout
 from kvstore.model.replica import Tier
-from kvstore.service.event_log import EventLog
-from kvstore.service.kv_pages import PageFacts, PageReader
-from kvstore.service.performer import Performer
+from kvstore.service.events.kv_pages import PageFacts, PageReader
+from kvstore.service.node.event_log import EventLog
+from kvstore.service.node.performer import Performer
 
 LAYOUT = Layout(model="kv", layers=1, kv_heads=1, head_dim=8, dtype="float16", page_tokens=8)
 PARENT, CHILD, OTHER, OBJECT = (bytes([n]) * 16 for n in range(4))

@@ -14,8 +14,8 @@ import pytest
 import kvstore
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import FrameClass, FrameState, nvme_frames
-from kvstore.service import stats as module
-from kvstore.service.stats import age_quantile
+from kvstore.service.node import stats as module
+from kvstore.service.node.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
 from kvstore.tier.disk import MemoryDisk

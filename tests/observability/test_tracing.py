@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import kvstore
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.tracing import SPANS_WAITING_MAX
+from kvstore.serving.tracing import SPANS_WAITING_MAX
 from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.collector import Collector, attributes
 from tests.helpers.content import SMALL, chain

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.config import Quota, parse_quotas
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.service import book
+from kvstore.service.node import book
 from kvstore.state import events as ev
 from kvstore.state import pins, tenants
 from kvstore.state.names import Name

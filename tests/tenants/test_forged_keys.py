@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest, OutOfSpace
 from kvstore.model.objects import key_hash, object_root
 from kvstore.model.pool_secret import NO_SECRET
 from kvstore.model.replica import ADDRESS_BYTES
-from kvstore.service import startup
+from kvstore.service.node import startup
 from tests.helpers.forging import PAGE_TOKENS, tokens_for
 
 LAYOUT = Layout(model="forged", layers=2, kv_heads=2, head_dim=32, dtype="uint8", page_tokens=PAGE_TOKENS)

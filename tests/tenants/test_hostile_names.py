@@ -13,7 +13,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.book import NAMES, PINS, WASTE_BYTES
+from kvstore.service.node.book import NAMES, PINS, WASTE_BYTES
 from tests.helpers.api import Client, identities_file, serve_api
 from tests.helpers.content import SMALL, chain, prompt
 from tests.helpers.processes import Machine, check_laws, put

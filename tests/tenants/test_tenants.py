@@ -13,7 +13,7 @@ from kvstore import Store
 from kvstore.client.admin import keys_argument
 from kvstore.errors import InvalidRequest, OutOfSpace, PermissionDenied, QuotaExceeded
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.grpc_errors import RETRY_KEY
+from kvstore.rpc.grpc_errors import RETRY_KEY
 from tests.helpers.api import Client, identities_file, pages_message, serve_api, write_messages
 from tests.helpers.content import SMALL, chain, contents, prompt
 from tests.helpers.nvme.nodes import NODE, check_sound, configure, reboot, save_all, wait_quiet, wait_scanned

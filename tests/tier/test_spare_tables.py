@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import FrameClass
-from kvstore.service.spare_tables import CLASSES_MAX, SpareTables
+from kvstore.service.node.spare_tables import CLASSES_MAX, SpareTables
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import ExtentTable
 

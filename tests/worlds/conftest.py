@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.client import grants, prefetch
-from kvstore.service import mover, nvme_pages, nvme_start, page_calls
+from kvstore.service.node import nvme_pages, nvme_start
+from kvstore.service.operator import page_calls
+from kvstore.service.upkeep import tier_mover as mover
 from kvstore.tier import nvme_map
 from tests.helpers.worlds.power_world import Clock, Disks, InlineIo
 

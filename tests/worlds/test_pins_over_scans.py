@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.model.replica import Tier
-from kvstore.service import book
+from kvstore.service.node import book
 from kvstore.state import events as ev
 from kvstore.state.tiering import TieringRules
 from tests.helpers.worlds.memory_shell import Nvme

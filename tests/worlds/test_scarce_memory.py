@@ -1,8 +1,8 @@
 """A node whose tmpfs runs out of memory, by others and by itself, under load and with kills: one seed, one history.
 
 Tables that cannot be made, positions that cannot be populated, an index that has no room for a large transaction. What
-a decision needs is had before it is made (``service.room``), so none is performed by half: an extent without tables, or
-an index that cannot follow, is an AssertionError here, and was 151 broken laws in a real node.
+a decision needs is had before it is made (``service.node.room``), so none is performed by half: an extent without
+tables, or an index that cannot follow, is an AssertionError here, and was 151 broken laws in a real node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from kvstore.model.replica import FrameClass
-from kvstore.service.room import make_room
+from kvstore.service.node.room import make_room
 from kvstore.state import events as ev
 from tests.helpers.worlds.simulation import EXTENT_BYTES, LARGE, POSITIONS, SMALL, Simulation
 from tests.helpers.worlds.world import World

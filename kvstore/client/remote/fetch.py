@@ -12,7 +12,7 @@ from kvstore.client.match import CHECKSUM, GENERATION
 from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import Unavailable
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.data_messages import digest_of, fields
+from kvstore.rpc.data_messages import digest_of, fields
 
 Rows = npt.NDArray[np.uint8]
 

@@ -15,7 +15,7 @@ from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.objects import encode_name
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.data_messages import OBJECT_DATA_FIELD, digest_of, fields, pack_data
+from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, digest_of, fields, pack_data
 
 PUTS_AT_ONCE: Final = 8  # of one ``put_many``
 KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each: a quarter of a message

@@ -13,7 +13,7 @@ from kvstore.client.remote.fetch import Rows
 from kvstore.client.remote.node import RemoteNode
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.data_messages import pack_data
+from kvstore.rpc.data_messages import pack_data
 
 
 class RemotePut(PendingPut):

@@ -19,7 +19,7 @@ from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
-from kvstore.transfer.data_messages import DATA_FIELD, pack_data, pack_integer
+from kvstore.rpc.data_messages import DATA_FIELD, pack_data, pack_integer
 
 _PAGE_FIELD, _OFFSET_FIELD = 4, 5  # of WriteRequest
 

@@ -1,4 +1,4 @@
-"""Calls of operators over gRPC: the admin calls of ``service.admin``, and Watch over the node's events."""
+"""Calls of operators over gRPC: the admin calls of ``service.operator.admin``, and Watch over the node's events."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from google.protobuf import json_format, struct_pb2
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.admin import Admin
-from kvstore.service.api.gate import Call, parse
+from kvstore.rpc.grpc_errors import NotServed
 from kvstore.service.api.wire import document, keys_argument, keys_in_pool, prompt_of
-from kvstore.service.event_log import EventLog, PageEvent
-from kvstore.service.node import Node
-from kvstore.transfer.grpc_errors import NotServed
+from kvstore.service.node.event_log import EventLog, PageEvent
+from kvstore.service.node.node import Node
+from kvstore.service.operator.admin import Admin
+from kvstore.serving.gate import Call, parse
 
 PAGES_LIMIT: Final = 1000  # where a request names none
 VERIFY_LOOK_S: Final = 0.05
@@ -85,7 +85,7 @@ class AdminCalls:
         return await self._operator(call, "pins", {})
 
     async def admin(self, call: Call, message: bytes) -> bytes:
-        """Any call of ``service.admin`` by name, with its arguments."""
+        """Any call of ``service.operator.admin`` by name, with its arguments."""
         call.caller.check_operator()
         try:
             request = json_format.MessageToDict(parse(struct_pb2.Struct, message))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
 from kvstore.errors import KVStoreError, LeaseBroken, TooManyCalls, Unauthenticated
-from kvstore.service.api.identities import Identity, is_tenant
+from kvstore.serving.identities import Identity, is_tenant
 
 ID_BYTES: Final = 16
 HELD_MAX: Final = 4096  # of one kind

@@ -11,11 +11,11 @@ import grpc.aio
 
 from kvstore.errors import InvalidRequest
 from kvstore.service.api.admin import AdminCalls
-from kvstore.service.api.gate import Call, Gate
 from kvstore.service.api.objects import ObjectCalls
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
-from kvstore.service.api.weighing import weighed
+from kvstore.serving.gate import Call, Gate
+from kvstore.serving.weighing import weighed
 
 SERVICE: Final = "kvstore.v1.Store"
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
+from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, pack_data
 from kvstore.service.api import streams
-from kvstore.service.api.gate import Call, parse
 from kvstore.service.api.patterns import Patterns
 from kvstore.service.api.wire import check_text
-from kvstore.transfer.data_messages import OBJECT_DATA_FIELD, pack_data
+from kvstore.serving.gate import Call, parse
 
 KEYS_MAX: Final = 16384  # of one call
 PATTERN_BYTES_MAX: Final = 1000

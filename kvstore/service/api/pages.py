@@ -19,11 +19,11 @@ from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 from kvstore.service.api import streams
-from kvstore.service.api.gate import Call, parse
 from kvstore.service.api.reservations import Reservations
-from kvstore.service.api.weighing import weigh
 from kvstore.service.api.wire import MESSAGE_BYTES_MAX, Prompt, lookup_reply, prompt_of
-from kvstore.service.node import Node
+from kvstore.service.node.node import Node
+from kvstore.serving.gate import Call, parse
+from kvstore.serving.weighing import weigh
 
 LOOKUP_HERE_PAGES: Final = 256  # looked up in the event loop itself: a thread costs more than these
 LOOKUP_HERE_BYTES: Final = 64 << 10

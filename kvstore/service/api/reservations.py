@@ -13,12 +13,12 @@ from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model.prefix import Keys
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.api.gate import Call, parse
 from kvstore.service.api.holdings import Held, Holdings
-from kvstore.service.api.identities import Identities
 from kvstore.service.api.streams import BATCH_BYTES, Data
 from kvstore.service.api.wire import prompt_of
-from kvstore.service.node import Node
+from kvstore.service.node.node import Node
+from kvstore.serving.gate import Call, parse
+from kvstore.serving.identities import Identities
 
 WRITE_BUFFER_BYTES = 2 * BATCH_BYTES
 LEASE_TTL_S = 30.0  # where a request names none

@@ -20,21 +20,21 @@ from grpc_reflection.v1alpha import reflection
 from kvstore.client.local import LocalNode
 from kvstore.client.store import Store
 from kvstore.config import NodeConfig
-from kvstore.service.api import listening
 from kvstore.service.api.admin import AdminCalls
-from kvstore.service.api.gate import CALLS_OUTSIDE, Gate
 from kvstore.service.api.holdings import sweep_forever
-from kvstore.service.api.identities import Identities
-from kvstore.service.api.lanes import Threads
-from kvstore.service.api.loop import LoopServer
 from kvstore.service.api.methods import SERVICE, GateOthers, handlers
 from kvstore.service.api.objects import ObjectCalls
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
 from kvstore.service.api.wire import MESSAGE_BYTES_MAX
-from kvstore.service.dispatch import Dispatcher
 from kvstore.service.embedded import InProcessChannel
-from kvstore.service.node import Node
+from kvstore.service.local.dispatch import Dispatcher
+from kvstore.service.node.node import Node
+from kvstore.serving import listening
+from kvstore.serving.gate import CALLS_OUTSIDE, Gate
+from kvstore.serving.identities import Identities
+from kvstore.serving.lanes import Threads
+from kvstore.serving.loop import LoopServer
 
 GRACE_S: Final = 2.0  # for calls under way when the daemon ends
 CONNECTIONS_MAX: Final = 2048

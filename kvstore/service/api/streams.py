@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvstore.client.buffers import PageRows
 from kvstore.errors import InvalidRequest
-from kvstore.service.api.gate import Call
-from kvstore.transfer.data_messages import FIXED64, digest_of, fields, pack_data
+from kvstore.rpc.data_messages import FIXED64, digest_of, fields, pack_data
+from kvstore.serving.gate import Call
 
 BATCH_BYTES: Final = 4 << 20  # of pages read or put in one step, where a page is not larger
 CHUNK_BYTES: Final = 1 << 20  # of data in a message sent; a client's default bound for a message is 4 MiB

@@ -18,7 +18,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Tier
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.node import Node
+from kvstore.service.node.node import Node
 
 MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
 PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and its reply, are bounded

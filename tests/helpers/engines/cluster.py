@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from engine.client import EngineClient
-from engine.request import Finished, Token, Usage
+from engine.model.request import Finished, Token, Usage
 from kvstore.errors import KVStoreError, Unavailable
 from tests.helpers.engines.processes import START_S, EngineProcess, spawn_engine
 from tests.helpers.processes import Daemon, Machine, check_laws, wait_settled, wait_until

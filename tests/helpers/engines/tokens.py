@@ -19,13 +19,25 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import engine.step
+import engine.shell.step
 import kvstore
+from engine.compute.models import Model, load_model
 from engine.config import EngineConfig
-from engine.core import Engine
-from engine.models import Model, load_model
-from engine.observer import Observer
-from engine.request import Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role, Sampling, Token, Usage
+from engine.model.observer import Observer
+from engine.model.request import (
+    Done,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    PrefillEvent,
+    Request,
+    Role,
+    Sampling,
+    Token,
+    Usage,
+)
+from engine.shell.core import Engine
 from kvstore import Keys, Layout, Store
 from kvstore.client import grants
 from tests.helpers.processes import Machine, wait_settled, wait_until

@@ -18,7 +18,7 @@ from kvstore import config as configuration
 from kvstore import failpoint
 from kvstore.errors import Unavailable
 from kvstore.service import daemon
-from kvstore.service.scanner import Scanner
+from kvstore.service.upkeep.scanner import Scanner
 from kvstore.tier.frame_header import FrameHeader
 from tests.helpers.workers import pages as workers
 from tests.helpers.workers.pages import Arguments, bytes_of, compare, keys_of, log, opened, wait_for_go

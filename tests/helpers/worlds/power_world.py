@@ -27,12 +27,12 @@ from kvstore.client.local import LocalNode
 from kvstore.config import node_config
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import Address, FrameState, Tier
+from kvstore.rpc.control import Message
 from kvstore.service.embedded import EmbeddedNode, InProcessChannel
-from kvstore.service.node import Node
+from kvstore.service.node.node import Node
 from kvstore.tier import frame_header
 from kvstore.tier.disk import MemoryDisk, aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
-from kvstore.transfer.control import Message
 from tests.helpers.content import chain, contents, first_wrong, mismatch
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
 

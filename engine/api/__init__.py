@@ -1,0 +1,1 @@
+"""The gRPC Engine: service, resumed answers, metrics."""

@@ -1,0 +1,232 @@
+"""Metrics of an engine: ``/metrics`` for Prometheus, all of them called ``kvstore_engine_*``. ``METRICS`` is the list.
+
+What ends or happens is counted here, told by the engine's thread; what is so at the moment is asked of it on every
+scrape. Everything counts from the start of the process. The number of series is bounded: labels are tiers, outcomes,
+states and gRPC methods.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from engine.model.observer import Observer
+from engine.model.request import Role, Usage
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.serving.metric_table import SHED_HELP, About
+from kvstore.serving.watching import BOUNDS_S, Calls, Durations
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4"
+OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "prefilled", "migrated", "failed", "invalid", "refused")
+STEPS: Final = ("decode", "prefill", "mixed")
+
+
+def _about(kind: str, name: str, help: str, *labels: str) -> About:
+    return About(f"kvstore_engine_{name}", kind, labels, help)
+
+
+METRICS: Final = (
+    _about("counter", "requests", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
+    _about("counter", "prompt_tokens", "Tokens of the prompts of requests that ended."),
+    _about("counter", "completion_tokens", "Tokens generated for them."),
+    _about("counter", "cached_tokens", "Prompt tokens whose KV was loaded from the pool.", "tier"),
+    _about("counter", "computed_tokens", "Prompt tokens whose KV was computed here."),
+    _about("counter", "pool_bytes", "KV loaded from the pool, or written to it.", "direction"),
+    _about("histogram", "ttft_seconds", "Time from submission to the first token."),
+    _about("histogram", "gap_seconds", "Time from the first token to the second, where a hand-off may show."),
+    _about("histogram", "tpot_seconds", "Mean time per token after the second, one sample per request."),
+    _about("histogram", "step_seconds", "Time of a step of the engine, by what was in it.", "kind"),
+    _about("histogram", "handoff_seconds", "Time from the first token to the last layer of KV brought here."),
+    _about("counter", "handoff_bytes", "KV that hand-offs brought here."),
+    _about("counter", "stalled_seconds", "Time that steps waited for layers on their way."),
+    _about("counter", "stalls", "Steps that had to."),
+    _about("gauge", "batch_size", "Sequences that the last step decoded."),
+    _about("gauge", "chunk_tokens", "Prompt tokens in the last step."),
+    _about("gauge", "requests_here", "Requests by state, from waiting (for frames) to decoding.", "state"),
+    _about("gauge", "prefills_held", "Prefills for other engines, computed or being so, whose frames are not back."),
+    _about("gauge", "frames", "Frames of the arena: free, used.", "state"),
+    _about("gauge", "prefill_tokens_per_second", "Measured speed of steps that only prefill, smoothed."),
+    _about("gauge", "decode_step_seconds", "Measured time of a step that only decodes, smoothed."),
+    _about(
+        "gauge", "hook_seconds_per_layer", "Mean time that writing one layer of a chunk to the pool takes the engine."
+    ),
+    _about("gauge", "draining", "1 where no new requests are taken."),
+    _about("gauge", "role", "1 for the role that the engine has.", "role"),
+    _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
+    _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
+    _about("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
+    _about("gauge", "uptime_seconds", "Time since this engine started."),
+    _about("gauge", "process_resident_bytes", "Memory of the process that is resident, shared pages included."),
+    _about("counter", "process_cpu_seconds", "Processor time of the process."),
+    _about("gauge", "build_info", "1; the labels say what runs.", "version", "python", "name", "model", "device"),
+)
+
+
+def table() -> str:
+    """``METRICS`` as the table of docs/engines.md."""
+    rows = [f"| `{about.exported}` | {about.kind} | {', '.join(about.labels)} | {about.help} |" for about in METRICS]
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
+
+
+class Tally(Observer):
+    """What has happened since the start. The engine's thread writes all but ``refused``; any thread reads."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.cached: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.ttft, self.gap, self.tpot, self.handoff = Durations(), Durations(), Durations(), Durations()
+        self.steps = {kind: Durations() for kind in STEPS}
+        self.batch_size = self.step_chunk_tokens = self.stalls = 0
+        self.stalled_s = 0.0
+        self._refusals = threading.Lock()
+
+    def refused(self, error: KVStoreError) -> None:
+        """A request was not taken. Any thread."""
+        with self._refusals:
+            self.outcomes["invalid" if isinstance(error, InvalidRequest) else "refused"] += 1
+
+    def ended(self, outcome: str, usage: Usage) -> None:
+        """A request ended so, and cost that."""
+        self.outcomes[outcome if outcome in OUTCOMES else "failed"] += 1
+        for name in ("prompt_tokens", "completion_tokens", "computed_tokens", "loaded_bytes", "written_bytes"):
+            self.totals[name] += getattr(usage, name)
+        self.cached.update(usage.cached_tokens)
+        if usage.completion_tokens and outcome != "prefilled":
+            self.ttft.add(usage.ttft_ms / 1e3)
+            if usage.gap_ms:
+                self.gap.add(usage.gap_ms / 1e3)
+            if usage.tpot_ms:
+                self.tpot.add(usage.tpot_ms / 1e3)
+
+    def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
+        """One forward."""
+        self.batch_size, self.step_chunk_tokens = decoding, chunk_tokens
+        self.steps["decode" if not chunk_tokens else "mixed" if decoding else "prefill"].add(seconds)
+
+    def handed_off(self, moved_bytes: int, seconds: float) -> None:
+        """The KV of a prompt was brought here."""
+        self.totals["moved_bytes"] += moved_bytes
+        self.handoff.add(max(0.0, seconds))
+
+    def stalled(self, seconds: float) -> None:
+        """A step waited."""
+        self.stalls += 1
+        self.stalled_s += seconds
+
+
+class Metrics(Collector):
+    """Collects on every scrape, one at a time."""
+
+    def __init__(self, name: str, tally: Tally, status: Callable[[], Mapping[str, Any]], calls: Calls | None) -> None:
+        self._name = name
+        self._tally = tally
+        self._status = status
+        self._calls = calls
+        self._began_s = time.monotonic()
+        self._turn = threading.Lock()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def route(self) -> tuple[int, str, str]:
+        """What a scrape gets."""
+        with self._turn:
+            return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
+
+    def describe(self) -> list[Metric]:
+        """Nothing: there is one collector only."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``Collector``: all of ``METRICS``, in their order."""
+        add = _Families()
+        self._counted(add)
+        self._now(add, self._status())
+        if self._calls is not None:
+            for (method, code), count in dict(self._calls.ended).items():
+                add("grpc_calls", count, method, code)
+            for reason, count in dict(self._calls.shed).items():
+                add("grpc_shed_calls", count, reason)
+            for method, took in dict(self._calls.durations).items():
+                add.histogram("grpc_call_duration_seconds", took, method)
+            add("grpc_bytes", self._calls.received_bytes, "in")
+            add("grpc_bytes", self._calls.sent_bytes, "out")
+        return iter(add.families.values())
+
+    def _counted(self, add: _Families) -> None:
+        tally = self._tally
+        for outcome in OUTCOMES:
+            add("requests", tally.outcomes[outcome], outcome)
+        for name in ("prompt_tokens", "completion_tokens", "computed_tokens"):
+            add(name, tally.totals[name])
+        for tier, tokens in sorted({"dram": 0, "nvme": 0, **tally.cached}.items()):
+            add("cached_tokens", tokens, tier)
+        add("pool_bytes", tally.totals["loaded_bytes"], "loaded")
+        add("pool_bytes", tally.totals["written_bytes"], "written")
+        for name, took in (("ttft", tally.ttft), ("gap", tally.gap), ("tpot", tally.tpot), ("handoff", tally.handoff)):
+            add.histogram(f"{name}_seconds", took)
+        for kind, took in tally.steps.items():
+            add.histogram("step_seconds", took, kind)
+        add("handoff_bytes", tally.totals["moved_bytes"])
+        add("stalled_seconds", tally.stalled_s)
+        add("stalls", tally.stalls)
+        add("batch_size", tally.batch_size)
+        add("chunk_tokens", tally.step_chunk_tokens)
+
+    def _now(self, add: _Families, status: Mapping[str, Any]) -> None:
+        frames, speeds = status["frames"], status["speeds"]
+        for state, count in status["requests"].items():
+            add("requests_here", count, state)
+        add("prefills_held", status["prefills_held"])
+        add("frames", frames["free"], "free")
+        add("frames", frames["total"] - frames["free"], "used")
+        add("prefill_tokens_per_second", speeds["prefill_tokens_per_s"])
+        add("decode_step_seconds", speeds["step_ms"] / 1e3)
+        add("hook_seconds_per_layer", speeds["hook_us_per_layer"] / 1e6)
+        for role in Role:
+            add("role", role == status["role"], role)
+        add("draining", status["draining"])
+        add("uptime_seconds", time.monotonic() - self._began_s)
+        add("process_resident_bytes", _resident_bytes())
+        add("process_cpu_seconds", time.process_time())
+        what = metadata.version("kvstore"), platform.python_version(), self._name
+        add("build_info", 1, *what, str(status["model"]), str(status["device"]))
+
+
+class _Families:
+    """All metric families of one scrape; called to add a sample."""
+
+    def __init__(self) -> None:
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        self.families: dict[str, Any] = {
+            about.name: kinds[about.kind](about.name, about.help, labels=about.labels) for about in METRICS
+        }
+
+    def __call__(self, name: str, value: float, *labels: str) -> None:
+        """Add one sample to ``kvstore_engine_<name>``."""
+        self.families[f"kvstore_engine_{name}"].add_metric(labels, value)
+
+    def histogram(self, name: str, took: Durations, *labels: str) -> None:
+        """Add one histogram."""
+        total, rows = 0, []
+        for bound, count in zip((*BOUNDS_S, float("inf")), list(took.counts), strict=True):
+            total += count
+            rows.append((floatToGoString(bound), total))
+        self.families[f"kvstore_engine_{name}"].add_metric(labels, rows, took.sum_s)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,175 @@
+"""Asking: one answer, from as many engines as it takes.
+
+What was drawn so far goes along as part of the prompt. Token ``i`` depends on the seed, ``i`` and the logits alone, so
+another engine with the same model goes on as the first one would have.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.api.wire import Tokens, events_of, submit_request
+from engine.model.request import Finished, Grain, Handoff, Request, Sampling, Source, Token, Usage
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable
+from kvstore.pb import engine_pb2 as pb
+
+Prompt = str | Sequence[int] | Tokens
+
+_GIVEN_BY_US = {"tokens", "sampling", "generated"}  # of a request's fields
+
+
+class Asked(Protocol):
+    """An engine, as far as an answer needs it. ``EngineClient`` is one."""
+
+    address: str
+
+    def replies(self, message: pb.SubmitRequest, deadline_s: float) -> Iterator[pb.SubmitReply]:
+        """Its answer to a request."""
+        ...
+
+    def beside(self, address: str) -> Asked:
+        """Another one."""
+        ...
+
+    def close(self) -> None:
+        """It is not asked any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for. ``text``: instead of tokens, until an engine has told them."""
+
+    request: Request
+    text: str = ""
+    salt_given: bool = True
+
+    @classmethod
+    def of(cls, prompt: Prompt, **how: Any) -> Wish:
+        """From arguments as users write them. Raises InvalidRequest for those that nobody knows."""
+        sampling = {name: how.pop(name) for name in Sampling.__dataclass_fields__ if name in how}
+        unknown = sorted(set(how) - (set(Request.__dataclass_fields__) - _GIVEN_BY_US))
+        if unknown:
+            raise InvalidRequest(unknown[0], "is no argument of a request")
+        if isinstance(sampling.get("stop"), str):
+            sampling["stop"] = (sampling["stop"],)
+        for name, kind in (("handoff", Handoff), ("source", Source), ("grain", Grain)):
+            if isinstance(how.get(name), str):
+                if how[name] not in list(kind):
+                    raise InvalidRequest(name, f"{how[name]!r} is not one of {', '.join(kind)}")
+                how[name] = kind(how[name])
+        salt_given = how.get("salt") is not None
+        if not salt_given:
+            how.pop("salt", None)
+        if how.get("prefill") is not None:
+            how["prefill"] = tuple(how["prefill"])
+        how = {"id": uuid.uuid4().hex, **how, "tokens": _tokens(prompt), "sampling": Sampling(**sampling)}
+        return cls(Request(**how), prompt if isinstance(prompt, str) else "", salt_given)
+
+    def message(self, drawn: Sequence[int], left_s: float) -> pb.SubmitRequest:
+        """What to send, after so many tokens. Raises InvalidRequest where it does not fit into a message."""
+        tokens = np.append(self.request.tokens, np.array(drawn, np.uint32))
+        request = replace(self.request, tokens=tokens, generated=len(drawn), deadline_s=left_s)
+        try:
+            said = submit_request(request, self.text)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("request", str(error)) from None
+        if not self.salt_given:
+            said.ClearField("salt")
+        return said
+
+
+def _tokens(prompt: Prompt) -> Tokens:
+    if isinstance(prompt, str):
+        return np.zeros(0, np.uint32)
+    found = np.asarray(prompt)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise InvalidRequest("tokens", "must be text, or a list of token ids")
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < 1 << 32:
+        raise InvalidRequest("tokens", f"{found.min()} to {found.max()} are no token ids")
+    return found.astype(np.uint32)
+
+
+@dataclass
+class Asking:
+    """One answer. ``asked``: the engines that worked on it, in order."""
+
+    client: Asked
+    wish: Wish
+    others: tuple[str, ...]
+    asked: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._drawn: list[int] = []
+        self._begun_s = self._first_s = self._second_s = 0.0
+        self._ended = False
+
+    def events(self) -> Iterator[Token | Finished]:
+        """See ``EngineClient.stream``."""
+        self._begun_s = time.monotonic()
+        failures: dict[str, KVStoreError] = {}
+        for address in (self.client.address, *self.others):
+            client = self.client if not self.asked else self.client.beside(address)
+            self.asked.append(address)
+            try:
+                yield from self._from(client)
+                return
+            except DeadlineExceeded:
+                raise
+            except Unavailable as error:
+                if self._ended:  # the caller has everything
+                    return
+                if not self.others:
+                    raise
+                failures[address] = error
+            finally:
+                if client is not self.client:
+                    client.close()
+        said = "; ".join(f"{address}: {error}" for address, error in failures.items())
+        raise NodeUnavailable(f"nobody is left to go on after {len(self._drawn)} tokens ({said})")
+
+    def _from(self, client: Asked) -> Iterator[Token | Finished]:
+        request = self.wish.request
+        left_s = self._begun_s + request.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"no whole answer within {request.deadline_s:g} s")
+        if 0 < request.sampling.max_tokens <= len(self._drawn):  # only the end was not heard any more
+            yield Finished("length", self._resumed(Usage(prompt_tokens=len(request.tokens))))
+            return
+        for reply in client.replies(self.wish.message(self._drawn, left_s), left_s):
+            if reply.accepted.tokens:  # what the text was
+                tokens = np.frombuffer(reply.accepted.tokens, "<u4").astype(np.uint32)
+                self.wish = replace(self.wish, request=replace(request, tokens=tokens), text="")
+            for event in events_of(reply):
+                match event:
+                    case Token():
+                        self._count(event)
+                        yield event
+                    case Finished():
+                        self._ended = True
+                        yield replace(event, usage=self._resumed(event.usage)) if len(self.asked) > 1 else event
+        if not self._ended:
+            raise NodeUnavailable(f"{client.address} ended the answer before its end")
+
+    def _count(self, token: Token) -> None:
+        now_s = time.monotonic()
+        if not self._drawn:
+            self._first_s = now_s
+        elif len(self._drawn) == 1:
+            self._second_s = now_s
+        self._drawn.append(token.id)
+
+    def _resumed(self, usage: Usage) -> Usage:
+        """The last engine's usage, with times as they were here."""
+        return replace(
+            usage,
+            completion_tokens=len(self._drawn),
+            ttft_ms=1e3 * max(0.0, self._first_s - self._begun_s),
+            gap_ms=1e3 * max(0.0, self._second_s - self._first_s),
+        )

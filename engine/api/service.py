@@ -1,0 +1,397 @@
+"""The calls of ``kvstore.v1.Engine``: from messages to an engine and back.
+
+The engine works in a thread of its own and never waits for a caller: its events go into a mailbox per request, which a
+coroutine empties as fast as its caller reads. What is in a mailbox is bounded by the request: ``max_tokens`` events and
+one, or one per chunk of a prompt. Who reads nothing for ``STALL_S`` loses the call, and with it the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from engine.api.metrics import Tally
+from engine.api.wire import (
+    explain_mismatch,
+    pack_piece,
+    prefill_reply,
+    replies_of,
+    request_of,
+    salt_of,
+    tokens_bytes,
+    tokens_of,
+)
+from engine.config import EngineConfig
+from engine.model.request import Cancel, Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role
+from engine.text.tokenizer import Tokenizer
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    NodeUnavailable,
+    PermissionDenied,
+    TooManyCalls,
+    VersionMismatch,
+)
+from kvstore.model.layout import Layout
+from kvstore.pb import engine_pb2 as pb
+from kvstore.pb import store_pb2
+from kvstore.service.api.wire import document, layout_of
+from kvstore.serving.gate import STALL_S, Call, parse
+from kvstore.serving.identities import Identity
+from kvstore.serving.shares import Shares
+
+PULLS_MAX: Final = 64  # each has a thread: it waits for layers
+AHEAD_MAX: Final = 4  # messages of KV that wait for their reader, 2 MiB each
+SHARE_MAX: Final = 0.75  # of the requests that may be here, by one caller
+RETRY_AFTER_S: Final = 0.2
+BEFORE_DEADLINE_S: Final = 0.2  # a call that waits on purpose ends so long before its deadline, to tell how it went
+
+Item = TypeVar("Item")
+
+
+class Engine(Protocol):
+    """What is served. See ``engine.shell.core``."""
+
+    def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
+        """Answer a prompt."""
+
+    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
+        """Compute a prompt for another engine."""
+
+    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
+        """The KV of that prompt; blocks."""
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request."""
+
+    def release(self, request_id: str) -> bool:
+        """Let go of a prefill."""
+
+    def status(self) -> dict[str, Any]:
+        """What it is and how busy."""
+
+    def set_role(self, role: Role) -> None:
+        """Change its role."""
+
+    def migrate(self, request_id: str, target: str) -> bool:
+        """Let another engine go on."""
+
+    def drain(self, target: str | None, timeout_s: float) -> int:
+        """Take nothing new; wait for what runs."""
+
+
+class Served(Protocol):
+    """What has to be known of the model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def layout(self, page_tokens: int) -> Layout: ...
+
+
+class Mailbox(Generic[Item]):
+    """From any thread into the event loop it was made in. ``put`` never waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[Item] = deque()
+        self._some = asyncio.Event()
+        self._told = False
+
+    def put(self, item: Item) -> None:
+        """One more."""
+        self._items.append(item)
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and every reader with it
+                self._loop.call_soon_threadsafe(self._some.set)
+
+    async def take(self) -> list[Item]:
+        """All there are; waits for one."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            self._told = False  # before the look: what comes from now on tells again
+            found = []
+            while self._items:
+                found.append(self._items.popleft())
+            if found:
+                return found
+
+
+class Owners:
+    """Whose request is whose, so that an id is no key to the requests of others. Of the event loop alone."""
+
+    def __init__(self, each_max: int) -> None:
+        self._known: dict[str, tuple[Identity, float]] = {}  # until when a released prefill can still be asked for
+        self._each_max = each_max
+
+    @contextlib.contextmanager
+    def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[None]:
+        """Know it from now on; forget it where what is done inside fails.
+
+        Raises TooManyCalls where there is no room for more of this caller, InvalidRequest where that id is in use.
+        """
+        now_s = time.monotonic()
+        self._known = {name: found for name, found in self._known.items() if found[1] > now_s}
+        theirs = 0 if caller.operator else sum(owner == caller for owner, _ in self._known.values())
+        if theirs >= self._each_max:
+            raise TooManyCalls(f"{caller.name} has {self._each_max} requests here", RETRY_AFTER_S)
+        if request_id in self._known:
+            raise InvalidRequest("request_id", f"{request_id} is in use")
+        self._known[request_id] = caller, now_s + seconds
+        try:
+            yield
+        except BaseException:
+            self.drop(request_id)
+            raise
+
+    def drop(self, request_id: str) -> None:
+        """It has ended."""
+        self._known.pop(request_id, None)
+
+    def check(self, request_id: str, caller: Identity) -> None:
+        """Raises PermissionDenied where the request is somebody else's, and the caller no operator."""
+        found = self._known.get(request_id)
+        if not caller.operator and (found is None or found[0] != caller):
+            raise PermissionDenied(f"request {request_id!r} is none of {caller.name}'s")
+
+
+class EngineCalls:
+    """All calls. Made in the event loop."""
+
+    def __init__(self, config: EngineConfig, engine: Engine, model: Served, tally: Tally) -> None:
+        self._config = config
+        self._engine = engine
+        self._model = model
+        self._layout = model.layout(config.page_tokens)
+        self._tally = tally
+        self._owners = Owners(max(1, int(config.requests_max * SHARE_MAX)))
+        self._pulls = ThreadPoolExecutor(PULLS_MAX, "engine-pull")
+        self._pulling = Shares("threads that hand KV over", "pulls", PULLS_MAX, int(PULLS_MAX * SHARE_MAX), PULLS_MAX)
+        self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that nobody waits any more
+
+    def close(self) -> None:
+        """Threads end after what they are at, which has a deadline."""
+        self._pulls.shutdown(wait=False, cancel_futures=True)
+        self._ends.shutdown(wait=True)
+
+    # --- answering --------------------------------------------------------------------------------------------------
+
+    async def submit(self, call: Call, message: bytes) -> None:
+        """Answer a prompt."""
+        said = parse(pb.SubmitRequest, message)
+        with self._counting():
+            call.caller.check_salt(salt_of(said, self._config.salt))
+            request = await call.quick(self._request, said, call.left_s)
+            self._check_engines(call, request)
+            mailbox: Mailbox[Event] = Mailbox()
+            with self._owners.adding(request.id, call.caller, request.deadline_s):
+                cancel = await call.wait(self._engine.submit, request, mailbox.put, undo=lambda cancel: cancel())
+        tokens = tokens_bytes(request.tokens) if said.text else b""
+        accepted = pb.Accepted(request_id=request.id, prompt_tokens=request.prompt_tokens, tokens=tokens)
+        try:
+            await call.send(pb.SubmitReply(accepted=accepted).SerializeToString())
+            async for events in _until_end(call, mailbox):
+                if isinstance(events[-1], Finished):
+                    self._owners.drop(request.id)  # before its caller hears of it, and asks again
+                for reply in replies_of(events):
+                    await call.send(reply.SerializeToString())
+        finally:
+            self._owners.drop(request.id)
+            self._later(cancel)  # where it has ended already, nothing happens
+
+    def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
+        """The request of a message. Blocks: it tokenises."""
+        tokens = tokens_of(said)
+        if tokens is None:
+            tokens = np.array(self._model.tokenizer.encode(said.text), np.uint32)
+        deadline_s = min(left_s, self._config.request_s_max)
+        return request_of(said, tokens, self._config.salt, deadline_s)
+
+    def _check_engines(self, call: Call, request: Request) -> None:
+        """Operators alone name any engine: it is told the prompt, and this engine's own token."""
+        if not call.caller.operator and not {*(request.prefill or ())} <= {*self._config.prefill}:
+            raise PermissionDenied(f"{call.caller.name} may name only engines that this one was started with")
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except KVStoreError as error:
+            self._tally.refused(error)
+            raise
+
+    # --- for other engines ------------------------------------------------------------------------------------------
+
+    async def prefill(self, call: Call, message: bytes) -> None:
+        """Compute a prompt for another engine, and keep its KV for a while."""
+        said = parse(pb.PrefillRequest, message)
+        hold_s = min(said.hold_ms / 1000 or self._config.hold_s, self._config.hold_s)
+        with self._counting():
+            if not said.request.request_id:
+                raise InvalidRequest("request_id", "is missing: the KV is asked for by it")
+            call.caller.check_salt(salt_of(said.request, self._config.salt))
+            theirs = await call.quick(layout_of, said.layout)
+            if theirs != self._layout:
+                raise VersionMismatch(explain_mismatch(self._layout, theirs))
+            request = await call.quick(self._request, said.request, call.left_s)
+            mailbox: Mailbox[PrefillEvent] = Mailbox()
+            with self._owners.adding(request.id, call.caller, request.deadline_s + hold_s):
+                give_up = await call.wait(
+                    self._engine.prefill, request, theirs, hold_s, mailbox.put, undo=lambda give_up: give_up()
+                )
+        done = False
+        try:
+            async for events in _until_end(call, mailbox):
+                for event in events:
+                    done = done or isinstance(event, Done)
+                    await call.send(prefill_reply(event).SerializeToString())
+        finally:
+            if not done:
+                self._owners.drop(request.id)
+                self._later(give_up)
+
+    def _later(self, what: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # this server has ended, and soon the engine
+            self._ends.submit(what)
+
+    async def pull(self, call: Call, message: bytes) -> None:
+        """The KV of a prefill. A thread walks through it, at most ``AHEAD_MAX`` messages ahead of its reader."""
+        said = parse(pb.PullRequest, message)
+        self._owners.check(said.request_id, call.caller)
+        with call.waits():
+            await self._pulling.take(1, call.left_s, call.caller)
+        try:
+            pieces = self._engine.pull(said.request_id, said.token_start, said.codec or "none", call.left_s)
+            walk = _Walk(pieces)
+            walking = asyncio.wrap_future(self._pulls.submit(walk.run))
+        except BaseException:
+            self._pulling.give(1, call.caller)
+            raise
+        walking.add_done_callback(lambda _: self._pulling.give(1, call.caller))
+        try:
+            async for message in walk.messages(call):
+                await call.send(message)
+        finally:
+            walk.end()
+
+    async def release(self, call: Call, message: bytes) -> bytes:
+        """The KV of a prefill is not needed any more."""
+        said = parse(pb.RequestId, message)
+        self._owners.check(said.request_id, call.caller)
+        found = await call.quick(self._engine.release, said.request_id)
+        self._owners.drop(said.request_id)
+        return pb.Found(found=found).SerializeToString()
+
+    # --- about requests, and the engine -----------------------------------------------------------------------------
+
+    async def cancel(self, call: Call, message: bytes) -> bytes:
+        """End a request."""
+        said = parse(pb.RequestId, message)
+        self._owners.check(said.request_id, call.caller)
+        return pb.Found(found=await call.quick(self._engine.cancel, said.request_id)).SerializeToString()
+
+    async def status(self, call: Call, message: bytes) -> bytes:
+        """What the engine is, how busy, and how fast."""
+        parse(store_pb2.Empty, message)
+        return await call.quick(lambda: document(self._engine.status()))
+
+    async def set_role(self, call: Call, message: bytes) -> bytes:
+        """Change what the engine does."""
+        said = parse(pb.SetRoleRequest, message)
+        call.caller.check_operator()
+        try:
+            role = Role(said.role)
+        except ValueError:
+            raise InvalidRequest("role", f"{said.role!r} is not one of {', '.join(Role)}") from None
+        await call.quick(self._engine.set_role, role)
+        return store_pb2.Empty().SerializeToString()
+
+    async def migrate(self, call: Call, message: bytes) -> bytes:
+        """Let another engine go on with a request."""
+        said = parse(pb.MigrateRequest, message)
+        call.caller.check_operator()
+        if not said.target:
+            raise InvalidRequest("target", "is missing: the address of another engine")
+        found = await call.wait(self._engine.migrate, said.request_id, said.target)
+        return pb.Found(found=found).SerializeToString()
+
+    async def drain(self, call: Call, message: bytes) -> bytes:
+        """Take nothing new, and wait for what runs, or let it go on elsewhere."""
+        said = parse(pb.DrainRequest, message)
+        call.caller.check_operator()
+        left_s = max(0.0, call.left_s - BEFORE_DEADLINE_S)
+        timeout_s = min(said.timeout_ms / 1000, left_s) if said.timeout_ms else left_s
+        left = await call.wait(self._engine.drain, said.target or None, timeout_s)
+        return pb.DrainReply(left=left).SerializeToString()
+
+
+async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[Any]]:
+    """Events, up to and with the last one. Raises what a ``Failed`` says, after what came before it."""
+    while True:
+        with call.waits():
+            events = await mailbox.take()
+        last = events[-1]
+        if isinstance(last, Failed):
+            if len(events) > 1:
+                yield events[:-1]
+            raise last.error
+        yield events
+        if isinstance(last, Finished | Done):
+            return
+
+
+class _Walk:
+    """Through pieces of KV in a thread of its own: ``run`` there, ``messages`` in the event loop, ``end`` by either."""
+
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        self._pieces = pieces
+        self._room = threading.Semaphore(AHEAD_MAX)
+        self._ended = threading.Event()
+        self._mailbox: Mailbox[bytes | KVStoreError | None] = Mailbox()  # None: that was all
+
+    def run(self) -> None:
+        """Walk to the end."""
+        end: KVStoreError | None = NodeUnavailable("the engine failed in the middle of a hand-off")
+        try:
+            for piece in self._pieces:
+                for message in pack_piece(piece):
+                    if not self._room.acquire(timeout=STALL_S):
+                        raise DeadlineExceeded("the caller took nothing for too long")
+                    if self._ended.is_set():
+                        return
+                    self._mailbox.put(message)
+            end = None
+        except KVStoreError as error:
+            end = error
+        finally:
+            if hasattr(self._pieces, "close"):
+                self._pieces.close()
+            self._mailbox.put(end)
+
+    async def messages(self, call: Call) -> AsyncIterator[bytes]:
+        """What comes of it. Raises what the walk failed with."""
+        while True:
+            with call.waits():
+                some = await self._mailbox.take()
+            for message in some:
+                if message is None:
+                    return
+                if isinstance(message, KVStoreError):
+                    raise message
+                yield message
+                self._room.release()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._ended.set()
+        self._room.release()

@@ -1,0 +1,282 @@
+"""Wire: between the messages of engine.proto and the nouns of ``engine.model.request``. Both ends use it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
+from enum import StrEnum
+from typing import Final, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.model.request import (
+    Admitted,
+    Done,
+    Event,
+    Failed,
+    Finished,
+    Grain,
+    HandOff,
+    Handoff,
+    Piece,
+    PrefillEvent,
+    Progress,
+    Request,
+    Sampling,
+    Source,
+    Token,
+    Usage,
+)
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.layout import Layout
+from kvstore.pb import engine_pb2 as pb
+from kvstore.pb import store_pb2
+from kvstore.rpc.data_messages import BYTES, FIXED64, pack_integer, pack_varint
+from kvstore.rpc.data_messages import fields as fields_of
+
+SERVICE: Final = "kvstore.v1.Engine"
+CHUNK_BYTES: Final = 2 << 20  # of KV in one message
+ID_BYTES_MAX: Final = 128
+PREFILLS_MAX: Final = 64  # engines that one request may name
+
+Choice = TypeVar("Choice", bound=StrEnum)
+Tokens = npt.NDArray[np.uint32]
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def submit_request(request: Request, text: str = "") -> pb.SubmitRequest:
+    """The message of a request; ``text`` instead of its tokens where there is any."""
+    sampling = request.sampling
+    return pb.SubmitRequest(
+        request_id=request.id,
+        tokens=b"" if text else tokens_bytes(request.tokens),
+        text=text,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop=sampling.stop,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=sampling.ignore_eos,
+        ),
+        salt=request.salt,
+        adapter=request.adapter,
+        generated=request.generated,
+        deadline_ms=min(max(1, int(request.deadline_s * 1000)), (1 << 32) - 1),
+        prefill=request.prefill or (),
+        own_prefill=request.prefill is not None and not request.prefill,
+        handoff=request.handoff or "",
+        source=request.source or "",
+        grain=request.grain or "",
+        no_pool=not request.use_pool,
+        allow_lossy=request.allow_lossy,
+    )
+
+
+def salt_of(message: pb.SubmitRequest, salt: str) -> str:
+    """Whose pages a request uses; ``salt`` where it names none."""
+    return message.salt if message.HasField("salt") else salt
+
+
+def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s: float) -> Request:
+    """The request of a message.
+
+    Args:
+        tokens: its prompt, see ``tokens_of``.
+        salt: where it names none.
+        deadline_s: the longest it may take, and what it may take where it says nothing.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    for name, text, limit in (
+        ("request_id", message.request_id, ID_BYTES_MAX),
+        ("salt", message.salt, 1024),
+        ("adapter", message.adapter, 1024),
+    ):
+        if len(text.encode()) > limit:
+            raise InvalidRequest(name, f"has more than {limit} bytes")
+    if message.generated >= max(1, len(tokens)):
+        raise InvalidRequest("generated", f"{message.generated} of {len(tokens)} tokens: a prompt has at least one")
+    if message.own_prefill and message.prefill:
+        raise InvalidRequest("own_prefill", "and prefill exclude each other")
+    if len(message.prefill) > PREFILLS_MAX:
+        raise InvalidRequest("prefill", f"names more than {PREFILLS_MAX} engines")
+    said = message.sampling
+    sampling = Sampling(
+        max_tokens=said.max_tokens if said.HasField("max_tokens") else Sampling.max_tokens,
+        temperature=said.temperature,
+        top_p=said.top_p if said.HasField("top_p") else Sampling.top_p,
+        seed=said.seed,
+        stop=tuple(said.stop),
+        ignore_eos=said.ignore_eos,
+    )
+    return Request(
+        id=message.request_id or uuid.uuid4().hex,
+        tokens=tokens,
+        sampling=sampling,
+        salt=salt_of(message, salt),
+        adapter=message.adapter,
+        generated=message.generated,
+        deadline_s=min(deadline_s, message.deadline_ms / 1000) if message.deadline_ms else deadline_s,
+        prefill=tuple(message.prefill) if message.prefill or message.own_prefill else None,
+        handoff=_choice(Handoff, "handoff", message.handoff),
+        source=_choice(Source, "source", message.source),
+        grain=_choice(Grain, "grain", message.grain),
+        use_pool=not message.no_pool,
+        allow_lossy=message.allow_lossy,
+    )
+
+
+def _choice(kind: type[Choice], name: str, value: str) -> Choice | None:
+    if not value:
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidRequest(name, f"{value!r} is not one of {', '.join(kind)}") from None
+
+
+def tokens_of(message: pb.SubmitRequest) -> Tokens | None:
+    """The token ids of a message; None where it has text. Raises InvalidRequest where it has none, or both."""
+    given = [name for name in ("tokens", "token_ids", "text") if getattr(message, name)]
+    if len(given) != 1:
+        raise InvalidRequest("tokens", f"{' and '.join(given)} exclude each other" if given else "an empty prompt")
+    if message.text:
+        return None
+    if message.token_ids:
+        return np.array(message.token_ids, np.uint32)
+    if len(message.tokens) % 4:
+        raise InvalidRequest("tokens", f"{len(message.tokens)} bytes are no uint32 in little-endian order")
+    return np.frombuffer(message.tokens, "<u4").astype(np.uint32)
+
+
+def tokens_bytes(tokens: Tokens) -> bytes:
+    """Token ids as they travel."""
+    return np.ascontiguousarray(tokens, "<u4").tobytes()
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def replies_of(events: Iterable[Event]) -> Iterator[pb.SubmitReply]:
+    """Events as messages, tokens that follow each other in one. None of them may be ``Failed``."""
+    tokens: list[pb.Token] = []
+    for event in events:
+        if isinstance(event, Token):
+            tokens.append(pb.Token(id=event.id, index=event.index, text=event.text))
+            continue
+        assert isinstance(event, Finished), event
+        if tokens:
+            yield pb.SubmitReply(tokens=pb.Tokens(tokens=tokens))
+            tokens = []
+        yield pb.SubmitReply(
+            finished=pb.Finished(reason=event.reason, text=event.text, usage=pb.Usage(**asdict(event.usage)))
+        )
+    if tokens:
+        yield pb.SubmitReply(tokens=pb.Tokens(tokens=tokens))
+
+
+def events_of(reply: pb.SubmitReply) -> Iterator[Event]:
+    """The events in a message; none in the first one, which says that the request was accepted."""
+    if reply.WhichOneof("event") == "finished":
+        yield Finished(reply.finished.reason, usage_of(reply.finished.usage), reply.finished.text)
+    for token in reply.tokens.tokens:
+        yield Token(token.id, token.index, token.text)
+
+
+def usage_of(message: pb.Usage) -> Usage:
+    """A usage as it came."""
+    values = {setting.name: getattr(message, setting.name) for setting in fields(Usage)}
+    values |= {name: dict(values[name]) for name in ("cached_tokens", "prefill_cached_tokens")}
+    return Usage(**values)
+
+
+# --- hand-offs ------------------------------------------------------------------------------------------------------
+
+
+def prefill_reply(event: PrefillEvent) -> pb.PrefillReply:
+    """An event of a prefill as a message. Not ``Failed``: that ends the call."""
+    match event:
+        case Admitted():
+            return pb.PrefillReply(admitted=pb.Admitted(**asdict(event)))
+        case Progress():
+            return pb.PrefillReply(progress=pb.Progress(tokens=event.tokens, tokens_per_s=event.tokens_per_s))
+        case Done():
+            return pb.PrefillReply(done=pb.HandOff(**asdict(event.handoff)))
+        case Failed():
+            raise AssertionError("a failure is no message")
+
+
+def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
+    """The event in a message. Raises Unavailable where there is none that this version knows."""
+    match reply.WhichOneof("event"):
+        case "admitted":
+            return Admitted(reply.admitted.prompt_tokens, dict(reply.admitted.cached_tokens), reply.admitted.lossy)
+        case "progress":
+            return Progress(reply.progress.tokens, reply.progress.tokens_per_s)
+        case "done":
+            values = {setting.name: getattr(reply.done, setting.name) for setting in fields(HandOff)}
+            pages, cached = tuple(reply.done.pages), dict(reply.done.cached_tokens)
+            return Done(HandOff(**{**values, "pages": pages, "cached_tokens": cached}))
+    raise Unavailable("the engine asked said something that is no event of a prefill")
+
+
+def layout_message(layout: Layout) -> store_pb2.Layout:
+    """A layout as a message."""
+    return store_pb2.Layout(**asdict(layout))
+
+
+def explain_mismatch(ours: Layout, theirs: Layout) -> str:
+    """Why KV of the one is of no use to the other: both fingerprints, and every field that differs."""
+    differing = [
+        f"{setting.name}: ours {getattr(ours, setting.name)!r}, theirs {getattr(theirs, setting.name)!r}"
+        for setting in fields(Layout)
+        if getattr(ours, setting.name) != getattr(theirs, setting.name)
+    ]
+    prints = f"fingerprint {ours.fingerprint.hex()} here, {theirs.fingerprint.hex()} there"
+    return f"layouts differ ({prints}): {'; '.join(differing) or 'in nothing'}"
+
+
+def pack_piece(piece: Piece) -> Iterator[bytes]:
+    """A piece as messages of at most ``CHUNK_BYTES`` of data each, its bytes copied once."""
+    data = memoryview(piece.data).cast("B")
+    where = pack_integer(1, piece.layer) + pack_integer(4, piece.token_start) + pack_integer(5, piece.tokens)
+    for start in range(0, max(1, len(data)), CHUNK_BYTES):
+        part = data[start : start + CHUNK_BYTES]
+        last = start + CHUNK_BYTES >= len(data)
+        end = bytes([3 << 3 | FIXED64]) + piece.checksum.to_bytes(8, "little") if last else pack_integer(6, 1)
+        yield b"".join((where, bytes([2 << 3 | BYTES]), pack_varint(len(part)), part, end))
+
+
+def pieces_of(messages: Iterable[bytes]) -> Iterator[Piece]:
+    """Pieces out of the messages of ``Pull``. Whoever uses one compares its checksum.
+
+    Where a piece came in one message its data is a view of it: valid as long as it is kept.
+
+    Raises:
+        Unavailable: a message is none, or the last piece ends in the middle.
+    """
+    parts: list[memoryview] = []
+    for message in messages:
+        numbers, data = {1: 0, 3: 0, 4: 0, 5: 0, 6: 0}, memoryview(b"")
+        try:
+            for found in fields_of(message):
+                if found.view is None:
+                    numbers[found.number] = found.integer
+                elif found.number == 2:
+                    data = found.view
+        except ValueError as error:
+            raise Unavailable(f"the engine asked sent what is no piece ({error})") from None
+        parts.append(data)
+        if numbers[6]:
+            continue
+        whole = cast(bytes, parts[0] if len(parts) == 1 else b"".join(parts))
+        parts = []
+        yield Piece(numbers[1], numbers[4], numbers[5], whole, numbers[3])
+    if parts:
+        raise Unavailable("the last piece of KV ended in the middle")

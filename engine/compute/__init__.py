@@ -1,0 +1,1 @@
+"""Models and the forward pass over a paged cache."""

@@ -1,0 +1,273 @@
+"""Attention of one token over the pages of its sequence, as machine code that is made for one model's shapes.
+
+On a CPU, decoding is bound by how fast KV is read, and every way to say "attention over pages" in tensor operations
+reads it at half the speed of one contiguous block: a call per page is too small to pay for itself, and a gather reads
+everything twice. So this writes the loop itself, in the vectors of LLVM, where pages cost nothing.
+
+For each sequence and KV head, blocks of tokens (``Shape.block``: what stays in the first-level cache) are visited
+once: scores of all query heads of the group, their exponentials with a running maximum (online softmax; Milakov and
+Gimelshein, arXiv:1805.02867), and the sum of values. Sums are kept in registers in tiles of ``_TOKENS`` tokens or
+``_DIMS`` vectors by ``_HEADS`` query heads. All is float32, whatever pages hold.
+
+Logits are kept as powers of two: ``exp2`` needs no multiplication. What is not there (the rest of a block) is
+``NEVER``, and its value is not read. The code is made when a shape is first met, in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from engine.compute.cpu.emitter import F32, I16, I32, I64, LANES, LOG2_E, NEVER, Emitter, integer, real
+
+_TOKENS, _HEADS, _DIMS = 4, 4, 4  # tiles: 16 sums, and what they are made of, fit into 32 registers
+_BLOCK_BYTES = 32 << 10  # of a block of tokens: less than any first-level cache of data
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NO_SINK = NEVER
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the code is made for. Elements, unless it says otherwise.
+
+    Attributes:
+        group: query heads per KV head.
+        k_dim, v_dim: of a head; ``v_at`` is where V starts in the content of a token.
+        content: of a token and head in a page.
+        layer_stride, page_stride: between layers and pages.
+        softcap: whether logits are capped.
+    """
+
+    dtype: str
+    kv_heads: int
+    group: int
+    k_dim: int
+    v_dim: int
+    v_at: int
+    content: int
+    page_tokens: int
+    layer_stride: int
+    page_stride: int
+    softcap: bool
+
+    @property
+    def head_stride(self) -> int:
+        """Elements between two heads of a page."""
+        return self.page_tokens * self.content
+
+    @property
+    def block(self) -> int:
+        """Tokens visited at a time, at least one vector of scores."""
+        tokens = _BLOCK_BYTES // (self.content * _ELEMENT_BYTES[self.dtype]) // LANES * LANES
+        return max(LANES, min(tokens, -(-self.page_tokens // LANES) * LANES))
+
+
+Kernel = Callable[..., None]
+_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_size_t] * 9, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 2)
+_lock = threading.Lock()
+_keep: list[object] = []  # engines own the code that they made
+
+
+def kernel(shape: Shape) -> Kernel:
+    """A function ``(pages, layer, frames, first, low, high, query, sinks, out, scaling, softcap, start, stop)``.
+
+    Numbers from ``pages`` to ``out`` but ``layer`` are addresses: of the arena; of int64 page tables, end to end; per
+    sequence int64 where its table starts, and the tokens ``[low, high)`` it attends to (at least one); of float32
+    ``[sequences, kv_heads, group, k_dim]``; of float32 ``[kv_heads, group]``; of float32 ``[sequences, kv_heads,
+    group, v_dim]``, which is written. Items are pairs of sequence and KV head; those from ``start`` to ``stop`` are
+    done. It runs without the interpreter's lock.
+    """
+    with _lock:
+        return _compiled(shape)
+
+
+@functools.cache
+def _compiled(shape: Shape) -> Kernel:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    module = llvm.parse_assembly(str(_Writer(shape).module))
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    _keep.append(engine)
+    return _PROTOTYPE(engine.get_function_address("attend"))
+
+
+class _Writer(Emitter):
+    """Writes the function ``attend`` of a shape into ``module``."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.lanes = math.gcd(LANES, math.gcd(shape.k_dim, shape.v_dim))
+        element = ir.PointerType(F32 if shape.dtype == "float32" else I16)
+        numbers, integers = ir.PointerType(F32), ir.PointerType(I64)
+        arguments = {"pages": element, "layer": I64, "frames": integers, "first": integers, "low": integers}
+        arguments |= {"high": integers, "query": numbers, "sinks": numbers, "out": numbers}
+        arguments |= {"scaling": F32, "softcap": F32, "start": I64, "stop": I64}
+        super().__init__("attend", arguments)
+        self.arg["out"].add_attribute("noalias")
+        g = shape.group
+        self.q = self.array(g * shape.k_dim)  # of one item, scaled
+        self.scores = self.array(g * shape.block)
+        self.sums = self.array(g * shape.v_dim)
+        self.peaks, self.totals, self.fades = self.array(g), self.array(g), self.array(g)
+        with self.loop(self.arg["start"], self.arg["stop"]) as item:
+            self._item(item)
+        self.end()
+
+    # --- The algorithm ---
+
+    def _item(self, item: ir.Value) -> None:
+        """One sequence and KV head."""
+        s, b = self.shape, self.b
+        sequence, head = b.udiv(item, integer(s.kv_heads)), b.urem(item, integer(s.kv_heads))
+        # With a cap, scores are made into powers of two after it.
+        scaling = self.arg["scaling"] if s.softcap else b.fmul(self.arg["scaling"], real(LOG2_E))
+        query = self.at(self.arg["query"], b.mul(item, integer(s.group * s.k_dim)))
+        for i in self.each(s.group * s.k_dim, self.lanes):
+            self.store(
+                self.at(self.q, i), b.fmul(self.load(self.at(query, i), self.lanes), self.splat(scaling, self.lanes))
+            )
+        for i in self.each(s.group * s.v_dim, self.lanes):
+            self.store(self.at(self.sums, i), self.splat(real(0.0), self.lanes))
+        for i in self.each(s.group):
+            b.store(real(NEVER), self.at(self.peaks, i))
+            b.store(real(0.0), self.at(self.totals, i))
+        table = self.at(self.arg["frames"], b.load(self.at(self.arg["first"], sequence)))
+        inside = b.add(b.mul(self.arg["layer"], integer(s.layer_stride)), b.mul(head, integer(s.head_stride)))
+        self._tokens(sequence, table, self.at(self.arg["pages"], inside))
+        self._finish(item, head)
+
+    def _tokens(self, sequence: ir.Value, table: ir.Value, pages: ir.Value) -> None:
+        """All blocks of the tokens that a sequence attends to."""
+        s, b = self.shape, self.b
+        high = b.load(self.at(self.arg["high"], sequence))
+        at = self.variable(I64, b.load(self.at(self.arg["low"], sequence)))
+        with self.repeat(lambda: b.icmp_signed("<", b.load(at), high)):
+            token = b.load(at)
+            page, slot = b.udiv(token, integer(s.page_tokens)), b.urem(token, integer(s.page_tokens))
+            count = self.least(b.sub(high, token), b.sub(integer(s.page_tokens), slot), integer(s.block))
+            frame = b.load(self.at(table, page))
+            offset = b.add(b.mul(frame, integer(s.page_stride)), b.mul(slot, integer(s.content)))
+            self._block(self.at(pages, offset), count)
+            b.store(b.add(token, count), at)
+
+    def _block(self, rows: ir.Value, count: ir.Value) -> None:
+        """Adds ``count`` tokens, whose contents are at ``rows``, to the sums."""
+        s, b = self.shape, self.b
+        with b.if_then(b.icmp_signed("!=", count, integer(s.block))):
+            for i in self.each(s.group * s.block, LANES):
+                self.store(self.at(self.scores, i), self.splat(real(NEVER), LANES))
+        whole = b.and_(count, integer(-_TOKENS))
+        for heads, width in self.tiles(s.group, _HEADS):
+            with self.loop(integer(0), whole, _TOKENS) as token:
+                self._dots(rows, token, _TOKENS, heads, width)
+            with self.loop(whole, count) as token:
+                self._dots(rows, token, 1, heads, width)
+        for head in self.each(s.group):
+            self._soften(head)
+        values = self.at(rows, integer(s.v_at))
+        for heads, width in self.tiles(s.group, _HEADS):
+            for dims, vectors in self.tiles(s.v_dim // self.lanes, _DIMS):
+                self._weigh(values, count, heads, width, dims, vectors)
+
+    def _dots(self, rows: ir.Value, token: ir.Value, tokens: int, head: ir.Value, heads: int) -> None:
+        """Scores of some tokens and query heads: a dot product each."""
+        s, b = self.shape, self.b
+        keys = [self.at(rows, b.mul(b.add(token, integer(i)), integer(s.content))) for i in range(tokens)]
+        queries = [self.at(self.q, b.mul(b.add(head, integer(i)), integer(s.k_dim))) for i in range(heads)]
+        zero = self.splat(real(0.0), self.lanes)
+        dots = [[self.variable(zero.type, zero) for _ in range(heads)] for _ in range(tokens)]
+        for dim in self.each(s.k_dim, self.lanes):
+            k = [self.load_as(s.dtype, self.at(key, dim), self.lanes) for key in keys]
+            q = [self.load(self.at(query, dim), self.lanes) for query in queries]
+            for i in range(tokens):
+                for j in range(heads):
+                    b.store(self.fma(k[i], q[j], b.load(dots[i][j])), dots[i][j])
+        for i in range(tokens):
+            for j in range(heads):
+                where = b.add(b.mul(b.add(head, integer(j)), integer(s.block)), b.add(token, integer(i)))
+                b.store(self.across(b.load(dots[i][j]), b.fadd), self.at(self.scores, where))
+
+    def _soften(self, head: ir.Value) -> None:
+        """Scores of a query head become weights relative to the highest score so far."""
+        s, b = self.shape, self.b
+        scores = self.at(self.scores, b.mul(head, integer(s.block)))
+        parts = [self.at(scores, integer(i)) for i in range(0, s.block, LANES)]
+        values = [self.load(part, LANES) for part in parts]
+        if s.softcap:
+            values = [self.capped(value) for value in values]
+        before = b.load(self.at(self.peaks, head))
+        peak = self.more(before, self.across(functools.reduce(self.more, values), self.more))
+        fade = b.extract_element(self.exp2(self.splat(b.fsub(before, peak), LANES)), I32(0))
+        weights = [self.exp2(b.fsub(value, self.splat(peak, LANES))) for value in values]
+        for part, weight in zip(parts, weights, strict=True):
+            self.store(part, weight)
+        added = self.across(functools.reduce(b.fadd, weights), b.fadd)
+        total = self.at(self.totals, head)
+        b.store(self.fma(b.load(total), fade, added), total)
+        b.store(peak, self.at(self.peaks, head))
+        b.store(fade, self.at(self.fades, head))
+
+    def _weigh(
+        self, values: ir.Value, count: ir.Value, head: ir.Value, heads: int, dim: ir.Value, vectors: int
+    ) -> None:
+        """Adds the weighted values of a block to a tile of the sums, and fades what they were before."""
+        s, b = self.shape, self.b
+        start = b.mul(dim, integer(self.lanes))
+        weights = [self.at(self.scores, b.mul(b.add(head, integer(j)), integer(s.block))) for j in range(heads)]
+        where = [
+            [
+                self.at(
+                    self.sums,
+                    b.add(b.mul(b.add(head, integer(j)), integer(s.v_dim)), b.add(start, integer(i * self.lanes))),
+                )
+                for i in range(vectors)
+            ]
+            for j in range(heads)
+        ]
+        fades = [self.splat(b.load(self.at(self.fades, b.add(head, integer(j)))), self.lanes) for j in range(heads)]
+        sums = [
+            [self.variable(fades[0].type, b.fmul(self.load(x, self.lanes), f)) for x in xs]
+            for xs, f in zip(where, fades, strict=True)
+        ]
+        with self.loop(integer(0), count) as token:
+            row = self.at(values, b.add(b.mul(token, integer(s.content)), start))
+            v = [self.load_as(s.dtype, self.at(row, integer(i * self.lanes)), self.lanes) for i in range(vectors)]
+            for j in range(heads):
+                weight = self.splat(b.load(self.at(weights[j], token)), self.lanes)
+                for i in range(vectors):
+                    b.store(self.fma(v[i], weight, b.load(sums[j][i])), sums[j][i])
+        for j in range(heads):
+            for i in range(vectors):
+                self.store(where[j][i], b.load(sums[j][i]))
+
+    def _finish(self, item: ir.Value, head: ir.Value) -> None:
+        """Sinks join the total; the sums, divided by it, are the result."""
+        s, b = self.shape, self.b
+        out = self.at(self.arg["out"], b.mul(item, integer(s.group * s.v_dim)))
+        for i in self.each(s.group):
+            sink = b.load(self.at(self.arg["sinks"], b.add(b.mul(head, integer(s.group)), i)))
+            sink = b.fmul(sink, real(LOG2_E))
+            before = b.load(self.at(self.peaks, i))
+            peak = self.more(before, sink)
+            fade, extra = (
+                b.extract_element(self.exp2(self.splat(b.fsub(x, peak), LANES)), I32(0)) for x in (before, sink)
+            )
+            total = self.fma(b.load(self.at(self.totals, i)), fade, extra)
+            share = self.splat(b.fdiv(fade, total), self.lanes)
+            for dim in self.each(s.v_dim, self.lanes):
+                where = b.add(b.mul(i, integer(s.v_dim)), dim)
+                self.store(self.at(out, where), b.fmul(self.load(self.at(self.sums, where), self.lanes), share))

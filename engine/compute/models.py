@@ -1,0 +1,370 @@
+"""Models that engines run: a preset's random weights, or a directory with config, safetensors and tokenizer.
+
+Nothing is downloaded, no code of a model is run but transformers' own, no pickle is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from engine.compute import presets
+from engine.compute.probe import Geometry, one_line, probe, refuse_kind
+from engine.text.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from kvstore import Layout
+from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SEED_MAX = 2**32 - 1
+# Files of more bytes than this in all are sampled for the digest: reading 100 GB would take minutes at every start.
+WHOLE_BYTES_MAX = 4 << 30
+SAMPLE_BYTES, SAMPLE_STRIDE_BYTES = 64 << 10, 16 << 20
+DIGEST_THREADS = 4
+PIECE_BYTES, READ_BYTES = 64 << 20, 8 << 20
+# Of a config: what does not change any number a model computes.
+CONFIG_IGNORED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A model that is loaded: in evaluation mode, without gradients, on its device. It is never changed.
+
+    Attributes:
+        name, revision: what its pages are stored under; of a preset, of a directory (and commit, in a hub's cache).
+        net: the causal language model of transformers; attends by "sdpa" or "eager" as transformers chose.
+        geometry: found by running it, see `engine.probe`.
+        dtype: of weights and KV, as in "float32".
+        context_tokens_max: of prompt and answer together.
+        eos_ids: tokens that end an answer.
+        weights_digest: 32 hexadecimal digits over names, shapes, types and bytes of the weights (of a directory: the
+            safetensors files as they are) and over the config. It begins with "sampled-" where the files are larger
+            than ``WHOLE_BYTES_MAX``: then over their headers and a sample of their bytes.
+        rope: the rope regime as text.
+    """
+
+    name: str
+    revision: str
+    net: PreTrainedModel = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
+    geometry: Geometry
+    device: torch.device
+    dtype: str
+    context_tokens_max: int
+    eos_ids: tuple[int, ...]
+    weights_digest: str
+    rope: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.geometry.vocab_size
+
+    @property
+    def layers(self) -> int:
+        return self.geometry.layers
+
+    @property
+    def kv_heads(self) -> int:
+        return self.geometry.kv_heads
+
+    @property
+    def k_dim(self) -> int:
+        return self.geometry.k_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.geometry.v_dim
+
+    @property
+    def is_mla(self) -> bool:
+        return self.geometry.is_mla
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return self.geometry.windows
+
+    def layout(self, page_tokens: int) -> Layout:
+        """Layout of this model's pages of so many tokens.
+
+        Raises:
+            InvalidRequest: pages of that size cannot be, see `kvstore.Layout`.
+        """
+        return Layout(
+            model=self.name,
+            revision=self.revision,
+            weights_digest=self.weights_digest,
+            rope=self.rope,
+            dtype=self.dtype,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            page_tokens=page_tokens,
+            head_dim=0 if self.is_mla else self.k_dim,
+            mla_latent=self.k_dim if self.is_mla else 0,
+            mla_rope=self.v_dim if self.is_mla else 0,
+        )
+
+
+def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: int = 0) -> Model:
+    """Load preset ``spec``, with weights from ``seed``, or the model in directory ``spec``.
+
+    Raises:
+        InvalidRequest: "model", "device", "dtype" or "seed", and why: no such preset or directory, something missing
+            in it, a kind of model that is not handled, a device that is not here.
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequest("dtype", f"{dtype!r} is not one of {', '.join(DTYPES)}")
+    where = find_device(device)
+    if spec in presets.PRESETS:
+        return _preset(spec, where, dtype, seed)
+    return _directory(spec, where, dtype)
+
+
+def find_device(name: str) -> torch.device:
+    """Device "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        InvalidRequest: "device": not one of these, or not here.
+    """
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", name)
+    if match is None:
+        raise InvalidRequest("device", f"{name!r} is not cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no driver or no device"
+        raise InvalidRequest("device", f"no CUDA device here: {why}; use cpu")
+    index, count = int(match[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise InvalidRequest("device", f"no {name} here: this machine has cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def rope_text(config: PreTrainedConfig) -> str:
+    """How positions turn keys: equal for two models where theta, scaling, fraction and pairing are. "" for none."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return ""
+    terms: dict[str, object] = {"parameters": parameters}
+    for name in ("partial_rotary_factor", "rope_interleave", "rotary_dim", "rotary_pct", "no_rope_layers"):
+        if (value := getattr(config, name, None)) is not None:
+            terms[name] = value
+    return json.dumps(terms, sort_keys=True, separators=(",", ":"), default=str)
+
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
+        raise InvalidRequest("seed", f"must be an integer in 0..{SEED_MAX}, not {seed!r}")
+    net = _moved(presets.build(name, seed), DTYPES[dtype])
+    digest = blake2b(_config_text(net.config).encode(), digest_size=16, person=b"kvstore.weights")
+    for parameter_name, parameter in sorted(net.named_parameters()):
+        digest.update(f"{parameter_name} {list(parameter.shape)} {parameter.dtype}\n".encode())
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return _finish(net, ByteTokenizer(), device, dtype, name, f"seed-{seed}", digest.hexdigest())
+
+
+# --- Directories -----------------------------------------------------------------------------------------------------
+
+
+def _directory(spec: str, device: torch.device, dtype: str) -> Model:
+    path = Path(spec).expanduser()
+    if not path.is_dir():
+        what = "is a file, not a directory" if path.exists() else "is no preset and no directory here"
+        raise InvalidRequest("model", f"{spec!r} {what}; presets are {', '.join(presets.PRESETS)}")
+    if not (path / "config.json").is_file():
+        _lacks(path, "config.json")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise InvalidRequest("model", f"config.json in {path}: {one_line(error)}") from error
+    refuse_kind(config)
+    files = _weight_files(path)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        _lacks(path, f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    tokenizer = _tokenizer(path)
+    net = _read_weights(path, config, dtype)
+    name, revision = _identity(path)
+    digest = _files_digest(files, _config_text(config))
+    return _finish(net, tokenizer, device, dtype, name, revision, digest)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files that hold the weights."""
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InvalidRequest("model", f"{index} is no index of safetensors files: {one_line(error)}") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise InvalidRequest("model", f"{index} names {name!r}, which is no safetensors file beside it")
+            if not (path / name).is_file():
+                _lacks(path, name)
+        return [path / name for name in names]
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickles:
+        reason = f"{path} has its weights as pickles ({pickles[0]}), which can run code; save them as safetensors"
+        raise InvalidRequest("model", reason)
+    _lacks(path, "model.safetensors, or model.safetensors.index.json and the files it names")
+
+
+def _tokenizer(path: Path) -> HFTokenizer:
+    try:
+        return HFTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise InvalidRequest("model", f"tokenizer in {path}: {one_line(error)}") from error
+    except Exception as error:
+        # The parser of tokenizer.json raises plain Exception, and nothing finer.
+        if type(error) is Exception:
+            raise InvalidRequest("model", f"tokenizer in {path}: {one_line(error)}") from error
+        raise
+
+
+def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
+    try:
+        net, report = load(
+            path,
+            config=config,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InvalidRequest("model", f"weights in {path}: {one_line(error)}") from error
+    # transformers would go on with random numbers in their place.
+    if missing := sorted(report["missing_keys"]):
+        _lacks(path, f"{len(missing)} of the weights, {missing[0]} among them")
+    loaded: PreTrainedModel = net
+    return loaded
+
+
+def _identity(path: Path) -> tuple[str, str]:
+    """Name and revision: ``models--ORG--NAME/snapshots/COMMIT`` of a hub's cache says both, else the folder's name."""
+    real = path.resolve()
+    match = re.fullmatch(r"models--(.+)", real.parent.parent.name) if real.parent.name == "snapshots" else None
+    if match:
+        return match[1].replace("--", "/"), real.name
+    return real.name or "model", ""
+
+
+def _files_digest(files: list[Path], config: str) -> str:
+    """Over the config and the safetensors files: whole, or a sample of large ones; several pieces at a time."""
+    sizes = [file.stat().st_size for file in files]
+    sampled = sum(sizes) > WHOLE_BYTES_MAX
+    digest = blake2b(f"{config} {sizes}".encode(), digest_size=16, person=b"kvstore.weights")
+    pieces = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, PIECE_BYTES)]
+    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+        for one in threads.map(_sample_digest, files) if sampled else threads.map(_piece_digest, pieces):
+            digest.update(one)
+    return ("sampled-" if sampled else "") + digest.hexdigest()
+
+
+def _piece_digest(piece: tuple[Path, int]) -> bytes:
+    """Over ``PIECE_BYTES`` of a file from a place on."""
+    file, start = piece
+    digest = blake2b(digest_size=32)
+    with file.open("rb", buffering=0) as source:
+        for offset in range(start, start + PIECE_BYTES, READ_BYTES):
+            digest.update(os.pread(source.fileno(), READ_BYTES, offset))
+    return digest.digest()
+
+
+def _sample_digest(file: Path) -> bytes:
+    """Over the size, the header (names, shapes, types) and ``SAMPLE_BYTES`` of every ``SAMPLE_STRIDE_BYTES``."""
+    size = file.stat().st_size
+    digest = blake2b(str(size).encode(), digest_size=32)
+    with file.open("rb", buffering=0) as source:
+        start = 8 + int.from_bytes(os.pread(source.fileno(), 8, 0), "little")
+        digest.update(os.pread(source.fileno(), start, 0))
+        for offset in [*range(start, size, SAMPLE_STRIDE_BYTES), max(start, size - SAMPLE_BYTES)]:
+            digest.update(os.pread(source.fileno(), SAMPLE_BYTES, offset))
+    return digest.digest()
+
+
+# --- Both ------------------------------------------------------------------------------------------------------------
+
+
+def _finish(
+    net: PreTrainedModel,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    dtype: str,
+    name: str,
+    revision: str,
+    digest: str,
+) -> Model:
+    try:
+        net = _moved(net, device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise InvalidRequest("device", f"{name} does not fit on {device}: {one_line(error)}") from error
+    geometry = probe(net)
+    if tokenizer.vocab_size > geometry.vocab_size:
+        reason = f"its tokenizer has {tokenizer.vocab_size} tokens, its logits only {geometry.vocab_size}"
+        raise InvalidRequest("model", f"{name}: {reason}")
+    return Model(
+        name=name,
+        revision=revision,
+        net=net,
+        tokenizer=tokenizer,
+        geometry=geometry,
+        device=device,
+        dtype=dtype,
+        context_tokens_max=_context(net.config),
+        eos_ids=_eos_ids(net, tokenizer),
+        weights_digest=digest,
+        rope=rope_text(net.config),
+    )
+
+
+def _moved(net: PreTrainedModel, to: torch.device | torch.dtype) -> PreTrainedModel:
+    module: torch.nn.Module = net  # transformers wraps `to` in a way that type checkers do not follow
+    module.to(to)
+    return net
+
+
+def _context(config: PreTrainedConfig) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise InvalidRequest("model", f"{config.model_type}: its config does not say max_position_embeddings")
+
+
+def _eos_ids(net: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """As ``generate`` of transformers sees it: of the generation config, else the config, else the tokenizer."""
+    for source in (net.generation_config, net.config):
+        value: Any = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    return tokenizer.eos_ids
+
+
+def _config_text(config: PreTrainedConfig) -> str:
+    terms = {name: value for name, value in config.to_diff_dict().items() if name not in CONFIG_IGNORED}
+    return json.dumps(terms, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def _lacks(path: Path, what: str) -> NoReturn:
+    raise InvalidRequest("model", f"{path} lacks {what}")

@@ -1,0 +1,180 @@
+"""Batch: one packed forward over sequences whose KV lies in frames of an arena, and the cache that puts it there.
+
+Every sequence is a page table (its frames, in order). A forward takes a slice of tokens of each: one token of those
+that decode, a chunk of those that prefill, all end to end in one ``[1, T]`` input with explicit position ids. Each
+layer then, in this order: ``before(layer)``, the new K and V go into the frames, ``after(layer)``, attention reads
+frames. ``start`` of a slice is logical: what is before it may arrive as late as in ``before(layer)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache
+
+from engine.memory.arena import Arena, runs
+
+__all__ = ["Arena", "Batch", "PagedCache", "Slice", "runs"]
+
+LayerHook = Callable[[int], None]
+
+
+@dataclass
+class Slice:
+    """Part of one sequence in one forward: tokens ``[start, start + count)``.
+
+    Attributes:
+        frames: its page table, int64 ``[>= ceil((start + count) / page_tokens)]``.
+        start: tokens before; their KV is there, or will be when ``before(layer)`` returns.
+        tokens: integers ``[count]``, at least one.
+    """
+
+    frames: torch.Tensor
+    start: int
+    tokens: torch.Tensor | npt.NDArray[Any]
+
+    @property
+    def count(self) -> int:
+        """Tokens of this slice."""
+        return len(self.tokens)
+
+    @property
+    def stop(self) -> int:
+        """Tokens of the sequence after this slice."""
+        return self.start + self.count
+
+
+class Steps:
+    """Slices of one token each, as the kernel wants them: what it needs per forward, and not per layer.
+
+    Attributes:
+        index: int64 ``[n]``, where their tokens are in the input; None where they are the whole input, in order.
+        count: ``n``.
+        tables: their page tables, int64, end to end; ``first[i]`` is where the one of ``i`` starts.
+        high: int64 ``[n]``: the tokens of each sequence, this one included.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        slices: Sequence[Slice],
+        chosen: npt.NDArray[np.intp],
+        last: npt.NDArray[np.int64],
+    ) -> None:
+        self.count = len(chosen)
+        self.index = None if self.count == len(slices) else torch.from_numpy(last[chosen])
+        self.high = torch.tensor([slices[i].stop for i in chosen])
+        pages = -(-self.high // arena.layout.page_tokens)
+        self.first = torch.cumsum(pages, 0) - pages
+        self.tables = torch.cat([slices[i].frames[:n] for i, n in zip(chosen, pages.tolist(), strict=True)])
+        assert self.tables.dtype == torch.int64, self.tables.dtype
+        assert self.tables.min() >= 0 and self.tables.max() < arena.frames_total, "a page table names no frame"
+        self._low: dict[int, torch.Tensor] = {}
+
+    def low(self, window: int) -> torch.Tensor:
+        """int64 ``[n]``: the first token that each of them sees; a ``window`` of 0 shows everything."""
+        if window not in self._low:
+            self._low[window] = (self.high - window).clamp(min=0) if window else torch.zeros_like(self.high)
+        return self._low[window]
+
+
+class Batch:
+    """One forward: what every layer of it needs, computed once. Used for one forward.
+
+    Args:
+        before: called once per layer, before older KV of that layer is read.
+        after: called once per layer, when the KV of all new tokens of that layer is in the arena.
+
+    Attributes:
+        tokens, positions: int64 ``[1, T]``, all slices end to end.
+        last: int64 ``[len(slices)]``, where the last token of each slice is.
+        steps: the slices of one token, None where there are none, or where they are read like chunks.
+        chunks: all other slices, and where each starts in the input.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        slices: Sequence[Slice],
+        before: LayerHook | None = None,
+        after: LayerHook | None = None,
+    ) -> None:
+        assert slices, "a forward of nothing"
+        page_tokens = arena.layout.page_tokens
+        for part in slices:
+            assert part.count >= 1 and part.start >= 0, (part.start, part.count)
+            assert part.stop <= len(part.frames) * page_tokens, (part.stop, len(part.frames))
+        self.arena = arena
+        self.slices = list(slices)
+        self.before = before
+        self.after = after
+        device = arena.device
+        counts = np.array([part.count for part in slices])
+        ends = np.cumsum(counts)
+        firsts: list[int] = (ends - counts).tolist()
+        self.last = torch.from_numpy(ends - 1).to(device)
+        positions = np.concatenate([np.arange(part.start, part.stop) for part in slices])
+        self.tokens = torch.cat([torch.as_tensor(np.asarray(part.tokens, np.int64)) for part in slices])[None].to(
+            device
+        )
+        self.positions = torch.from_numpy(positions)[None].to(device)
+        pages = torch.from_numpy(positions // page_tokens)
+        frames = [part.frames[pages[a : a + part.count]] for a, part in zip(firsts, slices, strict=True)]
+        self._frames = torch.cat(frames).to(device)
+        self._slots = torch.from_numpy(positions % page_tokens).to(device)
+        single = counts == 1 if device.type == "cpu" else np.zeros(len(slices), np.bool_)
+        self.steps = Steps(arena, slices, np.flatnonzero(single), ends - 1) if single.any() else None
+        self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
+
+    def write(self, layer: int, content: torch.Tensor) -> None:
+        """Puts ``content [T, kv_heads, content]`` of all new tokens where it belongs."""
+        self.arena.pages[:, layer][self._frames, :, self._slots] = content
+
+    def context(self, layer: int, part: Slice, start: int = 0) -> torch.Tensor:
+        """``[kv_heads, stop - start, content]``: a copy of the KV of tokens from ``start`` to the end of a slice."""
+        shape = self.arena.layout.shape
+        page = start // shape[2]
+        frames = part.frames[page : -(-part.stop // shape[2])]
+        out = torch.empty((shape[1], len(frames), *shape[2:]), dtype=self.arena.pages.dtype, device=self.arena.device)
+        for index, frame, count in runs(frames):
+            out[:, index : index + count] = self.arena.pages[frame : frame + count, layer].transpose(0, 1)
+        return out.view(shape[1], -1, shape[3])[:, start - page * shape[2] : part.stop - page * shape[2]]
+
+
+class PagedCache(Cache):
+    """What transformers takes for a cache during the forward of one batch. Holds nothing itself."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(layers=[])
+        self._batch = batch
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Puts the new K and V ``[1, kv_heads, T, dim]`` of a layer into the frames, and calls the hooks.
+
+        Returns:
+            Both as they came; attention reads frames. MLA, where attention is given what the model expands out of this:
+            latent and rope key of the whole context of every chunk, end to end; of one token, unread, without chunks.
+        """
+        batch = self._batch
+        if batch.before is not None:
+            batch.before(layer_idx)
+        batch.write(layer_idx, torch.cat((key_states, value_states), dim=-1)[0].transpose(0, 1))
+        if batch.after is not None:
+            batch.after(layer_idx)
+        if not batch.arena.layout.mla_latent:
+            return key_states, value_states
+        if not batch.chunks:
+            return key_states[:, :, :1], value_states[:, :, :1]
+        context = torch.cat([batch.context(layer_idx, part) for _, part in batch.chunks], dim=1)[None]
+        return context[..., : batch.arena.k_dim], context[..., batch.arena.k_dim :]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given to the model, it need not count."""
+        return 0

@@ -1,0 +1,162 @@
+"""Models made here: random weights from a seed, so that everything runs with nothing downloaded.
+
+The tiny ones answer in milliseconds on one core and cover what attention must honour: grouped heads, normed keys, MLA,
+soft caps, sliding windows, sinks. The small ones have 50 M parameters or more, for measurements. Text goes through the
+byte-level tokenizer, so ``vocab_size`` is 256 bytes and two special tokens.
+
+Weights are wide (std 0.1 and more), unlike a fresh initialisation: with 0.02 every layer would hardly move its input,
+attention would be flat, and a wrong page would go unnoticed. Windows are small and no multiple of a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.text.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A family of transformers, its config, and the standard deviation of its weights.
+
+    ``head_norm`` is what normed queries and keys are multiplied by: with 1, scores would be as flat as with std 0.02.
+    """
+
+    family: str
+    std: float
+    head_norm: float = 2.0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.std >= 0.1, "see the module's docstring"
+
+
+_BYTES = {
+    "vocab_size": ByteTokenizer.vocab_size,
+    "eos_token_id": ByteTokenizer.EOS,
+    "bos_token_id": ByteTokenizer.BOS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_TINY = {
+    **_BYTES,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+}
+_TINY_MLA = {
+    **{name: value for name, value in _TINY.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    # One layer of experts after two dense ones.
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "num_mtp_layers": 0,
+}
+_SMALL = {
+    **_BYTES,
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+}
+_SMALL_MLA = {
+    **{name: value for name, value in _SMALL.items() if name != "head_dim"},
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 192,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 12,  # dense all through: the time of a step shall not depend on what is routed where
+    "num_mtp_layers": 0,
+}
+
+PRESETS: Mapping[str, Preset] = {
+    "tiny-llama": Preset(family="llama", std=0.2, config=_TINY),
+    "tiny-qwen3": Preset(
+        family="qwen3", std=0.2, config={**_TINY, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    ),
+    "tiny-mla": Preset(family="deepseek_v3", std=0.2, config=_TINY_MLA),
+    "tiny-mistral": Preset(family="mistral", std=0.2, config={**_TINY, "sliding_window": 40}),
+    "tiny-gemma2": Preset(
+        family="gemma2",
+        std=0.2,
+        config={**_TINY, "num_hidden_layers": 4, "sliding_window": 40, "query_pre_attn_scalar": 16},
+    ),
+    "tiny-gpt-oss": Preset(
+        family="gpt_oss",
+        std=0.2,
+        config={
+            **_TINY,
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 2048,
+            },
+        },
+    ),
+    "small-llama": Preset(family="llama", std=0.1, config=_SMALL),
+    "small-qwen3": Preset(family="qwen3", std=0.1, config=_SMALL),
+    "small-mla": Preset(family="deepseek_v3", std=0.1, config=_SMALL_MLA),
+}
+
+
+def build(name: str, seed: int) -> PreTrainedModel:
+    """The causal language model of preset ``name``, float32, on the CPU; the same weights from a seed everywhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    preset = PRESETS[name]
+    config = AutoConfig.for_model(preset.family, **preset.config)
+    net: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for parameter_name, parameter in net.named_parameters():
+        if parameter.dim() >= 2 or parameter_name.endswith(("bias", "sinks")):  # the others scale norms: they stay
+            fill(parameter, preset.std, f"{seed}/{parameter_name}")
+        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.data.fill_(preset.head_norm)
+    return net
+
+
+def fill(tensor: torch.Tensor, std: float, seed: str) -> None:
+    """Fill ``tensor`` in place with uniform numbers of mean 0 and this deviation.
+
+    Uniform in [0, 1) is exact, and so are the two steps after it; a normal distribution would go through logarithms
+    that differ in the last bit between processors, and with it the weights digest.
+    """
+    import torch
+
+    digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    with torch.no_grad():
+        tensor.uniform_(generator=generator).sub_(0.5).mul_(std * math.sqrt(12))

@@ -1,0 +1,1 @@
+"""Nouns of the engine, pure: requests, hand-offs, what is observed."""

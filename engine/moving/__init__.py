@@ -1,0 +1,1 @@
+"""KV between an engine, the store and its peers."""

@@ -1,0 +1,64 @@
+"""Peers: other engines, as far as hand-offs and migrations need them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Protocol
+
+from engine.model.request import Piece, PrefillEvent, Request
+from kvstore.model.layout import Layout
+
+PEERS_MAX = 64
+
+Pieces = Generator[Piece, None, None]
+
+
+class Peer(Protocol):
+    """Another engine, as far as a hand-off needs it. ``EngineClient`` is one."""
+
+    def prefill(
+        self, request: Request, layout: Layout, hold_s: float | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[PrefillEvent]:
+        """Have it compute a prompt."""
+        ...
+
+    def pull(
+        self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
+    ) -> Pieces:
+        """Fetch the KV. Whoever uses a piece compares its checksum."""
+        ...
+
+    def release(self, request_id: str) -> bool:
+        """It is not needed any more."""
+        ...
+
+
+class Peers:
+    """Clients of other engines, one per address, made when first needed; the ``PEERS_MAX`` used last are kept."""
+
+    def __init__(self, connect: Callable[[str], Peer]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._known: dict[str, Peer] = {}
+        self._failed: dict[str, float] = {}
+
+    def __getitem__(self, address: str) -> Peer:
+        with self._lock:
+            peer = self._known.pop(address, None) or self._connect(address)
+            self._known[address] = peer  # the newest, at the end
+            while len(self._known) > PEERS_MAX:
+                forgotten = next(iter(self._known))
+                del self._known[forgotten]
+                self._failed.pop(forgotten, None)
+            return peer
+
+    def avoid(self, address: str, seconds: float) -> None:
+        """It did not answer: ask others first for a while."""
+        self._failed[address] = time.monotonic() + seconds
+
+    def usable(self, addresses: tuple[str, ...]) -> list[str]:
+        """Those not to be avoided now."""
+        now = time.monotonic()
+        return [address for address in addresses if self._failed.get(address, 0.0) <= now]

@@ -1,0 +1,327 @@
+"""Pool: an engine's side of the store. Loads prefixes into frames, writes pages out of them.
+
+The store is there to save work, never to stop it: while the node is away nothing is written, what can still be read
+through shared memory is read, and the engine computes the rest. A thread looks whether the node is there, so that the
+computing one need not find out by waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.memory import staging
+from engine.memory.arena import Arena, runs
+from engine.memory.lossy import Lossy
+from engine.shell.sequence import Sequence
+from kvstore.client.match import Match
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.store import Store
+from kvstore.client.writer import Writer
+from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+
+LOOK_S = 0.25
+LOOK_TIMEOUT_S = 0.05
+REMOTE_LOOK_TIMEOUT_S = 1.0
+CACHES_MAX = 1024  # of tenants and adapters, kept ready
+WRITE_TTL_S = 30.0  # of a chunk's pages; what takes longer is written with the next chunk
+
+log = logging.getLogger("kvstore.engine.pool")
+
+Rows = npt.NDArray[np.uint8]
+
+
+class Pool:
+    """All threads of an engine share it. Without a store it holds nothing and takes nothing.
+
+    Attributes:
+        layout: of the exact pages.
+        codec: how pages are written: None as they are, else as lossy replicas under a layout of their own.
+        hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
+    """
+
+    def __init__(self, store: Store | None, layout: Layout, arena: Arena, compress: str = "none") -> None:
+        self.store = store
+        self.layout = layout
+        self.codec: Lossy | None = Lossy.of(layout, compress)
+        self.hook_s, self.hook_layers = 0.0, 0
+        self.failures = 0
+        self.up = store is not None  # whether the node takes pages, as far as we know
+        self._mapped = store is not None and store.reads_without_node
+        self._failed_s = 0.0
+        self._in_doubt = False  # the node may hold frames for us that we know nothing of
+        self._arena = arena
+        self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
+        self._stopped = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="engine-pool", daemon=True)
+
+    def start(self) -> None:
+        """Watch the node from now on."""
+        if self.store is not None:
+            self._watch.start()
+
+    def stop(self) -> None:
+        """Watch no more. The store stays open; it is its maker's."""
+        self._stopped.set()
+        if self._watch.ident is not None:
+            self._watch.join()
+
+    def _look(self) -> None:
+        assert self.store is not None
+        while not self._stopped.wait(LOOK_S):
+            try:
+                began_s = time.monotonic()
+                self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
+                self.up = self.up or began_s > self._failed_s  # a failure meanwhile is newer than this look
+            except KVStoreError:
+                self._in_doubt = self._in_doubt or self.up
+                self.up = False
+
+    def between_steps(self) -> None:
+        """Called by the thread that writes, while it writes nothing: after a failure, have the node let go of what it
+        granted to us and we never heard of. It cannot tell by itself as long as this process lives.
+        """
+        if self._in_doubt and self.up and self.store is not None:
+            self._in_doubt = False
+            with self._forgiven():
+                self.store.renew_session()
+
+    def cache(self, salt: str, adapter: str, lossy: bool = False) -> PrefixCache | None:
+        """Pages of a tenant and adapter, exact or lossy ones; None without a store."""
+        if self.store is None or (lossy and self.codec is None):
+            return None
+        name = salt, adapter, lossy
+        found = self._caches.get(name)
+        if found is None:
+            if len(self._caches) >= CACHES_MAX:
+                self._caches.clear()
+            layout = self.codec.layout if lossy and self.codec is not None else self.layout
+            found = self._caches[name] = self.store.cache(layout, salt, adapter)
+        return found
+
+    def check(self) -> None:
+        """Whether the node takes our pages at all. Raises InvalidRequest where they do not fit its extents."""
+        if self.store is not None:
+            self.cache("", "")
+            self.cache("", "", True)
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, sequence: Sequence) -> int:
+        """Copy the longest stored prefix of the prompt into the sequence's frames; returns its tokens, at most all.
+
+        Called in a thread of its own. A pool that cannot be read has nothing.
+        """
+        page_tokens = sequence.page_tokens
+        wanted = sequence.prompt // page_tokens
+        if not wanted or sequence.cache is None or not self._readable:
+            return 0
+        tokens = sequence.tokens[: wanted * page_tokens]
+        pages = self._get(sequence, sequence.cache, sequence.cache.keys(tokens), 0, "")
+        if self.codec is None or not sequence.request.allow_lossy or pages == wanted:
+            return pages * page_tokens
+        lossy = self.cache(sequence.request.salt, sequence.request.adapter, True)
+        if lossy is not None:
+            more = self._get(sequence, lossy, lossy.keys(tokens), pages, f"-{self.codec.name}")
+            sequence.lossy = sequence.lossy or more > 0
+            pages += more
+        return pages * page_tokens
+
+    def _get(self, sequence: Sequence, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
+        """Load pages from number ``first`` on; how many that were."""
+        assert sequence.frames is not None
+        loaded = 0
+        for index, frame, count in runs(sequence.frames[first : len(keys)]):
+            start = first + index
+            asked = keys[start : start + count]
+            found = Match(0, 0, "")
+            with self._forgiven(), staging.receive(self._arena, frame, count) as rows:
+                if kind and self.codec is not None:
+                    found = cache.get(asked)
+                    if found.data is not None and found.pages:
+                        self.codec.decode(found.data, out=rows[: found.pages])
+                else:
+                    found = cache.get(asked, out=rows)
+            for tier, pages in found.tiers.items():
+                name = f"{tier.name.lower()}{kind}"
+                sequence.spent.cached[name] = sequence.spent.cached.get(name, 0) + pages * sequence.page_tokens
+            sequence.spent.loaded_bytes += found.pages * cache.page_bytes
+            loaded += found.pages
+            if found.pages < count:
+                break
+        return loaded
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def chunk(self, sequence: Sequence, stop_page: int) -> ChunkWriter | None:
+        """A writer of the pages up to ``stop_page`` that are being computed; None where nothing is to be written."""
+        cache = self._writes_to(sequence)
+        if cache is None or stop_page <= sequence.stored_pages:
+            return None
+        return ChunkWriter(self, cache, sequence, stop_page, self._arena)
+
+    def append(self, sequence: Sequence) -> None:
+        """Write all full pages that are not stored yet, without waiting for the acknowledgement of the last."""
+        cache = self._writes_to(sequence)
+        stop = sequence.cached // sequence.page_tokens
+        if cache is None or stop <= sequence.stored_pages:
+            return
+        with self._forgiven():
+            sequence.stored_pages = self._put(cache, sequence, stop)
+
+    def written(self, sequence: Sequence, pages: int) -> int:
+        """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say."""
+        if sequence.cache is None or not pages or not self._readable:
+            return 0
+        found = 0
+        with self._forgiven():
+            found = sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
+        return found
+
+    @property
+    def _readable(self) -> bool:
+        return self.up or self._mapped
+
+    def _writes_to(self, sequence: Sequence) -> PrefixCache | None:
+        if sequence.cache is None or not self.up:
+            return None
+        if self.codec is not None:
+            return self.cache(sequence.request.salt, sequence.request.adapter, True)
+        return sequence.cache if not sequence.lossy else None
+
+    def _put(self, cache: PrefixCache, sequence: Sequence, stop: int) -> int:
+        """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
+        assert sequence.frames is not None
+        keys = cache.keys(sequence.tokens[: stop * sequence.page_tokens])
+        first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
+        for index, frame, count in runs(sequence.frames[first:stop]):
+            start = first + index
+            cache.put_async(keys[start : start + count], self.encoded(staging.send(self._arena, frame, count)))
+            sequence.spent.written_bytes += count * cache.page_bytes
+        return stop
+
+    def encoded(self, rows: Rows) -> Rows:
+        """Pages as they are written."""
+        return rows if self.codec is None else self.codec.encode(rows)
+
+    @contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time."""
+        try:
+            yield
+        except OutOfSpace:  # also: the tenant's quota
+            self.failures += 1
+        except KVStoreError as error:
+            self.failures += 1
+            log.warning("the pool cannot be used: %s", error)
+            if isinstance(error, Unavailable):
+                self.up, self._failed_s, self._in_doubt = False, time.monotonic(), True
+
+    def failed(self, error: KVStoreError) -> None:
+        """What ``_forgiven`` does, for who cannot use a ``with``."""
+        with self._forgiven():
+            raise error
+
+
+class ChunkWriter:
+    """The pages of one chunk, layer by layer while it is computed: ``before`` the forward, ``layer`` from its hook,
+    ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
+    """
+
+    def __init__(self, pool: Pool, cache: PrefixCache, sequence: Sequence, stop_page: int, arena: Arena) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._sequence = sequence
+        self._arena = arena
+        self._stop = stop_page
+        self._first = 0
+        self._keys: Keys | None = None
+        self._runs: list[tuple[int, int, Rows | None]] = []
+        self._writer: Writer | None = None
+
+    def before(self) -> None:
+        """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
+        sequence, page_tokens = self._sequence, self._sequence.page_tokens
+        try:
+            self._keys = self._cache.keys(sequence.tokens[: self._stop * page_tokens])
+            if self._cache.lookup(self._keys).pages >= self._stop:  # the last page of a prompt that was all there
+                sequence.stored_pages = self._stop
+                return
+            behind = sequence.cached // page_tokens
+            if behind:
+                sequence.stored_pages = self._pool._put(self._cache, sequence, behind)
+            self._first = max(behind, sequence.stored_pages)
+            if self._first >= self._stop:
+                return
+            # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
+            assert sequence.frames is not None
+            self._runs = [
+                (frame, count, staging.layers_in_place(self._arena, frame, count))
+                for _, frame, count in runs(sequence.frames[self._first : self._stop])
+            ]
+            writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
+            writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
+            self._writer = writer.__enter__()
+        except KVStoreError as error:
+            self._failed(error)
+
+    def layer(self, layer: int) -> None:
+        """One layer is in the frames: write it."""
+        writer = self._writer
+        if writer is None or self._sequence.frames is None:
+            return
+        start_s = time.perf_counter()
+        try:
+            writer.write_layer(layer, self._rows(layer))
+        except KVStoreError as error:
+            self._abandon()
+            self._failed(error)
+        pool = self._pool
+        pool.hook_s += time.perf_counter() - start_s
+        pool.hook_layers += 1
+
+    def _rows(self, layer: int) -> Any:
+        parts = []
+        for frame, count, there in self._runs:
+            rows = staging.send_layer(self._arena, frame, count, layer) if there is None else there[layer]
+            parts.append(rows if self._pool.codec is None else self._pool.codec.encode(rows))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def after(self, succeeded: bool) -> None:
+        """Seal, or revoke where the forward failed."""
+        writer, self._writer = self._writer, None
+        if writer is None or self._keys is None:
+            return
+        if not succeeded:
+            self._writer = writer
+            self._abandon()
+            return
+        sequence = self._sequence
+        try:
+            writer.__exit__(None, None, None)
+            # What was not new is stored, or had no room: the index knows.
+            sequence.stored_pages = self._cache.lookup(self._keys).pages
+            sequence.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
+        except KVStoreError as error:
+            self._failed(error)
+
+    def _abandon(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            kind: type[BaseException] = InvalidRequest
+            none: TracebackType | None = None
+            writer.__exit__(kind, None, none)
+
+    def _failed(self, error: KVStoreError) -> None:
+        self._writer = None
+        self._pool.failed(error)

@@ -1,0 +1,1 @@
+"""The engine: threads, steps, migration, status."""

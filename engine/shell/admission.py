@@ -1,0 +1,95 @@
+"""Admission: what an engine accepts, and who gets frames next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from engine.compute.models import Model
+from engine.compute.sampling import check
+from engine.memory.arena import Arena
+from engine.model.request import Request
+from engine.shell.sequence import Sequence
+from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Layout
+
+
+def memory_frames(arena_bytes: int, layout: Layout) -> int:
+    """Frames that fit.
+
+    Raises:
+        InvalidRequest: not even one.
+    """
+    frames = arena_bytes // layout.page_bytes
+    if not frames:
+        raise InvalidRequest("arena", f"{arena_bytes} bytes hold no page of {layout.page_bytes}")
+    return frames
+
+
+def check_request(request: Request, model: Model, layout: Layout, frames: int, answers: bool) -> None:
+    """Refuse what can never be served.
+
+    Raises:
+        InvalidRequest: an empty prompt, ids that the model does not know, more tokens than its context or than all
+            frames hold, sampling that makes no sense; names the field.
+    """
+    check(request.sampling)
+    tokens = request.tokens
+    if not len(tokens):
+        raise InvalidRequest("tokens", "must not be empty")
+    if int(tokens.max()) >= model.vocab_size:
+        where = int(tokens.argmax())
+        raise InvalidRequest("tokens", f"id {tokens[where]} at {where} is not in 0..{model.vocab_size - 1}")
+    if not 0 <= request.generated < len(tokens):
+        raise InvalidRequest("generated", f"{request.generated} of {len(tokens)} tokens leave no prompt")
+    if answers and request.generated >= request.sampling.max_tokens:
+        raise InvalidRequest("generated", f"{request.generated} tokens are all of max_tokens already")
+    total = request.prompt_tokens + (request.sampling.max_tokens if answers else request.generated)
+    if total > model.context_tokens_max:
+        what = f"{request.prompt_tokens} tokens and max_tokens={request.sampling.max_tokens}"
+        raise InvalidRequest("tokens", f"{what} are beyond the context of {model.context_tokens_max}")
+    if -(-total // layout.page_tokens) > frames:
+        raise InvalidRequest("tokens", f"{total} tokens do not fit the arena of {frames * layout.page_tokens}")
+    if request.adapter:
+        raise InvalidRequest("adapter", "this engine runs its model without adapters")
+    if not 0 < request.deadline_s < 1e6:
+        raise InvalidRequest("deadline_s", f"must be positive seconds, not {request.deadline_s!r}")
+
+
+class Admission:
+    """Sequences that wait for frames, first come, first served: a large one is not overtaken for ever."""
+
+    def __init__(self, arena: Arena, batch_max: int) -> None:
+        self._arena = arena
+        self._batch_max = batch_max
+        self._waiting: deque[Sequence] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Wait."""
+        self._waiting.append(sequence)
+
+    def admit(self, active: int) -> Iterator[Sequence]:
+        """Those that get frames now, where ``active`` sequences have some already."""
+        while self._waiting and active < self._batch_max:
+            frames = self._arena.take(self._waiting[0].pages)
+            if frames is None:
+                return
+            sequence = self._waiting.popleft()
+            sequence.frames = frames
+            active += 1
+            yield sequence
+
+    def drop(self, now_s: float) -> Iterator[Sequence]:
+        """Those that need not wait any more: cancelled, or too late."""
+        gone = [one for one in self._waiting if one.cancelled or one.expired(now_s)]
+        for sequence in gone:
+            self._waiting.remove(sequence)
+            yield sequence
+
+    def drain(self) -> Iterator[Sequence]:
+        """All of them."""
+        while self._waiting:
+            yield self._waiting.popleft()

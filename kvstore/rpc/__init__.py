@@ -1,0 +1,1 @@
+"""Codecs and channels: the local socket protocol, errors over gRPC, data messages."""

@@ -1,0 +1,1 @@
+"""KV events in vLLM's wire format."""

@@ -1,0 +1,221 @@
+"""Pages as KV events tell of them: key, parent, token ids; read from the records while the node goes on.
+
+Nothing is locked. A record is believed where its word is the same before and after, as readers of the pool do it; the
+token ids of a page that is on NVMe alone are in its header there. A page that is gone, or not to be read, is None.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvstore.model.objects import HEAD_TAG, PIECE_TAG
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, Tier, word_of
+from kvstore.service.node.index_keeper import snapshot
+from kvstore.service.node.performer import Performer
+from kvstore.state import closure
+from kvstore.tier import frame_header
+from kvstore.tier.disk import aligned_buffer
+from kvstore.tier.frame_header import FrameHeader
+from kvstore.tier.records import ExtentTable
+
+log = logging.getLogger("kvstore.events")
+
+TOKENS_MAX = 4096  # of one batch, unless one page has more: some 15 KB
+
+# vLLM's names; other consumers know them too.
+MEDIUMS = {Tier.DRAM: "CPU", Tier.NVME: "DISK"}
+CLEARED: list[Any] = ["AllBlocksCleared"]
+
+
+class PageFacts(NamedTuple):
+    """A stored page. ``parent`` None: it starts its chain. ``tokens`` uint32 little-endian, end to end; none of a page
+    of an opaque object, of which nobody is told."""
+
+    key: bytes
+    parent: bytes | None
+    tokens: bytes
+
+
+class PageReader:
+    """Reads what is stored where. Lives with its performer; one thread uses it.
+
+    A page that has gone when it is read is not told of as stored, and neither is what hangs on it, until its going has
+    been told: it may be back by then, and its children be found before it is told of again.
+    """
+
+    def __init__(self, performer: Performer) -> None:
+        self._performer = performer
+        self._skipped: set[tuple[Tier, bytes]] = set()  # stored, as events say, and not told of
+
+    def stored_now(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
+        """Pages that an event says were stored, as far as they are to be told of. None: the index cannot tell."""
+        pages = self.find(keys, tier)
+        gone = [i for i, page in enumerate(pages or ()) if page is None]
+        again = self.find([keys[i] for i in gone], tier) if gone else []  # moved inside the tier just now, perhaps
+        if pages is None or again is None:
+            return None
+        for i, page in zip(gone, again, strict=True):
+            pages[i] = page
+        return [self._told(key, tier, page) for key, page in zip(keys, pages, strict=True)]
+
+    def _told(self, key: bytes, tier: Tier, page: PageFacts | None) -> PageFacts | None:
+        if page is None or (page.parent is not None and (tier, page.parent) in self._skipped):
+            self._skipped.add((tier, key))
+            return None
+        self._skipped.discard((tier, key))
+        return page
+
+    def gone(self, keys: list[bytes], tier: Tier) -> None:
+        """An event says that these pages left."""
+        if self._skipped:
+            self._skipped.difference_update((tier, key) for key in keys)
+
+    def forget(self) -> None:
+        """Everything is told anew."""
+        self._skipped.clear()
+
+    def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
+        """These pages, where they are in ``tier`` now. None: the index cannot tell at present."""
+        index = self._performer.index
+        here = index.look(keys, tier)
+        above: list[Address | None] | None = [None] * len(keys)
+        if tier == Tier.NVME:
+            above = index.look(keys, Tier.DRAM)
+        if here is None or above is None:
+            return None
+        return [
+            self._read(key, address, copy) if address is not None else None
+            for key, address, copy in zip(keys, here, above, strict=True)
+        ]
+
+    def stored(self, tier: Tier) -> Iterator[PageFacts]:
+        """Every page of ``tier``, parents before their children, chain by chain.
+
+        Of a page that comes, goes or moves meanwhile the events tell.
+        """
+        performer = self._performer
+        snapshots = [snapshot(table) for table in list(performer.tables.values()) if table.tier == tier]
+        links = closure.link(snapshots)
+        order = np.argsort(links.parent, kind="stable")  # children of one page beside each other
+        parents = links.parent[order]
+        starts, ends = (np.searchsorted(parents, np.arange(len(parents)), side) for side in ("left", "right"))
+        waiting = order[parents == -1].tolist()
+        while waiting:
+            i = waiting.pop()
+            if links.duplicate[i]:
+                continue
+            key = links.key(i)
+            facts = self._read(key, links.address(i), None)
+            if facts is None:
+                facts = (self.find([key], tier) or [None])[0]  # moved since, perhaps
+            if self._told(key, tier, facts) is None or facts is None:
+                continue  # and what hangs on it
+            waiting += order[starts[i] : ends[i]].tolist()
+            if facts.tokens:
+                yield facts
+
+    def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
+        table = self._performer.tables.get(address.extent)
+        if table is None or address.frame >= table.frames:
+            return None
+        row = _row(table, key, address)
+        if row is None:
+            return None
+        if row[40:48] in (HEAD_TAG, PIECE_TAG):  # an opaque object has no token ids
+            return PageFacts(key, None, b"")
+        parent, root = row[table.fmt.parent], row[24:40]
+        tokens = self._tokens(key, address, table, row, above)
+        return None if tokens is None else PageFacts(key, None if parent == root else parent, tokens)
+
+    def _tokens(
+        self, key: bytes, address: Address, table: ExtentTable, row: bytes, above: Address | None
+    ) -> bytes | None:
+        if table.tier == Tier.DRAM:
+            return _tokens_of(row, table)
+        if above is not None:
+            copy = self._performer.tables.get(above.extent)
+            found = _row(copy, key, above) if copy is not None and above.frame < copy.frames else None
+            if copy is not None and found is not None:
+                return _tokens_of(found, copy)
+        return self._tokens_on_nvme(key, address, table)
+
+    def _tokens_on_nvme(self, key: bytes, address: Address, table: ExtentTable) -> bytes | None:
+        nvme, frame_class = self._performer.nvme, table.frame_class
+        if nvme is None:
+            return None
+        buffer = aligned_buffer(frame_class.nvme_header_bytes)
+        try:
+            nvme.devices.read_header(table.position, address.frame, frame_class, buffer)
+        except OSError as error:
+            log.warning("frame %d of extent %d could not be read: %s", address.frame, address.extent, error)
+            return None
+        incarnation = nvme.devices.header_incarnation(table.position)
+        found = frame_header.unpack(buffer, frame_class, incarnation, *address)
+        return found.tokens.tobytes() if isinstance(found, FrameHeader) and found.key == key else None
+
+
+def _row(table: ExtentTable, key: bytes, address: Address) -> bytes | None:
+    word = word_of(address.generation, FrameState.SEALED)
+    if int(table.words[address.frame]) != word:
+        return None
+    row = table.rows[address.frame].tobytes()
+    return row if int(table.words[address.frame]) == word and row[8:24] == key else None
+
+
+def _tokens_of(row: bytes, table: ExtentTable) -> bytes:
+    start = 8 + IDENTITY_HEAD_BYTES
+    return row[start : start + 4 * table.frame_class.page_tokens]
+
+
+# --- in vLLM's words ------------------------------------------------------------------------------------------------
+
+
+def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[list[Any]]:
+    """``BlockStored`` events: pages that follow one another in a chain share one, of ``TOKENS_MAX`` at most."""
+    run: list[PageFacts] = []
+    for page in pages:
+        if page is None or not page.tokens:
+            continue
+        follows = run and page.parent == run[-1].key and len(page.tokens) == len(run[-1].tokens)
+        if run and not (follows and (len(run) + 1) * len(page.tokens) <= 4 * TOKENS_MAX):
+            yield _stored(run, medium)
+            run = []
+        run.append(page)
+    if run:
+        yield _stored(run, medium)
+
+
+def _stored(run: list[PageFacts], medium: str) -> list[Any]:
+    tokens = np.frombuffer(b"".join(page.tokens for page in run), "<u4").tolist()
+    hashes, block_size = [page.key for page in run], len(run[0].tokens) // 4
+    return ["BlockStored", hashes, run[0].parent, tokens, block_size, None, medium, None]  # lora_id, lora_name: None
+
+
+def blocks_removed(keys: list[bytes], medium: str) -> list[Any]:
+    """A ``BlockRemoved`` event."""
+    return ["BlockRemoved", keys, medium]
+
+
+def everything_stored(reader: PageReader) -> Iterator[list[Any]]:
+    """``BlockStored`` events of all that both tiers hold."""
+    for tier, medium in MEDIUMS.items():
+        yield from blocks_stored(reader.stored(tier), medium)
+
+
+def batches(events: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
+    """The same events in batches of about ``TOKENS_MAX`` token ids."""
+    batch: list[list[Any]] = []
+    tokens = 0
+    for event in events:
+        size = len(event[3]) if event[0] == "BlockStored" else 1
+        if batch and tokens + size > TOKENS_MAX:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(event)
+        tokens += size
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""Programs on this machine: the control socket, and what each message asks of the node."""

@@ -1,0 +1,243 @@
+"""Dispatch: one request's bytes in, one reply's bytes out. The same for the unix socket and for clients in process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, Tier
+from kvstore.rpc import control
+from kvstore.rpc.control import BATCH_MAX, Message, Op
+from kvstore.service.node.node import Node
+from kvstore.service.operator.admin import Admin
+from kvstore.service.upkeep.scrubber import Scrubber
+from kvstore.state import events as ev
+
+_WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE))  # not of a node that ends
+
+
+class Dispatcher:
+    """Decodes requests of known sessions and encodes what the node answers. Bad requests change nothing."""
+
+    def __init__(self, node: Node, scrubber: Scrubber, wake: Callable[[], None]) -> None:
+        self.node = node
+        self.scrubber = scrubber
+        self.wake = wake  # there are pages to copy between tiers
+        self._verbs: dict[int, Callable[[int, Message, int], bytes]] = {
+            Op.GRANT: self._grant,
+            Op.SEAL_GRANTED: self._seal_granted,
+            Op.RESERVE: self._reserve,
+            Op.SEAL: self._seal,
+            Op.REVOKE: self._revoke,
+            Op.LEASE: self._lease,
+            Op.RENEW: self._renew,
+            Op.RELEASE: self._release,
+            Op.SCRUB: self._scrub,
+            Op.PREFETCH: self._prefetch,
+            Op.DELETE: self._delete,
+            Op.ADMIN: self._admin,
+        }
+        self.admin = Admin(node, scrubber, wake)
+
+    def hello(self, message: Message) -> tuple[int, bytes]:
+        """(session, reply) of a first message; session 0 where it is refused."""
+        try:
+            if message.op != Op.HELLO:
+                raise InvalidRequest("message", "the first request must be HELLO")
+            theirs = control.unpack_json(message.body).get("protocol")
+            if theirs != control.PROTOCOL:
+                raise InvalidRequest("protocol", f"client speaks {theirs}, node speaks {control.PROTOCOL}")
+            if message.a == 0:
+                raise InvalidRequest("session", "must not be 0")
+        except InvalidRequest as error:
+            return 0, _refused(message, error)
+        reply = self.node.handle(ev.SessionOpened(time.monotonic_ns(), message.a))
+        if reply.status != Status.OK:
+            reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
+            return 0, control.encode(Status.FAILED, message.request_id, body=[reason.encode()])
+        about = {"name": self.node.config.name, "incarnation": f"{self.node.performer.header.incarnation:016x}"}
+        return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
+
+    def exchange(self, session: int, message: Message) -> bytes | None:
+        """The reply, or None where the client asked for none."""
+        try:
+            if message.entries > BATCH_MAX:
+                raise InvalidRequest("count", f"{message.entries} is more than {BATCH_MAX}")
+            verb = self._verbs.get(message.op)
+            if verb is None:
+                raise InvalidRequest("op", f"{message.op} is unknown")
+            if self.node.ending and message.op in _WRITES:
+                raise NodeUnavailable(f"{self.node.config.name}: the node is ending")
+            reply = verb(session, message, time.monotonic_ns())
+        except InvalidRequest as error:
+            reply = _refused(message, error)
+        except KVStoreError as error:
+            reply = control.encode(Status.FAILED, message.request_id, body=[str(error).encode()])
+        if failpoint.ACTIVE:
+            failpoint.hit("node.reply")
+        return None if message.flags & control.NO_REPLY else reply
+
+    def may_take_long(self, message: Message) -> bool:
+        """Whether a request is one for a thread of its own: an admin call, or what reads, or erases, on NVMe."""
+        if message.op == Op.SEAL_GRANTED:
+            replaces = message.flags & control.OBJECT and any(message.body[-ADDRESS_BYTES:])
+            return bool(replaces) and self.node.nvme is not None
+        if message.op == Op.DELETE:
+            return self.node.nvme is not None
+        try:
+            if message.op == Op.SCRUB:  # a page of DRAM of some MiB takes a millisecond or two
+                return message.entries > 1 or self._is_on_nvme(message)
+            return self.admin.may_take_long(control.unpack_json(message.body))
+        except InvalidRequest:
+            return False  # it is refused at once
+
+    def _is_on_nvme(self, message: Message) -> bool:
+        tables = self.node.performer.tables
+        found = (tables.get(a.extent) for a in control.unpack_addresses(message.body, message.entries))
+        return any(table is not None and table.tier == Tier.NVME for table in found)
+
+    # --- verbs ------------------------------------------------------------------------------------------------------
+
+    def _grant(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        self.node.check_class(frame_class)
+        anchor = control.unpack_key(message.body, 0) if message.body else b""
+        reply = self.node.handle(
+            ev.Grant(now_ns, session, frame_class, message.entries, bool(message.flags & control.AHEAD), anchor)
+        )
+        if reply.status == Status.BUSY:
+            self.wake()
+        body = [control.pack_addresses(reply.addresses)]
+        return control.encode(reply.status, message.request_id, count=len(reply.addresses), body=body)
+
+    def _seal_granted(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        count, body = _at_least_one(message), message.body
+        width = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
+        parent = control.unpack_key(body, 0)
+        addresses = control.unpack_addresses(body, count, KEY_BYTES)
+        start = KEY_BYTES + count * ADDRESS_BYTES
+        rows = control.unpack_rows(body, count, frame_class.page_tokens, start)
+        sums = None
+        if message.flags & control.CHECKSUMS:
+            sums = _checksums(body, start + count * width, count, frame_class.layers)
+        tables = self.node.performer.tables
+        for number in {address.extent for address in addresses}:
+            table = tables.get(number)
+            if table is None:  # dropped since: its addresses can be nobody's
+                # Each still an address of its own: one that is named twice is another's mistake, and refused.
+                addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
+            elif table.frame_class != frame_class:
+                raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
+        continues = bool(message.flags & control.CONTINUES)
+        event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues)
+        if message.flags & control.OBJECT:
+            if count != 1 or sums is not None:
+                raise InvalidRequest("count", "one object at a time, without checksums")
+            event.replaces = control.unpack_addresses(body, 1, start + width)[0]
+        reply = self.node.handle(event)
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        return _statuses(message, reply)
+
+    def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        self.node.check_class(frame_class)
+        count, body = _at_least_one(message), message.body
+        parent = control.unpack_key(body, 16)  # also says whether the 16 bytes before are there
+        group = int.from_bytes(body[0:8], "little")
+        shard, shards = int.from_bytes(body[8:12], "little"), int.from_bytes(body[12:16], "little")
+        if not 1 <= shards <= SHARDS_MAX or shard >= shards:
+            raise InvalidRequest("ranks", f"rank {shard} of {shards}: at most {SHARDS_MAX} ranks write one page")
+        if group == 0:
+            raise InvalidRequest("group", "must not be 0")
+        rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
+        ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
+        event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
+        reply = _accepted(self.node.handle(event))
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        reply_body = [control.pack_statuses(reply.statuses), control.pack_addresses(reply.addresses)]
+        return control.encode(reply.status, message.request_id, count=count, body=reply_body)
+
+    def _seal(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        return _statuses(message, self.node.handle(ev.Seal(now_ns, session, message.a, addresses)))
+
+    def _revoke(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        shard = message.a - 1 if message.a else None
+        return _statuses(message, self.node.handle(ev.Revoke(now_ns, session, addresses, shard)))
+
+    def _lease(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        event = ev.TakeLease(now_ns, session, message.a, message.b * 1_000_000, addresses)
+        return _statuses(message, self.node.handle(event))
+
+    def _renew(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(ev.RenewLease(now_ns, session, message.a, message.b * 1_000_000)))
+
+    def _release(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(ev.ReleaseLease(now_ns, session, message.a)))
+
+    def _scrub(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        statuses = [int(self.scrubber.scrub(address)) for address in addresses]
+        return _statuses(message, ev.Reply(statuses=statuses))
+
+    def _prefetch(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        if self.node.nvme is None:
+            return _statuses(message, ev.Reply(statuses=[int(Status.STALE)] * len(addresses)))
+        hint = bool(message.flags & control.HINT)
+        reply = self.node.handle(ev.Prefetch(now_ns, session, addresses, hint))
+        self.wake()
+        return _statuses(message, reply)
+
+    def _delete(self, session: int, message: Message, now_ns: int) -> bytes:
+        addresses = control.unpack_addresses(message.body, _at_least_one(message))
+        reply = self.node.handle(ev.Delete(now_ns, addresses))
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        return _statuses(message, reply)
+
+    def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
+        body = control.pack_json(self.admin.call(control.unpack_json(message.body)))
+        limit = control.MESSAGE_BYTES_MAX - control.HEAD.size
+        if len(body) > limit:  # thousands of findings: the first ones tell the story
+            body = control.pack_json({"findings": ["too many to list"], "truncated": True})
+        return control.encode(Status.OK, message.request_id, body=[body])
+
+
+def _at_least_one(message: Message) -> int:
+    if message.entries == 0:
+        raise InvalidRequest("count", "must not be 0")
+    return message.entries
+
+
+def _checksums(body: memoryview, offset: int, count: int, layers: int) -> Any:
+    if len(body) < offset + 4 * count * layers:
+        raise InvalidRequest("checksums", f"{count} pages of {layers} layers need {4 * count * layers} bytes")
+    return np.frombuffer(body, np.uint32, count * layers, offset).reshape(count, layers)
+
+
+def _accepted(reply: ev.Reply) -> ev.Reply:
+    if reply.status == Status.INVALID:
+        raise InvalidRequest(reply.detail["field"], reply.detail["reason"])
+    return reply
+
+
+def _statuses(message: Message, reply: ev.Reply) -> bytes:
+    _accepted(reply)
+    body = [control.pack_statuses(reply.statuses)]
+    return control.encode(reply.status, message.request_id, count=len(reply.statuses), body=body)
+
+
+def _refused(message: Message, error: InvalidRequest) -> bytes:
+    body = [f"{error.field}\0{error.reason}".encode()]
+    return control.encode(Status.INVALID, message.request_id, body=body)

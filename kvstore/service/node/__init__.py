@@ -1,0 +1,1 @@
+"""A node: how it starts, performs instructions, and keeps its index, books and event log."""

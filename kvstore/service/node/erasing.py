@@ -1,0 +1,49 @@
+"""Erasing: objects that are deleted, or leave NVMe, are made unreadable there, while the node goes on.
+
+The frames are RETIRING meanwhile: nobody reads them, nobody is granted them, and the next start goes on where a kill
+came between. Whoever deletes waits for his own, here, without the node's mutex: an object that is gone stays gone. What
+leaves by itself is the mover's to erase; until then the same key cannot be stored or deleted (``Status.BUSY``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvstore.errors import Unavailable
+from kvstore.service.node.nvme_pages import NvmePages
+from kvstore.state import events as ev
+
+if TYPE_CHECKING:
+    from kvstore.service.node.node import Node
+
+
+def erase(node: Node, nvme: NvmePages, erasing: ev.Erase) -> bool:
+    """Carry it out and report it. False: a device fails, and a reboot may bring back what lay there."""
+    tables = node.performer.tables
+    places = [(tables[address.extent], address.frame) for _, address in erasing.pages]
+    broken = nvme.extents.erase(places)
+    if broken:
+        node.device_failed(broken)
+    failed = {i for i, (table, _) in enumerate(places) if table.position in broken}
+    node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
+    return not failed
+
+
+def erase_all(node: Node, nvme: NvmePages, mine: list[ev.Erase]) -> None:
+    """Carry out what a caller's own deletion takes.
+
+    Raises:
+        Unavailable: a device fails; the objects are deleted all the same.
+    """
+    left = deque(mine)
+    sound = True
+    try:
+        while left:
+            sound &= erase(node, nvme, left[0])
+            left.popleft()
+    finally:
+        node.performer.copies.extend(left)  # a caller who is interrupted leaves them to the mover
+    if not sound:
+        raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")

@@ -1,0 +1,380 @@
+"""Node: one machine's pool. Owns the files, asks the state, has the performer carry out what it decides.
+
+Lives from ``start`` (lock taken, tables recovered or made) to ``stop`` (lock released; files stay, so that the next
+start finds every sealed page) or to a kill at any point, which the next start repairs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.config import NodeConfig, format_size
+from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
+from kvstore.model.replica import Address, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.service.node import logs, startup
+from kvstore.service.node.erasing import erase_all
+from kvstore.service.node.event_log import EventLog
+from kvstore.service.node.folder_memory import INDEX_HEADROOM_BYTES, FolderMemory, shm_free_bytes
+from kvstore.service.node.nvme_pages import NvmePages
+from kvstore.service.node.performer import Performer
+from kvstore.service.node.room import make_room
+from kvstore.service.node.stats import Scan, node_stats, tenants_stats
+from kvstore.state import events as ev
+from kvstore.state import integrity
+from kvstore.state.node_state import NodeState
+from kvstore.state.views import Rows
+from kvstore.tier.header import DaemonState
+from kvstore.tier.purging import purge
+from kvstore.tier.records import ExtentTable
+from kvstore.tier.sessions import Sessions
+
+INDEX_CHECK_EVERY_TICKS = 10
+SESSIONS_SWEEP_EVERY_TICKS = 50
+
+NVME_TABLE_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark
+
+log = logging.getLogger("kvstore.node")
+
+Looked = TypeVar("Looked")
+
+
+class Node:
+    """Threads: anyone may call ``handle``; one event is decided and performed at a time."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self._mutex = threading.Lock()
+        self._ticks = 0
+        self._performer: Performer | None = None
+        self._state: NodeState | None = None
+        self._sessions: Sessions | None = None
+        self.scan: Scan | None = None  # of NVMe, where there is one
+        self.nvme_failures: dict[str, str] = {}  # path -> why that target is not used, or not written to any more
+        self.started_ns = 0
+        self.events = EventLog()
+        self.ending = False  # nobody is served any more: calls that take long break off
+        self.kv_last: Callable[[], int] | None = None  # number of the last KV event published, where there are any
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take the node's name and make its pool ready to serve; memory is populated later, in the background.
+
+        Raises:
+            NodeBusy: another daemon holds the name.
+            InvalidRequest: the segment does not fit, or the folder holds one of another size.
+        """
+        self._performer, self._state = startup.start(self.config, self.nvme_failures)
+        self.events = self._performer.events
+        self.events.salt_of = self._state.tenants.salt
+        self._sessions = Sessions(self._performer.folder)
+        self._sessions.sweep()
+        self.started_ns = time.monotonic_ns()
+
+    def stop(self, *, remove: bool = False, keep_name: bool = False) -> None:
+        """Release the name, unless ``keep_name``: then its folder does. Sealed pages stay for the next start, unless
+        ``remove``; mapped readers read on."""
+        with self._mutex:
+            if self._performer is not None:
+                self._performer.header.state = DaemonState.STOPPED
+                path = self.folder
+                self._performer.close(keep_name)
+                self._performer = self._state = None
+                if remove:
+                    purge(path)
+
+    @property
+    def performer(self) -> Performer:
+        """The files' owner, of a started node."""
+        assert self._performer is not None, "the node is not started"
+        return self._performer
+
+    @property
+    def state(self) -> NodeState:
+        """What the node decided so far, of a started node."""
+        assert self._state is not None, "the node is not started"
+        return self._state
+
+    @property
+    def sessions(self) -> Sessions:
+        """Which clients live and what they counted, of a started node."""
+        assert self._sessions is not None, "the node is not started"
+        return self._sessions
+
+    @property
+    def folder(self) -> Path:
+        """Where the node's files are."""
+        return self.performer.folder.path
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> ev.Reply:
+        """Decide and perform one event; the index is committed when this returns, and what was deleted is erased.
+
+        Raises:
+            Unavailable: an object is deleted, and cannot be erased where it lay on NVMe.
+        """
+        with self._mutex:
+            if self._performer is None:
+                return ev.Reply()  # a thread that was late for the stop
+            if type(event) is ev.Grant or type(event) is ev.Reserve:
+                count = event.count if isinstance(event, ev.Grant) else len(event.rows)
+                self._make_room(event.frame_class, count)
+            elif type(event) is ev.Prefetch and event.addresses:
+                extent = self.state.space_of(event.addresses[0].extent).segment.extents.get(event.addresses[0].extent)
+                if extent is not None:
+                    self._make_room(extent.pool.frame_class, len(event.addresses))
+            instructions = self.state.handle(event)
+            self.state.segment.tables.clear()
+            erases = _taken_out(instructions) if _deletes(event) else []
+            nvme = self._performer.nvme
+            reply = self._performer.perform(instructions)
+            while self._performer.sessions_to_check:
+                session = self._performer.sessions_to_check.pop()
+                if not self.sessions.alive(session):
+                    self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
+            book = self._performer.book
+        if book.dirty:
+            book.flush()
+        if erases and nvme is not None:
+            erase_all(self, nvme, erases)  # the caller waits for the disk, nobody else does
+        return reply if reply is not None else ev.Reply()
+
+    def check_class(self, frame_class: FrameClass) -> None:
+        """Raises InvalidRequest where a page of that class is larger than an extent."""
+        extent_bytes = self.state.segment.extent_bytes
+        if frame_class.frame_bytes > extent_bytes:
+            remedy = "start the node with a larger --extent or --dram"
+            reason = f"{frame_class.page_bytes} does not fit an extent of {format_size(extent_bytes)}; {remedy}"
+            raise InvalidRequest("page_bytes", reason)
+
+    def _make_room(self, frame_class: FrameClass, count: int) -> None:
+        """Before a decision that may carve extents: memory for their frames, their tables, and the index's growth."""
+        segment = self.state.segment
+        pool = segment.pool(frame_class)
+        if pool.free >= count or not pool.frames_per_extent:
+            return
+        frames = pool.frames_per_extent
+        short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
+        missing = max(0, short - len(segment.vacant & segment.populated))
+        for position in sorted(segment.vacant - segment.populated)[:missing]:
+            self._populate(position)
+        make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
+
+    def populate_next(self) -> bool:
+        """Allocate the memory of one more position; False when there is none left. Raises nothing: less is less."""
+        with self._mutex:
+            if self._state is None:
+                return False
+            waiting = self.state.segment.vacant - self.state.segment.populated
+        if not waiting:
+            return False
+        position = min(waiting)
+        try:
+            self.performer.segment.populate(position)  # outside the mutex: half a second per GiB
+            event: ev.Event = ev.Populated(time.monotonic_ns(), [position])
+        except OutOfSpace:
+            event = ev.PopulationFailed(time.monotonic_ns(), [position])
+        self.handle(event)
+        return True
+
+    def _populate(self, position: int) -> None:
+        now_ns = time.monotonic_ns()
+        try:
+            self.performer.segment.populate(position)
+            self.performer.perform(self.state.handle(ev.Populated(now_ns, [position])))
+        except OutOfSpace:
+            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
+
+    def tick(self) -> None:
+        """Time went on: deadlines, lost sessions, readers that died inside the index, growth of the index."""
+        now_ns = time.monotonic_ns()
+        self.handle(ev.Tick(now_ns))
+        if self._ticks % SESSIONS_SWEEP_EVERY_TICKS == 0:
+            self.sessions.sweep()
+        with self._mutex:
+            if self._performer is None:
+                return
+            self._give_back(now_ns)
+            self._performer.header.heartbeat_ns = now_ns
+            self._performer.header.populated_bytes = len(self.state.segment.populated) * self.state.segment.extent_bytes
+            self._ticks += 1
+            if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
+                self._performer.index.tidy()
+
+    def _give_back(self, now_ns: int) -> None:
+        """The memory of positions that a smaller node has no use for, once nothing lies there."""
+        segment = self.state.segment
+        position = max(segment.beyond & segment.populated, default=None)
+        if position is not None:  # one at a time: the kernel takes a while over each, and others wait
+            self.performer.segment.give_back(position)
+            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
+
+    def drop_damaged(self, address: Address, reason: str) -> None:
+        """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``.
+
+        Of NVMe the extent's directory is withdrawn as well, which may take as long as its device does.
+        """
+        with self._mutex:
+            if self._performer is None or not self.state.space_of(address.extent).sealed(address):
+                return
+            event = ev.Damaged(time.monotonic_ns(), address, reason, self._performer.key_of(address))
+            table, nvme = self._performer.tables[address.extent], self._performer.nvme
+            self._performer.perform(self.state.handle(event))
+        if nvme is not None and table.tier == Tier.NVME:
+            self.device_failed(nvme.extents.distrust(table))
+
+    def check_words(self) -> int:
+        """Every record's word must say what was decided. One that does not is set right, and if a page is sealed there,
+        that page is dropped like any other damaged one. Returns how many pages were."""
+        with self._mutex:
+            if self._performer is None:
+                return 0
+            sealed: list[Address] = []
+            extents = [item for space in self.state.spaces.values() for item in space.segment.extents.items()]
+            for number, extent in extents:
+                words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
+                words |= np.frombuffer(extent.state, np.uint8)
+                theirs = self._performer.tables[number].words
+                for frame in np.flatnonzero(words != theirs).tolist():
+                    theirs[frame] = words[frame]
+                    if extent.state[frame] == FrameState.SEALED:
+                        sealed.append(Address(number, frame, extent.generation[frame]))
+            dropped = 0
+            for address in sealed:
+                if self.state.space_of(address.extent).sealed(
+                    address
+                ):  # and not the descendant of one that went just now
+                    event = ev.Damaged(time.monotonic_ns(), address, "record", self._performer.key_of(address))
+                    self._performer.perform(self.state.handle(event))
+                    dropped += 1
+            return dropped
+
+    def check_indexed(self, address: Address, key: bytes) -> None:
+        """A sealed page must be in the index under its key; where it is not, the index is rebuilt from the records."""
+        with self._mutex:
+            performer = self._performer
+            if performer is None or not self.state.space_of(address.extent).sealed(address):
+                return
+            tier = performer.tables[address.extent].tier
+            found = performer.find(key) if tier == Tier.DRAM else performer.index.find_nvme(key)
+            if found != address and performer.key(address.extent, address.frame) == key:
+                performer.index.rebuild("damaged")
+
+    # --- NVMe: for the mover and the scanner ------------------------------------------------------------------------
+
+    @property
+    def nvme(self) -> NvmePages | None:
+        """The pages on NVMe; None where the node has no such tier, or is not started."""
+        return self._performer.nvme if self._performer is not None else None
+
+    def demote(self, bytes_max: int, day_bytes_left: int) -> None:
+        """Decide what to save now; it waits in ``Performer.copies``. Not where the tables have no room to grow."""
+        with self._mutex:
+            if self._performer is not None and self._nvme_tables_fit():
+                event = ev.Demote(time.monotonic_ns(), bytes_max, day_bytes_left)
+                self._performer.perform(self.state.handle(event))
+
+    def save_all(self, bytes_max: int, day_bytes_left: int) -> int | None:
+        """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet, None where
+        nothing can be saved."""
+        with self._mutex:
+            if self._performer is None or not self._nvme_tables_fit():
+                return None
+            reply = self._performer.perform(
+                self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left))
+            )
+            return int(reply.detail["chains"]) if reply is not None else None
+
+    def _nvme_tables_fit(self) -> bool:
+        frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]
+        tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
+        return shm_free_bytes(self.folder) > tables_bytes + INDEX_HEADROOM_BYTES
+
+    def device_failed(self, broken: dict[int, OSError]) -> None:
+        """Writing at these positions failed: their devices are read on, and not written to until the next start."""
+        nvme = self.nvme
+        if nvme is None:
+            return
+        for position, error in broken.items():
+            path = nvme.path(position)
+            if path not in self.nvme_failures:
+                self.nvme_failures[path] = str(error)
+                said = "device failed: it takes no more writes, the node goes on without"
+                logs.event(log, logging.ERROR, said, path=path, reason=str(error))
+                self.handle(ev.TierFailed(time.monotonic_ns(), nvme.devices.neighbours(position)))
+
+    def nvme_tables(self) -> list[ExtentTable]:
+        """The tables of all extents on NVMe."""
+        with self._mutex:
+            tables = self._performer.tables.values() if self._performer is not None else ()
+            return [table for table in tables if table.tier == Tier.NVME]
+
+    def directory_rows(self, table: ExtentTable) -> Rows | None:
+        """A copy of an extent's rows, of one moment; None where the extent is gone."""
+        with self._mutex:
+            if self._performer is None or self._performer.tables.get(table.extent) is not table:
+                return None
+            return table.rows.copy()
+
+    def count(self, what: str) -> None:
+        """Count something for ``stats``."""
+        with self._mutex:
+            if self._state is not None:
+                self._state.counters[what] += 1
+
+    def look(self, at: Callable[[Performer, NodeState], Looked]) -> Looked:
+        """Look at a node that holds still meanwhile: be quick, change nothing, keep no reference to the state."""
+        with self._mutex:
+            if self._performer is None:
+                raise Unavailable("the node is stopping")
+            return at(self.performer, self.state)
+
+    # --- looking in -------------------------------------------------------------------------------------------------
+
+    def verify(self) -> list[str]:
+        """The conservation laws over state, records and index, now. One line per finding."""
+        with self._mutex:
+            performer = self.performer
+            return [
+                finding
+                for tier, space in self.state.spaces.items()
+                for finding in integrity.check(
+                    self.state, tier, space.records.snapshots(), performer.index.addresses(tier)
+                )
+            ]
+
+    def tenants(self) -> dict[str, Any]:
+        """Per salt: pages, bytes, quota, evicted and refused pages in each tier, and how many pins."""
+        with self._mutex:
+            return tenants_stats(self.state)
+
+    def pins(self) -> dict[str, Any]:
+        """All pins, and the bytes they keep per tier."""
+        with self._mutex:
+            pins = self.state.pins
+            return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""
+        with self._mutex:
+            return node_stats(self)
+
+
+def _deletes(event: ev.Event) -> bool:
+    """Whoever is behind this event is told only when what he deletes is gone for good."""
+    return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
+
+
+def _taken_out(instructions: list[ev.Instruction]) -> list[ev.Erase]:
+    """The erasures among these instructions, which are left without them."""
+    erases = [instruction for instruction in instructions if type(instruction) is ev.Erase]
+    instructions[:] = [instruction for instruction in instructions if type(instruction) is not ev.Erase]
+    return erases

@@ -1,0 +1,378 @@
+"""NvmePages: pages on NVMe as the daemon writes, reads and proves them. No decisions, no index.
+
+A page is written with its header in front, straight from its frame in DRAM; several consecutive frames at a time where
+pages are small, several runs side by side. What is read is proven by header and checksums, or it is a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import KVStoreError
+from kvstore.model.replica import (
+    IDENTITY_HEAD_BYTES,
+    STAMPED,
+    Address,
+    FrameClass,
+    FrameState,
+    Tier,
+    info_word,
+    standing_of,
+)
+from kvstore.service.node.nvme_extents import NvmeExtents
+from kvstore.state.events import Copying
+from kvstore.state.views import Rows
+from kvstore.tier import frame_header
+from kvstore.tier.bounces import Bounces
+from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
+from kvstore.tier.io_threads import IoThreads
+from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.patient_disk import is_silent
+from kvstore.tier.records import ExtentTable
+
+log = logging.getLogger("kvstore.nvme")
+
+THREADS, WRITES = 6, 3  # runs in work, and how many of them are written at a time: the others are copied and proven
+RUN_BYTES = 1 << 20  # of consecutive frames in one system call: larger pages go one by one
+START_SHIFT = 32  # of a generation's 56 bits: four thousand million pages per start, sixteen million starts
+IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
+EMPTY = "empty"  # all zeros: nothing was ever written there
+
+Tables = Mapping[int, ExtentTable]
+Frames = Callable[[ExtentTable], Rows]
+"""``[frames, frame_bytes]`` of a DRAM extent."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """What became of a batch of copies.
+
+    ``rows`` are identity rows ``[pages, ...]``, ``checksums`` ``[pages, layers]``, of those that are not in ``failed``
+    (reason by place). ``damaged``: (source, reason) of pages that do not hold. ``broken``: positions whose device
+    failed, with its error.
+    """
+
+    rows: Rows
+    checksums: Any
+    failed: dict[int, str] = field(default_factory=dict)
+    damaged: list[tuple[Address, str]] = field(default_factory=list)
+    broken: dict[int, OSError] = field(default_factory=dict)
+    open_positions: set[int] = field(default_factory=set)
+
+
+class NvmePages:
+    """The daemon's hand on its devices. Lives with the ``Performer``; one thread saves, one loads, anyone reads."""
+
+    def __init__(self, devices: NvmeDevices) -> None:
+        self.devices = devices
+        self.io = IoThreads(THREADS)
+        self._writes = threading.Semaphore(WRITES)
+        self._bounces = Bounces()
+        self.extents = NvmeExtents(devices)
+        self.bytes_written = 0
+        self.bytes_read = 0
+
+    @property
+    def generation(self) -> int:
+        """Below every generation that this start may draw, above all that earlier ones drew."""
+        return self.devices.starts << START_SHIFT
+
+    @property
+    def incarnation(self) -> int:
+        """Of the set of devices: tables that name another one are void."""
+        return self.devices.incarnation
+
+    def close(self) -> None:
+        """Let go of the devices. What is stored stays."""
+        self.io.close()
+        self.devices.close()
+
+    # --- down: DRAM to NVMe -----------------------------------------------------------------------------------------
+
+    def save(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
+        """Write these pages, of one class, and make them durable. Pages that changed or do not hold are not claimed.
+
+        Their extents stay open for writing until the caller says ``reported``: when the records say what is there.
+        """
+        frame_class = tables[pages[0].source.extent].frame_class
+        done = Copied(
+            np.zeros((len(pages), IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8),
+            np.zeros((len(pages), frame_class.layers), np.uint32),
+        )
+        runs = _runs([page.target for page in pages], frame_class)
+        self._write(pages, tables, done, runs, lambda run: self._save_run(run, pages, tables, frames_of, done))
+        return done
+
+    def _write(
+        self,
+        pages: list[Copying],
+        tables: Tables,
+        done: Copied,
+        runs: Iterable[range],
+        write_run: Callable[[range], None],
+    ) -> None:
+        """Write these runs, side by side, and make them durable."""
+        where = [tables[page.target.extent].position for page in pages]
+        done.open_positions = self._opened({*where}, done)
+        done.failed |= {i: IO for i, position in enumerate(where) if position not in done.open_positions}
+        runs = [run for run in runs if run.start not in done.failed]
+        for run, result in zip(runs, self.io.run([partial(write_run, run) for run in runs]), strict=True):
+            if isinstance(result, OSError | KVStoreError):
+                self._broke(done, run, self._where(pages[run.start], tables, result), result)
+        for position, broken in self._sync(done.open_positions).items():
+            done.broken[position] = broken
+            here = self.devices.neighbours(position)
+            done.failed |= {i: IO for i, position in enumerate(where) if position in here}
+
+    def _opened(self, positions: set[int], done: Copied) -> set[int]:
+        """Those that are open for writing now, device by device; the others are noted as broken."""
+        opened: set[int] = set()
+        by_device: defaultdict[str, set[int]] = defaultdict(set)
+        for position in positions:
+            by_device[self.path(position)].add(position)
+        for here in by_device.values():
+            try:
+                for position in here:
+                    self.extents.make(position)
+                self.devices.open_for_writing(here)
+                opened |= here
+            except OSError as error:
+                done.broken |= dict.fromkeys(here, error)
+        return opened
+
+    def _sync(self, positions: Iterable[int]) -> dict[int, OSError]:
+        """Make what was written at these positions durable; a position of each device that cannot, and its error."""
+        broken = {}
+        for device, position in {self.devices.place(position)[0]: position for position in positions}.items():
+            try:
+                device.sync()
+            except OSError as error:
+                broken[position] = error
+        return broken
+
+    def reported(self, done: Copied) -> None:
+        """The records say what became of a ``save``, or a ``carry``."""
+        self.devices.close_for_writing(done.open_positions)
+
+    def _save_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
+        """Copy the run, prove what was copied, write it. A page that does not hold is written with an empty header."""
+        target = tables[pages[run.start].target.extent]
+        frame_class, header_bytes = target.frame_class, target.frame_class.nvme_header_bytes
+        with self._bounces.borrow(len(run) * frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(len(run), -1)
+            for slot, i in zip(slots, run, strict=True):
+                source, page = tables[pages[i].source.extent], pages[i]
+                slot[:header_bytes] = 0
+                slot[header_bytes:] = frames_of(source)[page.source.frame]
+                slot[header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
+                self._prove(i, slot, source, page, target, done)
+            headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
+            with self._writes:
+                first = pages[run.start].target.frame
+                self.devices.write_run(target.position, first, frame_class, headers, list(payloads))
+        self.bytes_written += len(run) * frame_class.nvme_stride
+
+    def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> None:
+        """Pack the header of a page whose copy in ``slot`` is what its record says."""
+        frame_class, fmt = target.frame_class, source.fmt
+        row = source.rows[page.source.frame].copy()
+        words = row.view(np.uint64)
+        payload = slot[frame_class.nvme_header_bytes :]
+        total, sums = (
+            payload_sum(payload, frame_class),
+            layer_sums(payload[: frame_class.page_bytes], frame_class.layers),
+        )
+        info = int(words[fmt.info // 8])
+        damage = ""
+        if not _is_sealed(source, page.source, page.state):  # asked after the copy: what was copied is that page
+            done.failed[i] = MOVED
+            return
+        if source.identity_sums(slice(page.source.frame, page.source.frame + 1))[0] != words[fmt.identity_sum // 8]:
+            damage = RECORD
+        elif info >> 48 & STAMPED and not np.array_equal(sums, row[fmt.checksums].view(np.uint32)):
+            damage = DATA
+        if damage:
+            done.failed[i] = damage
+            done.damaged.append((page.source, damage))
+            return
+        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | (page.standing or standing_of(info))
+        identity, parent = row[fmt.identity], row[fmt.parent].tobytes()
+        place = frame_class, self.devices.header_incarnation(target.position), page.target
+        header = slot[: frame_class.nvme_header_bytes]
+        frame_header.pack(header, *place, identity, parent, info, sums, total)
+        done.rows[i], done.checksums[i] = identity, sums
+
+    # --- across: from one extent of NVMe to others ------------------------------------------------------------------
+
+    def carry(self, pages: list[Copying], tables: Tables) -> Copied:
+        """Copy these pages, of one class, into other frames under their new addresses, and make them durable.
+
+        Where they were they stay. What does not hold there, or cannot be written, is in ``failed``. See ``save``.
+        """
+        frame_class = tables[pages[0].source.extent].frame_class
+        done = Copied(np.zeros((0, 0), np.uint8), np.zeros((0, 0), np.uint32))
+        runs = _runs([page.source for page in pages], frame_class, [page.target for page in pages])
+        self._write(pages, tables, done, runs, lambda run: self._carry_run(run, pages, tables, done))
+        return done
+
+    def _carry_run(self, run: range, pages: list[Copying], tables: Tables, done: Copied) -> None:
+        """Read the run, prove it, write it elsewhere. A page that does not hold is written with an empty header."""
+        first = pages[run.start]
+        source, target = tables[first.source.extent], tables[first.target.extent]
+        frame_class, header_bytes = target.frame_class, target.frame_class.nvme_header_bytes
+        incarnation = self.devices.header_incarnation(target.position)
+        with self._bounces.borrow(len(run) * frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(len(run), -1)
+            for i, slot, found in zip(run, slots, self._read_run(source, first.source.frame, slots), strict=True):
+                header = self._proven(i, pages[i], source, found, done)
+                slot[:header_bytes] = 0
+                if header is not None:
+                    place, identity = (frame_class, incarnation, pages[i].target), identity_row(header)
+                    rest = header.info, header.checksums, header.payload_sum
+                    frame_header.pack(slot[:header_bytes], *place, identity, header.parent, *rest)
+            headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
+            with self._writes:
+                self.devices.write_run(target.position, first.target.frame, frame_class, headers, list(payloads))
+        self.bytes_written += len(run) * frame_class.nvme_stride
+
+    @staticmethod
+    def _proven(
+        i: int, page: Copying, source: ExtentTable, found: FrameHeader | str, done: Copied
+    ) -> FrameHeader | None:
+        """What was read of a page of NVMe, where it is that page; else its reason is noted."""
+        if not _is_sealed(source, page.source):
+            done.failed[i] = MOVED
+        elif isinstance(found, str):
+            done.failed[i] = IO if found == IO else DATA
+            done.damaged.append((page.source, found))
+        elif found.key != page.key or found.address != page.source:
+            done.failed[i] = DATA
+            done.damaged.append((page.source, "swapped"))
+        else:
+            return found
+        return None
+
+    # --- up: NVMe to DRAM -------------------------------------------------------------------------------------------
+
+    def load(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
+        """Read these pages, of one class, into their DRAM frames and prove them."""
+        frame_class = tables[pages[0].source.extent].frame_class
+        done = Copied(
+            np.zeros((len(pages), IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8),
+            np.zeros((len(pages), frame_class.layers), np.uint32),
+        )
+        runs = list(_runs([page.source for page in pages], frame_class))
+        tasks = [partial(self._load_run, run, pages, tables, frames_of, done) for run in runs]
+        for run, result in zip(runs, self.io.run(tasks), strict=True):
+            if isinstance(result, OSError | KVStoreError):
+                log.error("pages could not be read: %s", result)
+                done.failed |= dict.fromkeys(run, IO)
+                if isinstance(result, OSError) and is_silent(result):  # that says nothing about the pages
+                    done.broken[tables[pages[run.start].source.extent].position] = result
+                else:
+                    done.damaged += [(pages[i].source, IO) for i in run]
+        return done
+
+    def _load_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
+        table, first = tables[pages[run.start].source.extent], pages[run.start].source.frame
+        header_bytes = table.frame_class.nvme_header_bytes
+        with self._bounces.borrow(len(run) * table.frame_class.nvme_stride) as buffer:
+            slots = buffer.reshape(len(run), -1)
+            for i, slot, found in zip(run, slots, self._read_run(table, first, slots), strict=True):
+                page, header = pages[i], self._proven(i, pages[i], table, found, done)
+                if header is not None:
+                    frames_of(tables[page.target.extent])[page.target.frame] = slot[header_bytes:]
+                    done.rows[i], done.checksums[i] = identity_row(header), header.checksums
+
+    def read(self, table: ExtentTable, first: int, count: int) -> list[FrameHeader | str]:
+        """What lies in these consecutive frames, proven by header and checksums; else why it does not hold: a reason of
+        ``frame_header``, ``EMPTY``, or ``IO`` where the device cannot read it.
+
+        Raises:
+            OSError: the device does not answer.
+        """
+        with self._bounces.borrow(count * table.frame_class.nvme_stride) as buffer:
+            return self._read_run(table, first, buffer.reshape(count, -1))
+
+    def _read_run(self, table: ExtentTable, first: int, slots: Rows) -> list[FrameHeader | str]:
+        """See ``read``; ``slots`` ``[frames, nvme_stride]`` are filled: header, page, header, page, ..."""
+        frame_class = table.frame_class
+        headers, payloads = slots[:, : frame_class.nvme_header_bytes], slots[:, frame_class.nvme_header_bytes :]
+        try:
+            self.devices.read_run(table.position, first, frame_class, headers, list(payloads))
+        except OSError as error:
+            if is_silent(error):  # of all frames, for now; and the buffer is lost
+                raise
+            if len(slots) > 1:  # one frame that cannot be read does not take the others with it
+                return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]
+            log.error("frame %d of extent %d could not be read: %s", first, table.extent, error)
+            return [IO]
+        self.bytes_read += len(slots) * frame_class.nvme_stride
+        incarnation = self.devices.header_incarnation(table.position)
+        found: list[FrameHeader | str] = []
+        for i, payload in enumerate(payloads):
+            header = frame_header.unpack(headers[i], frame_class, incarnation, table.extent, first + i)
+            if header == "header" and not headers[i].any():
+                header = EMPTY
+            if isinstance(header, FrameHeader) and not frame_header.is_payload_sound(
+                payload, frame_class, header.payload_sum
+            ):
+                header = "payload"
+            found.append(header)
+        return found
+
+    def verify(self, table: ExtentTable, address: Address) -> str:
+        """Why the page at this address does not hold; "" where it does. Raises as ``read``."""
+        found = self.read(table, address.frame, 1)[0]
+        if isinstance(found, str):
+            return found
+        same = found.address == address and found.key == table.rows[address.frame, 8:24].tobytes()
+        return "" if same else "swapped"
+
+    # --- which device -----------------------------------------------------------------------------------------------
+
+    def path(self, position: int) -> str:
+        """Of the device at that position."""
+        return self.devices.place(position)[0].disk.path
+
+    def _where(self, page: Copying, tables: Tables, error: OSError | KVStoreError) -> int:
+        """The position of this page that the error is of: to which it is copied, or, of NVMe too, from which."""
+        source, target = tables[page.source.extent], tables[page.target.extent].position
+        failed = error.filename if isinstance(error, OSError) else ""
+        return source.position if source.tier == Tier.NVME and self.path(source.position) == failed else target
+
+    @staticmethod
+    def _broke(done: Copied, run: range, position: int, error: OSError | KVStoreError) -> None:
+        assert isinstance(error, OSError), error
+        done.failed |= dict.fromkeys(run, IO)
+        done.broken[position] = error
+
+
+def identity_row(header: FrameHeader) -> Rows:
+    """Key, root, extra and token ids as a record keeps them."""
+    return np.frombuffer(header.key + header.root + header.extra + header.tokens.tobytes(), np.uint8)
+
+
+def _is_sealed(table: ExtentTable, address: Address, state: FrameState = FrameState.SEALED) -> bool:
+    return int(table.words[address.frame]) == address.generation << 8 | state
+
+
+def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
+    """Places of consecutive frames, as many as one system call should take; consecutive in ``others``, too."""
+    most, start = max(1, RUN_BYTES // frame_class.nvme_stride), 0
+    both = [addresses] if others is None else [addresses, others]
+    for i in range(1, len(addresses) + 1):
+        if i < len(addresses) and i - start < most:
+            pairs = [(frames[i - 1], frames[i]) for frames in both]
+            if all(here.extent == before.extent and here.frame == before.frame + 1 for before, here in pairs):
+                continue
+        yield range(start, i)
+        start = i

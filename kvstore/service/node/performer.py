@@ -1,0 +1,376 @@
+"""Performer: carries out a node's instructions on its record tables and index, in order, a batch at a time.
+
+It is also what the state reads back through (``RecordView``, ``PageIndex``). One thread uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore import failpoint
+from kvstore.model.replica import (
+    SHARDS_MAX,
+    STAMPED,
+    Address,
+    FrameState,
+    Tier,
+    info_word,
+    standing_of,
+    word_of,
+)
+from kvstore.service.node.book import Book
+from kvstore.service.node.event_log import EventLog
+from kvstore.service.node.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
+from kvstore.service.node.nvme_pages import NvmePages
+from kvstore.service.node.spare_tables import SpareTables
+from kvstore.state import events as ev
+from kvstore.state.views import Rows, Snapshot
+from kvstore.tier.dram import SegmentFile
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.index import Index
+from kvstore.tier.records import ExtentTable
+
+SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+
+UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+
+Work = ev.Save | ev.Carry | ev.Erase
+"""What waits for a device: nothing of it is carried out here."""
+
+log = logging.getLogger("kvstore.node")
+
+
+class Performer:
+    """Owner side of a node's files. Lives from start to stop of the daemon; after a kill ``recovery`` begins anew."""
+
+    def __init__(
+        self,
+        folder: NodeFolder,
+        header: Header,
+        segment: SegmentFile,
+        index: Index,
+        index_bytes: int,
+        now_ns: Callable[[], int],
+        nvme: NvmePages | None = None,
+    ) -> None:
+        self.folder = folder
+        self.header = header
+        self.segment = segment
+        self.nvme = nvme
+        self.copies: deque[Work] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
+        self.loads: deque[ev.Load] = deque()  # the same
+        self.tables: dict[int, ExtentTable] = {}
+        self.spares = SpareTables(folder)
+        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
+        self.absent = self.index.absent  # see ``PageIndex``
+        self.sessions_to_check: list[int] = []
+        self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
+        self.events = EventLog(staged=True)
+        self.book = Book(folder, header.incarnation)
+        self._index_ops: list[IndexOp] = []  # of one decision
+        self._now_ns = now_ns
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            ev.Carve: self._carve,
+            ev.Drop: self._drop,
+            ev.WriteGranted: self._write_granted,
+            ev.WriteReserved: self._write_reserved,
+            ev.WriteWriter: self._write_writer,
+            ev.WriteSealed: self._write_sealed,
+            ev.WriteShards: self._write_shards,
+            ev.WriteState: self._write_state,
+            ev.Unindex: self._unindex,
+            ev.Unpend: self._unpend,
+            ev.WriteLease: self._write_lease,
+            ev.WriteStamp: self._write_stamp,
+            ev.Move: self._move,
+            ev.WriteUse: self._write_use,
+            ev.WriteName: lambda said: self.book.name(said.line),
+            ev.WriteNames: self._forget_names,
+            ev.ForgetNames: self._forget_names,
+            ev.WritePin: self.book.pin,
+            ev.WritePins: lambda all_: self.book.pins(all_.pins),
+            ev.ErasePins: lambda over: self.book.unpin(over.numbers),
+            ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
+            ev.Save: self.copies.append,
+            ev.Load: self.loads.append,
+            ev.Carry: self.copies.append,
+            ev.Erase: self.copies.append,
+        }
+
+    # --- reading back -----------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> Address | None:
+        """See ``PageIndex``."""
+        return self.index.find(key)
+
+    def key(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 8:24].tobytes()
+
+    def root(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 24:40].tobytes()
+
+    def extra(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].rows[frame, 40:56].tobytes()
+
+    def parent(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        table = self.tables[extent]
+        return table.rows[frame, table.fmt.parent].tobytes()
+
+    def standing(self, extent: int, frame: int) -> int:
+        """See ``RecordView``."""
+        table = self.tables[extent]
+        start = table.fmt.info
+        return standing_of(int.from_bytes(table.rows[frame, start : start + 8].tobytes(), "little"))
+
+    def last_use_ns(self, extent: int, frame: int) -> int:
+        """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
+        return min(int(self.tables[extent].last_use[frame]), self._now_ns())
+
+    def snapshots(self) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return [snapshot(table) for table in self.tables.values() if table.tier == Tier.DRAM]
+
+    def key_of(self, address: Address) -> bytes:
+        """What the index calls a sealed page; its record's word for it where the index does not know the page."""
+        key = self.key(address.extent, address.frame)
+        tier = self.tables[address.extent].tier
+        if (self.find(key) if tier == Tier.DRAM else self.index.find_nvme(key)) != address:
+            key = next((key for key, named in self.index.addresses(tier) if named == address), key)
+        return key
+
+    def close(self, keep_name: bool = False) -> None:
+        """Unmap everything, and release the name unless ``keep_name``. The files stay."""
+        self.book.flush()
+        self.index.close()
+        for table in self.tables.values():
+            table.close()
+        self.segment.close()
+        if self.nvme is not None:
+            self.nvme.close()
+        self.header.close()
+        if not keep_name:
+            self.folder.close()
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def perform(self, instructions: list[ev.Instruction]) -> ev.Reply | None:
+        """Carry out one decision; the index is committed before this returns. Returns its ``Reply``, if it has one."""
+        reply = None
+        if failpoint.ACTIVE:
+            failpoint.hit("node.event")
+        try:
+            for instruction in instructions:
+                if type(instruction) is ev.Reply:
+                    reply = instruction
+                elif type(instruction) is ev.CheckSession:
+                    self.sessions_to_check.append(instruction.session)
+                else:
+                    self._verbs[type(instruction)](instruction)
+                if failpoint.ACTIVE:
+                    failpoint.hit("node.instruction")
+        finally:  # whatever fails, the index follows what was written
+            if self._index_ops:
+                ops, self._index_ops = self._index_ops, []
+                self.index.commit(ops)
+                self.events.publish()  # whoever hears of a page finds it in the index
+        return reply
+
+    def _carve(self, instruction: ev.Carve) -> None:
+        number = instruction.extent
+        self.header.next_extent = number + 1  # stored first: a number is never used twice
+        self.tables[number] = ExtentTable.create(
+            self.folder,
+            number,
+            instruction.position,
+            instruction.frame_class,
+            self.header.incarnation if instruction.tier == Tier.DRAM else self._nvme.incarnation,
+            instruction.frames,
+            tier=instruction.tier,
+            files=self.spares.take(instruction.frame_class) if instruction.tier == Tier.DRAM else None,
+        )
+        if instruction.tier == Tier.NVME:
+            self._nvme.extents.carve(instruction.position, number, instruction.frame_class)
+
+    @property
+    def _nvme(self) -> NvmePages:
+        assert self.nvme is not None, "NVMe is decided about where there is none"
+        return self.nvme
+
+    def _drop(self, instruction: ev.Drop) -> None:
+        table = self.tables.pop(instruction.extent)
+        table.unlink()
+        if table.tier == Tier.NVME:
+            self._nvme.extents.drop(table.position)
+
+    def _write_granted(self, instruction: ev.WriteGranted) -> None:
+        for table, frames, places in self._by_extent(instruction.addresses):
+            fmt = table.fmt
+            table.rows[frames, 8:24] = 0
+            if table.tier == Tier.DRAM:
+                words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
+                table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = _tail(words)
+            self._write_words(table, frames, instruction.addresses, places, RESERVED)
+
+    def _write_reserved(self, instruction: ev.WriteReserved) -> None:
+        for table, frames, places in self._by_extent(instruction.addresses):
+            info = info_word(table.frame_class.page_bytes, instruction.shards)
+            parents, until_ns = _of(instruction.parents, places), instruction.until_ns
+            infos = [info] * len(parents)
+            self._write_bodies(table, frames, instruction.rows[places], parents, infos, until_ns)
+            writers = np.zeros(1 + SHARDS_MAX, np.uint64)
+            writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
+            start = table.fmt.group
+            table.rows[frames, start : start + 8 + 8 * SHARDS_MAX] = writers.view(np.uint8)
+            self._write_words(table, frames, instruction.addresses, places, RESERVED)
+        for row, address in zip(instruction.rows, instruction.addresses, strict=True):
+            key = row[:16].tobytes()
+            if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
+                self._index_ops.append((PEND, [key], [address]))
+
+    @staticmethod
+    def _write_bodies(
+        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
+    ) -> None:
+        """Everything of these records between the word and the tail, in one store."""
+        fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
+        data, width = rows.tobytes(), rows.shape[1]
+        pad = bytes(fmt.parent.start - fmt.identity.stop)
+        lease = until_ns.to_bytes(8, "little")
+        bodies: list[bytes] = []
+        for i, parent in enumerate(parents):
+            identity = data[i * width : (i + 1) * width] + pad + parent
+            bodies += (identity, _info_bytes(infos[i], digest(identity)), lease)
+        block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
+        table.rows[frames, 8 : fmt.lease_until_ns + 8] = block
+
+    def _write_writer(self, instruction: ev.WriteWriter) -> None:
+        for table, frames, _ in self._by_extent(instruction.addresses):
+            table.column(table.fmt.writers + 8 * instruction.shard)[frames] = instruction.session
+
+    def _write_sealed(self, instruction: ev.WriteSealed) -> None:
+        addresses, sums = instruction.addresses, instruction.checksums
+        tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
+        for table, frames, places in self._by_extent(addresses):
+            fmt = table.fmt
+            plain = info_word(table.frame_class.page_bytes, flags=STAMPED if sums is not None else 0, position=0)
+            infos = [plain | info for info in _of(instruction.standings, places)]
+            if sums is not None:
+                table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
+            if instruction.rows is not None and instruction.parents is not None:
+                parents = _of(instruction.parents, places)
+                self._write_bodies(table, frames, instruction.rows[places], parents, infos, 0)
+            else:
+                table.column(fmt.lease_until_ns)[frames] = 0
+            if failpoint.ACTIVE:
+                failpoint.hit("node.word")
+            self._write_words(table, frames, addresses, places, SEALED)
+            if instruction.rows is None:
+                # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
+                # a kill in between leaves wrong, is a hint.
+                table.column(fmt.info)[frames] = np.array(infos, np.uint64)
+        self._index_ops.append((PUT[tier], instruction.keys, addresses))
+        root = self.root(addresses[0].extent, addresses[0].frame)
+        self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)
+        if sums is None and tier == Tier.DRAM:
+            self.unstamped.extend(addresses)
+
+    def _write_shards(self, instruction: ev.WriteShards) -> None:
+        table = self.tables[instruction.address.extent]
+        info = info_word(table.frame_class.page_bytes, instruction.shards, instruction.mask)
+        table.column(table.fmt.info)[instruction.address.frame] = info
+
+    def _write_state(self, instruction: ev.WriteState) -> None:
+        for table, frames, places in self._by_extent(instruction.addresses):
+            self._write_words(table, frames, instruction.addresses, places, instruction.state)
+
+    @staticmethod
+    def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
+        low = int(state)
+        table.words[frames] = [generation << 8 | low for _, _, generation in _of(addresses, places)]  # ``word_of``
+        if state is FrameState.FREE:
+            table.forget_writers(frames)
+
+    def _unindex(self, instruction: ev.Unindex) -> None:
+        self._index_ops.append((DELETE[instruction.tier], instruction.keys, []))
+        self.events.append(instruction.kind, instruction.tier, instruction.reason, instruction.keys, instruction.roots)
+
+    def _unpend(self, instruction: ev.Unpend) -> None:
+        heirs = [instruction.heir] if instruction.heir is not None else []
+        self._index_ops.append((PEND if heirs else UNPEND, [instruction.key], heirs))
+
+    def _write_lease(self, instruction: ev.WriteLease) -> None:
+        untils = np.array(instruction.until_ns, np.uint64)
+        for table, frames, places in self._by_extent(instruction.addresses):
+            table.column(table.fmt.lease_until_ns)[frames] = untils[places]
+
+    def _write_stamp(self, instruction: ev.WriteStamp) -> None:
+        table = self.tables[instruction.address.extent]
+        frame, fmt = instruction.address.frame, table.fmt
+        table.rows[frame, fmt.checksums] = instruction.checksums.view(np.uint8)
+        table.column(fmt.info)[frame] |= np.uint64(STAMPED << 48)
+
+    def _write_use(self, instruction: ev.WriteUse) -> None:
+        used = np.array(instruction.used_ns, np.uint64)
+        for table, frames, places in self._by_extent(instruction.addresses):
+            table.last_use[frames] = used[places]
+
+    def _forget_names(self, instruction: ev.WriteNames | ev.ForgetNames) -> None:
+        """Whoever said a name says it again before it puts, or its quota would not hold."""
+        self.header.names_forgotten += 1
+        if isinstance(instruction, ev.WriteNames):
+            self.book.names(instruction.lines)
+
+    def _move(self, instruction: ev.Move) -> None:
+        """Data (of NVMe it is there already) and body first, then the new word, then the index; the old word last."""
+        source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
+        old, new = instruction.source.frame, instruction.target.frame
+        if instruction.tier == Tier.DRAM:
+            self.frames_of(target)[new] = self.frames_of(source)[old]
+        target.rows[new, 8:] = source.rows[old, 8:]
+        target.marks[new] = source.marks[old]
+        target.words[new] = word_of(instruction.target.generation, SEALED)
+        self._index_ops.append((PUT[instruction.tier], [instruction.key], [instruction.target]))
+        source.words[old] = word_of(instruction.freed.generation, instruction.state)
+
+    def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``[frames, frame_bytes]`` of an extent."""
+        return self.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
+
+    def _by_extent(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, Any, Any]]:
+        """(table, frames, places in ``addresses``) per extent; slices where a batch is one run, index lists else."""
+        first, last = addresses[0], addresses[-1]
+        count = len(addresses)
+        extent, frame = first.extent, first.frame
+        ends_fit = last.extent == extent and last.frame - frame == count - 1
+        if ends_fit and all(a.extent == extent and a.frame == frame + i for i, a in enumerate(addresses)):
+            yield self.tables[extent], slice(frame, frame + count), slice(0, count)
+            return
+        places: dict[int, list[int]] = defaultdict(list)
+        for i, address in enumerate(addresses):
+            places[address.extent].append(i)
+        for number, where in places.items():
+            yield self.tables[number], [addresses[i].frame for i in where], where
+
+
+def _info_bytes(info: int, identity_sum: int) -> bytes:
+    return (info | identity_sum << 64).to_bytes(16, "little")
+
+
+def _tail(words: tuple[int, ...]) -> Rows:
+    """``info`` and what follows it up to the writers, absent writers zero, as bytes of a row."""
+    return np.array(words + (0,) * (4 + SHARDS_MAX - len(words)), np.uint64).view(np.uint8)
+
+
+def _of(values: list[Any], places: Any) -> list[Any]:
+    return values[places] if isinstance(places, slice) else [values[i] for i in places]

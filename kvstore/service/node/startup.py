@@ -1,0 +1,286 @@
+"""Startup: from a folder in any condition to a node that can serve.
+
+Fresh (nothing there, another boot, another version): everything is made anew under a new incarnation, nothing old is
+ever served. Found: tables are recovered (``state.recovery``), the index is compared with them and rebuilt where it
+differs. One path for a clean stop and for kill -9, so that it is exercised every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.config import MIB, NodeConfig
+from kvstore.errors import InvalidRequest
+from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Tier, nvme_frames
+from kvstore.service.node import book, resize
+from kvstore.service.node.index_keeper import snapshot
+from kvstore.service.node.nvme_pages import NvmePages
+from kvstore.service.node.nvme_start import open_nvme, open_tables, secret_on_nvme
+from kvstore.service.node.nvme_view import NvmeView
+from kvstore.service.node.performer import Performer
+from kvstore.state import events as ev
+from kvstore.state import recovery
+from kvstore.state.eviction import POLICIES
+from kvstore.state.extent_found import ExtentFound
+from kvstore.state.frames import Segment
+from kvstore.state.node_state import NodeState, NvmeParts
+from kvstore.state.tiering import TieringRules
+from kvstore.tier.dram import SegmentFile, check_space
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import DaemonState, Header, boot_id
+from kvstore.tier.index import Index, IndexDamaged
+from kvstore.tier.plain_files import open_plain, remove
+from kvstore.tier.purging import reap_embedded
+from kvstore.tier.quarantine import NAME as QUARANTINE
+from kvstore.tier.quarantine import Held, read_quarantine, write_quarantine
+from kvstore.tier.records import ExtentTable, claimed_positions
+from kvstore.tier.secret_file import new_secret, read_secret, write_secret
+from kvstore.tier.sessions import living_ids
+
+log = logging.getLogger("kvstore.node")
+
+EXTENT_BYTES_MAX = 128 * MIB
+EXTENTS_AIMED_AT = 16
+LARGE_PAGE = 2 * MIB  # positions of larger segments are multiples of this, for large pages where tmpfs has them
+INDEX_BYTES_PER_FRAME = 256  # map size: four times what an entry takes, so that readers' snapshots fit
+INDEX_BYTES_MIN = 16 * MIB
+TABLES_BYTES_MIN = 1 * MIB
+
+
+def extent_bytes_of(config: NodeConfig) -> int:
+    """The configured extent size, or a sixteenth of the segment: 2 MiB multiples up to 128 MiB."""
+    if config.extent:
+        return config.extent
+    share = config.dram // EXTENTS_AIMED_AT
+    unit = LARGE_PAGE if share >= LARGE_PAGE else FRAME_ALIGN
+    return max(FRAME_ALIGN, min(share // unit * unit, EXTENT_BYTES_MAX))
+
+
+def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, NodeState]:
+    """Lock the name, then recover or make the pool. See ``Node.start``. NVMe targets that fail go to ``failures``."""
+    reap_embedded(config.shm_dir)
+    folder = NodeFolder(config.shm_dir, config.name, group_shared=config.group)
+    folder.lock()
+    try:
+        return _open(config, folder, failures)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> tuple[Performer, NodeState]:
+    header = Header.open(folder, writable=True)
+    segment_file = None
+    if header is not None and header.boot_id == boot_id():
+        segment_file = resize.open_segment(folder, header)
+    if header is None or segment_file is None:
+        extent_bytes = extent_bytes_of(config)
+        positions = config.dram // extent_bytes
+        # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``service.node.room`` for smaller ones.
+        check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
+        _clear(folder)
+        incarnation, known = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
+        write_secret(folder, incarnation, known if known is not None else new_secret())
+        header = Header.create(folder, incarnation, extent_bytes, positions)
+        segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
+    else:
+        segment_file = resize.fit(config, folder, header, segment_file)
+    header.state = DaemonState.STARTING
+    header.pid = os.getpid()
+    header.verify_reads = int(config.verify_reads)
+    return _recover(config, folder, header, segment_file, failures)
+
+
+def _clear(folder: NodeFolder) -> None:
+    """Remove what another boot or incarnation left: it could not be read any more, and would keep its memory."""
+    for extent in folder.extents():
+        remove(folder.records(extent))
+        remove(folder.marks(extent))
+    for epoch in folder.epochs():
+        Index.remove(folder, epoch)
+    remove(folder.segment)
+    remove(folder.path / QUARANTINE)
+
+
+def _void(folder: NodeFolder, number: int, keep: bool) -> None:
+    """Give up an extent whose tables cannot be believed. Its position will hold other pages: clients that mapped it,
+    lease holders among them, must see that nothing is sealed there any more. ``keep`` the file that says there was
+    one: nothing else does."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = open_plain(folder.records(number), os.O_RDWR)
+        with open(fd, "r+b", buffering=0) as file:
+            file.write(bytes(os.fstat(fd).st_size))
+    if not keep:
+        remove(folder.records(number))
+        remove(folder.marks(number))
+
+
+def _give_up(
+    folder: NodeFolder, header: Header, performer: Performer, nvme: NvmePages | None, lost: list[int], living: set[int]
+) -> Held:
+    """Give up extents whose tables cannot be believed. Returns the positions where a living session may write: those,
+    and what earlier starts wrote down."""
+    carved = {table.position for table in performer.tables.values() if table.tier == Tier.DRAM}
+    vacant = set(range(performer.segment.positions)) - carved
+    held, doubted = read_quarantine(folder, header.incarnation), set[int]()
+    on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
+    for number in set(lost) - on_nvme:
+        claimed = claimed_positions(folder, number, header.incarnation)
+        doubted |= vacant if claimed is None else claimed & vacant
+    if held is None:
+        held, doubted = {}, vacant
+    now = {at: held.get(at, set()) | (living if at in doubted else set()) for at in {*held, *doubted} & vacant}
+    now = {at: sessions for at, sessions in now.items() if sessions}
+    keep = False
+    if now != held:
+        try:
+            write_quarantine(folder, header.incarnation, now)
+        except OSError as error:
+            log.error("positions in quarantine cannot be written down: %s", error)
+            keep = True
+    if doubted and now:
+        log.warning("%d positions are held for %d sessions that may still write there", len(now), len(living))
+    for number in lost:
+        _void(folder, number, keep)
+    return now
+
+
+def _recover(
+    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, failures: dict[str, str]
+) -> tuple[Performer, NodeState]:
+    nvme = open_nvme(config, folder, failures, read_secret(folder, header.incarnation))
+    try:
+        return _recover_tiers(config, folder, header, segment_file, nvme)
+    except BaseException:
+        if nvme is not None:
+            nvme.close()
+        raise
+
+
+def _recover_tiers(
+    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, nvme: NvmePages | None
+) -> tuple[Performer, NodeState]:
+    # The smallest frame there is takes a block, on NVMe two.
+    frames_max = segment_file.positions * header.extent_bytes // FRAME_ALIGN
+    if nvme is not None:
+        frames_max += nvme.devices.positions * nvme.devices.extent_bytes // (2 * FRAME_ALIGN)
+    map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
+    index = _open_index(folder, header, map_bytes)
+    performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns, nvme)
+    living, lost = living_ids(folder), list[int]()
+    for number in folder.extents():
+        table = ExtentTable.open(folder, number, header.incarnation, writable=True)
+        if table is None and nvme is not None:
+            table = ExtentTable.open(folder, number, nvme.incarnation, writable=True)
+        taken = {(t.tier, t.position) for t in performer.tables.values()}
+        if table is not None and (table.tier, table.position) not in taken:
+            performer.tables[number] = table
+        else:
+            lost.append(number)
+    quarantined = _give_up(folder, header, performer, nvme, lost, living)
+    if nvme is not None:
+        open_tables(folder, nvme, performer.tables)
+        nvme.devices.write_map(folder)
+    else:
+        remove(folder.nvme)
+    state = _state(config, header, performer, book.read_names(folder, header.incarnation))
+    found = [_found(table) for table in performer.tables.values()]
+    instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)
+    if failpoint.ACTIVE:
+        failpoint.hit("node.recover")
+    performer.perform(instructions)
+    if not performer.index.agrees():
+        performer.index.rebuild("start")
+    recovery.settle(state)
+    for position in sorted(state.segment.beyond):  # of a larger node that was here before
+        segment_file.give_back(position)
+    pins = book.read_pins(folder, header.incarnation)
+    if pins:
+        performer.perform(state.handle(ev.RestorePins(time.monotonic_ns(), pins)))
+    performer.book.flush()
+    header.names_forgotten += 1  # a kill may have come between a page and its root's name: clients say theirs again
+    return performer, state
+
+
+def _state(config: NodeConfig, header: Header, performer: Performer, named: Iterable[Any]) -> NodeState:
+    if config.eviction not in POLICIES:
+        raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
+    segment = Segment(header.extent_bytes, performer.segment.positions, policy=config.eviction)
+    segment.limit(header.positions)
+    parts = None
+    if performer.nvme is not None:
+        devices, view = performer.nvme.devices, NvmeView(performer)
+        below = Segment(
+            devices.extent_bytes,
+            devices.positions,
+            frames_in=nvme_frames,
+            numbers=segment.numbers,
+            policy=config.eviction,
+        )
+        below.populated.update(range(devices.positions))
+        rules = TieringRules(
+            config.demote_at, config.promote_after, config.nvme_admission, config.nvme_write_bytes_per_day
+        )
+        parts = NvmeParts(below, view, view, performer.nvme.generation, rules)
+    return NodeState(
+        segment,
+        performer,
+        performer,
+        lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
+        sessions_max=config.sessions_max,
+        nvme=parts,
+        quotas=config.quotas,
+        named=named,
+        pins_share_max=config.pins_share_max,
+    )
+
+
+def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
+    """The index that is there, or an empty one: the comparison with the records decides what it is worth."""
+    epochs = folder.epochs()
+    try:
+        index = Index.open_writer(folder, header.epoch, map_bytes, fresh=False)
+    except IndexDamaged:
+        # Under a new epoch: clients that have the damaged one open must see that it is no more.
+        epoch = max([header.epoch, *epochs]) + 1
+        index = Index.open_writer(folder, epoch, map_bytes, fresh=True)
+        header.epoch = epoch
+    for stale in epochs:
+        if stale != header.epoch:
+            Index.remove(folder, stale)
+    return index
+
+
+def _found(table: ExtentTable) -> ExtentFound:
+    fmt = table.fmt
+
+    def words(offset: int) -> Any:
+        return table.column(offset).copy()
+
+    none = np.zeros((table.frames, SHARDS_MAX), np.uint64)
+    groups, writers = none[:, 0], none
+    if table.tier == Tier.DRAM:
+        groups = words(fmt.group)
+        writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
+    sound = np.array(table.identity_sums(slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
+    return ExtentFound(
+        table.extent,
+        table.position,
+        table.frame_class,
+        snapshot(table),
+        words(fmt.info),
+        words(fmt.lease_until_ns),
+        groups,
+        writers,
+        sound,
+        table.tier,
+    )

@@ -1,0 +1,1 @@
+"""What operators ask: admin calls, selections of pages, explanations, metrics."""

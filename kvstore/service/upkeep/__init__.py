@@ -1,0 +1,1 @@
+"""Work in the background: copies between tiers, the scan of NVMe, the scrubber."""

@@ -1,0 +1,86 @@
+"""Background: the threads of a node that nobody waits for: time, memory population, scrubbing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.service.events.kv_events import KvEvents
+from kvstore.service.node.node import Node
+from kvstore.service.upkeep.scanner import Scanner
+from kvstore.service.upkeep.scrubber import Scrubber
+from kvstore.service.upkeep.stop_save import StopSave
+from kvstore.service.upkeep.tier_mover import Mover
+
+TICK_S = 0.1
+JOIN_S = 5.0
+BACKGROUND_NICENESS = 10  # scrubbing yields to whoever serves
+
+
+class Background:
+    """Runs from ``start`` to ``stop``; its threads end within a slice of work."""
+
+    def __init__(self, node: Node, scrubber: Scrubber) -> None:
+        self._node = node
+        self._scrubber = scrubber
+        self.mover = Mover(node)
+        self.scanner = node.scan = Scanner(node)
+        self._kv_events = KvEvents(node) if node.config.kv_events else None
+        self._stopped = threading.Event()
+        work = {"tick": self._tick, "background": self._work}
+        if node.config.nvme:
+            work |= {"mover": self._move, "loader": self._load, "scanner": self._scan}
+        self._threads = [
+            threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()
+        ]
+
+    def start(self) -> None:
+        """Begin ticking, populating and scrubbing; and publishing, see ``KvEvents.start`` for what that raises."""
+        if self._kv_events is not None:
+            self._kv_events.start()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, save_s: float = 0.0, why: str = "", ended: Callable[[], bool] = lambda: False) -> None:
+        """End the threads, and write a last checkpoint. Memory that was not populated yet is by the next start.
+
+        ``save_s``: DRAM is about to go, ``why``, so what is in it is saved to NVMe for so long, or until ``ended``.
+        """
+        self._stopped.set()
+        if self._kv_events is not None:
+            self._kv_events.stop()
+        self.mover.wake()
+        config = self._node.config
+        deadline = time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s  # each may have to be given up
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if save_s:
+            StopSave(self._node, self.mover).run(save_s, why, ended)
+        self.mover.checkpoint()
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            self._node.tick()
+
+    def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        while not self._stopped.is_set() and self._node.populate_next():
+            pass
+        more = False
+        while not self._stopped.wait(0.0 if more else TICK_S / 2):
+            more = self._scrubber.step()
+
+    def _move(self) -> None:
+        while not self._stopped.is_set():
+            if not self.mover.write_step():
+                self.mover.wait()
+
+    def _load(self) -> None:
+        while not self._stopped.is_set():
+            if not self.mover.load_step():
+                self.mover.wait_for_loads()
+
+    def _scan(self) -> None:
+        self.scanner.run(self._stopped)

@@ -1,0 +1,197 @@
+"""Scrubber: computes the checksums of newly sealed pages and verifies those of resting ones, within a byte rate.
+
+It reads records and data without the node's mutex (hashing releases the GIL) and compares the record's word before and
+after; what it finds becomes an event: ``Stamped`` or ``Damaged``. A page that changed meanwhile is simply left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.model.replica import STAMPED, Address, FrameState, Status, Tier
+from kvstore.service.node.node import Node
+from kvstore.state import events as ev
+from kvstore.state.views import Rows
+from kvstore.tier.records import ExtentTable
+
+SLICE_S = 0.05  # the rate is kept over slices of this length
+WORK_S, PAUSE_S = 40e-6, 60e-6
+STAMP_RATE_FACTOR = 4  # newly sealed pages are stamped so much faster than resting ones are verified
+
+
+class Breather:
+    """Lets other threads have the interpreter: hashing less than about 100 KiB does not release it by itself.
+
+    After ``WORK_S`` of work it sleeps for ``PAUSE_S``. A mere release would not do: whoever waits takes longer to wake
+    than we take to come back. So a client's request waits tens of microseconds for us, not a switch interval.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def breathe(self) -> None:
+        """Call between two short pieces of work."""
+        now = time.perf_counter()
+        if now - self._since > WORK_S:
+            time.sleep(PAUSE_S)
+            self._since = time.perf_counter()
+
+
+class Scrubber:
+    """Lives with its node; ``step`` is called by the node's background thread, ``scrub`` by anyone.
+
+    Pages sealed without checksums are stamped as they come; those that the bounded queue forgot (after a burst, or a
+    restart) when the sweep meets them.
+    """
+
+    def __init__(self, node: Node, bytes_per_s: int) -> None:
+        self._node = node
+        self._bytes_per_s = bytes_per_s
+        self._breather = Breather()
+        self._mutex = threading.Lock()
+        self._walk: list[tuple[int, npt.NDArray[np.uint32]]] = []  # (extent, frames) left in this sweep, last first
+        self._sweep_wanted = 0
+        self._sweeps = 0
+        self._pages_scrubbed = 0
+        self._pages_stamped = 0
+        self._pages_damaged = 0
+        self._walk_pages = 0  # verified by the sweep that is going on
+        self._sweep_pages = 0  # verified by the last sweep that ended
+        self._asked_pages = 0  # verified by the last one that ended of those asked for, which also read NVMe
+
+    def stats(self) -> dict[str, Any]:
+        """Sweeps ended, pages of the last one and of the last asked for; pages verified, stamped and damaged so far."""
+        return {
+            "sweeps": self._sweeps,
+            "sweep_pages": self._sweep_pages,
+            "asked_pages": self._asked_pages,
+            "sweep_pages_left": sum(len(frames) for _, frames in list(self._walk)),
+            "pages_scrubbed": self._pages_scrubbed,
+            "pages_stamped": self._pages_stamped,
+            "pages_damaged": self._pages_damaged,
+        }
+
+    def request_sweep(self) -> int:
+        """Verify everything once, at full speed, starting now. Returns the number ``sweeps`` will have reached."""
+        with self._mutex:
+            self._walk = []
+            self._sweep_wanted = self._sweeps + 1
+            return self._sweep_wanted
+
+    def step(self) -> bool:
+        """Stamp what was sealed lately, then verify: a slice's worth of bytes each. True while a sweep is asked for."""
+        if self._bytes_per_s == 0 and self._sweeps >= self._sweep_wanted:
+            return False
+        hurried = self._sweeps < self._sweep_wanted
+        rate = 1 << 40 if hurried else self._bytes_per_s
+        self._stamp(int(rate * SLICE_S * STAMP_RATE_FACTOR))
+        self._verify(int(rate * SLICE_S), time.monotonic() + SLICE_S)
+        return hurried
+
+    def _stamp(self, budget_bytes: int) -> None:
+        """Newly sealed pages, in the order they came."""
+        unstamped, tables = self._node.performer.unstamped, self._node.performer.tables
+        deadline = time.monotonic() + SLICE_S
+        while unstamped and budget_bytes > 0 and time.monotonic() < deadline:
+            address = unstamped.popleft()
+            self.scrub(address)
+            table = tables.get(address.extent)
+            budget_bytes -= table.frame_class.page_bytes if table is not None else 0
+
+    def _verify(self, budget_bytes: int, deadline: float) -> None:
+        tables = self._node.performer.tables
+        with self._mutex:
+            if not self._walk:
+                self._pages_damaged += self._node.check_words()
+                self._walk_pages = 0
+                # NVMe only where somebody asked: every read from there is verified anyway.
+                tiers = (Tier.DRAM, Tier.NVME) if self._sweeps < self._sweep_wanted else (Tier.DRAM,)
+                found = [(n, t) for n, t in sorted(tables.items(), reverse=True) if t.tier in tiers]
+                self._walk = [(number, _sealed(table)) for number, table in found]
+            walk = self._walk
+        while walk and budget_bytes > 0 and time.monotonic() < deadline:
+            number, frames = walk.pop()
+            table = tables.get(number)
+            if table is None or not len(frames):
+                continue
+            frame = int(frames[-1])
+            walk.append((number, frames[:-1]))
+            self._walk_pages += self.scrub(Address(number, frame, int(table.words[frame]) >> 8)) != Status.STALE
+            budget_bytes -= table.frame_class.page_bytes
+        with self._mutex:
+            if not walk and walk is self._walk:  # a sweep that was asked for meanwhile starts a walk of its own
+                self._sweep_pages = self._walk_pages
+                if self._sweeps < self._sweep_wanted:
+                    self._asked_pages = self._walk_pages
+                self._sweeps += 1
+
+    def scrub(self, address: Address) -> Status:
+        """Verify one page now: record, index entry, and checksums (computed where there are none yet).
+
+        A damaged page is dropped with its descendants before this returns DAMAGED. STALE: nothing is sealed there.
+        """
+        table = self._node.performer.tables.get(address.extent)
+        if table is None or address.frame >= table.frames:
+            return Status.STALE
+        word = int(table.words[address.frame])
+        if word != address.generation << 8 | FrameState.SEALED:
+            return Status.STALE
+        row = table.rows[address.frame].copy()
+        damage, sums = (self._look if table.tier == Tier.DRAM else self._look_on_nvme)(table, address, row)
+        if int(table.words[address.frame]) != word:
+            return Status.STALE  # it changed while we looked: whatever we saw means nothing
+        self._pages_scrubbed += 1
+        if damage:
+            self._pages_damaged += 1
+            self._node.drop_damaged(address, damage)
+            return Status.DAMAGED
+        if sums is not None:
+            self._pages_stamped += 1
+            self._node.handle(ev.Stamped(time.monotonic_ns(), address, sums))
+        return Status.OK
+
+    def _look(self, table: ExtentTable, address: Address, row: Any) -> tuple[str, Any]:
+        """(what is damaged or "", checksums where they have to be stamped or None)."""
+        fmt, words = table.fmt, row.view(np.uint64)
+        if table.identity_sums(slice(address.frame, address.frame + 1))[0] != int(words[fmt.identity_sum // 8]):
+            return "record", None
+        self._node.check_indexed(address, row[8:24].tobytes())
+        page = self._node.performer.frames_of(table)[address.frame, : table.frame_class.page_bytes]
+        sums = self._checksums(page, table.frame_class.layers)
+        if int(words[fmt.info // 8]) >> 48 & STAMPED == 0:
+            return "", sums
+        return ("" if np.array_equal(sums, row[fmt.checksums].view(np.uint32)) else "data"), None
+
+    def _look_on_nvme(self, table: ExtentTable, address: Address, row: Any) -> tuple[str, None]:
+        """The same of a page on NVMe, which has its checksums since it was written."""
+        if table.identity_sums(slice(address.frame, address.frame + 1))[0] != int(
+            row.view(np.uint64)[table.fmt.identity_sum // 8]
+        ):
+            return "record", None
+        self._node.check_indexed(address, row[8:24].tobytes())
+        nvme = self._node.nvme
+        try:
+            return nvme.verify(table, address) if nvme is not None else "", None
+        except OSError as error:  # it does not answer: that says nothing about the page
+            self._node.device_failed({table.position: error})
+            return "", None
+
+    def _checksums(self, page: Rows, layers: int) -> npt.NDArray[np.uint32]:
+        """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``; ``[layers]``."""
+        digest, breathe, step = xxhash.xxh3_64_intdigest, self._breather.breathe, len(page) // layers
+        sums = np.empty(layers, np.uint32)
+        for layer in range(layers):
+            sums[layer] = digest(page[layer * step : (layer + 1) * step].data) & 0xFFFFFFFF
+            breathe()
+        return sums
+
+
+def _sealed(table: ExtentTable) -> npt.NDArray[np.uint32]:
+    """Sealed frames of an extent, the last one first."""
+    return np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)[::-1].astype(np.uint32)

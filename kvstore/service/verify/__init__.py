@@ -1,0 +1,1 @@
+"""Folders and devices of nodes that do not run: read and judged as they lie."""

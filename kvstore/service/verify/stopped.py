@@ -1,0 +1,252 @@
+"""Verification of a node whose daemon is not running: records, index, checksums and laws, from its files alone.
+
+Nothing is changed: files are mapped for reading, and the node's lock is shared with nobody who writes, so that no
+daemon starts meanwhile. Two kinds of things are told apart. *Findings* are damage: a sealed page that does not hold, a
+law that is broken. *Repairs* are what the next start puts right as it always does: an index that a kill left a decision
+behind the records, frames that were being written, one of two copies of a superblock.
+
+Of a node that was killed the index may name pages that have gone, or not yet those that came last; of one that was
+stopped it must not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.config import NvmeTarget
+from kvstore.errors import InvalidRequest, NodeUnavailable
+from kvstore.model.replica import ADDRESS, STAMPED, Address, FrameState, Tier
+from kvstore.service.node.index_keeper import snapshot
+from kvstore.service.node.nvme_start import LOADING
+from kvstore.service.verify.stopped_nvme import verify_targets
+from kvstore.state import closure
+from kvstore.state.views import Snapshot
+from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.frame_header import layer_sums
+from kvstore.tier.header import DaemonState, Header, boot_id
+from kvstore.tier.index import Index, IndexDamaged
+from kvstore.tier.nvme_map import NvmeMap
+from kvstore.tier.records import ExtentTable
+
+LISTED_MAX = 1000  # findings, and repairs, that are told one by one
+
+
+@dataclass
+class Report:
+    """What was found. ``verified`` pages by tier, ``damaged`` ones by address, ``unstamped``: without checksums yet."""
+
+    state: str = "stopped"
+    verified: Counter[str] = field(default_factory=Counter)
+    damaged: set[tuple[Any, ...]] = field(default_factory=set)
+    unstamped: int = 0
+    findings: list[str] = field(default_factory=list)
+    repairs: list[str] = field(default_factory=list)
+
+    def damage(self, tier: Tier, extent: int, frame: int, key: bytes, reason: str) -> None:
+        """A sealed page does not hold."""
+        self.damaged.add((tier, extent, frame))
+        self.findings.append(f"{tier}: extent {extent} frame {frame}, page {key.hex()}: {reason} does not hold")
+
+    def document(self, name: str) -> dict[str, Any]:
+        """As ``Store.verify`` tells it, and more."""
+        return {
+            "name": name,
+            "state": self.state,
+            "pages_verified": sum(self.verified.values()),
+            "pages_by_tier": dict(self.verified),
+            "pages_without_checksums": self.unstamped,
+            "pages_damaged": len(self.damaged),
+            "findings": _some(self.findings),
+            "repairs": _some(self.repairs),
+        }
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = len(lines) - LISTED_MAX
+    return lines if more <= 0 else [*lines[:LISTED_MAX], f"and {more} more"]
+
+
+class _Files(NamedTuple):
+    folder: NodeFolder
+    header: Header
+    segment: SegmentMap
+    tables: dict[int, ExtentTable]
+
+
+def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, Any]:
+    """Verify the node in this folder, and its NVMe targets; ``targets`` where the folder names none.
+
+    Raises:
+        NodeUnavailable: there is no such folder.
+        NodeBusy: its daemon runs.
+        InvalidRequest: ``path`` is no node's folder, or another user's.
+        VersionMismatch: its files are of another version.
+    """
+    folder = NodeFolder.at(path)
+    if not folder.path.is_dir():
+        raise NodeUnavailable(f"there is no node in {path}")
+    if not folder.trusted():
+        raise InvalidRequest("folder", f"{path} belongs to another user")
+    with folder.kept_from_starting():
+        report = Report()
+        tables = _verify_shm(folder, report)
+        verify_targets(folder, targets, tables, report)
+        return report.document(folder.name)
+
+
+def verify_devices(targets: Sequence[NvmeTarget]) -> dict[str, Any]:
+    """Verify targets without a node's folder: after a reboot, or from elsewhere."""
+    report = Report()
+    verify_targets(None, targets, {}, report)
+    return report.document("")
+
+
+def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
+    """Everything in shared memory. The tables of extents on NVMe, for their frames to be compared with."""
+    header = Header.open(folder)
+    if header is None:
+        report.findings.append("header: is absent or damaged: the next start begins anew, without these pages")
+        return {}
+    if header.boot_id != boot_id():
+        report.repairs.append("shared memory: is of an earlier boot and counts for nothing")
+        return {}
+    stopped = header.state == DaemonState.STOPPED
+    report.state = "stopped" if stopped else "killed"
+    segment = SegmentMap.open(folder, header.incarnation)
+    if segment is None:
+        cut = SegmentFile.cut_to(folder, header.incarnation) is not None
+        said = "its tail was cut off: some" if cut else "is absent, damaged or of another incarnation: the"
+        report.findings.append(f"segment: {said} pages in DRAM are lost")
+        return {}
+    tables = _tables(folder, header, segment, report)
+    if (folder.path / LOADING).exists():
+        report.repairs.append("nvme: the tables in shared memory were just being filled: they are made anew")
+        tables = {number: table for number, table in tables.items() if table.tier == Tier.DRAM}
+    for tier in (Tier.DRAM, Tier.NVME):
+        mine = {number: table for number, table in tables.items() if table.tier == tier}
+        snapshots = [snapshot(table) for table in mine.values()]
+        for table in mine.values():
+            _verify_records(table, report)
+        _verify_closure(tier, snapshots, report)
+        _verify_index(folder, header, tier, snapshots, report)
+    data = np.memmap(folder.segment, np.uint8, "r")
+    for table in tables.values():
+        if table.tier == Tier.DRAM:
+            _verify_pages(table, data, segment.extent_bytes, report)
+    return {number: table for number, table in tables.items() if table.tier == Tier.NVME}
+
+
+def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Report) -> dict[int, ExtentTable]:
+    devices = NvmeMap.open(folder)
+    tables: dict[int, ExtentTable] = {}
+    places: set[tuple[Tier, int]] = set()
+    for number in folder.extents():
+        table = ExtentTable.open(folder, number, header.incarnation)
+        if table is None and devices is not None:
+            table = ExtentTable.open(folder, number, devices.incarnation)
+        if table is None:
+            report.findings.append(f"records-{number}: cannot be believed: the extent is lost with its pages")
+            continue
+        place = table.tier, table.position
+        beyond = table.tier == Tier.DRAM and table.position >= segment.positions
+        if place in places or beyond:
+            report.findings.append(f"{table.tier}: extent {number}: position {table.position} is not its own")
+            continue
+        places.add(place)
+        tables[number] = table
+    if devices is not None:
+        devices.close()
+    return tables
+
+
+def _sealed(table: ExtentTable) -> npt.NDArray[np.intp]:
+    return np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)
+
+
+def _key(table: ExtentTable, frame: int) -> bytes:
+    return table.rows[frame, 8:24].tobytes()
+
+
+def _verify_records(table: ExtentTable, report: Report) -> None:
+    """States that there are, and sums of what is sealed."""
+    states = (table.words & np.uint64(0xFF)).astype(np.uint8)
+    for frame in np.flatnonzero(states > max(FrameState)).tolist():
+        report.findings.append(f"{table.tier}: extent {table.extent} frame {frame}: is in no state, {states[frame]}")
+    written = states == FrameState.SEALED
+    sums = np.array(table.identity_sums(slice(0, table.frames)), np.uint64)
+    for frame in np.flatnonzero(written & (sums != table.column(table.fmt.identity_sum))).tolist():
+        report.damage(table.tier, table.extent, frame, _key(table, frame), "record")
+    for state in (FrameState.RESERVED, FrameState.RETIRING, FrameState.QUARANTINED):
+        count = int((states == state).sum())
+        if count:
+            report.repairs.append(f"{table.tier}: extent {table.extent}: {count} frames are {state.name.lower()}")
+
+
+def _verify_closure(tier: Tier, snapshots: list[Snapshot], report: Report) -> None:
+    """Every page's parent is there, and no page twice."""
+    links = closure.link(snapshots)
+    for i in np.flatnonzero(links.parent == -2).tolist():
+        report.findings.append(f"{tier}: {links.address(i)}, page {links.key(i).hex()}: its parent is not stored")
+    for i in np.flatnonzero(links.duplicate).tolist():
+        report.findings.append(f"{tier}: {links.address(i)}: a second page has the key {links.key(i).hex()}")
+
+
+def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: list[Snapshot], report: Report) -> None:
+    """Entries and sealed records are the same; of a killed node, as far as both are there."""
+    index = Index.open_reader(folder, header.epoch)
+    try:
+        entries = None if index is None else dict(index.scan() if tier == Tier.DRAM else index.scan_nvme())
+    except IndexDamaged:
+        entries = None
+    finally:
+        if index is not None:
+            index.close()
+    if entries is None:
+        report.findings.append(f"index: epoch {header.epoch} is absent or damaged: the next start makes it anew")
+        return
+    differ = report.findings if report.state == "stopped" else report.repairs
+    by_extent = {one.extent: one for one in snapshots}
+    for key, raw in entries.items():
+        address = Address(*ADDRESS.unpack(raw))
+        fault = _entry_fault(key, address, by_extent.get(address.extent))
+        if fault:
+            # A word that holds under another key is no matter of time.
+            wrong = report.findings if fault == "holds another key" else differ
+            wrong.append(f"{tier}: index {key.hex()}: {address} {fault}")
+    links = closure.link(snapshots)
+    for i, key in enumerate(links.keys.tolist()):
+        if key.ljust(16, b"\0") not in entries:
+            differ.append(f"{tier}: {links.address(i)}, page {links.key(i).hex()}: is not in the index")
+
+
+def _entry_fault(key: bytes, address: Address, found: Snapshot | None) -> str:
+    if found is None or address.frame >= len(found.words):
+        return "is no frame"
+    if int(found.words[address.frame]) != address.generation << 8 | FrameState.SEALED:
+        return "is not sealed under that generation"
+    return "" if bytes(found.keys[address.frame]).ljust(16, b"\0") == key else "holds another key"
+
+
+def _verify_pages(table: ExtentTable, data: npt.NDArray[np.uint8], extent_bytes: int, report: Report) -> None:
+    """Checksums of the pages in DRAM."""
+    about, fmt = table.frame_class, table.fmt
+    start = SEGMENT_HEAD_BYTES + table.position * extent_bytes
+    stamped = table.column(fmt.info) >> np.uint64(48) & np.uint64(STAMPED)
+    sums = table.rows[:, fmt.checksums].view("<u4")
+    for frame in _sealed(table).tolist():
+        if not stamped[frame]:
+            report.unstamped += 1
+            continue
+        at = start + frame * about.frame_bytes
+        page = data[at : at + about.page_bytes]
+        if len(page) != about.page_bytes or not np.array_equal(layer_sums(page, about.layers), sums[frame]):
+            report.damage(table.tier, table.extent, frame, _key(table, frame), "data")
+        report.verified[str(table.tier)] += 1

@@ -1,0 +1,317 @@
+"""Gate: every call passes here. Who is it, is there room for it, how long may it take; and what its failure is called.
+
+Nothing of a request is read before its caller is known, by its metadata. A call whose request does not come gives way
+to those that need its place, and ends soon anyway. What could not be answered in time is refused at once: by lanes and
+buffers for what waits there, by the loop's lag for what waits for the loop.
+
+Work that blocks runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each: a call that is
+cancelled or past its deadline ends at once; its step goes on to its own end, and the step's thread and memory count as
+taken until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
+from kvstore.rpc.grpc_errors import status_of
+from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity, is_tenant
+from kvstore.serving.lanes import Lane, Threads, call_soon
+from kvstore.serving.pressure import Pressure
+from kvstore.serving.shares import Shares
+from kvstore.serving.watching import Calls
+
+RETRY_AFTER_S: Final = 0.1
+STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for so long is over: it holds buffers
+FIRST_MESSAGE_S: Final = 10.0  # for a request to come after its headers
+HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for so long give way
+MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
+MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
+CALLS_OUTSIDE: Final = 4  # as many as ``rpcs_max`` allows times this may be on their way into the gate, or be refused
+CALLS_SHARE, BUFFERS_SHARE = 0.75, 0.5  # of all, that one tenant's calls may have: others are still served
+TOKEN_BYTES_MAX: Final = 4096
+
+log = logging.getLogger("kvstore.api")
+
+Item = TypeVar("Item")
+Request = TypeVar("Request", bound=Message)
+Value = TypeVar("Value")
+
+
+class Call:
+    """One admitted call: who makes it and until when (``time.monotonic``). Lives as long as its handler."""
+
+    def __init__(self, gate: Gate, caller: Identity, context: Any, deadline: float) -> None:
+        self.caller = caller
+        self.deadline = deadline
+        self._gate = gate
+        self._context = context
+        self._step: Future[Any] | None = None
+        self._taken = 0  # bytes of buffers
+        self._requested = False  # its request, or the first message of it, has come
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, not negative."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raises Unauthenticated where the caller's identity has expired or was taken away since."""
+        self._gate.identities.check(self.caller)
+
+    async def quick(
+        self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
+    ) -> Value:
+        """Do ``work``, which neither copies much nor waits, in a thread. ``undo``: see ``wait``."""
+        return await self._run(self._gate.threads.quick, partial(work, *args), undo)
+
+    async def run(self, work: Callable[..., Value], *args: Any) -> Value:
+        """Read or copy a few MiB in a thread."""
+        return await self._run(self._gate.threads.read, partial(work, *args))
+
+    async def wait(
+        self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
+    ) -> Value:
+        """Do what may have to wait for room in a thread. ``undo``: what to do with its value where the call ends first,
+        so that nothing stays held for a caller who was not told of it."""
+        return await self._run(self._gate.threads.wait, partial(work, *args), undo)
+
+    async def _run(self, lane: Lane, work: Callable[[], Value], undo: Callable[[Value], object] | None = None) -> Value:
+        self.check()
+        begun = self._step is not None or self._taken > 0
+        return await lane.run(self._began, work, undo, self.caller, self.left_s, begun)
+
+    def waits(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the caller has to do, or nobody: the call is not at work meanwhile."""
+        return self._gate.pressure.waiting(self.caller)
+
+    def _began(self, step: Future[Any]) -> None:
+        self._step = step
+
+    @contextlib.asynccontextmanager
+    async def buffers(self, size: int) -> AsyncIterator[None]:
+        """``size`` bytes of the node's buffers; given back when the last step that may use them has ended."""
+        budget = self._gate.budget
+        size = await budget.take(size, min(self.left_s, self._gate.buffers_wait_s), self.caller, self._taken)
+        self._taken += size
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._taken -= size
+            if self._step is None or self._step.done():
+                budget.give(size, self.caller, time.monotonic() - began_s)
+            else:  # nobody waits for it any more, but a thread is in it
+                loop = asyncio.get_running_loop()
+                self._step.add_done_callback(lambda _: call_soon(loop, partial(budget.give, size, self.caller)))
+
+    async def send(self, message: bytes) -> None:
+        """One reply of a stream; waits until the transport has taken it. The identity must hold still."""
+        self.check()
+        with _stalls("took"), _gone(), self.waits():
+            async with asyncio.timeout(self._gate.stall_s):
+                await self._context.write(message)
+        self._gate.calls.sent_bytes += len(message)
+
+    @contextlib.asynccontextmanager
+    async def request(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The one message of a call; a large one is memory that all calls have to share."""
+        message = await self.receive(requests)
+        if message is None:
+            raise InvalidRequest("request", "is missing")
+        if len(message) <= MESSAGE_BYTES_FREE:
+            yield message
+            return
+        async with self.buffers(MESSAGE_COPIES * len(message)):
+            yield message
+
+    async def receive(self, requests: AsyncIterator[bytes]) -> bytes | None:
+        """The next message of a stream; None: the caller is done. The identity must hold still."""
+        if not self._requested:
+            message = await self.first(requests)
+        else:
+            with _stalls("sent"), self.waits():
+                async with asyncio.timeout(self._gate.stall_s):
+                    message = await anext(requests, None)
+        self._gate.calls.received_bytes += len(message or b"")
+        self.check()
+        return message
+
+    async def first(self, requests: AsyncIterator[Item]) -> Item | None:
+        """What comes first, which has to come soon."""
+        try:
+            async with self._gate.half_open(self):
+                with self.waits():
+                    return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded("the request did not come in time") from None
+        finally:
+            self._requested = True
+
+
+@contextlib.contextmanager
+def _stalls(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the caller {what} nothing for too long, and its stream holds buffers") from None
+
+
+def parse(kind: type[Request], message: bytes) -> Request:
+    """A request of that kind. Raises InvalidRequest where the bytes are none."""
+    try:
+        return kind.FromString(message)
+    except DecodeError:
+        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}") from None
+
+
+class Gate:
+    """Admits calls, at most ``rpcs_max`` at once.
+
+    Attributes:
+        under_way: calls admitted and not ended.
+        calls: what became of all, for metrics.
+        pressure: how much there is to do; whoever made the gate has it measured.
+    """
+
+    buffers_wait_s = 2.0
+    stall_s = STALL_S
+    first_message_s = FIRST_MESSAGE_S
+
+    def __init__(
+        self, identities: Identities, threads: Threads, rpcs_max: int, timeout_s_max: float, buffer_bytes: int
+    ) -> None:
+        self.identities = identities
+        self.threads = threads
+        self.budget = Shares("buffers", "buffers", buffer_bytes, int(buffer_bytes * BUFFERS_SHARE), buffer_bytes)
+        self.under_way = 0
+        self._of: Counter[Identity] = Counter()
+        self.calls = Calls()
+        self.pressure = Pressure()
+        self._rpcs_max = rpcs_max
+        self._timeout_s_max = timeout_s_max
+        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when; the oldest first
+
+    @contextlib.asynccontextmanager
+    async def admit(self, context: Any) -> AsyncIterator[Call]:
+        """A call from here on. What is raised inside ends it with the status that says so."""
+        try:
+            caller = self._identify(context)
+            limit_s = self._limit_s(context)
+            self._make_room(caller, limit_s)
+            self.under_way += 1
+            self._of[caller] += 1
+            try:
+                async with asyncio.timeout(limit_s):
+                    with self.pressure.working(caller):
+                        yield Call(self, caller, context, time.monotonic() + limit_s)
+            finally:
+                self.under_way -= 1
+                self._of[caller] -= 1
+                if not self._of[caller]:
+                    del self._of[caller]
+        except KVStoreError as error:
+            if isinstance(error, TooManyCalls):
+                self.calls.shed[error.kind] += 1
+            await _abort(context, error)
+        except TimeoutError:
+            await _abort(context, DeadlineExceeded("the call did not end within its deadline"))
+        except grpc.aio.BaseError:
+            raise
+        except Exception:  # our own bug: gRPC would tell its text to the caller
+            log.exception("a call failed")
+            with _gone():
+                await context.abort(grpc.StatusCode.INTERNAL, "the node failed at this call: its log tells more")
+            raise
+
+    def _make_room(self, caller: Identity, limit_s: float) -> None:
+        """Raises TooManyCalls where there is none, or the call would end too late."""
+        self.pressure.check(caller, limit_s)  # first: nobody gives way to a call that is then refused
+        share = max(1, int(self._rpcs_max * CALLS_SHARE)) if is_tenant(caller) else self._rpcs_max
+        if self._of[caller] >= share and not self._give_way(caller):
+            reason = f"{self._of[caller]} calls of {caller.name}'s are under way"
+            raise TooManyCalls(reason, RETRY_AFTER_S, "share")
+        if self.under_way >= self._rpcs_max and not self._give_way(None):
+            reason = f"{self._rpcs_max} calls are under way, rpcs_max allows no more"
+            raise TooManyCalls(reason, RETRY_AFTER_S, "calls")
+
+    def _give_way(self, owner: Identity | None) -> bool:
+        """End the oldest call (of that owner) whose request has not come. It is over with the loop's next turn."""
+        before_s = time.monotonic() - HALF_OPEN_S
+        for call, (since_s, timeout) in self._half_open.items():
+            if since_s > before_s:
+                break
+            if owner is None or call.caller == owner:
+                del self._half_open[call]
+                timeout.reschedule(asyncio.get_running_loop().time())
+                self.calls.shed["half_open"] += 1
+                return True
+        return False
+
+    @contextlib.asynccontextmanager
+    async def half_open(self, call: Call) -> AsyncIterator[None]:
+        """Around the wait for a request. Raises TimeoutError where it does not come, or others need its place."""
+        async with asyncio.timeout(self.first_message_s) as timeout:
+            self._half_open[call] = time.monotonic(), timeout
+            try:
+                yield
+            finally:
+                self._half_open.pop(call, None)
+
+    def _limit_s(self, context: Any) -> float:
+        left_s = context.time_remaining()
+        return self._timeout_s_max if left_s is None else min(max(0.0, left_s), self._timeout_s_max)
+
+    def _identify(self, context: Any) -> Identity:
+        if not self.identities.asked_for:
+            return LOCAL
+        token = _token(context.invocation_metadata() or ())
+        if token is None and context.peer().startswith("unix:"):
+            return LOCAL  # the socket's permissions have let it in
+        return self.identities.find(token, _certificate_names(context.auth_context()))
+
+
+def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """The bearer token; None where there is no authorization at all."""
+    said = [value for key, value in metadata if key == "authorization"]
+    if not said:
+        return None
+    value = said[0]
+    if len(said) != 1 or not isinstance(value, str) or len(value) > TOKEN_BYTES_MAX:
+        raise Unauthenticated(UNKNOWN)
+    scheme, _, token = value.partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise Unauthenticated(UNKNOWN)
+    return token.strip()
+
+
+def _certificate_names(auth: Any) -> list[str]:
+    names = [*auth.get("x509_common_name", ()), *auth.get("x509_subject_alternative_name", ())]
+    return [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in names]
+
+
+async def _abort(context: Any, error: KVStoreError) -> None:
+    code, details, metadata = status_of(error)
+    with _gone():
+        await context.abort(grpc.StatusCode[code], details, metadata)
+
+
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    """Where nobody is there any more to be told, the call ends as one that was cancelled: it is nothing to log."""
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

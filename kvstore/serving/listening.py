@@ -1,0 +1,187 @@
+"""Listening: at which addresses, with which credentials, and what is refused before anything is opened.
+
+Beyond loopback every caller must be known and nothing travels in clear. Unix sockets are guarded by their permissions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import grpc
+import grpc.aio
+
+from kvstore.config import parse_address
+from kvstore.errors import InvalidRequest
+from kvstore.serving.identities import Identities
+from kvstore.tier.plain_files import chmod_socket
+
+UNIX: Final = "unix:"
+
+
+class Listening(Protocol):
+    """What a daemon's configuration says about its gRPC API."""
+
+    @property
+    def listen(self) -> tuple[str, ...]:
+        """HOST:PORT or unix:PATH each."""
+
+    @property
+    def tls_cert(self) -> Path | None:
+        """PEM file."""
+
+    @property
+    def tls_key(self) -> Path | None:
+        """PEM file."""
+
+    @property
+    def tls_client_ca(self) -> Path | None:
+        """PEM file."""
+
+    @property
+    def file_mode(self) -> int:
+        """Permission bits of unix sockets."""
+
+
+@dataclass
+class Plan:
+    """What ``bind`` will open: numeric addresses of one port each, and paths."""
+
+    tcp: list[tuple[str, int]]
+    unix: list[Path]
+    file_mode: int
+    credentials: grpc.ServerCredentials | None
+    bound: list[Path] = field(default_factory=list)
+
+    def bind(self, server: grpc.aio.Server) -> list[str]:
+        """Open everything; returns the addresses as clients use them. Raises InvalidRequest."""
+        addresses = []
+        for host, port in self.tcp:
+            shown = f"[{host}]" if ":" in host else host
+            try:
+                if self.credentials is not None:
+                    bound = server.add_secure_port(f"{shown}:{port}", self.credentials)
+                else:
+                    bound = server.add_insecure_port(f"{shown}:{port}")
+            except RuntimeError:
+                bound = 0
+            if not bound:
+                raise InvalidRequest("listen", f"cannot listen on {shown}:{port}: it is taken, or not ours")
+            addresses.append(f"{shown}:{bound}")
+        return addresses + [self._bind_unix(server, path) for path in self.unix]
+
+    def _bind_unix(self, server: grpc.aio.Server, path: Path) -> str:
+        _make_way(path)
+        before = os.umask(0o777 & ~self.file_mode)  # nobody connects before the mode is set
+        try:
+            server.add_insecure_port(f"{UNIX}{path}")
+            chmod_socket(path, self.file_mode)
+        except (RuntimeError, OSError):
+            raise InvalidRequest("listen", f"cannot listen on {UNIX}{path}: is its folder there?") from None
+        finally:
+            os.umask(before)
+        self.bound.append(path)
+        return f"{UNIX}{path}"
+
+    def unlink(self) -> None:
+        """Remove our sockets' files."""
+        for path in self.bound:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def plan(config: Listening, identities: Identities) -> Plan:
+    """Check the configuration and read the certificates.
+
+    Raises:
+        InvalidRequest: an address is beyond loopback without TLS or identities, or a certificate cannot be used;
+            names the setting and the remedy.
+    """
+    tcp: list[tuple[str, int]] = []
+    unix: list[Path] = []
+    for address in config.listen:
+        if address.startswith(UNIX):
+            unix.append(Path(address.removeprefix(UNIX)))
+            continue
+        host, port = parse_address(address, "listen")
+        for number in _numeric(host, address):
+            if not ipaddress.ip_address(number).is_loopback:
+                _check_far(config, identities, address)
+            tcp.append((number, port))
+    if identities.by_certificate and config.tls_client_ca is None:
+        raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
+    return Plan(tcp, unix, config.file_mode, _credentials(config))
+
+
+def _check_far(config: Listening, identities: Identities, address: str) -> None:
+    if config.tls_cert is None:
+        raise InvalidRequest("listen", f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
+    if not identities.asked_for:
+        raise InvalidRequest("listen", f"{address} is beyond loopback and anyone could call: give --identities")
+
+
+def _numeric(host: str, address: str) -> list[str]:
+    """The host's IP addresses: what is checked is what is opened."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise InvalidRequest("listen", f"{address}: there is no host {host}") from None
+    numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    loopback = [number for number in numbers if ipaddress.ip_address(number.partition("%")[0]).is_loopback]
+    return (loopback[:1] or numbers[:1]) if host == "localhost" else numbers
+
+
+def _credentials(config: Listening) -> grpc.ServerCredentials | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    key, chain = _pem(config.tls_key, "tls_key"), _pem(config.tls_cert, "tls_cert")
+    _check_key(config.tls_cert, config.tls_key)
+    authorities = _pem(config.tls_client_ca, "tls_client_ca") if config.tls_client_ca is not None else None
+    return grpc.ssl_server_credentials([(key, chain)], authorities, require_client_auth=authorities is not None)
+
+
+def _check_key(cert: Path, key: Path) -> None:
+    """gRPC takes anything and then refuses every caller without a word."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise InvalidRequest("tls_cert", f"{cert} and {key} make no pair of certificate and key ({error})") from None
+    found = os.stat(key)
+    if found.st_mode & 0o007:
+        raise InvalidRequest("tls_key", f"{key} can be read by others: chmod 600 {key}")
+
+
+def _pem(path: Path, field_name: str) -> bytes:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(field_name, f"cannot read {path}: {error.strerror}") from None
+    if b"-----BEGIN" not in text:
+        raise InvalidRequest(field_name, f"{path} is no PEM file")
+    return text
+
+
+def _make_way(path: Path) -> None:
+    """Remove the socket of a daemon that is gone. Raises InvalidRequest where it is not gone, or is something else."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise InvalidRequest("listen", f"{path} is there and is no socket: remove it or name another")
+    except OSError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError:
+            pass
+    raise InvalidRequest("listen", f"another process serves at {path}")

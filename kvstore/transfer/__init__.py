@@ -1,1 +1,0 @@
-"""How bytes move between processes and machines. ``control`` is the codec of the local control socket."""
