@@ -161,7 +161,7 @@ def test_another_version_is_refused(machine: Machine, monkeypatch: pytest.Monkey
     with machine.connect("n") as other, pytest.raises(VersionMismatch, match="99"):
         put(other, 2, 4)
     monkeypatch.undo()
-    patched = "import kvstore.transfer.control as c; c.PROTOCOL = 99; from kvstore.cli.main import main; main()"
+    patched = "import kvstore.rpc.control as c; c.PROTOCOL = 99; from kvstore.cli.main import main; main()"
     for command in (["status", "--node", "n"], ["verify", "--node", "n"]):
         result = subprocess.run(
             [sys.executable, "-c", patched, *command], env=machine.env(), cwd=ROOT, capture_output=True, text=True
