@@ -85,7 +85,7 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     if header is None or segment_file is None:
         extent_bytes = extent_bytes_of(config)
         positions = config.dram // extent_bytes
-        # Tables and index come on top: about a hundredth for pages of 64 KiB; see ``service.node.room`` for smaller ones.
+        # Tables and index come on top: about a hundredth for pages of 64 KiB: see ``service.node.room``.
         check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
         incarnation, known = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
