@@ -268,7 +268,7 @@ class Lab:
         self.stores: list[Store] = []
         self._drawn: dict[int, tuple[Sampling, dict[int, torch.Tensor]]] = {}
         self._asked = 0
-        choose_many = engine.step.choose_many
+        choose_many = engine.shell.step.choose_many
 
         def tapped(logits: torch.Tensor, samplings: Sequence[Sampling], indexes: Sequence[int]) -> list[int]:
             for row, sampling, index in zip(logits, samplings, indexes, strict=True):
@@ -276,7 +276,7 @@ class Lab:
                     self._drawn[id(sampling)][1][index] = row.clone()
             return choose_many(logits, samplings, indexes)
 
-        monkeypatch.setattr(engine.step, "choose_many", tapped)
+        monkeypatch.setattr(engine.shell.step, "choose_many", tapped)
         # This process does not keep frames that it was granted ahead for seconds: the tests wait for them often.
         monkeypatch.setattr(grants, "IDLE_S", 0.1)
 
