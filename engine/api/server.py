@@ -85,7 +85,7 @@ class EngineServer(LoopServer):
             await server.start()
             self._gate = gate
             self._started.set()
-            measuring = asyncio.create_task(gate.pressure.measure())
+            measuring = asyncio.create_task(gate.keep_looking())
             try:
                 await stopping.wait()
             finally:

@@ -20,6 +20,7 @@ END_STREAM, END_HEADERS, ACK = 1, 4, 1
 FRAME_BYTES_MAX: Final = 16384
 WINDOW_MAX: Final = (1 << 31) - 1
 WINDOW: Final = 65535  # what every window begins with
+STREAMS_MAX: Final = WINDOW_MAX  # where the other side has not said
 STATUS: Final = b"grpc-status"
 READ_BYTES: Final = 1 << 18
 _FRAME_HEAD: Final = struct.Struct(">HBBBL")
@@ -88,6 +89,7 @@ class Connection:
         self.socket.setblocking(False)
         self.closed = False
         self.received_bytes = 0  # of messages
+        self.streams_max = STREAMS_MAX  # that the other side allows; nothing here keeps to it
         self._next = 1
         self._out = bytearray()
         self._in = bytearray()
@@ -187,7 +189,9 @@ class Connection:
         if kind == SETTINGS and not flags & ACK:
             for at in range(0, len(payload), 6):
                 name, value = struct.unpack_from(">HL", payload, at)
-                if name == 4:
+                if name == 3:
+                    self.streams_max = value
+                elif name == 4:
                     for open_stream in self._windows:
                         self._windows[open_stream] += value - self._stream_window
                     self._stream_window = value

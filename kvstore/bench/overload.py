@@ -3,6 +3,10 @@
 Calls of tenants with tokens (lookups, small reads, small objects) arrive at a fixed rate, whether those before them
 were answered or not, each with a deadline. Goodput is what was answered within it. The load comes from this process on
 one core, the node has another. One time the load is the highest rate of which nearly all calls are answered in time.
+
+There are two kinds of clients, and a line for each. Those that ``wait`` do what gRPC's own do: no more calls than the
+node allows are under way on a connection, the others wait in line and are given up at their deadline; and where a call
+is refused with a hint, the connection sends nothing until then. Those that ``hammer`` send every call at once.
 """
 
 from __future__ import annotations
@@ -13,22 +17,24 @@ import selectors
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvstore.bench.content import Content, Work
 from kvstore.bench.grpc import connected, free_port
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.http2 import Connection, call_headers, message_of
+from kvstore.bench.http2 import Connection, call_headers, message_of, trailer
 from kvstore.bench.stage import MIB, Stage
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import digest_of
+from kvstore.rpc.grpc_errors import RETRY_KEY
 
 TENANTS: Final = ("a", "b", "c", "d")
 CONNECTIONS: Final = 16
@@ -43,16 +49,29 @@ PROBE_S, LOAD_S, LOAD_S_QUICK = 1.5, 4.0, 1.0
 PROBES: Final = 2
 REST_S: Final = 0.3  # between two loads
 BURST: Final = 64  # calls sent before what came is looked at
+GIVEN_UP: Final = "given up"  # by the client, before it was sent
+REFUSED: Final = "8"
+
+
+class Clients(StrEnum):
+    """What clients do who have more calls than are answered."""
+
+    HAMMER = "hammer"
+    WAIT = "wait"
 
 
 @dataclass
 class Outcome:
-    """One load: ``good`` calls were answered within the deadline; ``ended``: grpc-status -> calls."""
+    """One load: ``good`` calls were answered within the deadline.
+
+    ``ended``: grpc-status, "" for calls that gRPC did not take, or ``GIVEN_UP`` -> calls.
+    """
 
     seconds: float
     good: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     latencies_s: list[float] = field(default_factory=list)
+    node_cpu_s: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -71,19 +90,77 @@ def overload(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
             raise BenchFailed(f"calls of a node with little to do ended with {dict(ended)}")
         while not quick and rate < RATE_MAX and calls.in_time(rate * RATE_STEP):
             rate *= RATE_STEP
-        rounds: dict[int, list[Outcome]] = {times: [] for times in LOADS}
+        seconds = LOAD_S_QUICK if quick else LOAD_S
+        rounds: dict[Clients, dict[int, list[Outcome]]] = {kind: {times: [] for times in LOADS} for kind in Clients}
         for _ in range(stage.settings.rounds):
-            for times in LOADS:
-                rounds[times].append(calls.load(times * rate, LOAD_S_QUICK if quick else LOAD_S))
+            for kind in Clients:
+                for times in LOADS:
+                    rounds[kind][times].append(calls.load(times * rate, seconds, kind))
+    return [_line(f"{name}.{kind}", bar, rate, outcomes) for kind, outcomes in rounds.items()]
+
+
+def _line(name: str, bar: Bar | None, rate: float, rounds: dict[int, list[Outcome]]) -> Result:
+    """Of one kind of clients."""
     goodput = {times: [outcome.goodput for outcome in outcomes] for times, outcomes in rounds.items()}
     details: dict[str, object] = {"rate": rate, "deadline_s": DEADLINE_S}
     for times, outcomes in rounds.items():
         details[f"goodput_{times}x"] = statistics.median(goodput[times])
         details[f"statuses_{times}x"] = dict(sum((outcome.ended for outcome in outcomes), Counter[str]()))
+        details[f"node_cpu_s_{times}x"] = statistics.median(outcome.node_cpu_s for outcome in outcomes)
         answered = [latency for outcome in outcomes for latency in outcome.latencies_s]
         details[f"latency_s_p50_{times}x"] = statistics.median(answered) if answered else None
     limit_is = "goodput at the highest rate that is answered in time"
-    return [result(name, Kind.RATE, goodput[4], goodput[1], bar=bar, limit_is=limit_is, details=details)]
+    return result(name, Kind.RATE, goodput[4], goodput[1], bar=bar, limit_is=limit_is, details=details)
+
+
+class _Job(NamedTuple):
+    """One call of a tenant."""
+
+    method: str
+    token: str
+    message: bytes
+
+
+@dataclass
+class _Channel:
+    """A connection, and the calls of its client."""
+
+    connection: Connection
+    waiting: deque[tuple[float, _Job]] = field(default_factory=deque)  # since when
+    began: dict[int, float] = field(default_factory=dict)  # by stream
+    paused_until: float = 0.0
+
+    def send(self, kind: Clients, now: float) -> int:
+        """What is to be sent now; how many calls were given up."""
+        given_up = 0
+        room = self.connection.streams_max - len(self.began) if now >= self.paused_until else 0
+        while self.waiting and (kind is Clients.HAMMER or room > 0 or now - self.waiting[0][0] >= DEADLINE_S):
+            since, job = self.waiting.popleft()
+            left_s = DEADLINE_S - (now - since)
+            if left_s <= 0 and kind is Clients.WAIT:
+                given_up += 1
+                continue
+            stream = self.connection.open(call_headers(job.method, max(0.001, left_s), job.token))
+            self.connection.send(stream, job.message)
+            self.began[stream] = since
+            room -= 1
+        if self.connection.to_write:
+            self.connection.flush()
+        return given_up
+
+    def take(self, outcome: Outcome) -> None:
+        """What came. Raises BenchFailed where the connection has ended."""
+        for stream, status, block in self.connection.poll():
+            now = time.perf_counter()
+            took_s = now - self.began.pop(stream)
+            outcome.ended[status] += 1
+            if status == "0":
+                outcome.latencies_s.append(took_s)
+                outcome.good += took_s <= DEADLINE_S
+            elif status == REFUSED:
+                self.paused_until = now + int(trailer(block, RETRY_KEY.encode()) or 0) / 1000
+        if self.connection.closed:
+            raise BenchFailed("the node closed a connection")
 
 
 class _Calls:
@@ -95,54 +172,44 @@ class _Calls:
         settings = {"listen": f"127.0.0.1:{port}", "identities": _identities(Path(folder) / "identities.toml")}
         daemon = stage.daemon(exits, 64 * MIB, EXTENT_BYTES, settings)
         exits.enter_context(_cores(daemon.pid))
+        self._daemon = daemon
         self._jobs = [job for tenant in TENANTS for job in _jobs(f"kv://127.0.0.1:{port}", tenant)]
-        self._connections = [Connection("127.0.0.1", port) for _ in range(CONNECTIONS)]
-        for connection in self._connections:
-            exits.callback(connection.close)
+        self._channels = [_Channel(Connection("127.0.0.1", port)) for _ in range(CONNECTIONS)]
+        for channel in self._channels:
+            exits.callback(channel.connection.close)
 
     def in_time(self, rate: float) -> bool:
         """Whether nearly all calls at this rate are answered in time; a machine that stood still may try again."""
         return any(self.load(rate, PROBE_S).goodput >= IN_TIME * rate for _ in range(PROBES))
 
-    def load(self, rate: float, seconds: float) -> Outcome:
+    def load(self, rate: float, seconds: float, kind: Clients = Clients.HAMMER) -> Outcome:
         """Calls at this rate for so long. Raises BenchFailed where a call never ends, or this process cannot bring
         them."""
-        outcome, began = Outcome(seconds), dict[tuple[Connection, int], float]()
-        total, sent, start = int(rate * seconds), 0, time.perf_counter()
+        outcome, cpu_s = Outcome(seconds), self._daemon.cpu_s()
+        total, come, start = int(rate * seconds), 0, time.perf_counter()
         end = start + seconds + DEADLINE_S + 5.0
         with selectors.DefaultSelector() as selector:
-            for connection in self._connections:
-                selector.register(connection, selectors.EVENT_READ)
-            while sent < total or began:
+            for channel in self._channels:
+                channel.paused_until = 0.0
+                selector.register(channel.connection, selectors.EVENT_READ, channel)
+            while come < total or any(channel.began or channel.waiting for channel in self._channels):
                 now = time.perf_counter()
                 if now > end:
-                    raise BenchFailed(f"{len(began)} of {total} calls did not end, {total - sent} were not sent")
-                due = min(total, int((now - start) * rate), sent + BURST)
-                for number in range(sent, due):
-                    connection = self._connections[number % CONNECTIONS]
-                    headers, message = self._jobs[number // CONNECTIONS % len(self._jobs)]
-                    stream = connection.open(headers)
-                    connection.send(stream, message)
-                    began[connection, stream] = start + number / rate
-                sent = due
-                for connection in self._connections:
-                    if connection.to_write:
-                        connection.flush()
-                for key, _ in selector.select(0.0 if sent < total and sent / rate < now - start else 0.001):
-                    self._take(key.fileobj, began, outcome)
+                    under_way = sum(len(channel.began) for channel in self._channels)
+                    raise BenchFailed(f"{under_way} of {total} calls did not end, {total - come} were not sent")
+                due = min(total, int((now - start) * rate), come + BURST)
+                for number in range(come, due):
+                    job = self._jobs[number // CONNECTIONS % len(self._jobs)]
+                    self._channels[number % CONNECTIONS].waiting.append((start + number / rate, job))
+                come = due
+                for channel in self._channels:
+                    outcome.ended[GIVEN_UP] += channel.send(kind, now)
+                for key, _ in selector.select(0.0 if come < total and come / rate < now - start else 0.001):
+                    key.data.take(outcome)
+        outcome.node_cpu_s = self._daemon.cpu_s() - cpu_s
+        outcome.ended += Counter()  # without what did not happen
         time.sleep(REST_S)
         return outcome
-
-    def _take(self, connection: object, began: dict[tuple[Connection, int], float], outcome: Outcome) -> None:
-        assert isinstance(connection, Connection)
-        for stream, status, _ in connection.poll():
-            took_s = time.perf_counter() - began.pop((connection, stream))
-            outcome.ended[status] += 1
-            if status == "0":
-                outcome.latencies_s.append(took_s)
-                outcome.good += took_s <= DEADLINE_S
-        if connection.closed:
-            raise BenchFailed("the node closed a connection")
 
 
 def _identities(path: Path) -> str:
@@ -160,8 +227,8 @@ def _token(tenant: str) -> str:
     return f"{tenant}-of-the-benchmark"
 
 
-def _jobs(address: str, tenant: str) -> Iterator[tuple[bytes, bytes]]:
-    """Headers and messages of a tenant's calls; what they read is stored."""
+def _jobs(address: str, tenant: str) -> Iterator[_Job]:
+    """A tenant's calls; what they read is stored."""
     work = Work("4k", seed=12, chains=1, pages=PAGES)
     with connected(address, _token(tenant)) as store:
         cache = store.cache(work.layout, salt=tenant)
@@ -180,8 +247,7 @@ def _jobs(address: str, tenant: str) -> Iterator[tuple[bytes, bytes]]:
         ("ContainsObjects", pb.ObjectKeys(keys=["k"], salt=tenant)),
         ("PutObject", pb.PutObjectRequest(begin=begin, data=value, data_xxh3=digest_of(memoryview(value)))),
     ):
-        headers = call_headers(f"/kvstore.v1.Store/{method}", DEADLINE_S, _token(tenant))
-        yield headers, message_of(request.SerializeToString())
+        yield _Job(f"/kvstore.v1.Store/{method}", _token(tenant), message_of(request.SerializeToString()))
 
 
 @contextmanager

@@ -142,6 +142,11 @@ class Daemon:
                 found[names[name]] = int(value.split()[0]) << 10
         return found
 
+    def cpu_s(self) -> float:
+        """Seconds of processors that the running daemon has taken."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def __enter__(self) -> Daemon:
         return self
 

@@ -1,8 +1,9 @@
 """Gate: every call passes here. Who is it, is there room for it, how long may it take; and what its failure is called.
 
 Nothing of a request is read before its caller is known, by its metadata. A call whose request does not come gives way
-to those that need its place, and ends soon anyway. What could not be answered in time is refused at once: by lanes and
-buffers for what waits there, by the loop's lag for what waits for the loop.
+to those that need its place, and ends soon anyway; but the time in which the loop is late does not count, for its
+request may lie unread. What could not be answered in time is refused at once: by lanes and buffers for what waits
+there, by the loop's lag for what waits for the loop.
 
 Work that blocks runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each: a call that is
 cancelled or past its deadline ends at once; its step goes on to its own end, and the step's thread and memory count as
@@ -35,7 +36,7 @@ from kvstore.serving.watching import Calls
 
 RETRY_AFTER_S: Final = 0.1
 STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for so long is over: it holds buffers
-FIRST_MESSAGE_S: Final = 10.0  # for a request to come after its headers
+FIRST_MESSAGE_S: Final = 10.0  # of a loop that is on time, for a request to come after its headers
 HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for so long give way
 MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
 MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
@@ -183,7 +184,7 @@ class Gate:
     Attributes:
         under_way: calls admitted and not ended.
         calls: what became of all, for metrics.
-        pressure: how much there is to do; whoever made the gate has it measured.
+        pressure: how much there is to do; whoever made the gate has it measured (``keep_looking``).
     """
 
     buffers_wait_s = 2.0
@@ -202,7 +203,7 @@ class Gate:
         self.pressure = Pressure()
         self._rpcs_max = rpcs_max
         self._timeout_s_max = timeout_s_max
-        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when; the oldest first
+        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when (``on_time_s``); the oldest first
 
     @contextlib.asynccontextmanager
     async def admit(self, context: Any) -> AsyncIterator[Call]:
@@ -249,26 +250,39 @@ class Gate:
 
     def _give_way(self, owner: Identity | None) -> bool:
         """End the oldest call (of that owner) whose request has not come. It is over with the loop's next turn."""
-        before_s = time.monotonic() - HALF_OPEN_S
-        for call, (since_s, timeout) in self._half_open.items():
+        before_s = self.pressure.on_time_s - HALF_OPEN_S
+        for call, (since_s, _) in self._half_open.items():
             if since_s > before_s:
                 break
             if owner is None or call.caller == owner:
-                del self._half_open[call]
-                timeout.reschedule(asyncio.get_running_loop().time())
+                self._end_half_open(call)
                 self.calls.shed["half_open"] += 1
                 return True
         return False
 
+    def _end_half_open(self, call: Call) -> None:
+        _, timeout = self._half_open.pop(call)
+        timeout.reschedule(asyncio.get_running_loop().time())
+
     @contextlib.asynccontextmanager
     async def half_open(self, call: Call) -> AsyncIterator[None]:
         """Around the wait for a request. Raises TimeoutError where it does not come, or others need its place."""
-        async with asyncio.timeout(self.first_message_s) as timeout:
-            self._half_open[call] = time.monotonic(), timeout
+        async with asyncio.timeout(None) as timeout:
+            self._half_open[call] = self.pressure.on_time_s, timeout
             try:
                 yield
             finally:
                 self._half_open.pop(call, None)
+
+    async def keep_looking(self) -> None:
+        """Keep ``pressure`` up to date, and end calls whose request does not come. Until cancelled."""
+        while True:
+            await self.pressure.look()
+            before_s = self.pressure.on_time_s - self.first_message_s
+            for call, (since_s, _) in list(self._half_open.items()):
+                if since_s > before_s:
+                    break
+                self._end_half_open(call)
 
     def _limit_s(self, context: Any) -> float:
         left_s = context.time_remaining()

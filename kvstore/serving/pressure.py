@@ -21,6 +21,7 @@ from kvstore.errors import TooManyCalls
 from kvstore.serving.identities import Identity
 
 LOOK_S: Final = 0.02
+LOOK_S_MAX: Final = 2 * LOOK_S  # counts as time of a loop that is on time
 WINDOW_S: Final = 0.1  # in which calls that end are counted
 LAG_S_MIN: Final = 0.002  # a loop that is less late has nothing to do that it could not do
 LOOP_TURNS: Final = 4  # that a call takes at least: its request, its step, its reply, its end
@@ -35,15 +36,18 @@ class Pressure:
 
     Attributes:
         lag_s: how late the loop lately did what was due.
+        on_time_s: a clock that hardly moves while the loop is late: what came meanwhile has not been looked at.
         ends_per_s: how many calls can end in a second, as far as was seen; 0: that is not known yet.
         at_work: calls by owner, without those that wait for their caller.
     """
 
     def __init__(self) -> None:
         self.lag_s = 0.0
+        self.on_time_s = 0.0
         self.ends_per_s = 0.0
         self.at_work: Counter[Identity] = Counter()
         self._ended = 0
+        self._began_s: float | None = None  # of the window
         self._busy = True  # there was something to do all the time, as far as was looked
 
     @contextlib.contextmanager
@@ -83,19 +87,20 @@ class Pressure:
             retry_s = min(max(expected_s - left_s, RETRY_S_MIN), RETRY_S_MAX)
             raise TooManyCalls("too many calls come at once to answer this one in time", retry_s, "late")
 
-    async def measure(self) -> None:
-        """Keep the numbers up to date, until cancelled."""
+    async def look(self) -> None:
+        """Keep the numbers up to date: to be called again and again."""
         clock = asyncio.get_running_loop().time
-        began_s = clock()
-        while True:
-            due_s = clock() + LOOK_S
-            await asyncio.sleep(LOOK_S)
-            now_s = clock()
-            self.lag_s += _WEIGHT * (max(0.0, now_s - due_s) - self.lag_s)
-            self._busy = self._busy and self.at_work.total() >= LOOP_TURNS
-            if now_s - began_s >= WINDOW_S:
-                self._count(self._ended / (now_s - began_s))
-                self._ended, self._busy, began_s = 0, True, now_s
+        last_s = clock()
+        if self._began_s is None:
+            self._began_s = last_s
+        await asyncio.sleep(LOOK_S)
+        now_s = clock()
+        self.lag_s += _WEIGHT * (max(0.0, now_s - last_s - LOOK_S) - self.lag_s)
+        self.on_time_s += min(now_s - last_s, LOOK_S_MAX)
+        self._busy = self._busy and self.at_work.total() >= LOOP_TURNS
+        if now_s - self._began_s >= WINDOW_S:
+            self._count(self._ended / (now_s - self._began_s))
+            self._ended, self._busy, self._began_s = 0, True, now_s
 
     def _count(self, rate: float) -> None:
         """What ended in a window is what can end at least; and at most, where there always was something to do."""

@@ -3,7 +3,8 @@
 Most requests are one long field, and take a few copies of it. But an empty value is two bytes on the wire and ten
 objects' worth of tables once it is a value, and a prompt in pages of one token has a key for every four bytes. So the
 fields of a message are counted as its type says they nest; what they hold is passed over, so that a prompt of a million
-tokens is weighed in microseconds. A message of more values than any call can mean is refused.
+tokens is weighed in microseconds. A message of more values than any call can mean is refused. One of few values is
+weighed in the event loop; of more, in a thread of its caller's share, so that nobody else waits for it.
 
 Worked example: a lookup of 4,096 tokens in pages of 16, with a digest for each page: 16 KiB of tokens and 256 digests
 of 16 bytes are 20,992 bytes and some 270 values. It weighs 4 * 20,992 + 270 * 128 + 256 * 256 = 184,064 bytes.
@@ -27,6 +28,7 @@ PACKED_COPIES: Final = 6  # more of packed numbers, which are a byte on the wire
 PAGE_BYTES: Final = 256  # of a page that a request names: its key and identity, and their objects
 PAGES_MAX: Final = 1 << 16  # as of one call
 VALUES_MAX: Final = PAGES_MAX + 4096  # of one request: a digest for each page
+VALUES_AT_ONCE: Final = 512  # weighed in the event loop, in half a millisecond
 DEPTH_MAX: Final = 32
 
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
@@ -48,27 +50,49 @@ def weighed(
 async def _with_buffers(
     kind: Any, work: Callable[[Call, bytes], Awaitable[Answer]], call: Call, message: bytes
 ) -> Answer:
-    more_bytes = weigh(kind, message) - MESSAGE_COPIES * len(message)
+    more_bytes = await weight_of(call, kind, message) - MESSAGE_COPIES * len(message)
     if more_bytes <= MESSAGE_BYTES_FREE:
         return await work(call, message)
     async with call.buffers(more_bytes):
         return await work(call, message)
 
 
-def weigh(kind: Any, message: bytes) -> int:
+async def weight_of(call: Call, kind: Any, message: bytes) -> int:
+    """See ``weigh``; of many values in a thread."""
+    weight = weigh(kind, message, VALUES_AT_ONCE)
+    if weight is None:
+        weight = await call.quick(weigh, kind, message)
+        assert weight is not None, "all of it was weighed"
+    return weight
+
+
+def weigh(kind: Any, message: bytes, at_once: int = VALUES_MAX) -> int | None:
     """Bytes that a request of that type (a ``Descriptor``) will take. What is no such message weighs what was read.
+
+    Args:
+        at_once: None comes back for a message of more values than this, when so many were counted.
 
     Raises:
         InvalidRequest: it has more than ``VALUES_MAX`` values, or nests deeper than ``DEPTH_MAX``.
     """
-    weight = _Weight()
-    weight.add(kind, message, 0, len(message), 0)
+    weight = _Weight(at_once)
+    try:
+        weight.add(kind, message, 0, len(message), 0)
+    except _ManyValues:
+        if at_once < VALUES_MAX:
+            return None
+        raise InvalidRequest("request", f"has more than {VALUES_MAX} values") from None
     pages = min(weight.tokens_bytes // (4 * weight.page_tokens), PAGES_MAX)
     return MESSAGE_COPIES * len(message) + VALUE_BYTES * weight.values + weight.packed_bytes + PAGE_BYTES * pages
 
 
+class _ManyValues(Exception):
+    """More than were to be counted."""
+
+
 class _Weight:
-    def __init__(self) -> None:
+    def __init__(self, values_max: int) -> None:
+        self._values_max = values_max
         self.values = self.packed_bytes = self.tokens_bytes = 0
         self.page_tokens = 64  # where a layout names none; of several the least
 
@@ -84,8 +108,8 @@ class _Weight:
                 tag, place = _varint(data, place - 1, stop)
             number, wire = tag >> 3, tag & 7
             self.values += 1
-            if self.values > VALUES_MAX:
-                raise InvalidRequest("request", f"has more than {VALUES_MAX} values")
+            if self.values > self._values_max:
+                raise _ManyValues
             if wire == _BYTES:
                 size, place = _varint(data, place, stop)
                 field, end = fields.get(number), min(place + size, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,17 +19,7 @@ from kvstore.serving.gate import Call, Gate
 from kvstore.serving.identities import LOCAL, Identities, Identity
 from kvstore.serving.lanes import Lane, Threads
 from kvstore.serving.shares import REST, Shares
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run it in an event loop, for 10 s at most."""
-    asyncio.run(asyncio.wait_for(test(), 10))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until that is so."""
-    while not holds():
-        await asyncio.sleep(0.005)
+from tests.helpers.loops import run, until
 
 
 def budget_of(total: int) -> Shares:
@@ -185,12 +175,14 @@ def test_a_stream_that_stands_still_ends_and_gives_its_buffers_back() -> None:
     async def test() -> None:
         gate = Gate(Identities(None), Threads(), 8, 60.0, 1 << 20)
         gate.stall_s = gate.first_message_s = 0.1
+        looking = asyncio.create_task(gate.keep_looking())
         for stall in (lambda call: call.send(b"x"), lambda call: call.receive(aiter(nothing()))):
             call = Call(gate, LOCAL, Context(), time.monotonic() + 60)
             with pytest.raises(DeadlineExceeded, match="nothing for too long|did not come in time"):
                 async with call.buffers(1000):
                     await stall(call)
             assert gate.budget.free == 1 << 20
+        looking.cancel()
         gate.threads.close()
 
     run(test)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import resource
 import subprocess
 import sys
-from typing import Any
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 from google.protobuf import struct_pb2
@@ -13,7 +18,8 @@ from google.protobuf import struct_pb2
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2
 from kvstore.pb import store_pb2 as pb
-from kvstore.serving.weighing import DEPTH_MAX, VALUES_MAX, weigh
+from kvstore.serving.gate import Call
+from kvstore.serving.weighing import DEPTH_MAX, VALUES_AT_ONCE, VALUES_MAX, weigh, weighed
 
 MEASURE = """
 import sys
@@ -27,6 +33,13 @@ message = kind.FromString(data)
 kept = [list(getattr(part, sys.argv[2])) for part in [message.pages if sys.argv[3] == "pages" else message]]
 print(rss() - before)
 """
+
+
+def weight_of(kind: Any, message: bytes) -> int:
+    """All of it weighed."""
+    weight = weigh(kind, message)
+    assert weight is not None
+    return weight
 
 
 def extras(count: int, size: int) -> pb.LookupRequest:
@@ -48,38 +61,77 @@ def test_no_request_takes_more_than_it_weighs(request_: Any, field: str, inside:
     data = request_.SerializeToString()
     command = [sys.executable, "-c", MEASURE, type(request_).__name__, field, inside]
     takes = int(subprocess.run(command, input=data, capture_output=True, check=True, timeout=60).stdout)
-    assert len(data) < takes < weigh(request_.DESCRIPTOR, data)
+    assert len(data) < takes < weight_of(request_.DESCRIPTOR, data)
 
 
 def test_a_plain_request_weighs_a_few_copies_of_it() -> None:
     pages = pb.Pages(layout=pb.Layout(page_tokens=64), salt="s", tokens=b"\x12\x02\x00\x00" * 60_000)
     data = pb.LookupRequest(pages=pages).SerializeToString()
-    assert 4 * len(data) < weigh(pb.LookupRequest.DESCRIPTOR, data) < 6 * len(data), "what is inside a value is passed"
+    assert 4 * len(data) < weight_of(pb.LookupRequest.DESCRIPTOR, data) < 6 * len(data), (
+        "what is inside a value is passed"
+    )
     tiny = pb.LookupRequest(pages=pb.Pages(layout=pb.Layout(page_tokens=1), tokens=bytes(4 * 10_000)))
-    assert weigh(tiny.DESCRIPTOR, tiny.SerializeToString()) > 10_000 * 250, "each token is a page, with a key"
+    assert weight_of(tiny.DESCRIPTOR, tiny.SerializeToString()) > 10_000 * 250, "each token is a page, with a key"
 
 
 def test_packed_numbers_weigh_more_than_their_bytes() -> None:
     data = engine_pb2.SubmitRequest(token_ids=[1] * 100_000).SerializeToString()
-    assert 10 * 100_000 <= weigh(engine_pb2.SubmitRequest.DESCRIPTOR, data) < 11 * 100_000
+    assert 10 * 100_000 <= weight_of(engine_pb2.SubmitRequest.DESCRIPTOR, data) < 11 * 100_000
 
 
 def test_what_no_call_can_mean_is_refused_before_it_is_parsed() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     many = b"\x0a\x80\x80\x80\x01" + b"\x2a\x00" * (1 << 20)
     with pytest.raises(InvalidRequest, match=f"more than {VALUES_MAX} values"):
-        weigh(pb.LookupRequest.DESCRIPTOR, many)
+        weight_of(pb.LookupRequest.DESCRIPTOR, many)
     unknown = b"\xfb\x07\xfc\x07" * VALUES_MAX  # groups that nobody knows
     with pytest.raises(InvalidRequest, match="values"):
-        weigh(pb.LookupRequest.DESCRIPTOR, unknown)
+        weight_of(pb.LookupRequest.DESCRIPTOR, unknown)
     deep = struct_pb2.Value()
     for _ in range(DEPTH_MAX):
         deep = struct_pb2.Value(list_value=struct_pb2.ListValue(values=[deep]))
     with pytest.raises(InvalidRequest, match="deep"):
-        weigh(deep.DESCRIPTOR, deep.SerializeToString())
+        weight_of(deep.DESCRIPTOR, deep.SerializeToString())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10
 
 
 def test_what_is_no_message_weighs_what_was_read() -> None:
     for junk in (b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", b"\xff" * 100, b"\x0f" + bytes(50)):
-        assert weigh(pb.LookupRequest.DESCRIPTOR, junk) < 4 * len(junk) + 200 * 128
+        assert weight_of(pb.LookupRequest.DESCRIPTOR, junk) < 4 * len(junk) + 200 * 128
+
+
+class Watched(bytes):
+    """A message that counts how often a thread reads from it."""
+
+    reads: Counter[int]
+
+    def __getitem__(self, place: Any) -> Any:
+        self.reads[threading.get_ident()] += 1
+        return super().__getitem__(place)
+
+
+class Admitted:
+    """A call with threads and buffers of its own."""
+
+    async def quick(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.to_thread(work, *args)
+
+    @contextlib.asynccontextmanager
+    async def buffers(self, size: int) -> AsyncIterator[None]:
+        yield
+
+
+@pytest.mark.parametrize("count", [10, 60_000])
+def test_the_loop_counts_few_values_of_a_message(count: int) -> None:
+    message = Watched(extras(count, 0).SerializeToString())
+    message.reads = Counter()
+
+    async def work(call: Call, message: bytes) -> int:
+        return len(message)
+
+    lookup = weighed("kvstore.v1.Store", {"Lookup": work})["Lookup"]
+    assert asyncio.run(lookup(cast(Call, Admitted()), message)) == len(message)
+    in_the_loop = message.reads[threading.get_ident()]
+    assert 0 < in_the_loop < 4 * VALUES_AT_ONCE, "a message of many values kept everybody waiting"
+    assert count < message.reads.total(), "all of it was weighed"
+    assert (len(message.reads) == 1) == (count < VALUES_AT_ONCE), "few values are not worth a thread"

@@ -23,7 +23,7 @@ from kvstore.service.api.reservations import Reservations
 from kvstore.service.api.wire import MESSAGE_BYTES_MAX, Prompt, lookup_reply, prompt_of
 from kvstore.service.node.node import Node
 from kvstore.serving.gate import Call, parse
-from kvstore.serving.weighing import weigh
+from kvstore.serving.weighing import weight_of
 
 LOOKUP_HERE_PAGES: Final = 256  # looked up in the event loop itself: a thread costs more than these
 LOOKUP_HERE_BYTES: Final = 64 << 10
@@ -111,7 +111,7 @@ class PageCalls:
     async def write(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
         """Store pages as they come, or write into reserved ones."""
         first = await streams.first_of(requests, call)
-        async with call.buffers(weigh(pb.WriteBegin.DESCRIPTOR, first.begin or b"")):
+        async with call.buffers(await weight_of(call, pb.WriteBegin.DESCRIPTOR, first.begin or b"")):
             return await self._write(call, first, requests)
 
     async def _write(self, call: Call, first: streams.Data, requests: AsyncIterator[bytes]) -> bytes:

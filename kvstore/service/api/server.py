@@ -40,7 +40,10 @@ GRACE_S: Final = 2.0  # for calls under way when the daemon ends
 CONNECTIONS_MAX: Final = 2048
 HANDSHAKE_MS: Final = 5000  # who connects and says nothing is let go
 IDLE_MS: Final = 300_000  # a connection without calls; its client connects again with the next one
-STREAMS_MIN, PENDING_MIN = 16, 64
+# Calls of one connection: at least, and one part of so many of ``rpcs_max``. What comes beyond it gRPC answers, where
+# a client does not wait, before it makes a call of it; that is the cheapest no there is.
+STREAMS_MIN, STREAMS_SHARE = 16, 16
+PENDING_MIN: Final = 64
 BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
 
 log = logging.getLogger("kvstore.api")
@@ -102,7 +105,7 @@ class ApiServer(LoopServer):
             outside = CALLS_OUTSIDE * config.rpcs_max
             gating = [GateOthers(gate)]
             server = grpc.aio.server(
-                options=options(config.rpcs_max, max(STREAMS_MIN, config.rpcs_max // 4)),
+                options=options(config.rpcs_max, max(STREAMS_MIN, config.rpcs_max // STREAMS_SHARE)),
                 interceptors=gating,
                 maximum_concurrent_rpcs=outside,
             )
@@ -126,7 +129,7 @@ class ApiServer(LoopServer):
         self._started.set()
         sweeping = asyncio.create_task(sweep_forever(sweep))
         assert self._gate is not None, "set by ``_run``"
-        measuring = asyncio.create_task(self._gate.pressure.measure())
+        measuring = asyncio.create_task(self._gate.keep_looking())
         stopping = asyncio.create_task(stopped.wait())
         try:
             ended, _ = await asyncio.wait({stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,10 +150,12 @@ def options(rpcs_max: int, streams: int) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.max_concurrent_streams", streams),
+        # Else gRPC counts calls that have ended, but are not forgotten yet: clients who keep to the bound are refused.
+        ("grpc.http.overload_protection", 0),
         # Calls that nobody has looked at yet. More are cancelled without a look: to look at one in order to refuse it
         # costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
-        ("grpc.server.max_pending_requests", max(PENDING_MIN, rpcs_max // 2)),
-        ("grpc.server.max_pending_requests_hard_limit", max(2 * PENDING_MIN, rpcs_max)),
+        ("grpc.server.max_pending_requests", max(PENDING_MIN, rpcs_max)),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max(PENDING_MIN, rpcs_max)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
