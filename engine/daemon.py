@@ -19,8 +19,7 @@ from engine.api.metrics import Metrics, Tally
 from engine.config import WITHOUT_NODE, EngineConfig
 from kvstore.client.store import Store
 from kvstore.config import format_size
-from kvstore.service.node import logs
-from kvstore.serving import listening
+from kvstore.serving import listening, logs
 from kvstore.serving.http import HttpServer, routes
 from kvstore.serving.identities import Identities
 

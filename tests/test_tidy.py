@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,29 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": (*STORE_BELOW_CLI, "kvstore", "bench", "cli", "adapters"),
 }
 
+# Inside a part, which rooms a room may import; itself is understood, and so is every room for modules beside the rooms:
+# they put a process together.
+ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "kvstore.service": {
+        "node": (),
+        "events": ("node",),
+        "verify": ("node",),
+        "upkeep": ("node", "events"),
+        "operator": ("node", "events", "upkeep"),
+        "local": ("node", "upkeep", "operator"),
+        "api": ("node", "operator", "local"),
+    },
+}
+
+# Modules that import each other, in a circle, until their rooms are done: a list that only shrinks.
+CIRCLES_LEFT: list[set[str]] = [
+    {"kvstore.state.quotas", "kvstore.state.space"},
+    {"kvstore.state.through", "kvstore.state.writing"},
+    {"kvstore.state.node_state", "kvstore.state.objects"},
+    {"kvstore.service.node.erasing", "kvstore.service.node.node"},
+    {"kvstore.client.remote.store", "kvstore.client.store"},
+]
+
 # Nouns and decisions are pure: no I/O, no clock, no threads, no chance but from a seed. So they may import this much.
 PURE_PARTS = ("model", "state")
 # fmt: off
@@ -84,6 +108,22 @@ def imports_point_down(path: str, source: str) -> list[str]:
     ]
 
 
+def rooms_point_down(path: str, source: str) -> list[str]:
+    """The same inside a part that has rooms."""
+    complaints = []
+    for part, rooms in ROOMS.items():
+        mine = room_of(module_of(path), part)
+        if mine is not None and mine not in rooms:
+            complaints += [f"{path}: {part}.{mine} is in no table of rooms"]
+        elif mine is not None:
+            complaints += [
+                f"{path}:{line}: {mine} may not import {module}"
+                for line, module in imported(path, source)
+                if module.startswith(f"{part}.") and module.split(".")[part.count(".") + 1] not in (mine, *rooms[mine])
+            ]
+    return complaints
+
+
 def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
     """`model` and `state` import nothing that touches the world, call no I/O, and draw nothing without a seed."""
     if part_of(path) not in PURE_PARTS:
@@ -93,7 +133,7 @@ def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
         for line, module in imported(path, source)
         if module.partition(".")[0] not in PURE_MODULES or module.startswith(("random.", "numpy.random"))
     ]
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+    for call in (node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         seeded = name in ("random.Random", "np.random.default_rng", "numpy.random.default_rng") and call.args
         if name in ("open", "input", "print") or (re.match(r"(random|(np|numpy)\.random)\.", name) and not seeded):
@@ -114,7 +154,7 @@ def too_long(path: str, source: str) -> Iterator[tuple[str, int, int]]:
     """(place, lines, guide) of what exceeds a guide, listed or not; a function's decorators count, nested ones too."""
     if (lines := len(source.splitlines())) > FILE_LINES_MAX:
         yield path, lines, FILE_LINES_MAX
-    for name, node in definitions(ast.parse(source)):
+    for name, node in definitions(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if (lines := (node.end_lineno or first) - first + 1) > FUNCTION_LINES_MAX:
@@ -127,7 +167,7 @@ def only_the_edge_prints(path: str, source: str) -> list[str]:
         return []
     return [
         f"{path}:{node.lineno}: print() outside the command line"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -135,7 +175,7 @@ def only_the_edge_prints(path: str, source: str) -> list[str]:
 def exceptions_are_named(path: str, source: str) -> list[str]:
     """Nothing is swallowed unnamed: no bare or broad `except` unless it ends in `raise`, no broad `suppress`."""
     complaints = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ExceptHandler):
             ends_in_raise = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
             broad = (node.type is None or is_broad(node.type)) and not ends_in_raise
@@ -161,7 +201,7 @@ def public_names_are_described(path: str, source: str) -> list[str]:
         return []
     return [
         f"{path}:{node.lineno}: {name} has no docstring"
-        for name, node in definitions(ast.parse(source), into_functions=False)
+        for name, node in definitions(parsed(source), into_functions=False)
         if not any(word.startswith("_") for word in name.split("."))
         and not ast.get_docstring(node)
         and not any(re.search(r"overload$|\.(setter|deleter)$", ast.unparse(mark)) for mark in node.decorator_list)
@@ -175,6 +215,7 @@ def folders_are_packages(path: str, source: str) -> list[str]:
 
 RULES: list[Rule] = [
     imports_point_down,
+    rooms_point_down,
     nouns_and_decisions_are_pure,
     lengths_are_readable,
     only_the_edge_prints,
@@ -196,9 +237,26 @@ def sources() -> dict[str, str]:
     return {path: text for path, text in texts.items() if not path.startswith(GENERATED)}
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source, which every rule looks at."""
+    return ast.parse(source)
+
+
 def part_of(path: str) -> str:
     """The part of the house a file belongs to: kvstore/model/layout.py -> model, engine/demo.py -> engine."""
-    return part_of_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    return part_of_module(module_of(path))
+
+
+def module_of(path: str) -> str:
+    """kvstore/model/layout.py -> kvstore.model.layout, kvstore/model/__init__.py -> kvstore.model."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(module: str, part: str) -> str | None:
+    """The room of a part that a module lies in; None where it lies beside the rooms, or elsewhere."""
+    inside = module.removeprefix(f"{part}.").split(".")
+    return inside[0] if module.startswith(f"{part}.") and len(inside) > 1 else None
 
 
 def part_of_module(module: str) -> str:
@@ -215,7 +273,7 @@ def imported(path: str, source: str) -> Iterator[tuple[int, str]]:
     """
     package = path.removesuffix(".py").replace("/", ".").split(".")[:-1]
     parts = set(MAY_IMPORT)
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -225,6 +283,37 @@ def imported(path: str, source: str) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 front_door = base == "kvstore" and alias.name not in parts
                 yield node.lineno, base if front_door else f"{base}.{alias.name}"
+
+
+def circles(texts: dict[str, str]) -> list[set[str]]:
+    """Groups of modules each of which imports all others of its group, directly or through them.
+
+    ``texts`` are paths and sources. An import counts wherever it stands, under ``TYPE_CHECKING`` as well.
+    """
+    below: dict[str, set[str]] = {module_of(path): set() for path in texts}
+    for path, source in texts.items():
+        for _, name in imported(path, source):
+            found = name if name in below else name.rpartition(".")[0]
+            if found in below and found != module_of(path):
+                below[module_of(path)].add(found)
+    reached = {module: reach(module, below) for module in below}
+    groups = {
+        frozenset({module, *(other for other in reached[module] if module in reached[other])})
+        for module in below
+        if module in reached[module]
+    }
+    return [set(group) for group in sorted(groups, key=sorted)]
+
+
+def reach(module: str, below: dict[str, set[str]]) -> set[str]:
+    """All that a module imports, through others too."""
+    found: set[str] = set()
+    waiting = list(below[module])
+    while waiting:
+        if (other := waiting.pop()) not in found:
+            found.add(other)
+            waiting += below[other]
+    return found
 
 
 def definitions(tree: ast.AST, into_functions: bool = True, prefix: str = "") -> Iterator[tuple[str, Definition]]:
@@ -275,6 +364,29 @@ def test_table_has_no_cycle() -> None:
         above = {part: below for part, below in above.items() if part not in ground}
 
 
+def test_rooms_have_no_cycle() -> None:
+    for rooms in ROOMS.values():
+        above = {room: set(below) for room, below in rooms.items()}
+        assert set().union(*above.values()) <= set(above)
+        assert not [room for room in above if room in reach(room, above)]
+
+
+def test_no_circle_of_imports() -> None:
+    assert circles(sources()) == sorted(CIRCLES_LEFT, key=sorted)
+
+
+def test_circles_are_found() -> None:
+    texts = {
+        "kvstore/tier/__init__.py": "",
+        "kvstore/tier/a.py": "import kvstore.tier.b",
+        "kvstore/tier/b.py": "if TYPE_CHECKING:\n    from kvstore.tier.c import C\nfrom . import d",
+        "kvstore/tier/c.py": "def f():\n    from kvstore.tier import a",
+        "kvstore/tier/d.py": "from kvstore.model.layout import Layout",
+    }
+    assert circles(texts) == [{"kvstore.tier.a", "kvstore.tier.b", "kvstore.tier.c"}]
+    assert circles({**texts, "kvstore/tier/c.py": ""}) == []
+
+
 def test_exceptions_to_the_guides_are_needed_and_explained() -> None:
     exceeding = {where for path, source in sources().items() for where, _, _ in too_long(path, source)}
     assert set(LONG_FOR_A_REASON) <= exceeding, "stale entries"
@@ -298,6 +410,10 @@ BAD: list[tuple[Rule, str, str]] = [
     (imports_point_down, "kvstore/cli/x.py", "from engine import demo"),
     (imports_point_down, "kvstore/__init__.py", "from .cli.main import main"),
     (imports_point_down, "kvstore/errors.py", "from kvstore.config import load"),
+    (rooms_point_down, "kvstore/service/node/x.py", "from kvstore.service.upkeep.scanner import Scanner"),
+    (rooms_point_down, "kvstore/service/node/x.py", "from kvstore.service import daemon"),
+    (rooms_point_down, "kvstore/service/node/x.py", "from ..operator import stats"),
+    (rooms_point_down, "kvstore/service/somewhere/x.py", ""),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import os"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import time"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "from threading import Lock"),
@@ -341,6 +457,8 @@ GOOD: list[tuple[Rule, str, str]] = [
     ),
     (imports_point_down, "kvstore/__init__.py", "from kvstore.client.store import Store\nfrom .service import node"),
     (imports_point_down, "engine/simulator/x.py", "from kvstore import Layout\nfrom kvstore.state import eviction"),
+    (rooms_point_down, "kvstore/service/api/x.py", "from kvstore.service.node.node import Node\nimport numpy"),
+    (rooms_point_down, "kvstore/service/daemon.py", "from kvstore.service.api.server import ApiServer"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random(7)"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import numpy as np\nnp.random.default_rng(seed)"),
     (nouns_and_decisions_are_pure, "kvstore/tier/x.py", "import os, mmap"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from engine.demo.rows import Row
+from engine.demo.script import Conversation
 from kvstore.cli.output import bytes_text, duration_text, ratio_text, table_text
-
-if TYPE_CHECKING:
-    from engine.demo.acts import Row
-    from engine.demo.script import Conversation
 
 ANSWER_CHARACTERS: Final = 12
 QUESTION_CHARACTERS: Final = 48

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from engine.compute.models import Model
+from engine.compute.speeds import Speeds
+from engine.memory.arena import Arena
+from engine.model.request import Role
+from engine.moving.store_side import Pool
+from engine.shell.prefill import Prefills
 from engine.shell.sequence import State
-
-if TYPE_CHECKING:
-    from engine.shell.core import Engine
+from kvstore.model.layout import Layout
 
 
-def describe(engine: Engine, states: list[State], side_steps: int) -> dict[str, Any]:
+class Described(Protocol):
+    """What is looked at of an engine."""
+
+    role: Role
+    draining: bool
+    model: Model
+    layout: Layout
+    arena: Arena
+    pool: Pool
+    prefills: Prefills
+    speeds: Speeds
+
+
+def describe(engine: Described, states: list[State], side_steps: int) -> dict[str, Any]:
     """The document of ``Engine.status``."""
     pool, speeds = engine.pool, engine.speeds
     return {

@@ -67,7 +67,7 @@ class AdminVerbs:
         return named
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about the node; see ``service.node.stats``."""
+        """Numbers about the node; see ``service.operator.stats``."""
         return self._admin("stats")
 
     def evict(

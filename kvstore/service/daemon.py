@@ -16,11 +16,13 @@ from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.service.local.control import ControlServer
 from kvstore.service.local.dispatch import Dispatcher
-from kvstore.service.node import logs, on_stop
+from kvstore.service.node import on_stop
 from kvstore.service.node.node import Node
+from kvstore.service.operator.stats import node_stats
+from kvstore.service.operator.watch import Watch
 from kvstore.service.upkeep.background import Background
 from kvstore.service.upkeep.scrubber import Scrubber
-from kvstore.serving import tracing
+from kvstore.serving import logs, tracing
 from kvstore.serving.http import HttpServer, routes
 from kvstore.tier.header import DaemonState
 
@@ -111,7 +113,7 @@ def _run(
         queues = {"rpcs": api.under_way} if api is not None else {}
         http.routes["/metrics"] = Metrics(node, scrubber, queues, api.calls if api is not None else None).route
     ready.set()
-    tiers = node.stats()["tiers"]
+    tiers = node_stats(node)["tiers"]
     sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
     pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
     where = f", http on {http.address}" if http is not None else ""
@@ -119,7 +121,7 @@ def _run(
     took_s = time.monotonic() - started
     announce(f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{where}")
     logs.event(log, logging.INFO, "ready", took_s=round(took_s, 3), pages=sum(tier["pages"] for tier in tiers.values()))
-    watch = logs.Watch(node, api.calls if api is not None else None)
+    watch = Watch(node, api.calls if api is not None else None)
     while not stopped.wait(SIGNAL_LOOK_S):
         watch.look()
     _end_serving(node, api, control, background, hurried)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -240,3 +241,8 @@ class NvmeDevices:
             at, local = self._row[position]
             found[at].append(local)
         return [(self.devices[at], locals_) for at, locals_ in found.items()]
+
+
+def today() -> int:
+    """The day (UTC) for which bytes written to NVMe are counted, since the epoch."""
+    return int(time.time()) // 86_400

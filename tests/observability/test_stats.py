@@ -14,12 +14,12 @@ import pytest
 import kvstore
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import FrameClass, FrameState, nvme_frames
-from kvstore.service.node import stats as module
-from kvstore.service.node.stats import age_quantile
+from kvstore.service.operator import stats as module
+from kvstore.service.operator.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
 from kvstore.tier.disk import MemoryDisk
-from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.nvme_devices import NvmeDevices, today
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 PAGE = LAYOUT.page_bytes
@@ -179,7 +179,7 @@ class FakeNode:
 
 def test_nvme() -> None:
     node = FakeNode()
-    node.nvme.devices.add_written(module.today(), 777)
+    node.nvme.devices.add_written(today(), 777)
     found = node.stats()
     positions = node.nvme.devices.positions
     wanted = {
@@ -215,7 +215,7 @@ def test_nvme() -> None:
         "pages": 3,
     }
     assert (second["path"], second["state"], second["pages"]) == ("/d1", "ready, buffered (no O_DIRECT)", 0)
-    node.nvme.devices.add_written(module.today(), 1 << 30)
+    node.nvme.devices.add_written(today(), 1 << 30)
     assert node.stats()["state"] == "ready; today's writes are used up"
 
 

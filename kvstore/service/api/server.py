@@ -27,8 +27,8 @@ from kvstore.service.api.objects import ObjectCalls
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
 from kvstore.service.api.wire import MESSAGE_BYTES_MAX
-from kvstore.service.embedded import InProcessChannel
 from kvstore.service.local.dispatch import Dispatcher
+from kvstore.service.local.in_process import InProcessChannel
 from kvstore.service.node.node import Node
 from kvstore.serving import listening
 from kvstore.serving.gate import CALLS_OUTSIDE, Gate

@@ -11,21 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, RecordFormat, Tier
-from kvstore.service.node import logs, startup
+from kvstore.service.node import startup
 from kvstore.service.node.erasing import erase_all
 from kvstore.service.node.event_log import EventLog
 from kvstore.service.node.folder_memory import INDEX_HEADROOM_BYTES, FolderMemory, shm_free_bytes
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.performer import Performer
 from kvstore.service.node.room import make_room
-from kvstore.service.node.stats import Scan, node_stats, tenants_stats
+from kvstore.serving import logs
 from kvstore.state import events as ev
 from kvstore.state import integrity
 from kvstore.state.node_state import NodeState
@@ -43,6 +43,14 @@ NVME_TABLE_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # rec
 log = logging.getLogger("kvstore.node")
 
 Looked = TypeVar("Looked")
+
+
+class Scan(Protocol):
+    """The scan of NVMe after a start: ``pages_done`` of ``pages`` frames were read, until it is ``finished``."""
+
+    pages: int
+    pages_done: int
+    finished: bool
 
 
 class Node:
@@ -350,22 +358,6 @@ class Node:
                     self.state, tier, space.records.snapshots(), performer.index.addresses(tier)
                 )
             ]
-
-    def tenants(self) -> dict[str, Any]:
-        """Per salt: pages, bytes, quota, evicted and refused pages in each tier, and how many pins."""
-        with self._mutex:
-            return tenants_stats(self.state)
-
-    def pins(self) -> dict[str, Any]:
-        """All pins, and the bytes they keep per tier."""
-        with self._mutex:
-            pins = self.state.pins
-            return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
-
-    def stats(self) -> dict[str, Any]:
-        """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""
-        with self._mutex:
-            return node_stats(self)
 
 
 def _deletes(event: ev.Event) -> bool:

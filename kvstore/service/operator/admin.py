@@ -17,6 +17,7 @@ from kvstore.service.operator import frozen, tenant_calls
 from kvstore.service.operator.explaining import Explaining
 from kvstore.service.operator.named_pages import NamedPages
 from kvstore.service.operator.page_calls import PageCalls
+from kvstore.service.operator.stats import node_stats
 from kvstore.service.upkeep.scrubber import Scrubber
 
 # These look at no more than the node's own tables; any other may take as long as there are pages, or wait.
@@ -37,7 +38,7 @@ class Admin:
         self.wake = wake
         self._named, explaining = NamedPages(), Explaining(node)
         self.calls: dict[str, Call] = {
-            "stats": lambda _: {**node.stats(), "scrubber": scrubber.stats()},
+            "stats": lambda _: {**node_stats(node), "scrubber": scrubber.stats()},
             "evict": PageCalls(node, wake).evict,
             "pages": PageCalls(node, wake).pages,
             "verify": lambda _: {"findings": frozen.findings(node)},

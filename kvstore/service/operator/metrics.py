@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvstore.service.node.node import Node
-from kvstore.service.node.stats import tenant_rows
+from kvstore.service.operator.stats import node_stats, pins_stats, tenant_rows
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.serving.metric_table import METRICS, TENANTS_MAX, TENANTS_REST, About
 from kvstore.tier.counters import LATENCY_BOUNDS_S, MISS_REASONS, OPERATIONS, REUSE_BOUNDS_S
@@ -80,12 +80,14 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """See ``Collector``: all of ``METRICS``, in their order."""
         families = _Families()
-        stats = self._node.stats()
+        stats = node_stats(self._node)
         self._clients(families, stats)
         self._decisions(families, stats)
         _tiers(families, stats["tiers"])
-        rows, pins = self._node.look(lambda _, state: (tenant_rows(state), state.pins.listing()))
-        self._tenants.collect(families, rows, Counter(pin["salt"] for pin in pins))
+        rows, pins = self._node.look(lambda _, state: (tenant_rows(state), pins_stats(state)))
+        self._tenants.collect(families, rows, Counter(pin["salt"] for pin in pins["pins"]))
+        for tier, size in pins["bytes"].items():
+            families("pinned_bytes", size, tier)
         self._rest(families, stats)
         if self._calls is not None:
             _grpc(families, self._calls)
@@ -138,8 +140,6 @@ class Metrics(Collector):
             add("queue_length", ask(), queue)
         add("sessions", stats["sessions"], "known")
         add("sessions", stats["sessions_connected"], "connected")
-        for tier, size in self._node.pins()["bytes"].items():
-            add("pinned_bytes", size, tier)
         add("event_log_entries", stats["event_log"]["entries"])
         add("event_log_overwritten", stats["event_log"]["overwritten"])
         add("leases", stats["leases"])

@@ -15,6 +15,7 @@ from kvstore.service.node.answers import fitted
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
 from kvstore.service.operator.explaining import layout_said
+from kvstore.service.operator.stats import pins_stats, tenants_stats
 from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState
 from kvstore.state.pins import TENANT_KEYS_MAX
@@ -148,7 +149,7 @@ def _pins(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     after = request.get("after") if request.get("after") is not None else 0
     if not isinstance(after, int) or isinstance(after, bool) or after < 0:
         raise InvalidRequest("after", f"must be a whole number from 0 on, not {after!r}")
-    found = node.pins()
+    found = node.look(lambda _, state: pins_stats(state))
     if limit is None:
         return found
     left = sorted((pin for pin in found["pins"] if pin["pin"] > after), key=lambda pin: int(pin["pin"]))
@@ -161,7 +162,7 @@ def _tenants(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     limit, after = _limit(request), request.get("after")
     if after is not None and not isinstance(after, str):
         raise InvalidRequest("after", f"must be the `next` of another answer, not {after!r}")
-    found = node.tenants()
+    found = node.look(lambda _, state: tenants_stats(state))
     left = sorted(salt for salt in found if after is None or salt > after)
     told = dict(fitted((salt, found[salt]) for salt in left[:limit]))
     return {"tenants": told, **({"next": max(told)} if len(told) < len(left) else {})}

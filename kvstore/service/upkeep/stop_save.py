@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvstore.service.node import logs
 from kvstore.service.node.node import Node
 from kvstore.service.upkeep.tier_mover import BATCH_BYTES, Mover
+from kvstore.serving import logs
 from kvstore.tier.header import DaemonState
 
 log = logging.getLogger("kvstore.nvme")

@@ -17,9 +17,9 @@ from kvstore.model.replica import FrameState
 from kvstore.service.node.erasing import erase
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import Copied, NvmePages
-from kvstore.service.node.stats import today
 from kvstore.serving import tracing
 from kvstore.state import events as ev
+from kvstore.tier.nvme_devices import today
 
 log = logging.getLogger("kvstore.nvme")
 

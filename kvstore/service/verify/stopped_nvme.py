@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from kvstore.config import NvmeTarget
 from kvstore.errors import InvalidRequest, NodeBusy
 from kvstore.model.replica import FrameState, Tier, nvme_directory_bytes
+from kvstore.service.verify.report import Report
 from kvstore.tier import frame_header
 from kvstore.tier.disk import BLOCK_BYTES, FileDisk, aligned_buffer
 from kvstore.tier.folder import NodeFolder
@@ -26,9 +26,6 @@ from kvstore.tier.nvme_map import named_devices, runs
 from kvstore.tier.nvme_table import ExtentOnDisk, Superblock, Table, frame_offset, unpack_directory
 from kvstore.tier.nvme_target import read_superblock
 from kvstore.tier.records import ExtentTable
-
-if TYPE_CHECKING:
-    from kvstore.service.verify.stopped import Report
 
 RUN_BYTES = 1 << 20  # read at a time
 

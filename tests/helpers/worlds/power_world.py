@@ -28,7 +28,8 @@ from kvstore.config import node_config
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import Address, FrameState, Tier
 from kvstore.rpc.control import Message
-from kvstore.service.embedded import EmbeddedNode, InProcessChannel
+from kvstore.service.embedded import EmbeddedNode
+from kvstore.service.local.in_process import InProcessChannel
 from kvstore.service.node.node import Node
 from kvstore.tier import frame_header
 from kvstore.tier.disk import MemoryDisk, aligned_buffer

@@ -14,34 +14,30 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import Any
 
 from kvstore.model.replica import FRAME_ALIGN, FrameState
 from kvstore.service.node.answers import fitted
+from kvstore.service.node.node import Node
+from kvstore.service.node.performer import Performer
 from kvstore.state.frames import Extent, Segment
+from kvstore.state.node_state import NodeState
+from kvstore.state.space import Space
 from kvstore.tier.counters import LATENCY_BOUNDS_S, Histogram
 from kvstore.tier.header import DaemonState
-
-if TYPE_CHECKING:
-    from kvstore.service.node.node import Node
-    from kvstore.state.node_state import NodeState
-    from kvstore.state.space import Space
+from kvstore.tier.nvme_devices import today
 
 _EVICTED = "evicted_"
 TENANTS_BYTES, TENANTS_MAX = 32 << 10, 200  # of a whole answer, which is one message
 
 
-class Scan(Protocol):
-    """The scan of NVMe after a start: ``pages_done`` of ``pages`` frames were read, until it is ``finished``."""
-
-    pages: int
-    pages_done: int
-    finished: bool
-
-
 def node_stats(node: Node) -> dict[str, Any]:
-    """See ``Node.stats``. The node's mutex is held."""
-    state, performer = node.state, node.performer
+    """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""
+    return node.look(partial(_stats, node))
+
+
+def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]:
     counted = node.sessions.totals()
     clients = counted.counts
     return {
@@ -113,9 +109,17 @@ def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, 
 
 
 def tenants_stats(state: NodeState, salts: Iterable[str] | None = None) -> dict[str, Any]:
-    """Per salt (None: of all): see ``Tenants.stats``; and ``pins``, how many. The node's mutex is held."""
+    """Per salt (None: of all): pages, bytes, quota, evicted and refused pages in each tier; and ``pins``, how many.
+
+    The node's mutex is held."""
     pins = Counter(pin["salt"] for pin in state.pins.listing())
     return {salt: {**tiers, "pins": pins[salt]} for salt, tiers in state.tenants.stats(salts).items()}
+
+
+def pins_stats(state: NodeState) -> dict[str, Any]:
+    """All pins, and the bytes they keep per tier. The node's mutex is held."""
+    pins = state.pins
+    return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
 
 
 def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
@@ -262,11 +266,6 @@ def _nvme_state(node: Node, written_today_bytes: int) -> str:
         if 0 < node.config.nvme_write_bytes_per_day <= written_today_bytes:
             parts.append("today's writes are used up")
     return "; ".join(parts)
-
-
-def today() -> int:
-    """The day (UTC) for which bytes written to NVMe are counted, since the epoch."""
-    return int(time.time()) // 86_400
 
 
 def age_quantile(ages: Mapping[int, int], share: float) -> float | None:
