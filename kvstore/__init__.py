@@ -21,11 +21,12 @@ from kvstore import errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.client.connect import connect
     from kvstore.client.lease import Lease
     from kvstore.client.match import Match
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.reader import Reader
-    from kvstore.client.store import Store, connect
+    from kvstore.client.store import Store
     from kvstore.client.writer import Writer
     from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
@@ -60,7 +61,7 @@ _HOMES = {
     "Store": "kvstore.client.store",
     "Tier": "kvstore.model.replica",
     "Writer": "kvstore.client.writer",
-    "connect": "kvstore.client.store",
+    "connect": "kvstore.client.connect",
 }
 
 
@@ -101,7 +102,7 @@ def open(
     import os
     import secrets
 
-    from kvstore.client.local import LocalNode
+    from kvstore.client.local.node import LocalNode
     from kvstore.client.store import Store
     from kvstore.config import node_config
     from kvstore.service.embedded import open_node  # only here: a client that connects needs no service

@@ -29,7 +29,7 @@ from engine.shell.prefill import Chunk
 from engine.shell.sequence import Sequence
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
-from kvstore.client.store import connect
+from kvstore.client.connect import connect
 
 
 @dataclass

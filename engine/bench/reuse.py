@@ -21,7 +21,8 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.nvme import NEVER, vacate
 from kvstore.bench.nvme_disk import Scratch
 from kvstore.bench.stage import Stage, wait_for
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 
 HITS = 3  # per round, beside one recomputation
 SAVED_S = 60.0

@@ -17,7 +17,8 @@ from kvstore.bench.content import LAYOUTS, Content, Rows, Work, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.processes import Peer
 from kvstore.bench.stage import MIB, Stage
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 from kvstore.state.eviction import POLICY_DEFAULT, Page, make_policy
 

@@ -24,8 +24,9 @@ from kvstore.bench.content import Content, Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result, speeds
 from kvstore.bench.processes import Peer
 from kvstore.bench.stage import MIB, Stage
+from kvstore.client.connect import connect
 from kvstore.client.remote.node import OPTIONS
-from kvstore.client.store import Store, connect
+from kvstore.client.store import Store
 from kvstore.errors import Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.pb import store_pb2 as pb

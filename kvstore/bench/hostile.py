@@ -25,7 +25,8 @@ from kvstore.bench.grpc import connected, free_port
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import MIB, Stage
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 

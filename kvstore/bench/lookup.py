@@ -14,8 +14,8 @@ from kvstore.bench.content import LAYOUTS, Work, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.processes import Peer
 from kvstore.bench.stage import Stage, settle
+from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.store import connect
 from kvstore.model.prefix import Keys
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header

@@ -11,7 +11,8 @@ from kvstore.bench.content import Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.processes import Daemon, Peer
 from kvstore.bench.stage import Stage, wait_for
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 
 PAGES = 1 << 20
 PAGES_QUICK = 1 << 13

@@ -13,7 +13,7 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, media
 from kvstore.bench.processes import Peer
 from kvstore.bench.reading import Reading
 from kvstore.bench.stage import Stage
-from kvstore.client.store import connect
+from kvstore.client.connect import connect
 from kvstore.model.prefix import Keys
 
 GETS = 40_000  # of one page per round; a sixteenth as many of 32 pages

@@ -18,7 +18,8 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, med
 from kvstore.bench.nvme_disk import LIMITS, MIB, Range, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
 from kvstore.bench.processes import Daemon, Peer
 from kvstore.bench.stage import Stage, wait_for
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 
 SAVED_BYTES = {"2m": 2048 * MIB, "256k": 1024 * MIB, "64k": 512 * MIB}

@@ -19,7 +19,7 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.nvme import NEVER, Saved, saved
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, frame_class_of
 from kvstore.bench.stage import Stage, settle, wait_for
-from kvstore.client.store import connect
+from kvstore.client.connect import connect
 
 TURNS = 3  # of each end, at most
 CHECKPOINT_S = 86_400.0  # only at a stop

@@ -25,8 +25,9 @@ from kvstore.bench.nvme import BATCH_PAGES, BATCH_PAGES_QUICK, DRAM_EXTENT_BYTES
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, Scratch, Task, Where
 from kvstore.bench.put import AHEAD_PAGES, SharedArea
 from kvstore.bench.stage import Stage
+from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.store import Store, connect
+from kvstore.client.store import Store
 from kvstore.model.replica import Tier
 from kvstore.tier.disk import aligned_buffer
 

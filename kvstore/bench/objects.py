@@ -13,8 +13,9 @@ from kvstore.bench.content import Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result
 from kvstore.bench.put import SharedArea
 from kvstore.bench.stage import MIB, Stage
-from kvstore.client.object_parts import find_head
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.local.object_parts import find_head
+from kvstore.client.store import Store
 from kvstore.model.objects import key_hash, object_root
 
 Bytes = npt.NDArray[np.uint8]

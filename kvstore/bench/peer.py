@@ -16,7 +16,8 @@ import numpy as np
 
 from kvstore.bench.content import Content, Work
 from kvstore.bench.reading import Reading
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 from kvstore.errors import KVStoreError, NodeUnavailable
 
 

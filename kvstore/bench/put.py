@@ -16,7 +16,8 @@ import numpy as np
 from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, quickest, result, speeds
 from kvstore.bench.stage import MIB, Settings, Stage
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 
 BATCH_PAGES = 32

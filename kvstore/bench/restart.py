@@ -11,7 +11,8 @@ from kvstore.bench.content import Content, Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.processes import Daemon, Peer
 from kvstore.bench.stage import GIB, MIB, Stage, settle
-from kvstore.client.store import Store, connect
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
 
 POOL_BYTES = 8 * GIB
 CRASHES = 3

@@ -12,8 +12,8 @@ import click
 import kvstore
 from kvstore.cli.node import node_option
 from kvstore.cli.output import json_option, print_json
+from kvstore.client.connect import SHM_DIR
 from kvstore.client.remote.endpoint import is_remote
-from kvstore.client.store import SHM_DIR
 from kvstore.config.values import parse_nvme
 from kvstore.errors import InvalidRequest
 from kvstore.tier.folder import NodeFolder, list_nodes

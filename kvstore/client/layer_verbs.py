@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.buffers import rows_to_fill
-from kvstore.client.local import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.proof import copy_runs, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Match
-from kvstore.client.proof import copy_runs, prove
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
 from kvstore.model.layout import Layout

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
-from kvstore.client.local import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.prefetch import bring
+from kvstore.client.local.proof import Run, address_parts, prove
+from kvstore.client.local.stored import known_on_nvme
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Match
-from kvstore.client.prefetch import bring
-from kvstore.client.proof import Run, address_parts, prove
-from kvstore.client.stored import known_on_nvme
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.grants import OVER_QUOTA
-from kvstore.client.local import LocalNode, Mapped
-from kvstore.client.naming import name_objects
-from kvstore.client.object_parts import Found, HeadPut, PiecesPut, Scattered, find_head
+from kvstore.client.local.grants import OVER_QUOTA
+from kvstore.client.local.naming import name_objects
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, Scattered, find_head
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.registration import Registration, Registrations
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable

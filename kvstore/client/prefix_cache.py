@@ -15,13 +15,13 @@ from kvstore import failpoint
 from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.layer_verbs import LayerVerbs
 from kvstore.client.lease import Lease
-from kvstore.client.local import LocalNode, Mapped
+from kvstore.client.local.naming import name_root
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.prefetch import bring, have_verified, tell_damaged, tell_read
+from kvstore.client.local.proof import Run, copy_runs, prove, tell_reuse
+from kvstore.client.local.put import PendingPut, checksums_of
+from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, stored_pages
 from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
-from kvstore.client.naming import name_root
-from kvstore.client.prefetch import bring, have_verified, tell_damaged, tell_read
-from kvstore.client.proof import Run, copy_runs, prove, tell_reuse
-from kvstore.client.put import PendingPut, checksums_of
-from kvstore.client.stored import known_on_nvme, locate, stored_beyond, stored_pages
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of

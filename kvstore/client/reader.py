@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.buffers import rows_to_fill
-from kvstore.client.local import Extent, LocalNode, Mapped
-from kvstore.client.prefetch import wish
-from kvstore.client.proof import address_runs, equal_rows
-from kvstore.client.stored import known_on_nvme
+from kvstore.client.local.node import Extent, LocalNode, Mapped
+from kvstore.client.local.prefetch import wish
+from kvstore.client.local.proof import address_runs, equal_rows
+from kvstore.client.local.stored import known_on_nvme
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys

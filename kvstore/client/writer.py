@@ -15,13 +15,13 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.client.buffers import rows_to_read
-from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA
-from kvstore.client.local import LocalNode, Mapped
-from kvstore.client.prefetch import await_saved
-from kvstore.client.proof import address_runs
+from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.prefetch import await_saved
+from kvstore.client.local.proof import address_runs
+from kvstore.client.local.spans import Span, parts_of, unbroken
+from kvstore.client.local.stored import stored_pages
 from kvstore.client.ranges import Ranges
-from kvstore.client.spans import Span, parts_of, unbroken
-from kvstore.client.stored import stored_pages
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import (

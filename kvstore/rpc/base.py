@@ -1,6 +1,6 @@
 """The seam between a client and the node that decides for it: one verb.
 
-Two peers implement it: ``client.channel.SocketChannel`` (a daemon on this machine, over its unix socket) and
+Two peers implement it: ``client.local.channel.SocketChannel`` (a daemon on this machine, over its unix socket) and
 ``service.local.in_process.InProcessChannel`` (a node in this process). One contract suite runs over both.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.client.channel import SocketChannel
+from kvstore.client.local.channel import SocketChannel
 from kvstore.errors import InvalidRequest, NodeUnavailable, VersionMismatch
 from kvstore.rpc import control
 from kvstore.rpc.control import Op

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.channel import OUTSTANDING_MAX, SocketChannel
+from kvstore.client.local.channel import OUTSTANDING_MAX, SocketChannel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
 from kvstore.rpc import control

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import kvstore
-from kvstore.client import put as client_put
+from kvstore.client.local import put as client_put
 from kvstore.errors import KVStoreError, NodeBusy
 from tests.helpers.processes import Machine, Worker, check_laws, check_right, put, wait_settled, wait_until
 from tests.helpers.turnover import everything_right, held, turn_over

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client import grants
+from kvstore.client.local import grants
 from tests.helpers.processes import frames, wait_until
 
 LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=32, dtype="float16", page_tokens=8)

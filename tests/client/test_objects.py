@@ -10,7 +10,7 @@ import pytest
 
 import kvstore
 from kvstore import Layout, Store
-from kvstore.client.object_parts import find_head
+from kvstore.client.local.object_parts import find_head
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model import objects
 from kvstore.model.replica import ADDRESS, Status
@@ -76,7 +76,7 @@ def test_replace_puts_the_new_value_in_place_of_the_old(store: Store) -> None:
 
 def test_equal_hashes_of_two_strings_are_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "key_hash", lambda root, name: b"collision-of-all")
-    monkeypatch.setattr("kvstore.client.object_parts.key_hash", lambda root, name: b"collision-of-all")
+    monkeypatch.setattr("kvstore.client.local.object_parts.key_hash", lambda root, name: b"collision-of-all")
     assert store.put("mine", b"1")
     assert store.get("other") is None and not store.contains("other") and store.delete("other") == 0
     assert not store.put("other", b"2") and store.get("mine").tobytes() == b"1"
@@ -121,7 +121,7 @@ def test_pages_of_a_layout_that_looks_like_an_objects_cannot_be_deleted(store: S
 
 def test_only_a_head_is_sealed_as_one(store: Store) -> None:
     """The node checks what the key says it is: nobody replaces an object with a page of a prompt, or another key's."""
-    from kvstore.client import object_parts
+    from kvstore.client.local import object_parts
 
     assert store.put("k", b"1")
     genuine = object_parts.About.head_keys

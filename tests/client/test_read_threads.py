@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvstore.client.read_threads import AHEAD, Bounce, Read, ReadBatch, ReadThreads
+from kvstore.client.local.read_threads import AHEAD, Bounce, Read, ReadBatch, ReadThreads
 from kvstore.model.replica import FrameClass
 from kvstore.tier.disk import BLOCK_BYTES, Bytes, MemoryDisk
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.grants import AHEAD_FRAMES_MAX
-from kvstore.client.proof import prove
+from kvstore.client.local.grants import AHEAD_FRAMES_MAX
+from kvstore.client.local.proof import prove
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
 from kvstore.tier.purging import purge

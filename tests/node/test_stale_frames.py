@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.client.put import PendingPut
+from kvstore.client.local.put import PendingPut
 from kvstore.model.replica import Address, Status
 from kvstore.rpc.control import Op, pack_addresses
 from tests.helpers.content import SMALL, chain, contents

@@ -14,10 +14,11 @@ import pytest
 
 import kvstore
 from kvstore import Tier
-from kvstore.client import nvme, prefetch, reader
-from kvstore.client.grants import GrantPools
-from kvstore.client.nvme import NvmeRead, NvmeReader
-from kvstore.client.put import checksums_of
+from kvstore.client import reader
+from kvstore.client.local import nvme, prefetch
+from kvstore.client.local.grants import GrantPools
+from kvstore.client.local.nvme import NvmeRead, NvmeReader
+from kvstore.client.local.put import checksums_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
 from kvstore.model.prefix import Keys

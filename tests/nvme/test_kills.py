@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore import Store
-from kvstore.client import grants
+from kvstore.client.local import grants
 from tests.helpers.nvme.nodes import (
     KILLED,
     MOVING_STEPS,

@@ -16,7 +16,7 @@ import pytest
 
 import kvstore
 from kvstore import Store
-from kvstore.client import grants
+from kvstore.client.local import grants
 from kvstore.model.replica import nvme_directory_bytes
 from kvstore.tier.disk import FileDisk
 from kvstore.tier.nvme_target import read_superblock, read_table

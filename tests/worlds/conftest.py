@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client import grants, prefetch
+from kvstore.client.local import grants, prefetch
 from kvstore.service.node import nvme_pages, nvme_start
 from kvstore.service.operator import page_calls
 from kvstore.service.upkeep import tier_mover as mover

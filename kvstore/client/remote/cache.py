@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.buffers import rows_to_fill, rows_to_read
-from kvstore.client.grants import PUTS_UNREAD_MAX
+from kvstore.client.local.grants import PUTS_UNREAD_MAX
+from kvstore.client.local.put import PendingPut
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.put import PendingPut
 from kvstore.client.remote.fetch import Rows, fetch
 from kvstore.client.remote.lease import RemoteLease
 from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 import grpc.experimental
 
-from kvstore.client.channel import AFTER_FORK
+from kvstore.client.local.channel import AFTER_FORK
 from kvstore.client.remote.endpoint import Endpoint
 from kvstore.client.remote.trace import traceparent
 from kvstore.client.workers import Workers

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 import grpc
 import numpy as np
 
-from kvstore.client.object_parts import Scattered
+from kvstore.client.local.object_parts import Scattered
 from kvstore.client.objects import ObjectVerbs
 from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import InvalidRequest, Unavailable

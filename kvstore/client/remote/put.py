@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.client.put import PendingPut
+from kvstore.client.local.put import PendingPut
 from kvstore.client.remote.fetch import Rows
 from kvstore.client.remote.node import RemoteNode
 from kvstore.errors import DeadlineExceeded, Unavailable

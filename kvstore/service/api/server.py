@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore.client.local import LocalNode
+from kvstore.client.local.node import LocalNode
 from kvstore.client.store import Store
 from kvstore.config import NodeConfig
 from kvstore.service.api.admin import AdminCalls
@@ -57,7 +57,7 @@ class _Here:
         self._dispatcher = dispatcher
 
     def channel(self) -> InProcessChannel:
-        """See ``client.ends.Embedded``."""
+        """See ``client.local.ends.Embedded``."""
         return InProcessChannel(self._node, self._dispatcher)
 
     def close(self) -> None:

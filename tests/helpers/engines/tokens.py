@@ -39,7 +39,7 @@ from engine.model.request import (
 )
 from engine.shell.core import Engine
 from kvstore import Keys, Layout, Store
-from kvstore.client import grants
+from kvstore.client.local import grants
 from tests.helpers.processes import Machine, wait_settled, wait_until
 
 # Between float32 sums in another order: 2e-5 is seen, logits are of 5 or so, and any wrong page makes 0.1 and more.

@@ -252,7 +252,7 @@ def race(a: Arguments) -> None:
 
 def stopped_put(a: Arguments) -> None:
     """A put that stops itself (SIGSTOP) when its frames are granted and mapped, nothing is copied; then it goes on."""
-    from kvstore.client.put import PendingPut
+    from kvstore.client.local.put import PendingPut
 
     copy = PendingPut._copy
 

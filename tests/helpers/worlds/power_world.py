@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore import Layout, Store
-from kvstore.client.local import LocalNode
+from kvstore.client.local.node import LocalNode
 from kvstore.config import node_config
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import Address, FrameState, Tier
@@ -97,7 +97,7 @@ class InlineIo:
 
 
 class _Client:
-    """The node as its client has it (``client.local.Embedded``); it does not end the node."""
+    """The node as its client has it (``client.local.ends.Embedded``); it does not end the node."""
 
     def __init__(self, node: EmbeddedNode) -> None:
         self._node = node

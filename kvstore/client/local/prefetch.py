@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local import Mapped
-from kvstore.client.proof import Run, address_parts
-from kvstore.client.stored import locate, stored_pages
+from kvstore.client.local.node import Mapped
+from kvstore.client.local.proof import Run, address_parts
+from kvstore.client.local.stored import locate, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local import Extent, Mapped
+from kvstore.client.local.node import Extent, Mapped
+from kvstore.client.local.stored import named_pages, stored_pages
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
-from kvstore.client.stored import named_pages, stored_pages
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
 from kvstore.model.shard import Shard

@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import asdict
 from typing import Any
 
-from kvstore.client.local import Mapped
-from kvstore.client.prefetch import heard_from
+from kvstore.client.local.node import Mapped
+from kvstore.client.local.prefetch import heard_from
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.rpc.control import NO_REPLY, Op, pack_json

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvstore.client.local import Mapped
+from kvstore.client.local.node import Mapped
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES
 from kvstore.tier.index import IndexDamaged

@@ -14,8 +14,8 @@ import xxhash
 
 from kvstore import failpoint
 from kvstore.client.buffers import fill
-from kvstore.client.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, still_ours
-from kvstore.client.local import Mapped
+from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, still_ours
+from kvstore.client.local.node import Mapped
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of

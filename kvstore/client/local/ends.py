@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from kvstore.client.grants import GrantPools
-from kvstore.client.read_threads import ReadThreads
+from kvstore.client.local.grants import GrantPools
+from kvstore.client.local.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.rpc.base import Channel
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows, flat_bytes
-from kvstore.client.local import Extent, Mapped
-from kvstore.client.put import Batch, PendingPut, frame_runs
+from kvstore.client.local.node import Extent, Mapped
+from kvstore.client.local.put import Batch, PendingPut, frame_runs
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, is_object_class, key_hash, read_row
 from kvstore.model.prefix import Keys

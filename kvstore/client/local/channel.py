@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore.client.session import SessionFile
+from kvstore.client.local.session import SessionFile
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
 from kvstore.rpc import control

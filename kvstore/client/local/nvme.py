@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore.client.local.read_threads import THREADS, Bounce, Read, ReadThreads
 from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY, IO
-from kvstore.client.read_threads import THREADS, Bounce, Read, ReadThreads
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, FrameClass, FrameState, Tier

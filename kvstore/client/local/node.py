@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.channel import AFTER_FORK, SocketChannel
-from kvstore.client.claims import Claims
-from kvstore.client.ends import Embedded, Ends
-from kvstore.client.grants import GrantPool, GrantPools
-from kvstore.client.nvme import NvmeReader
-from kvstore.client.read_threads import ReadThreads
+from kvstore.client.local.channel import AFTER_FORK, SocketChannel
+from kvstore.client.local.claims import Claims
+from kvstore.client.local.ends import Embedded, Ends
+from kvstore.client.local.grants import GrantPool, GrantPools
+from kvstore.client.local.nvme import NvmeReader
+from kvstore.client.local.read_threads import ReadThreads
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model.objects import is_object_class
