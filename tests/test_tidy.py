@@ -70,7 +70,6 @@ CIRCLES_LEFT: list[set[str]] = [
     {"kvstore.state.through", "kvstore.state.writing"},
     {"kvstore.state.node_state", "kvstore.state.objects"},
     {"kvstore.service.node.erasing", "kvstore.service.node.node"},
-    {"kvstore.client.remote.store", "kvstore.client.store"},
 ]
 
 # Nouns and decisions are pure: no I/O, no clock, no threads, no chance but from a seed. So they may import this much.
