@@ -37,12 +37,18 @@ NAMES = (
     "client.leased",  # a lease was granted
 )
 
-_name, _, _count = os.environ.get("KVSTORE_FAILPOINT", "").partition(":")
-ACTIVE = bool(_name)
-_left = int(_count or 1)
 STALL, STALLED, STALL_LOOK_S = "disk.stall", ".stalled", 0.01
-if ACTIVE and _name not in (*NAMES, STALL):
-    raise ValueError(f"KVSTORE_FAILPOINT: {_name!r} is not one of {', '.join(NAMES)}")
+ACTIVE = False
+_name, _left = "", 0
+
+
+def arm(step: str) -> None:
+    """Arm the failpoint that ``step`` names, as ``KVSTORE_FAILPOINT`` does when a process begins; "" is none."""
+    global ACTIVE, _name, _left
+    name, _, count = step.partition(":")
+    if name not in ("", *NAMES, STALL):
+        raise ValueError(f"KVSTORE_FAILPOINT: {name!r} is not one of {', '.join(NAMES)}")
+    ACTIVE, _name, _left = bool(name), name, int(count or 1)
 
 
 def hit(name: str) -> None:
@@ -58,3 +64,6 @@ def stall(path: str) -> None:
     """Wait like a device that does not answer, as long as the test wants. Call under ``if ACTIVE``."""
     while _name == STALL and os.path.exists(path + STALLED):
         time.sleep(STALL_LOOK_S)
+
+
+arm(os.environ.get("KVSTORE_FAILPOINT", ""))

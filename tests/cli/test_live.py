@@ -30,9 +30,7 @@ def node(machine: Machine, listen: bool = False) -> tuple[Store, str]:
 
 
 def started(machine: Machine, *command: str) -> Process:
-    process = Process([*CLI, *command], machine.env(PYTHONUNBUFFERED="1"), machine._log(command[0]))
-    machine.processes.append(process)
-    return process
+    return machine.start(Process, command[0], [*CLI, *command], PYTHONUNBUFFERED="1")
 
 
 def documents(process: Process) -> list[dict[str, Any]]:

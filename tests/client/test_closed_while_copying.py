@@ -11,6 +11,7 @@ import pytest
 import kvstore
 from kvstore.client.local import put as client_put
 from kvstore.errors import KVStoreError, NodeBusy
+from tests.helpers.nursery import of_nodes
 from tests.helpers.processes import Machine, Worker, check_laws, check_right, put, wait_settled, wait_until
 from tests.helpers.turnover import everything_right, held, turn_over
 
@@ -24,8 +25,7 @@ def test_closed_and_stopped_while_copying(way: str, end: str, machine: Machine) 
     daemon = machine.serve("n", dram="4MiB")
     store = machine.connect("n")
     arguments = json.dumps({"node": "n", "way": way, "end": end})
-    writer = Worker([*WORKER, arguments], machine.env(), machine.logs / "closing.log")
-    machine.processes.append(writer)
+    writer = machine.start(Worker, "closing", [*WORKER, arguments], of_nodes())
     writer.wait_for("copying")
     writer.wait_for("closed")
     wait_until("it stops itself", lambda: writer.state() == "T")

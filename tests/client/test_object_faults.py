@@ -17,8 +17,9 @@ from kvstore import Store
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded
 from tests.helpers.api import identities_file, serve_api
 from tests.helpers.content import SMALL, chain
+from tests.helpers.nursery import of_nodes
 from tests.helpers.nvme.nodes import NODE, configure, nvme
-from tests.helpers.processes import Machine, Worker, check_laws, evict_all, frames, put, wait_settled, wait_until
+from tests.helpers.processes import Machine, Worker, armed, check_laws, evict_all, frames, put, wait_settled, wait_until
 from tests.helpers.workers.objects import value_of
 
 SIZE = (3 << 20) + 5  # several pieces and a head
@@ -27,10 +28,8 @@ WORKER = (sys.executable, "-m", "tests.helpers.workers.objects")
 
 def start(machine: Machine, verb: str, *, failpoint: str = "", **arguments: Any) -> Worker:
     """A worker of ``workers.objects``."""
-    env = machine.env(**({"KVSTORE_FAILPOINT": failpoint} if failpoint else {}))
-    worker = Worker([*WORKER, verb, json.dumps({"node": NODE, **arguments})], env, machine._log(f"object-{verb}"))
-    machine.processes.append(worker)
-    return worker
+    command = [*WORKER, verb, json.dumps({"node": NODE, **arguments})]
+    return machine.start(Worker, f"object-{verb}", command, of_nodes(), **armed(failpoint))
 
 
 # Pieces and head are a grant, a copy and a seal each.

@@ -47,8 +47,7 @@ def test_sigterm_ends_everything_it_started(machine: Machine, tmp_path: Path) ->
     disk.mkdir()
     work.mkdir()
     command = [*CLI, "demo", *SMALL, "--folder", str(disk)]
-    demo = Process(command, machine.env(TMPDIR=str(work)), machine.logs / "demo.log")
-    machine.processes.append(demo)
+    demo = machine.start(Process, "demo", command, TMPDIR=str(work))
     wait_until("the first answer", lambda: "user 1.1" in demo.output(), START_S)
     children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
     assert len(children) == 3, "a node and two engines"

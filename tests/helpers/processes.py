@@ -6,6 +6,7 @@ Every wait has a deadline, every process is ended by its pid, and every node liv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,15 +17,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kvstore
 from kvstore import Layout, Store
 from tests.helpers.content import SMALL, chain, contents, mismatch
+from tests.helpers.nursery import ROOT, Child, Nursery, of_engines, of_nodes
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S = 20.0  # a daemon or worker on a slow, busy machine
 WAIT_S = 20.0
 SETTLE_S = 8.0  # dead writers' frames come back: a tick, and a look at the session's lock
@@ -54,13 +55,19 @@ def free_port() -> int:
 class Process:
     """A child process with its output in files. Ends by itself or by ``kill``; teardown kills what is left."""
 
-    def __init__(self, command: Iterable[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, nursery: Nursery | None = None
+    ) -> None:
         self.log = log
         self.errors = log.with_suffix(".err")
-        with open(log, "wb") as out, open(self.errors, "ab") as err:
-            self.popen = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=out, stderr=err, env=dict(env), cwd=ROOT
-            )
+        stdin, tells = os.pipe()
+        self.stdin = open(tells, "wb")  # noqa: SIM115
+        with open(stdin, "rb") as told, open(log, "wb") as out, open(self.errors, "ab") as err:
+            self.popen: subprocess.Popen[bytes] | Child
+            if nursery is not None:
+                self.popen = nursery.spawn(command, env, told.fileno(), out.fileno(), err.fileno())
+            else:
+                self.popen = subprocess.Popen(command, stdin=told, stdout=out, stderr=err, env=dict(env), cwd=ROOT)
 
     @property
     def pid(self) -> int:
@@ -101,8 +108,9 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.log.name}: did not end in {timeout_s:g} s; {self.trace()}") from None
         finally:
-            if self.popen.poll() is not None and self.popen.stdin is not None:
-                self.popen.stdin.close()
+            if self.popen.poll() is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    self.stdin.close()
 
     def state(self) -> str:
         """R, S, T (stopped), Z, ... as the kernel tells; "" where it is gone."""
@@ -169,9 +177,8 @@ class Worker(Process):
 
     def tell(self, line: str = "go") -> None:
         """A line on its stdin: it goes on."""
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(f"{line}\n".encode())
-        self.popen.stdin.flush()
+        self.stdin.write(f"{line}\n".encode())
+        self.stdin.flush()
 
     def finish(self) -> None:
         """SIGTERM: it finishes what it is at. Fails where it does not end well."""
@@ -191,6 +198,14 @@ class Worker(Process):
             if event["pages"]:
                 acked[event["seed"]] = max(event["pages"], acked.get(event["seed"], 0))
         return acked
+
+
+P = TypeVar("P", bound=Process)
+
+
+def armed(failpoint: str) -> dict[str, str]:
+    """The environment of a process that dies there; "" is nowhere."""
+    return {"KVSTORE_FAILPOINT": failpoint} if failpoint else {}
 
 
 class Machine:
@@ -213,16 +228,20 @@ class Machine:
         """A node's folder."""
         return self.shm_dir / f"kvstore-{name}"
 
-    def spawn(self, name: str, *, failpoint: str = "", **flags: str) -> Daemon:
-        """Start a daemon without waiting for it, with the flags of the last one of that name where none are given."""
+    def start(self, kind: type[P], what: str, command: Sequence[str], nursery: Nursery | None = None, **env: str) -> P:
+        """Start a process; its files are called after ``what``."""
+        process = kind(command, self.env(**env), self._log(what), nursery)
+        self.processes.append(process)
+        return process
+
+    def spawn(self, name: str, *, failpoint: str = "", cli: Sequence[str] = CLI, **flags: str) -> Daemon:
+        """Start a daemon without waiting for it, with the flags of the last one of that name where none are given.
+        ``cli``: what runs the command line."""
         self._flags[name] = flags = flags or self._flags.get(name, {"dram": "64MiB"})
-        command = [*CLI, "serve", "--name", name]
+        command = [*cli, "serve", "--name", name]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", value]
-        env = self.env(**({"KVSTORE_FAILPOINT": failpoint} if failpoint else {}))
-        daemon = Daemon(command, env, self._log("serve"))
-        self.processes.append(daemon)
-        return daemon
+        return self.start(Daemon, "serve", command, of_nodes(), **armed(failpoint))
 
     def serve(self, name: str, **options: Any) -> Daemon:
         """Start a daemon and wait until it is ready."""
@@ -232,22 +251,16 @@ class Machine:
 
     def worker(self, verb: str, node: str, *, failpoint: str = "", **arguments: Any) -> Worker:
         """Start a worker (see ``workers.pages``) without waiting for it."""
-        env = self.env(**({"KVSTORE_FAILPOINT": failpoint} if failpoint else {}))
-        worker = Worker([*WORKER, verb, json.dumps({"node": node, **arguments})], env, self._log(verb))
-        self.processes.append(worker)
-        return worker
+        command = [*WORKER, verb, json.dumps({"node": node, **arguments})]
+        return self.start(Worker, verb, command, of_nodes(), **armed(failpoint))
 
     def run(self, *command: str, timeout_s: float = WAIT_S, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command of ``kvstore`` to its end."""
-        return subprocess.run(
-            [*CLI, *command],
-            env=self.env(**env),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        nursery = {"demo": None, "engine": of_engines()}.get(command[0], of_nodes())
+        process = self.start(Process, command[0], [*CLI, *command], nursery, **env)
+        process.stdin.close()
+        code = process.wait(timeout_s)
+        return subprocess.CompletedProcess(command, code, process.output(), process.errors.read_text(errors="replace"))
 
     def connect(self, name: str, timeout_s: float = 10.0) -> Store:
         """A store in this process; closed at the end of the test at the latest."""

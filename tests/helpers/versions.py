@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.engines.processes import EngineProcess
-from tests.helpers.processes import ROOT, Daemon, Machine, Process, wait_until
+from tests.helpers.processes import ROOT, Daemon, Machine, P, Process, wait_until
 
 OLD = "7018262c96503cd684b9441c4ffc3c302355f516"
 """Every change since is tried against this commit: files, messages and programs of it go on working."""
@@ -45,9 +46,8 @@ class Client(Process):
 
     def tell(self, do: str, **arguments: Any) -> None:
         """Call it, without waiting."""
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(f"{json.dumps({'do': do, **arguments})}\n".encode())
-        self.popen.stdin.flush()
+        self.stdin.write(f"{json.dumps({'do': do, **arguments})}\n".encode())
+        self.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         """The next answer."""
@@ -69,25 +69,23 @@ class Version:
         self.machine = machine
         self.tree = tree
 
-    def env(self) -> dict[str, str]:
-        """Of its processes."""
-        return self.machine.env(PYTHONPATH=str(self.tree))
+    def start(self, kind: type[P], what: str, command: Sequence[str]) -> P:
+        """A process of this version."""
+        return self.machine.start(kind, what, command, PYTHONPATH=str(self.tree))
 
     def serve(self, name: str = "n", **flags: str) -> Daemon:
         """A node daemon that is ready."""
         command = [*CLI, "serve", "--name", name]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", value]
-        daemon = Daemon(command, self.env(), self.machine._log("serve"))
-        self.machine.processes.append(daemon)
+        daemon = self.start(Daemon, "serve", command)
         daemon.wait_ready(ANSWER_S)
         return daemon
 
     def client(self, address: str = "n", salt: str = "") -> Client:
         """A client of a node that serves."""
         script = str(Path(__file__).with_name("any_version.py"))
-        client = Client([*PYTHON, script, address, salt], self.env(), self.machine._log("client"))
-        self.machine.processes.append(client)
+        client = self.start(Client, "client", [*PYTHON, script, address, salt])
         where = client.ask("where")["file"]
         assert Path(where).is_relative_to(self.tree), f"{where} is not of {self.tree}"
         return client
@@ -97,9 +95,7 @@ class Version:
         command = [*CLI, "engine", "--model", model]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", value]
-        process = EngineProcess(command, self.env(), self.machine._log("engine"))
-        self.machine.processes.append(process)
-        return process
+        return self.start(EngineProcess, "engine", command)
 
 
 def grpc_of(daemon: Daemon) -> str:

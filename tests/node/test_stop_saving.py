@@ -154,18 +154,7 @@ def test_a_slow_disk_does_not_put_the_end_off(end: str, machine: Machine) -> Non
     flags = configure(
         machine, demote_at=1.0, dram="16MiB", on_stop="save", checkpoint_s=1e6, stop_save_s=1 if end == "time" else 60
     )
-    command = [
-        sys.executable,
-        "-c",
-        SLOW,
-        "serve",
-        "--name",
-        NODE,
-        *(x for f in flags.items() for x in (f"--{f[0]}", f[1])),
-    ]
-    daemon = Daemon(command, machine.env(PYTHONPATH="."), machine._log("serve"))
-    machine.processes.append(daemon)
-    daemon.wait_ready()
+    daemon = machine.serve(NODE, cli=(sys.executable, "-c", SLOW), **flags)
     store = machine.connect(NODE)
     acked = dict.fromkeys(range(100), PAGES)
     for seed in acked:

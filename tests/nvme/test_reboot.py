@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,14 +22,15 @@ from kvstore.model.replica import nvme_directory_bytes
 from kvstore.tier.disk import FileDisk
 from kvstore.tier.nvme_target import read_superblock, read_table
 from tests.helpers.content import SMALL, chain, mismatch
+from tests.helpers.nursery import of_nodes
 from tests.helpers.nvme.nodes import (
     NODE,
-    Nursery,
     check_closed,
     check_findings,
     check_sound,
     check_stored,
     configure,
+    kill,
     nvme,
     reboot,
     save_all,
@@ -40,7 +42,7 @@ from tests.helpers.nvme.nodes import (
     wait_scanned,
 )
 from tests.helpers.nvme.nodes import PROMPT_PAGES as PAGES
-from tests.helpers.processes import Machine, put, wait_until
+from tests.helpers.processes import Machine, Process, put, wait_until
 
 REFUSED = 2  # exit code of a daemon that may not have its target
 NO_CHECKPOINT: dict[str, Any] = {"checkpoint_s": 1e6}
@@ -129,16 +131,14 @@ def test_unclean_extents_are_there_after_the_scan(end: str, machine: Machine) ->
     reboot(machine)
     gate = machine.logs / "gate"
     open_gate(gate, 3)
-    nursery = Nursery(machine, configure(machine, **NO_CHECKPOINT)["config"], scan_gate=str(gate))
-    pid = nursery.start()
-    nursery.wait_ready(pid)
+    gated = (sys.executable, "-m", "tests.helpers.workers.gated_scans", str(gate))
+    daemon = machine.serve(NODE, cli=gated)
     if "scan" in end:
         with machine.connect(NODE) as early:
             wait_until("it scans", lambda: scanned_percent(early))
-        nursery.kill(pid)
+        kill(daemon)
         reboot(machine)
-        pid = nursery.start()
-        nursery.wait_ready(pid)
+        daemon = machine.serve(NODE, cli=gated)
     store = machine.connect(NODE)
     before = wait_until("some of it is scanned", lambda: scanned_percent(store))
     found = check_closed(store, both)
@@ -153,27 +153,27 @@ def test_unclean_extents_are_there_after_the_scan(end: str, machine: Machine) ->
     wait_scanned(store)
     wait_quiet(store)
     check_all(store, both | {200: PAGES})
-    nursery.kill(pid)
+    kill(daemon)
 
 
 def test_reboot_under_load(machine: Machine) -> None:
     """Killed while pages are on their way; again and again. No page that NVMe had said to have is missing."""
-    nursery = Nursery(machine, configure(machine)["config"])
+    flags = configure(machine)
     acked: dict[int, int] = {}
     had = 0
     for life in range(5):
-        pid = nursery.serve()
+        daemon = machine.serve(NODE, **flags)
         store = machine.connect(NODE)
         wait_scanned(store)
         assert nvme(store)["pages"] >= had
         writer = machine.worker("put", NODE, first=1000 * life, count=200, pages=PAGES, parts=2, pause_s=0.002)
         had = wait_pages(store, had + 100)
-        nursery.kill(pid)
+        kill(daemon)
         writer.kill()
         acked |= writer.acknowledged()
         store.close()
         reboot(machine)
-    nursery.serve()
+    machine.serve(NODE)
     store = machine.connect(NODE)
     wait_scanned(store)
     wait_quiet(store)
@@ -414,13 +414,7 @@ def test_an_embedded_store_is_dropped_without_close(machine: Machine) -> None:
         f"while s.stats()['tiers']['nvme']['pages'] < {40 * PAGES} and time.monotonic() < e: s.evict(pages=1 << 20)\n"
         "os.kill(os.getpid(), 9)"
     )
-    env = machine.env(PYTHONPATH=".")
-    import sys
-
-    from tests.helpers.processes import Process
-
-    process = Process([sys.executable, "-c", code], env, machine._log("embedded"))
-    machine.processes.append(process)
+    process = machine.start(Process, "embedded", [sys.executable, "-c", code], of_nodes())
     assert process.wait(40.0) == -9, process.trace()
     with kvstore.open(dram="4MiB", nvme=f"{node}:32MiB", nvme_extent="1MiB", shm_dir=str(machine.shm_dir)) as store:
         wait_scanned(store)

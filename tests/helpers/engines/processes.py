@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.client import EngineClient
+from tests.helpers.nursery import of_engines
 from tests.helpers.processes import CLI, Machine, Process, wait_until
 
 START_S = 90.0  # torch and transformers are loaded, on a slow, busy machine
@@ -51,9 +52,7 @@ def spawn_engine(
     command = [*CLI, "engine", "--model", model]
     for flag, value in {**SMALL, **flags}.items():
         command += [f"--{flag.replace('_', '-')}", value]
-    process = EngineProcess(command, machine.env(**(env or {})), machine._log("engine"))
-    machine.processes.append(process)
-    return process
+    return machine.start(EngineProcess, "engine", command, of_engines(), **(env or {}))
 
 
 def serve_engine(machine: Machine, model: str = "tiny-llama", **flags: str) -> EngineProcess:

@@ -32,6 +32,7 @@ from kvstore.tier.nvme_table import Superblock
 from kvstore.tier.nvme_target import read_superblock
 from kvstore.tier.records import ExtentTable
 from tests.helpers.content import SMALL, Pages, chain, contents, mismatch
+from tests.helpers.nursery import of_nodes
 from tests.helpers.processes import Daemon, Machine, Worker, wait_until
 
 MIB = 1 << 20
@@ -84,9 +85,8 @@ def write_config(machine: Machine, name: str, **settings: Any) -> Path:
 
 def nvme_worker(machine: Machine, verb: str, node: str = "n", **arguments: Any) -> Worker:
     """Start a worker with one of the verbs of ``workers.auditors``, or of ``workers.pages``."""
-    worker = Worker([*WORKER, verb, json.dumps({"node": node, **arguments})], machine.env(), machine._log(verb))
-    machine.processes.append(worker)
-    return worker
+    command = [*WORKER, verb, json.dumps({"node": node, **arguments})]
+    return machine.start(Worker, verb, command, of_nodes())
 
 
 def tier(store: Store, name: str = "nvme") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 from kvstore import Layout, Store
 from tests.helpers.content import SMALL, chain, mismatch
+from tests.helpers.nursery import of_nodes
 from tests.helpers.processes import CLI, SETTLE_S, Daemon, Machine, Worker, put, wait_until
 
 NODE = "n"
@@ -52,12 +52,8 @@ def target(machine: Machine, number: int = 0) -> Path:
 def serve_format(machine: Machine, name: str = NODE, **settings: Any) -> Daemon:
     """Start a daemon as ``serve`` does, with ``--format``."""
     flags = configure(machine, name, **settings)
-    daemon = Daemon(
-        [*CLI, "serve", "--name", name, "--format", "--config", flags["config"]],
-        machine.env(),
-        machine.logs / "format.log",
-    )
-    machine.processes.append(daemon)
+    command = [*CLI, "serve", "--name", name, "--format", "--config", flags["config"]]
+    daemon = machine.start(Daemon, "format", command, of_nodes())
     daemon.wait_ready()
     return daemon
 
@@ -70,57 +66,18 @@ def reboot(machine: Machine, name: str = NODE) -> None:
 def nvme_worker(machine: Machine, verb: str, **arguments: Any) -> Worker:
     """Start a worker of ``workers.nvme``, which knows the verbs of ``workers.pages``, too."""
     command = [*NVME_WORKER, verb, json.dumps({"node": NODE, **arguments})]
-    worker = Worker(command, machine.env(), machine._log(verb))
-    machine.processes.append(worker)
-    return worker
+    return machine.start(Worker, verb, command, of_nodes())
 
 
-class Nursery:
-    """Daemons that are started quickly, one at a time."""
+def kill(daemon: Daemon) -> None:
+    """kill -9. That it had ended by itself is a finding."""
+    assert daemon.kill() == KILLED, daemon.trace()
 
-    def __init__(self, machine: Machine, config: str, **arguments: Any) -> None:
-        self._config = config
-        self._worker = nvme_worker(machine, "nursery", **arguments)
-        self._worker.wait_for("started")
-        self.started = 0
 
-    def start(self, failpoint: str = "") -> int:
-        """A new daemon; the one before is dead. Returns its pid; it is not ready yet."""
-        self._worker.tell(f"{self._config} {failpoint}".rstrip())
-        self.started += 1
-        return int(self._worker.wait_for("born", self.started)["pid"])
-
-    @property
-    def ready(self) -> int:
-        """How many of them came to serve."""
-        return len(self._worker.events("ready"))
-
-    def wait_ready(self, pid: int) -> str:
-        """The daemon of that pid serves. Returns its ready line."""
-
-        def ready() -> list[str]:
-            assert not any(event["pid"] == pid for event in self._worker.events("died")), self._worker.trace()
-            return [event["line"] for event in self._worker.events("ready") if event["pid"] == pid]
-
-        return str(wait_until("the daemon is ready", ready)[0])
-
-    def serve(self) -> int:
-        """A new daemon that is ready; its pid."""
-        pid = self.start()
-        self.wait_ready(pid)
-        return pid
-
-    def start_killed(self, failpoint: str) -> None:
-        """A new daemon, which comes to its failpoint."""
-        pid = self.start(failpoint)
-        died = self._worker.wait_for("died", self.started, timeout_s=40.0)
-        assert died == {"event": "died", "pid": pid, "code": KILLED}, f"{died}; {self._worker.trace()}"
-
-    def kill(self, pid: int) -> None:
-        """kill -9. That it had ended by itself is a finding. The last one ends with the test at the latest."""
-        os.kill(pid, signal.SIGKILL)
-        died = self._worker.wait_for("died", self.started)
-        assert died == {"event": "died", "pid": pid, "code": KILLED}, f"{died}; {self._worker.trace()}"
+def start_killed(machine: Machine, failpoint: str, **flags: str) -> None:
+    """A daemon, which comes to its failpoint."""
+    daemon = machine.spawn(NODE, failpoint=failpoint, **flags)
+    assert daemon.wait(40.0) == KILLED, daemon.trace()
 
 
 def stored(machine: Machine, prompts: int = 50, **settings: Any) -> tuple[Daemon, Store, dict[int, int]]:
