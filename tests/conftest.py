@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from tests.helpers.processes import Machine
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    here = Machine(tmp_path)
+def machine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    here = Machine(tmp_path_factory.mktemp("machine"))
     monkeypatch.setenv("KVSTORE_SHM_DIR", str(here.shm_dir))  # for kvstore.connect in this process
     monkeypatch.delenv("KVSTORE_NODE", raising=False)
     try:
