@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.resume import Asking, Prompt, Wish
-from engine.api.wire import SERVICE, events_of, layout_message, pieces_of, prefill_event, submit_request
+from engine.api.wire import SERVICE, events_of, pieces_of, prefill_event, submit_request
 from engine.model.request import Event, Finished, Piece, PrefillEvent, Request, Role, Token, Usage
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, Credentials, endpoint
@@ -31,6 +31,7 @@ from kvstore.client.remote.node import OPTIONS, RemoteNode, end
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
+from kvstore.rpc.messages import layout_message
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0

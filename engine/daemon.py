@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
@@ -19,20 +14,17 @@ from engine.api.metrics import Metrics, Tally
 from engine.config import WITHOUT_NODE, EngineConfig
 from kvstore.client.store import Store
 from kvstore.config import format_size
-from kvstore.serving import listening, logs
-from kvstore.serving.http import HttpServer, routes
+from kvstore.serving import lifecycle, listening, logs
 from kvstore.serving.identities import Identities
+from kvstore.serving.lifecycle import Life
 
 if TYPE_CHECKING:
     from engine.compute.models import Model
 
 log = logging.getLogger("kvstore.engine")
 
-# A signal's handler only runs when the main thread wakes.
-SIGNAL_LOOK_S: Final = 0.25
 CONNECT_S: Final = 10.0
 POOL_S: Final = 1.0  # of a request to the node: the thread that computes waits no longer for it
-SWITCH_INTERVAL_S: Final = 0.0005  # the thread that computes holds the interpreter; callers wait no longer than this
 
 
 @dataclass(frozen=True)
@@ -66,37 +58,16 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         InvalidRequest: no such model or device, too small an arena, an address that cannot be had; names the setting.
         NodeUnavailable: there is no node to connect to.
     """
-    logs.configure(config)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    threading.excepthook = _end
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    signal.signal(signal.SIGHUP, lambda *_: None)
-    started_s = time.monotonic()
-    ready = threading.Event()
-    with contextlib.ExitStack() as ends:
-        http = HttpServer(config.http, routes(ready)) if config.http else None
-        if http is not None:
-            http.start()
-            ends.callback(http.stop)
+    with lifecycle.running(config, log, "the engine") as life:
         listening.plan(config, Identities(config.identities))  # all of this before minutes are spent on a model
         store = _connect(config)
         if store is not None:
-            ends.callback(store.close)
+            life.at_end(store.close)
         from engine.compute.models import load_model  # only here: torch and transformers take seconds
 
-        logs.event(log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid(), model=config.model)
+        life.begun(model=config.model)
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
-        _run(config, model, store, http, ready, stopped, announce, started_s)
-    logs.event(log, logging.INFO, "stop", uptime_s=round(time.monotonic() - started_s, 3))
-
-
-def _end(failed: threading.ExceptHookArgs) -> None:
-    """An engine that has lost a thread would accept requests and answer none."""
-    log.critical("a thread failed, the engine ends", exc_info=failed.exc_value)
-    logging.shutdown()
-    os._exit(1)
+        _run(config, model, store, life, announce)
 
 
 def _connect(config: EngineConfig) -> Store | None:
@@ -110,11 +81,8 @@ def _run(
     config: EngineConfig,
     model: Model,
     store: Store | None,
-    http: HttpServer | None,
-    ready: threading.Event,
-    stopped: threading.Event,
+    life: Life,
     announce: Callable[[Ready], None],
-    started_s: float,
 ) -> None:
     from engine.api.server import EngineServer
     from engine.client import EngineClient
@@ -127,9 +95,9 @@ def _run(
     engine.start()
     try:
         server.start()
-        signal.signal(signal.SIGHUP, lambda *_: server.reload())
-        if http is not None:
-            http.routes["/metrics"] = Metrics(config.name, tally, engine.status, server.calls).route
+        life.on_hangup(server.reload)
+        if life.http is not None:
+            life.http.routes["/metrics"] = Metrics(config.name, tally, engine.status, server.calls).route
         said = Ready(
             role=str(config.role),
             model=model.name,
@@ -138,16 +106,13 @@ def _run(
             page_tokens=config.page_tokens,
             node=store.name if store is not None else None,
             grpc=tuple(server.addresses),
-            http=http.address if http is not None else None,
-            took_s=round(time.monotonic() - started_s, 3),
+            http=life.http.address if life.http is not None else None,
+            took_s=round(life.took_s, 3),
             pid=os.getpid(),
         )
-        ready.set()
-        announce(said)
-        logs.event(log, logging.INFO, "ready", took_s=said.took_s, arena=format_size(config.arena), frames=said.frames)
-        while not stopped.wait(SIGNAL_LOOK_S):
-            pass
-        ready.clear()
+        life.serves(lambda: announce(said), said.took_s, arena=format_size(config.arena), frames=said.frames)
+        life.wait()
+        life.retires()
         server.retire()
         left = engine.drain(None, config.drain_s)
         if left:

@@ -47,7 +47,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (*STORE_BELOW_CLI, "kvstore", "bench"),
     # kvstore/__init__.py, the front door: `open` joins a node (service) to a client.
     "kvstore": STORE_BELOW_CLI,
-    "engine": (*STORE_BELOW_CLI, "kvstore", "bench", "cli", "adapters"),
+    # An engine serves as a node does, and knows a node only as a client does.
+    "engine": (*STORE_BELOW_SERVING, "serving", "kvstore", "bench", "cli", "adapters"),
 }
 
 # Inside a part, which rooms a room may import; itself is understood, and so is every room for modules beside the rooms:
@@ -407,6 +408,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (imports_point_down, "kvstore/tier/x.py", "from kvstore.config import parse_size"),
     (imports_point_down, "kvstore/cli/x.py", "import engine.demo"),
     (imports_point_down, "kvstore/cli/x.py", "from engine import demo"),
+    (imports_point_down, "kvstore/serving/x.py", "from kvstore.service.node.node import Node"),
+    (imports_point_down, "engine/x.py", "from kvstore.service.api import wire"),
     (imports_point_down, "kvstore/__init__.py", "from .cli.main import main"),
     (imports_point_down, "kvstore/errors.py", "from kvstore.config import load"),
     (rooms_point_down, "kvstore/service/node/x.py", "from kvstore.service.upkeep.scanner import Scanner"),

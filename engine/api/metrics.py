@@ -7,35 +7,27 @@ states and gRPC methods.
 
 from __future__ import annotations
 
-import os
-import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from engine.model.observer import Observer
 from engine.model.request import Role, Usage
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.serving.metric_table import SHED_HELP, About
-from kvstore.serving.watching import BOUNDS_S, Calls, Durations
+from kvstore.serving.durations import Durations
+from kvstore.serving.metric_table import SHED_HELP, about
+from kvstore.serving.metrics import DaemonMetrics, Families
+from kvstore.serving.watching import Calls
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4"
+PREFIX: Final = "kvstore_engine"
 OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "prefilled", "migrated", "failed", "invalid", "refused")
 STEPS: Final = ("decode", "prefill", "mixed")
 
 
-def _about(kind: str, name: str, help: str, *labels: str) -> About:
-    return About(f"kvstore_engine_{name}", kind, labels, help)
-
+_about = partial(about, PREFIX)
 
 METRICS: Final = (
     _about("counter", "requests", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
@@ -73,12 +65,6 @@ METRICS: Final = (
     _about("counter", "process_cpu_seconds", "Processor time of the process."),
     _about("gauge", "build_info", "1; the labels say what runs.", "version", "python", "name", "model", "device"),
 )
-
-
-def table() -> str:
-    """``METRICS`` as the table of docs/engines.md."""
-    rows = [f"| `{about.exported}` | {about.kind} | {', '.join(about.labels)} | {about.help} |" for about in METRICS]
-    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
 
 
 class Tally(Observer):
@@ -128,45 +114,25 @@ class Tally(Observer):
         self.stalled_s += seconds
 
 
-class Metrics(Collector):
-    """Collects on every scrape, one at a time."""
+class Metrics(DaemonMetrics):
+    """Of an engine."""
 
     def __init__(self, name: str, tally: Tally, status: Callable[[], Mapping[str, Any]], calls: Calls | None) -> None:
+        super().__init__(PREFIX, METRICS)
         self._name = name
         self._tally = tally
         self._status = status
         self._calls = calls
         self._began_s = time.monotonic()
-        self._turn = threading.Lock()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def route(self) -> tuple[int, str, str]:
-        """What a scrape gets."""
-        with self._turn:
-            return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
-
-    def describe(self) -> list[Metric]:
-        """Nothing: there is one collector only."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """See ``Collector``: all of ``METRICS``, in their order."""
-        add = _Families()
+    def add_samples(self, add: Families) -> None:
+        """See ``DaemonMetrics``."""
         self._counted(add)
         self._now(add, self._status())
         if self._calls is not None:
-            for (method, code), count in dict(self._calls.ended).items():
-                add("grpc_calls", count, method, code)
-            for reason, count in dict(self._calls.shed).items():
-                add("grpc_shed_calls", count, reason)
-            for method, took in dict(self._calls.durations).items():
-                add.histogram("grpc_call_duration_seconds", took, method)
-            add("grpc_bytes", self._calls.received_bytes, "in")
-            add("grpc_bytes", self._calls.sent_bytes, "out")
-        return iter(add.families.values())
+            add.grpc(self._calls)
 
-    def _counted(self, add: _Families) -> None:
+    def _counted(self, add: Families) -> None:
         tally = self._tally
         for outcome in OUTCOMES:
             add("requests", tally.outcomes[outcome], outcome)
@@ -177,16 +143,16 @@ class Metrics(Collector):
         add("pool_bytes", tally.totals["loaded_bytes"], "loaded")
         add("pool_bytes", tally.totals["written_bytes"], "written")
         for name, took in (("ttft", tally.ttft), ("gap", tally.gap), ("tpot", tally.tpot), ("handoff", tally.handoff)):
-            add.histogram(f"{name}_seconds", took)
+            add.durations(f"{name}_seconds", took)
         for kind, took in tally.steps.items():
-            add.histogram("step_seconds", took, kind)
+            add.durations("step_seconds", took, kind)
         add("handoff_bytes", tally.totals["moved_bytes"])
         add("stalled_seconds", tally.stalled_s)
         add("stalls", tally.stalls)
         add("batch_size", tally.batch_size)
         add("chunk_tokens", tally.step_chunk_tokens)
 
-    def _now(self, add: _Families, status: Mapping[str, Any]) -> None:
+    def _now(self, add: Families, status: Mapping[str, Any]) -> None:
         frames, speeds = status["frames"], status["speeds"]
         for state, count in status["requests"].items():
             add("requests_here", count, state)
@@ -199,34 +165,4 @@ class Metrics(Collector):
         for role in Role:
             add("role", role == status["role"], role)
         add("draining", status["draining"])
-        add("uptime_seconds", time.monotonic() - self._began_s)
-        add("process_resident_bytes", _resident_bytes())
-        add("process_cpu_seconds", time.process_time())
-        what = metadata.version("kvstore"), platform.python_version(), self._name
-        add("build_info", 1, *what, str(status["model"]), str(status["device"]))
-
-
-class _Families:
-    """All metric families of one scrape; called to add a sample."""
-
-    def __init__(self) -> None:
-        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-        self.families: dict[str, Any] = {
-            about.name: kinds[about.kind](about.name, about.help, labels=about.labels) for about in METRICS
-        }
-
-    def __call__(self, name: str, value: float, *labels: str) -> None:
-        """Add one sample to ``kvstore_engine_<name>``."""
-        self.families[f"kvstore_engine_{name}"].add_metric(labels, value)
-
-    def histogram(self, name: str, took: Durations, *labels: str) -> None:
-        """Add one histogram."""
-        total, rows = 0, []
-        for bound, count in zip((*BOUNDS_S, float("inf")), list(took.counts), strict=True):
-            total += count
-            rows.append((floatToGoString(bound), total))
-        self.families[f"kvstore_engine_{name}"].add_metric(labels, rows, took.sum_s)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        add.process(time.monotonic() - self._began_s, self._name, str(status["model"]), str(status["device"]))

@@ -44,7 +44,7 @@ from kvstore.errors import (
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
-from kvstore.service.api.wire import document, layout_of
+from kvstore.rpc.messages import document, layout_of
 from kvstore.serving.gate import STALL_S, Call, parse
 from kvstore.serving.identities import Identity
 from kvstore.serving.shares import Shares

@@ -32,7 +32,6 @@ from engine.model.request import (
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
-from kvstore.pb import store_pb2
 from kvstore.rpc.data_messages import BYTES, FIXED64, pack_integer, pack_varint
 from kvstore.rpc.data_messages import fields as fields_of
 
@@ -224,11 +223,6 @@ def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
             pages, cached = tuple(reply.done.pages), dict(reply.done.cached_tokens)
             return Done(HandOff(**{**values, "pages": pages, "cached_tokens": cached}))
     raise Unavailable("the engine asked said something that is no event of a prefill")
-
-
-def layout_message(layout: Layout) -> store_pb2.Layout:
-    """A layout as a message."""
-    return store_pb2.Layout(**asdict(layout))
 
 
 def explain_mismatch(ours: Layout, theirs: Layout) -> str:

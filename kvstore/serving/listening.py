@@ -46,6 +46,10 @@ class Listening(Protocol):
         """PEM file."""
 
     @property
+    def identities(self) -> Path | None:
+        """TOML file of who may call."""
+
+    @property
     def file_mode(self) -> int:
         """Permission bits of unix sockets."""
 

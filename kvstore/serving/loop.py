@@ -1,35 +1,88 @@
-"""LoopServer: a gRPC server of a daemon, in a thread and an event loop of its own."""
+"""LoopServer: the gRPC server of a daemon, in a thread and an event loop of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from abc import ABC, abstractmethod
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from kvstore.errors import InvalidRequest
-from kvstore.serving.gate import Gate
+from kvstore.rpc.messages import MESSAGE_BYTES_MAX
+from kvstore.serving import listening
+from kvstore.serving.gate import CALLS_OUTSIDE, Gate
 from kvstore.serving.identities import Identities
+from kvstore.serving.lanes import Threads
+from kvstore.serving.listening import Listening
+from kvstore.serving.methods import GateOthers
 from kvstore.serving.watching import Calls
 
 START_S: Final = 10.0
 STOP_S: Final = 10.0
+GRACE_S: Final = 2.0  # for calls under way when the daemon ends
+CONNECTIONS_MAX: Final = 2048
+HANDSHAKE_MS: Final = 5000  # who connects and says nothing is let go
+IDLE_MS: Final = 300_000  # a connection without calls; its client connects again with the next one
+PENDING_MIN: Final = 64
+
+log = logging.getLogger("kvstore.api")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes on.
+
+    Attributes:
+        rpcs_max: calls under way.
+        call_s_max: the longest one may take.
+        buffer_bytes: what they move, all together.
+        streams_max: calls of one connection; more wait at the client.
+        ping_ms_min: between two pings of a client, which looks whether we live.
+    """
+
+    rpcs_max: int
+    call_s_max: float
+    buffer_bytes: int
+    streams_max: int
+    ping_ms_min: int = 5000
 
 
 class LoopServer(ABC):
-    """Serves from ``start`` to ``stop``. What it serves is said by ``_run``, which sets ``addresses`` and ``_started``
-    when it listens, and ends when ``_stopping`` is set.
+    """Serves one service from ``start`` to ``stop``, every call through a gate; health and reflection beside it.
+
+    Args:
+        name: of its thread.
+        service: full name, as in its .proto.
+
+    Attributes:
+        addresses: where it listens, once it is started.
+        identities: who may call.
+
+    Raises:
+        InvalidRequest: what is configured would let strangers in, or show tokens; names the setting and the remedy.
     """
 
-    def __init__(self, name: str, identities: Identities) -> None:
+    def __init__(self, name: str, service: str, config: Listening, limits: Limits) -> None:
         self.addresses: list[str] = []
-        self.identities = identities
+        self.identities = Identities(config.identities)
+        self._service = service
+        self._plan = listening.plan(config, self.identities)
+        self._limits = limits
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._alive: health.aio.HealthServicer | None = None
         self._gate: Gate | None = None
 
     def start(self) -> None:
@@ -45,11 +98,22 @@ class LoopServer(ABC):
         """What became of all calls; None before ``start``."""
         return self._gate.calls if self._gate is not None else None
 
+    def under_way(self) -> int:
+        """Calls that were admitted and have not ended."""
+        return self._gate.under_way if self._gate is not None else 0
+
     def reload(self) -> None:
         """Read the identities again. For a signal handler: it only asks the loop to."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self.identities.reload)
+
+    def retire(self) -> None:
+        """Say by the health service that others should be asked. Calls are served as before."""
+        if self._loop is not None and self._alive is not None:
+            leaving = self._alive.enter_graceful_shutdown()
+            with contextlib.suppress(RuntimeError):
+                asyncio.run_coroutine_threadsafe(leaving, self._loop)
 
     def stop(self) -> None:
         """Take no more calls, and end those under way: by themselves within a grace, or cancelled."""
@@ -59,19 +123,105 @@ class LoopServer(ABC):
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
 
+    # --- what is served ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
+        """The service. What it needs is closed by ``ends``, after the last step of a call has ended."""
+
+    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What runs for ever beside calls. Where one of them fails, the daemon ends."""
+        return ()
+
+    @abstractmethod
+    def _calls_ended(self) -> None:
+        """No call is served any more; steps of some may still run in threads."""
+
+    # --- in the loop ------------------------------------------------------------------------------------------------
+
     def _serve(self) -> None:
         try:
-            asyncio.run(self._begin())
+            asyncio.run(self._run())
         except InvalidRequest as error:
             if self._started.is_set():
                 raise
             self._failure = error
             self._started.set()
 
-    async def _begin(self) -> None:
+    async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        await self._run(self._stopping)
+        self._loop.set_exception_handler(_log_unexpected)
+        limits, threads = self._limits, Threads()
+        with contextlib.ExitStack() as ends:
+            gate = Gate(self.identities, threads, limits.rpcs_max, limits.call_s_max, limits.buffer_bytes)
+            handler = self._open(gate, ends)
+            ends.callback(threads.close)
+            ends.callback(self._calls_ended)
+            server = grpc.aio.server(
+                options=_options(limits),
+                interceptors=[GateOthers(gate, self._service)],
+                # The gate refuses politely; this bounds what strangers may have on its way there.
+                maximum_concurrent_rpcs=CALLS_OUTSIDE * limits.rpcs_max,
+            )
+            server.add_generic_rpc_handlers((handler,))
+            self._alive = await _add_others(server, self._service)
+            self.addresses = self._plan.bind(server)
+            await server.start()
+            self._gate = gate
+            self._started.set()
+            await self._until_stopped(server, self._alive, gate, self._stopping)
 
-    @abstractmethod
-    async def _run(self, stopping: asyncio.Event) -> None:
-        """Serve until ``stopping`` is set."""
+    async def _until_stopped(
+        self, server: grpc.aio.Server, alive: health.aio.HealthServicer, gate: Gate, stopping: asyncio.Event
+    ) -> None:
+        stopped = asyncio.create_task(stopping.wait())
+        beside = [asyncio.create_task(work) for work in (gate.keep_looking(), *self._beside())]
+        try:
+            ended, _ = await asyncio.wait({stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in beside:
+                task.cancel()
+            await alive.enter_graceful_shutdown()
+            await server.stop(GRACE_S)
+            self._plan.unlink()
+
+
+def _options(limits: Limits) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", limits.streams_max),
+        # Else gRPC counts calls that have ended, but are not forgotten yet: clients who keep to the bound are refused.
+        ("grpc.http.overload_protection", 0),
+        # Calls that nobody has looked at yet. More are cancelled without a look: to look at one in order to refuse it
+        # costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
+        ("grpc.server.max_pending_requests", max(PENDING_MIN, limits.rpcs_max)),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max(PENDING_MIN, limits.rpcs_max)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+        ("grpc.so_reuseport", 0),  # two daemons on one port would each get some of the calls
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_ms_min),
+        ("grpc.keepalive_time_ms", 60000),  # finds clients whose machine has gone
+        ("grpc.keepalive_timeout_ms", 20000),
+        ("grpc.default_compression_algorithm", 0),
+    ]
+
+
+async def _add_others(server: grpc.aio.Server, service: str) -> health.aio.HealthServicer:
+    """Health of ``service``, and reflection."""
+    alive = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(alive, server)
+    names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection(names, server)
+    return alive
+
+
+def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What an event loop does with a failure that nobody waits for."""
+    log.error("%s", context.get("message"), exc_info=context.get("exception"))

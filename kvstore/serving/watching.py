@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
@@ -13,23 +12,10 @@ from typing import Any, Final
 import grpc
 
 from kvstore.serving import tracing
+from kvstore.serving.durations import Durations
 
-BOUNDS_S: Final = tuple(2.0**bits for bits in range(-13, 7))  # 122 us to 64 s
 REFUSALS: Final = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 _NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-
-
-class Durations:
-    """Calls by how long they took: as many counts as ``BOUNDS_S`` and one more."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.sum_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """One call took so long."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
 
 
 class Calls:

@@ -15,7 +15,7 @@ import pytest
 from engine.api.metrics import Tally
 from engine.api.server import EngineServer
 from engine.api.service import PULLS_MAX
-from engine.api.wire import layout_message, pieces_of
+from engine.api.wire import pieces_of
 from engine.config import EngineConfig
 from engine.model.request import Cancel, Done, Event, Failed, HandOff, Piece, PrefillEvent, Request
 from engine.text.tokenizer import ByteTokenizer
@@ -23,6 +23,7 @@ from kvstore import Layout
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
+from kvstore.rpc.messages import layout_message
 from tests.helpers import api
 from tests.helpers.processes import wait_until
 

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from engine.api.metrics import METRICS
-from engine.api.wire import SERVICE, layout_message, submit_request
+from engine.api.wire import SERVICE, submit_request
 from engine.client import EngineClient
 from engine.model.request import Admitted, Done, Finished, HandOff, Piece, Request, Sampling, Token
 from kvstore import Layout
@@ -37,6 +37,7 @@ from kvstore.errors import (
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
 from kvstore.rpc.grpc_errors import from_rpc
+from kvstore.rpc.messages import layout_message
 from tests.helpers import api
 from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine, spawn_engine, wait_idle
 from tests.helpers.processes import Machine, wait_until

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvstore.pb import store_pb2 as pb
-from kvstore.serving.metric_table import METRICS, table
+from kvstore.service.operator.metric_table import METRICS
+from kvstore.serving.metric_table import table_text
 from tests.helpers.api import Client, address_of, pages_message
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import ROOT, Machine, put
@@ -133,9 +134,9 @@ def test_the_dashboard_is_whole() -> None:
 def test_the_page_has_every_metric() -> None:
     _, begin, rest = PAGE.read_text().partition(BEGIN)
     assert begin, f"{BEGIN} is missing"
-    assert rest.partition(END)[0] == table() + "\n", "run `python -m tests.observability.test_dashboard`"
+    assert rest.partition(END)[0] == table_text(METRICS) + "\n", "run `python -m tests.observability.test_dashboard`"
 
 
 if __name__ == "__main__":
     before, _, after = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + "\n" + END + after.partition(END)[2])
+    PAGE.write_text(before + BEGIN + table_text(METRICS) + "\n" + END + after.partition(END)[2])

@@ -11,7 +11,8 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.grpc_errors import NotServed
-from kvstore.service.api.wire import document, keys_argument, keys_in_pool, prompt_of
+from kvstore.rpc.messages import document
+from kvstore.service.api.wire import keys_argument, keys_in_pool, prompt_of
 from kvstore.service.node.event_log import EventLog, PageEvent
 from kvstore.service.node.node import Node
 from kvstore.service.operator.admin import Admin

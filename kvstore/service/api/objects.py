@@ -13,9 +13,9 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, pack_data
+from kvstore.rpc.messages import check_text
 from kvstore.service.api import streams
 from kvstore.service.api.patterns import Patterns
-from kvstore.service.api.wire import check_text
 from kvstore.serving.gate import Call, parse
 
 KEYS_MAX: Final = 16384  # of one call

@@ -18,9 +18,10 @@ from kvstore.errors import InvalidRequest, QuotaExceeded
 from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
+from kvstore.rpc.messages import MESSAGE_BYTES_MAX
 from kvstore.service.api import streams
 from kvstore.service.api.reservations import Reservations
-from kvstore.service.api.wire import MESSAGE_BYTES_MAX, Prompt, lookup_reply, prompt_of
+from kvstore.service.api.wire import Prompt, lookup_reply, prompt_of
 from kvstore.service.node.node import Node
 from kvstore.serving.gate import Call, parse
 from kvstore.serving.weighing import weight_of

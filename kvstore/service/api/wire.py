@@ -1,32 +1,23 @@
-"""Wire: between the messages of store.proto and what the client library takes: layouts, caches, keys."""
+"""Wire: between the messages of store.proto and what the client library takes: caches, keys."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf import struct_pb2
 
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
-from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Tier
 from kvstore.pb import store_pb2 as pb
+from kvstore.rpc.messages import check_text, layout_of
 from kvstore.service.node.node import Node
 
-MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
 PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and its reply, are bounded
-LAYOUT_BYTES_KEPT: Final = 8 << 10  # of a message; a larger one has fields that nobody knows
-LAYOUTS_KEPT: Final = 256  # made once: to check one and to hash it costs as much as a short lookup
-TEXT_BYTES_MAX: Final = 1024  # of a salt, an adapter, a model's name
-
-_TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "rope", "group")
 
 
 @dataclass(frozen=True)
@@ -39,35 +30,6 @@ class Prompt:
     cache: PrefixCache
     keys: Keys
     orphan: bool = False
-
-
-def layout_of(message: pb.Layout) -> Layout:
-    """The layout of a message. Raises InvalidRequest naming the field."""
-    packed = message.SerializeToString()
-    return _layout_of(packed) if len(packed) <= LAYOUT_BYTES_KEPT else _layout_of.__wrapped__(packed)
-
-
-@lru_cache(maxsize=LAYOUTS_KEPT)
-def _layout_of(packed: bytes) -> Layout:
-    message = pb.Layout.FromString(packed)
-    for name in _TEXTS:
-        check_text(f"layout.{name}", getattr(message, name))
-    return Layout(
-        model=message.model,
-        layers=message.layers,
-        kv_heads=message.kv_heads or 1,
-        head_dim=message.head_dim,
-        dtype=message.dtype or "bfloat16",
-        page_tokens=message.page_tokens or 64,
-        revision=message.revision,
-        weights_digest=message.weights_digest,
-        mla_latent=message.mla_latent,
-        mla_rope=message.mla_rope,
-        attention=message.attention or "full",
-        window=message.window,
-        rope=message.rope,
-        group=message.group,
-    )
 
 
 def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> Prompt:
@@ -133,19 +95,6 @@ def lookup_reply(match: Match, prompt: Prompt, with_keys: bool = True) -> pb.Loo
     return pb.LookupReply(pages=match.pages, tokens=match.tokens, nvme_pages=nvme_pages, reason=match.reason, keys=keys)
 
 
-def document(value: dict[str, Any]) -> bytes:
-    """A JSON document as a packed Struct. Numbers that are names in it become text, as JSON has them.
-
-    Of one that is larger than a message may be only that it is, as over the socket of this machine.
-    """
-    packed = struct_pb2.Struct()
-    packed.update(json.loads(json.dumps(value)))  # several times faster than json_format
-    data = packed.SerializeToString()
-    if len(data) <= MESSAGE_BYTES_MAX:
-        return data
-    return document({"findings": ["too many to list"], "truncated": True})
-
-
 def keys_argument(prompt: Prompt) -> dict[str, Any]:
     """Pages as an admin call names them."""
     return {"keys": [key.hex() for key in prompt.keys.hashes], "root": prompt.keys.root.hex()}
@@ -164,9 +113,3 @@ def keys_in_pool(store: Store, request: dict[str, Any]) -> dict[str, Any]:
         return request
     found = store.in_pool(Keys(1, named, named, links, np.zeros(0, np.uint32), None))
     return {**request, "keys": [key.hex() for key in found.hashes]}
-
-
-def check_text(field: str, text: str) -> None:
-    """Raises InvalidRequest where it is longer than a salt, an adapter or a name may be: some are remembered."""
-    if len(text.encode()) > TEXT_BYTES_MAX:
-        raise InvalidRequest(field, f"has more than {TEXT_BYTES_MAX} bytes")

@@ -8,32 +8,21 @@ A scrape looks at extents, sessions, tenants and devices, never at pages; and th
 
 from __future__ import annotations
 
-import os
-import platform
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
-
 from kvstore.service.node.node import Node
+from kvstore.service.operator.metric_table import METRICS, TENANTS_MAX, TENANTS_REST
 from kvstore.service.operator.stats import node_stats, pins_stats, tenant_rows
 from kvstore.service.upkeep.scrubber import Scrubber
-from kvstore.serving.metric_table import METRICS, TENANTS_MAX, TENANTS_REST, About
+from kvstore.serving.metrics import DaemonMetrics, Families
 from kvstore.tier.counters import LATENCY_BOUNDS_S, MISS_REASONS, OPERATIONS, REUSE_BOUNDS_S
 from kvstore.tier.frame_header import REASONS
 
 if TYPE_CHECKING:
     from kvstore.serving.watching import Calls
 
-CONTENT_TYPE = "text/plain; version=0.0.4"
 SALT_CHARS_MAX = 100  # of a label; salts that begin alike are summed
 AGE_BOUNDS_S = tuple(float(1 << bits) for bits in range(32))
 EVICTION_REASONS = ("space", "reclaim", "request", "quota")  # shown before any page left for it
@@ -43,8 +32,8 @@ REBUILD_REASONS = ("start", "damaged", "full", "grown")
 TOLD_ELSEWHERE = ("demoted", "extents_reclaimed")
 
 
-class Metrics(Collector):
-    """Collects on every scrape, one at a time; holds the node's mutex for a moment, and the sessions' while it reads.
+class Metrics(DaemonMetrics):
+    """Of a node. A scrape holds the node's mutex for a moment, and the sessions' while it reads.
 
     Args:
         queues: further queue lengths by name.
@@ -58,42 +47,29 @@ class Metrics(Collector):
         queues: Mapping[str, Callable[[], int]] | None = None,
         calls: Calls | None = None,
     ) -> None:
+        super().__init__("kvstore", METRICS)
         self._node = node
         self._scrubber = scrubber
         self._queues = dict(queues or {})
         self._calls = calls
         self._before = node.sessions.totals()
         self._tenants = _Tenants(quota.salt for quota in node.config.quotas)
-        self._turn = threading.Lock()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def route(self) -> tuple[int, str, str]:
-        """What a scrape gets."""
-        with self._turn:
-            return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
-
-    def describe(self) -> list[Metric]:
-        """Nothing: there is one collector only."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """See ``Collector``: all of ``METRICS``, in their order."""
-        families = _Families()
+    def add_samples(self, add: Families) -> None:
+        """See ``DaemonMetrics``."""
         stats = node_stats(self._node)
-        self._clients(families, stats)
-        self._decisions(families, stats)
-        _tiers(families, stats["tiers"])
+        self._clients(add, stats)
+        self._decisions(add, stats)
+        _tiers(add, stats["tiers"])
         rows, pins = self._node.look(lambda _, state: (tenant_rows(state), pins_stats(state)))
-        self._tenants.collect(families, rows, Counter(pin["salt"] for pin in pins["pins"]))
+        self._tenants.collect(add, rows, Counter(pin["salt"] for pin in pins["pins"]))
         for tier, size in pins["bytes"].items():
-            families("pinned_bytes", size, tier)
-        self._rest(families, stats)
+            add("pinned_bytes", size, tier)
+        self._rest(add, stats)
         if self._calls is not None:
-            _grpc(families, self._calls)
-        return iter(families.families.values())
+            add.grpc(self._calls)
 
-    def _clients(self, add: _Families, stats: dict[str, Any]) -> None:
+    def _clients(self, add: Families, stats: dict[str, Any]) -> None:
         tally = self._node.sessions.totals().minus(self._before)
         counts, node = tally.counts, stats["counters"]
         for operation in OPERATIONS:
@@ -119,7 +95,7 @@ class Metrics(Collector):
             add("tier_bytes", counts["read_nvme_bytes"] + promoted, "nvme", "out")
 
     @staticmethod
-    def _decisions(add: _Families, stats: dict[str, Any]) -> None:
+    def _decisions(add: Families, stats: dict[str, Any]) -> None:
         node = dict(stats["counters"])
         add("sealed_pages", node.pop("pages_sealed", 0))
         for direction, verb in (("demoted", "saved"), ("promoted", "promoted")):
@@ -133,7 +109,7 @@ class Metrics(Collector):
             elif not name.startswith("evicted_") and name not in TOLD_ELSEWHERE:
                 add("node_events", count, name)
 
-    def _rest(self, add: _Families, stats: dict[str, Any]) -> None:
+    def _rest(self, add: Families, stats: dict[str, Any]) -> None:
         for queue, length in stats["queues"].items():
             add("queue_length", length, queue)
         for queue, ask in self._queues.items():
@@ -152,40 +128,10 @@ class Metrics(Collector):
         add("index_used_bytes", stats["index"]["used_bytes"])
         for reason, rebuilds in (dict.fromkeys(REBUILD_REASONS, 0) | stats["index"]["rebuilds"]).items():
             add("index_rebuilds", rebuilds, reason)
-        add("uptime_seconds", stats["uptime_s"])
-        add("process_resident_bytes", _resident_bytes())
-        add("process_cpu_seconds", time.process_time())
-        add("build_info", 1, metadata.version("kvstore"), platform.python_version(), stats["name"])
+        add.process(stats["uptime_s"], stats["name"])
 
 
-class _Families:
-    """All metric families of one scrape; called to add a sample."""
-
-    def __init__(self) -> None:
-        self.families: dict[str, Any] = {about.name: _family(about) for about in METRICS}
-
-    def __call__(self, name: str, value: float, *labels: str) -> None:
-        """Add one sample to ``kvstore_<name>``."""
-        self.families[f"kvstore_{name}"].add_metric(labels, value)
-
-    def buckets(
-        self, name: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float | None, *labels: str
-    ) -> None:
-        """Add one histogram: ``counts`` of each bucket, the last one without a bound."""
-        total, rows = 0, []
-        for bound, count in zip((*bounds_s, float("inf")), counts, strict=True):
-            total += count
-            rows.append((floatToGoString(bound), total))
-        self.families[f"kvstore_{name}"].add_metric(labels, rows, sum_s)
-
-
-def _family(about: About) -> Metric:
-    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-    family: Metric = kinds[about.kind](about.name, about.help, labels=about.labels)
-    return family
-
-
-def _tiers(add: _Families, tiers: Mapping[str, Any]) -> None:
+def _tiers(add: Families, tiers: Mapping[str, Any]) -> None:
     for tier, about in tiers.items():
         for name in ("capacity_bytes", "used_bytes", "failed_bytes", "populated_bytes"):
             if name in about:
@@ -229,7 +175,7 @@ class _Tenants:
         self._counted: Counter[tuple[str, ...]] = Counter()
 
     def collect(
-        self, add: _Families, rows: Iterable[tuple[str, str, int, int | None, int, int]], pins: Mapping[str, int]
+        self, add: Families, rows: Iterable[tuple[str, str, int, int | None, int, int]], pins: Mapping[str, int]
     ) -> None:
         """Add the samples of what the node has now: ``rows`` as ``stats.tenant_rows`` has them, pins by salt."""
         gauges: Counter[tuple[str, ...]] = Counter()
@@ -268,20 +214,3 @@ class _Tenants:
 def _label(salt: str) -> str:
     """A salt as a label's value: text that is UTF-8 and not endless."""
     return salt[:SALT_CHARS_MAX].encode("utf-8", "replace").decode()
-
-
-def _grpc(add: _Families, calls: Calls) -> None:
-    from kvstore.serving.watching import BOUNDS_S  # it loads gRPC, which is loaded where there are calls
-
-    for (method, code), count in dict(calls.ended).items():
-        add("grpc_calls", count, method, code)
-    for reason, count in dict(calls.shed).items():
-        add("grpc_shed_calls", count, reason)
-    for method, took in dict(calls.durations).items():
-        add.buckets("grpc_call_duration_seconds", BOUNDS_S, list(took.counts), took.sum_s, method)
-    add("grpc_bytes", calls.received_bytes, "in")
-    add("grpc_bytes", calls.sent_bytes, "out")
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,74 @@
+"""Messages that several services have: layouts, and JSON documents."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Final
+
+from google.protobuf import struct_pb2
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Layout
+from kvstore.pb import store_pb2 as pb
+
+MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
+LAYOUT_BYTES_KEPT: Final = 8 << 10  # of a message; a larger one has fields that nobody knows
+LAYOUTS_KEPT: Final = 256  # made once: to check one and to hash it costs as much as a short lookup
+TEXT_BYTES_MAX: Final = 1024  # of a salt, an adapter, a model's name
+
+_TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "rope", "group")
+
+
+def layout_message(layout: Layout) -> pb.Layout:
+    """A layout as a message."""
+    return pb.Layout(**asdict(layout))
+
+
+def layout_of(message: pb.Layout) -> Layout:
+    """The layout of a message. Raises InvalidRequest naming the field."""
+    packed = message.SerializeToString()
+    return _layout_of(packed) if len(packed) <= LAYOUT_BYTES_KEPT else _layout_of.__wrapped__(packed)
+
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def _layout_of(packed: bytes) -> Layout:
+    message = pb.Layout.FromString(packed)
+    for name in _TEXTS:
+        check_text(f"layout.{name}", getattr(message, name))
+    return Layout(
+        model=message.model,
+        layers=message.layers,
+        kv_heads=message.kv_heads or 1,
+        head_dim=message.head_dim,
+        dtype=message.dtype or "bfloat16",
+        page_tokens=message.page_tokens or 64,
+        revision=message.revision,
+        weights_digest=message.weights_digest,
+        mla_latent=message.mla_latent,
+        mla_rope=message.mla_rope,
+        attention=message.attention or "full",
+        window=message.window,
+        rope=message.rope,
+        group=message.group,
+    )
+
+
+def document(value: dict[str, Any]) -> bytes:
+    """A JSON document as a packed Struct. Numbers that are names in it become text, as JSON has them.
+
+    Of one that is larger than a message may be only that it is, as over the socket of this machine.
+    """
+    packed = struct_pb2.Struct()
+    packed.update(json.loads(json.dumps(value)))  # several times faster than json_format
+    data = packed.SerializeToString()
+    if len(data) <= MESSAGE_BYTES_MAX:
+        return data
+    return document({"findings": ["too many to list"], "truncated": True})
+
+
+def check_text(field: str, text: str) -> None:
+    """Raises InvalidRequest where it is longer than a salt, an adapter or a name may be: some are remembered."""
+    if len(text.encode()) > TEXT_BYTES_MAX:
+        raise InvalidRequest(field, f"has more than {TEXT_BYTES_MAX} bytes")

@@ -1,0 +1,129 @@
+"""Lifecycle: the process of a daemon, from its start until it is told to end.
+
+::
+
+    with lifecycle.running(config, log, "the daemon") as life:  # logs, signals and HTTP from here on
+        life.at_end(node.stop)  # when HTTP has ended
+        node.start()
+        life.begun()  # "start" in the log
+        life.serves(announce, took_s, pages=7)  # ready: HTTP says so, whoever started it is told, "ready" in the log
+        life.wait()  # until SIGTERM or SIGINT
+        ...  # end in order; another signal sets ``life.hurried``
+
+A daemon that has lost a thread ends with exit code 1: it would hold its name and serve nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any, Final, Protocol
+
+from kvstore.serving import logs
+from kvstore.serving.http import HttpServer, routes
+
+# A signal may be taken while this thread is on its way to sleep, or by another one; its handler only runs when this
+# one wakes. Without a deadline one SIGTERM in a few hundred was noticed only with the next signal.
+SIGNAL_LOOK_S: Final = 0.25
+SWITCH_INTERVAL_S: Final = 0.0005  # a thread that holds the interpreter delays a client by no more than this
+
+
+class Daemon(logs.Logging, Protocol):
+    """What a daemon's configuration says about its process."""
+
+    @property
+    def http(self) -> str | None:
+        """HOST:PORT, or None for no HTTP."""
+
+
+class Life:
+    """A daemon that runs.
+
+    Attributes:
+        http: what answers /healthz, /readyz and /metrics, where that is configured.
+        hurried: the daemon was told to end once more: it should not take its time.
+    """
+
+    def __init__(self, log: logging.Logger, http: HttpServer | None, ready: threading.Event) -> None:
+        self.http = http
+        self.hurried = threading.Event()
+        self.ends = contextlib.ExitStack()
+        self._log = log
+        self._ready = ready
+        self._stopped = threading.Event()
+        self._began_s = time.monotonic()
+
+    @property
+    def took_s(self) -> float:
+        """Since its begin."""
+        return time.monotonic() - self._began_s
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call it when HTTP has ended; what was named last is called first."""
+        self.ends.callback(call)
+
+    def begun(self, **fields: Any) -> None:
+        """Tell the log."""
+        logs.event(self._log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid(), **fields)
+
+    def serves(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
+        """It is ready: say so to those who ask, to whoever started it, and to the log."""
+        self._ready.set()
+        announce()
+        logs.event(self._log, logging.INFO, "ready", took_s=round(took_s, 3), **fields)
+
+    def on_hangup(self, call: Callable[[], None]) -> None:
+        """What SIGHUP asks for."""
+        signal.signal(signal.SIGHUP, lambda *_: call())
+
+    def wait(self, look: Callable[[], None] = lambda: None) -> None:
+        """Until it is told to end. Calls ``look`` a few times a second."""
+        while not self._stopped.wait(SIGNAL_LOOK_S):
+            look()
+
+    def retires(self) -> None:
+        """Say to those who ask that it is not ready any more."""
+        self._ready.clear()
+
+    def told_to_end(self) -> None:
+        """A signal came."""
+        (self.hurried if self._stopped.is_set() else self._stopped).set()
+
+
+@contextlib.contextmanager
+def running(config: Daemon, log: logging.Logger, who: str) -> Iterator[Life]:
+    """The process is a daemon from here on. ``who`` it is, in its log.
+
+    Raises:
+        InvalidRequest: HTTP cannot have its address.
+    """
+    logs.configure(config)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    def end(failed: threading.ExceptHookArgs) -> None:
+        log.critical("a thread failed, %s ends", who, exc_info=failed.exc_value)
+        logging.shutdown()
+        os._exit(1)
+
+    threading.excepthook = end
+    ready = threading.Event()
+    life = Life(log, HttpServer(config.http, routes(ready)) if config.http else None, ready)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: life.told_to_end())
+    life.on_hangup(lambda: None)  # there is nothing to read again yet
+    with life.ends:
+        if life.http is not None:
+            life.http.start()
+        try:
+            yield life
+        finally:
+            if life.http is not None:
+                life.http.stop()
+    logs.event(log, logging.INFO, "stop", uptime_s=round(life.took_s, 3))
