@@ -8,17 +8,19 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.api.metrics import table as metrics_table
+from engine.api.metrics import METRICS
 from engine.cli import HELP, default_text
 from engine.config import EngineConfig, load, parse_engines
 from engine.model.request import Grain, Handoff, Role, Source
 from kvstore import config as node_config
 from kvstore.errors import InvalidRequest
+from kvstore.serving.metric_table import table_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 SETTINGS = [setting.name for setting in fields(EngineConfig)]
@@ -47,7 +49,7 @@ def settings_table() -> str:
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows])
 
 
-TABLES = {"settings": settings_table, "metrics": metrics_table}
+TABLES = {"settings": settings_table, "metrics": partial(table_text, METRICS)}
 
 
 def test_flags_go_before_the_environment_before_the_file(tmp_path: Path) -> None:

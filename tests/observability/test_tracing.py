@@ -114,7 +114,7 @@ def test_spans_that_nobody_takes_are_dropped(collector: Collector) -> None:
     """Making them waits for nobody, what waits for the collector has a bound, and so has the end."""
     collector.hold.set()
     script = (
-        "import gc, time; from kvstore.service import tracing; from opentelemetry.sdk.trace import ReadableSpan\n"
+        "import gc, time; from kvstore.serving import tracing; from opentelemetry.sdk.trace import ReadableSpan\n"
         f"tracing.configure({collector.endpoint!r}, 'x')\n"
         "for i in range(3 * tracing.SPANS_WAITING_MAX):\n"
         "    with tracing.span('x', number=i): pass\n"
@@ -129,7 +129,7 @@ def test_spans_that_nobody_takes_are_dropped(collector: Collector) -> None:
 
 def test_off_means_not_even_imported() -> None:
     script = (
-        "import sys, kvstore; from kvstore.service import daemon, tracing\n"
+        "import sys, kvstore; from kvstore.service import daemon; from kvstore.serving import tracing\n"
         "with tracing.span('x', pages=1) as span: span.set_attribute('y', 2)\n"
         "print([name for name in sys.modules if 'opentelemetry' in name])"
     )
