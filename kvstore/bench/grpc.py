@@ -6,14 +6,16 @@ over and over, or throws away what comes, all as bytes that nobody serializes, o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -212,6 +214,23 @@ def connected(address: str, token: str | None = None) -> Store:
             if time.monotonic() > deadline:
                 raise BenchFailed(f"{address}: {error}") from None
             time.sleep(0.05)
+
+
+def identities_file(path: Path, tenants: Sequence[str]) -> str:
+    """Write the identities of these tenants: each has a salt and a token of its own."""
+    tables = (
+        f'[[identity]]\nname = "{name}"\ntoken_sha256 = "{hashlib.sha256(token_of(name).encode()).hexdigest()}"\n'
+        f'salts = ["{name}"]\n'
+        for name in tenants
+    )
+    path.touch(mode=0o600)
+    path.write_text("\n".join(tables))
+    return str(path)
+
+
+def token_of(tenant: str) -> str:
+    """What a tenant shows."""
+    return f"{tenant}-of-the-benchmark"
 
 
 # --- the server without a store -------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ is refused with a hint, the connection sends nothing until then. Those that ``ha
 
 from __future__ import annotations
 
-import hashlib
 import os
 import selectors
 import statistics
@@ -28,7 +27,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstore.bench.content import Content, Work
-from kvstore.bench.grpc import connected, free_port
+from kvstore.bench.grpc import connected, free_port, identities_file, token_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.http2 import Connection, call_headers, message_of, trailer
 from kvstore.bench.stage import MIB, Stage
@@ -169,7 +168,10 @@ class _Calls:
     def __init__(self, stage: Stage, exits: ExitStack) -> None:
         folder = exits.enter_context(tempfile.TemporaryDirectory())
         port = free_port()
-        settings = {"listen": f"127.0.0.1:{port}", "identities": _identities(Path(folder) / "identities.toml")}
+        settings = {
+            "listen": f"127.0.0.1:{port}",
+            "identities": identities_file(Path(folder) / "identities.toml", TENANTS),
+        }
         daemon = stage.daemon(exits, 64 * MIB, EXTENT_BYTES, settings)
         exits.enter_context(_cores(daemon.pid))
         self._daemon = daemon
@@ -212,25 +214,10 @@ class _Calls:
         return outcome
 
 
-def _identities(path: Path) -> str:
-    tables = (
-        f'[[identity]]\nname = "{name}"\ntoken_sha256 = "{hashlib.sha256(_token(name).encode()).hexdigest()}"\n'
-        f'salts = ["{name}"]\n'
-        for name in TENANTS
-    )
-    path.touch(mode=0o600)
-    path.write_text("\n".join(tables))
-    return str(path)
-
-
-def _token(tenant: str) -> str:
-    return f"{tenant}-of-the-benchmark"
-
-
 def _jobs(address: str, tenant: str) -> Iterator[_Job]:
     """A tenant's calls; what they read is stored."""
     work = Work("4k", seed=12, chains=1, pages=PAGES)
-    with connected(address, _token(tenant)) as store:
+    with connected(address, token_of(tenant)) as store:
         cache = store.cache(work.layout, salt=tenant)
         keys = work.keys(cache, 0)
         rows = np.zeros((PAGES, work.layout.page_bytes), np.uint8)
@@ -247,7 +234,7 @@ def _jobs(address: str, tenant: str) -> Iterator[_Job]:
         ("ContainsObjects", pb.ObjectKeys(keys=["k"], salt=tenant)),
         ("PutObject", pb.PutObjectRequest(begin=begin, data=value, data_xxh3=digest_of(memoryview(value)))),
     ):
-        yield _Job(f"/kvstore.v1.Store/{method}", _token(tenant), message_of(request.SerializeToString()))
+        yield _Job(f"/kvstore.v1.Store/{method}", token_of(tenant), message_of(request.SerializeToString()))
 
 
 @contextmanager

@@ -147,6 +147,14 @@ class Daemon:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def children(self) -> list[int]:
+        """Processes that the running daemon has started."""
+        found = []
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread has ended
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+        return found
+
     def __enter__(self) -> Daemon:
         return self
 

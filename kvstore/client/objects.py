@@ -32,6 +32,7 @@ from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
 from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
 
 BUSY_PAUSE_S = 0.005
+KEYS_PAGE = 16384  # of all keys, in memory at once
 PUTS_UNREAD_MAX = 16  # objects of one ``put_many`` whose acknowledgements nobody has read
 
 
@@ -168,16 +169,12 @@ class ObjectVerbs:
             compiled = re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise InvalidRequest("pattern", f"is no regular expression ({error})") from None
-        return self.delete([key for key in self.object_keys(salt) if compiled.fullmatch(key)], salt)
+        pages = ([key for key in page if compiled.fullmatch(key)] for page in object_key_pages(self, salt))
+        return sum(self.delete(matched, salt) for matched in pages if matched)
 
     def object_keys(self, salt: str = "") -> list[str]:
         """Keys of all objects of a salt, in order. Looks at every object there is."""
-        root, names = _root(salt), set()
-        for row in self._rows():
-            found = read_row(row)
-            if found is not None and found[0] == root:
-                names.add(found[1].name)
-        return sorted(name.decode(errors="replace") for name in names)
+        return sorted({key for page in object_key_pages(self, salt) for key in page}, key=str.encode)
 
     def register(self, buffer: Any) -> Registration:
         """Remember a buffer that objects will often be put from and got into, for DMA: ``with store.register(b):``.
@@ -302,6 +299,23 @@ class _Putting:
         last = self._pieces.last_address() if self._pieces is not None else None
         if last is not None:
             self._store._drop([last])
+
+
+def object_key_pages(store: ObjectVerbs, salt: str, count: int = KEYS_PAGE) -> Iterator[list[str]]:
+    """Keys of all objects of a salt, up to ``count`` at a time. One that moves meanwhile may be there twice.
+
+    What was told already may be deleted before the next ones are asked for.
+    """
+    root, names = _root(salt), dict[bytes, None]()
+    for row in store._rows():
+        found = read_row(row)
+        if found is not None and found[0] == root:
+            names[found[1].name] = None
+        if len(names) == count:
+            yield [name.decode(errors="replace") for name in names]
+            names.clear()
+    if names:
+        yield [name.decode(errors="replace") for name in names]
 
 
 def _results(started: list[_Putting]) -> list[bool]:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.objects import object_key_pages
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
@@ -103,8 +104,11 @@ class ObjectCalls:
         call.caller.check_salt(request.salt)
         if len(request.pattern.encode()) > PATTERN_BYTES_MAX:
             raise InvalidRequest("pattern", f"has more than {PATTERN_BYTES_MAX} bytes")
-        matched = await self._patterns.matching(call, request.pattern, partial(self._store.object_keys, request.salt))
-        removed = await call.wait(self._store.delete, matched, request.salt) if matched else 0
+        removed, pages = 0, object_key_pages(self._store, request.salt)
+        async with self._patterns.turn(call) as turn:
+            while (keys := await call.wait(next, pages, None)) is not None or not turn.matched:
+                matched = await turn.matching(request.pattern, keys or [], removed)
+                removed += await call.wait(self._store.delete, matched, request.salt) if matched else 0
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
 

@@ -7,12 +7,13 @@ and no thread waits for the process: the event loop looks after it. A tenant has
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from math import ceil
 from typing import Any, Final
 
@@ -46,36 +47,51 @@ class Patterns:
     def __init__(self) -> None:
         self._turns = Shares("processes that match patterns", "patterns", PROCESSES_MAX, 1, PROCESSES_MAX)
 
-    async def matching(self, call: Call, pattern: str, list_keys: Callable[[], list[str]]) -> list[str]:
-        """Those keys that match as a whole.
-
-        Raises:
-            InvalidRequest: it is no regular expression, or one that takes longer than ``MATCH_S``.
-            DeadlineExceeded: there was no time to find out.
-            TooManyCalls: it would not be its turn in time.
-        """
+    @contextlib.asynccontextmanager
+    async def turn(self, call: Call) -> AsyncIterator[Turn]:
+        """To match the pattern of this call. Raises TooManyCalls where it would not be its turn in time."""
         with call.waits():
             await self._turns.take(1, call.left_s, call.caller)
         began_s = time.monotonic()
         try:
-            keys = await call.wait(list_keys)
-            matched = await self._matched(call, pattern, keys)
-            return [keys[i] for i in matched]
+            yield Turn(call)
         finally:
             self._turns.give(1, call.caller, time.monotonic() - began_s)
 
-    async def _matched(self, call: Call, pattern: str, keys: list[str]) -> list[int]:
-        process, answers = await call.quick(_start, pattern, keys, undo=_end_started)
+
+class Turn:
+    """Of one call: keys are matched page by page, so that no more than a page of them is in memory at once.
+
+    Attributes:
+        matched: pages were.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._left_s = MATCH_S
+        self.matched = False
+
+    async def matching(self, pattern: str, keys: list[str], deleted: int) -> list[str]:
+        """Those keys that match as a whole. ``deleted``: of pages before, for messages.
+
+        Raises:
+            InvalidRequest: it is no regular expression, or one that takes longer than ``MATCH_S`` over all pages.
+            DeadlineExceeded: there was no time to find out.
+        """
+        self.matched = True
+        process, answers = await self._call.quick(_start, pattern, keys, undo=_end_started)
+        began_s = time.monotonic()
         try:
-            timeout_s, began_s, pause_s = min(MATCH_S, call.left_s), time.monotonic(), LOOK_S_MIN
-            with call.waits():
+            timeout_s, pause_s = min(self._left_s, self._call.left_s), LOOK_S_MIN
+            with self._call.waits():
                 while process.poll() is None:
                     if time.monotonic() - began_s >= timeout_s:
-                        raise _too_slow(timeout_s)
+                        raise _too_slow(timeout_s >= self._left_s, deleted)
                     await asyncio.sleep(pause_s)
                     pause_s = min(LOOK_S_MAX, 1.5 * pause_s)
-            return await call.quick(_read, process.returncode, answers)
+            return [keys[i] for i in await self._call.quick(_read, process.returncode, answers)]
         finally:
+            self._left_s -= time.monotonic() - began_s
             os.close(answers)
             _end(process)
 
@@ -106,10 +122,11 @@ def _read(returncode: int, answers: int) -> list[int]:
     return list(found)
 
 
-def _too_slow(timeout_s: float) -> InvalidRequest | DeadlineExceeded:
-    if timeout_s >= MATCH_S:
-        return InvalidRequest("pattern", f"takes longer than {MATCH_S:g} s; nothing was deleted")
-    return DeadlineExceeded("the pattern takes longer than the call may; nothing was deleted")
+def _too_slow(by_itself: bool, deleted: int) -> InvalidRequest | DeadlineExceeded:
+    so_far = f"{deleted} objects were deleted" if deleted else "nothing was deleted"
+    if by_itself:
+        return InvalidRequest("pattern", f"takes longer than {MATCH_S:g} s; {so_far}")
+    return DeadlineExceeded(f"the pattern takes longer than the call may; {so_far}")
 
 
 def _end_started(started: tuple[subprocess.Popen[bytes], int]) -> None:
