@@ -17,6 +17,7 @@ from kvstore.bench.stage import Stage, settle
 from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index
@@ -65,7 +66,7 @@ class Lookups:
 
     def lmdb(self, given: dict[str, Keys]) -> int:
         """Limit: one get per key in one read transaction of the same environment."""
-        found = self._index.find_many(given["lmdb"].hashes)
+        found = self._index.find_many(Tier.DRAM, given["lmdb"].hashes)
         return len(found) - found.count(None)
 
     def check(self, variant: str, value: object) -> None:

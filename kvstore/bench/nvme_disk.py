@@ -29,7 +29,7 @@ from kvstore.bench.content import Rows
 from kvstore.bench.harness import BenchFailed
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, nvme_frames
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, Tier, nvme_frames
 from kvstore.tier.bounces import large_buffer
 from kvstore.tier.disk import BLOCK_BYTES
 from kvstore.tier.folder import PREFIX, NodeFolder
@@ -221,7 +221,7 @@ class Where:
     def saved(self, hashes: Sequence[bytes]) -> bool:
         """Whether all of these are on NVMe, durably."""
         try:
-            return None not in self.index.find_many_nvme(hashes)
+            return None not in self.index.find_many(Tier.NVME, hashes)
         except IndexDamaged as error:
             raise BenchFailed(f"the index was replaced meanwhile: {error}") from None
 
@@ -239,7 +239,7 @@ class Where:
         try:
             for hashes in chains:
                 found.append([])
-                for raw in self.index.find_many_nvme(hashes):
+                for raw in self.index.find_many(Tier.NVME, hashes):
                     if raw is None:
                         raise BenchFailed("a page is not on NVMe")
                     number, frame, _ = np.frombuffer(raw[:ADDRESS_BYTES], ADDRESS_DTYPE)[0].tolist()

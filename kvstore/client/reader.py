@@ -17,7 +17,7 @@ from kvstore.client.local.stored import known_on_nvme
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState, Tier
 from kvstore.tier.index import IndexDamaged
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
@@ -144,7 +144,7 @@ class Reader:
         """Find and prove the run of frames that starts with ``page``."""
         keys = self._keys.hashes
         try:
-            found = mapped.index.find_many(keys[page:])
+            found = mapped.index.find_many(Tier.DRAM, keys[page:])
             raw = []
             for i, value in enumerate(found):
                 if value is None:

@@ -15,6 +15,7 @@ from kvstore.client.registration import Registrations
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
 from kvstore.rpc import control
 from kvstore.rpc.control import Op
 from kvstore.tier.folder import list_nodes
@@ -160,7 +161,7 @@ class Store(AdminVerbs, ObjectVerbs):
         if mapped is not None:
             header = mapped.header
             stats["incarnation"] = f"{mapped.incarnation:016x}"
-            stats["pages"], stats["nvme_pages"] = mapped.index.count(), mapped.index.count_nvme()
+            stats["pages"], stats["nvme_pages"] = mapped.index.count(Tier.DRAM), mapped.index.count(Tier.NVME)
             capacity = header.positions * header.extent_bytes
             stats["tiers"] = {"dram": {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}}
         return stats

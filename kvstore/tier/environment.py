@@ -14,7 +14,7 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 import lmdb
 
 from kvstore.errors import NodeBusy, OutOfSpace
+from kvstore.model.replica import Tier
 from kvstore.tier.folder import NodeFolder, allocate
 from kvstore.tier.plain_files import check_plain, open_plain, remove
 
@@ -33,9 +34,10 @@ FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's bound of dirt
 # a store to a page that a full tmpfs cannot give kills the process (SIGBUS).
 PAGES_AHEAD: Final = 512
 
-SEALED: Final = b"sealed"
+# A table of key -> address per tier, and one of the pages that are being written. Every index has the first two.
+TIER_TABLES: Final = {Tier.DRAM: b"sealed", Tier.NVME: b"nvme", Tier.HBM: b"hbm"}
+ALWAYS_THERE: Final = (Tier.DRAM, Tier.NVME)
 PENDING: Final = b"pending"
-NVME: Final = b"nvme"
 
 _META = struct.Struct("<16xII8xQ")  # LMDB 0.9: page header; magic, data version, address; map size
 _META_MAGIC: Final = 0xBEEFC0DE
@@ -44,7 +46,7 @@ _META_MAGIC: Final = 0xBEEFC0DE
 # would free it under the parent. Costs 0.1 us.
 _COMMON: Final[dict[str, Any]] = {
     "subdir": True,
-    "max_dbs": 3,
+    "max_dbs": 1 + len(TIER_TABLES),
     "max_readers": READERS_MAX,
     "max_spare_txns": 0,
     "lock": True,
@@ -119,11 +121,10 @@ def make(
     path: Path,
     folder: NodeFolder,
     map_bytes: int,
-    sealed: Iterable[Entry],
+    pages: Mapping[Tier, Iterable[Entry]],
     pending: Iterable[Entry],
-    nvme: Iterable[Entry],
 ) -> None:
-    """A new environment at ``path`` of ``sealed`` and ``nvme`` (by key), and ``pending`` (the first of a key counts).
+    """A new environment at ``path`` of each tier's ``pages`` (by key), and ``pending`` (the first of a key counts).
 
     It appears whole, under its name, at the end; what was there before is replaced.
 
@@ -135,7 +136,9 @@ def make(
     os.mkdir(temporary, folder.dir_mode)
     try:
         os.chmod(temporary, folder.dir_mode)  # whatever the umask
-        _fill(temporary, folder, map_bytes, ((SEALED, sealed, True), (PENDING, pending, False), (NVME, nvme, True)))
+        tiers = dict.fromkeys((*ALWAYS_THERE, *pages))
+        tables = [(TIER_TABLES[tier], pages.get(tier, ()), True) for tier in tiers]
+        _fill(temporary, folder, map_bytes, [*tables, (PENDING, pending, False)])
         remove(path)
         os.rename(temporary, path)
     except lmdb.Error as error:

@@ -3,9 +3,9 @@
 It is a hint that can always be rebuilt from the records: it is never made durable, and a damaged one is not repaired
 but replaced, under a new epoch that clients compare. Its size is fixed when an epoch is made; growing is a rebuild.
 
-Three tables of key -> address (16 bytes): ``sealed`` (pages in DRAM), ``pending`` (reserved frames that are being
-written) and ``nvme`` (pages on NVMe). A page that is in both tiers has an entry in both. Each tier is prefix-closed by
-itself: of a chain of 10 pages, DRAM may hold the first 4 and NVMe the first 7; then 7 are stored.
+A table of key -> address (16 bytes) per tier, and one of the reserved frames that are being written (``pending``). A
+page that is in two tiers has an entry in both. Each tier is prefix-closed by itself: of a chain of 10 pages, DRAM may
+hold the first 4 and NVMe the first 7; then 7 are stored. Whoever asks for a tier that the node does not have misses.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import contextlib
 import os
 import struct
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import lmdb
 
-from kvstore.model.replica import ADDRESS_DTYPE, Address
+from kvstore.model.replica import ADDRESS_DTYPE, Address, Tier
 from kvstore.tier import environment as env
 from kvstore.tier.environment import PAGE_BYTES, IndexCrowded, IndexDamaged, IndexFull, translate
 from kvstore.tier.folder import NodeFolder
@@ -49,20 +49,20 @@ class Index:
         self.path = path
         self.epoch = epoch
         self._environment: lmdb.Environment | None = environment
-        self._sealed = environment.open_db(env.SEALED, create=False)
-        self._pending = environment.open_db(env.PENDING, create=False)
-        self._nvme = environment.open_db(env.NVME, create=False)
+        self._tables = _open_tables(environment)
         self._begin: Any = environment.begin  # bound once: it is on the path of every get
         self._room = Room(path)
         _indexes.add(self)
 
     @classmethod
-    def open_writer(cls, folder: NodeFolder, epoch: int, map_bytes: int, fresh: bool) -> Index:
+    def open_writer(
+        cls, folder: NodeFolder, epoch: int, map_bytes: int, fresh: bool, tiers: Iterable[Tier] = ()
+    ) -> Index:
         """The daemon's index of ``epoch``: a new, empty one, or (not ``fresh``) the one that is there.
 
         ``map_bytes`` is the size of a new one: about 70 bytes per page, and as much again for what readers hold; one
         that is there keeps its size. Make a new one only under an epoch that no client has seen: clients that have an
-        epoch open stay with its files.
+        epoch open stay with its files. ``tiers``: of the node, beside those that every index has a table for.
 
         Raises:
             IndexDamaged: not ``fresh``, and there is none, or it is cut short, of another format or unreadable.
@@ -71,7 +71,7 @@ class Index:
         """
         path = folder.index(epoch)
         if fresh:
-            env.make(path, folder, map_bytes, (), (), ())
+            env.make(path, folder, map_bytes, dict.fromkeys(tiers, ()), ())
         stored = env.stored_map_bytes(path)
         if stored is None:
             raise IndexDamaged(f"{path} is absent, cut short or of another format")
@@ -96,22 +96,21 @@ class Index:
         folder: NodeFolder,
         old_epoch: int | None,
         new_epoch: int,
-        items: Iterable[tuple[bytes, bytes]],
+        pages: Mapping[Tier, Iterable[tuple[bytes, bytes]]],
         map_bytes: int,
         pending: Iterable[tuple[bytes, bytes]] = (),
-        nvme: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Make the index of ``new_epoch`` out of ``(key, raw address)`` pairs; ``items`` are the pages in DRAM.
+        """Make the index of ``new_epoch`` out of ``(key, raw address)`` pairs, the ``pages`` of each tier.
 
-        ``items`` and ``nvme`` are sorted and without equal keys; of equal keys in ``pending`` the first counts. It
-        appears whole at the end: a crash leaves what was there. The old epoch stays until ``remove``; readers go on
-        with it until they see the new one. Then ``open_writer`` it.
+        Those of a tier are sorted and without equal keys; of equal keys in ``pending`` the first counts. It appears
+        whole at the end: a crash leaves what was there. The old epoch stays until ``remove``; readers go on with it
+        until they see the new one. Then ``open_writer`` it.
 
         Raises:
             IndexFull: it does not fit ``map_bytes`` or the memory there is; nothing has changed.
         """
         assert old_epoch is None or old_epoch < new_epoch, (old_epoch, new_epoch)
-        env.make(folder.index(new_epoch), folder, map_bytes, items, pending, nvme)
+        env.make(folder.index(new_epoch), folder, map_bytes, pages, pending)
 
     @staticmethod
     def remove(folder: NodeFolder, epoch: int) -> None:
@@ -121,93 +120,69 @@ class Index:
 
     # --- reading: nothing is changed, results are copies ------------------------------------------------------------
 
-    def find(self, key: bytes) -> Address | None:
-        """Where in DRAM the sealed page of ``key`` was last known to be."""
-        return self._find(self._sealed, key)
+    def find(self, tier: Tier, key: bytes) -> Address | None:
+        """Where in that tier the sealed page of ``key`` was last known to be."""
+        return self._find(self._tables.tiers.get(tier), key)
 
     def find_pending(self, key: bytes) -> Address | None:
         """The frame in which the page of ``key`` is being written."""
-        return self._find(self._pending, key)
-
-    def find_nvme(self, key: bytes) -> Address | None:
-        """Where on NVMe the page of ``key`` was last known to be."""
-        return self._find(self._nvme, key)
+        return self._find(self._tables.pending, key)
 
     def _find(self, table: Any, key: bytes) -> Address | None:
         try:
-            raw = self._begin(table).get(key)
+            raw = self._begin(table).get(key) if table is not None else None
             return None if raw is None else _address(_unpack(raw))
         except (lmdb.Error, struct.error) as error:
             translate(error)
 
-    def find_many(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """Raw addresses (``ADDRESS_DTYPE``) of pages in DRAM, None where not stored; all of one moment."""
+    def find_many(self, tier: Tier, keys: Iterable[bytes]) -> list[bytes | None]:
+        """Raw addresses (``ADDRESS_DTYPE``) of pages in that tier, None where not stored; all of one moment."""
+        table = self._tables.tiers.get(tier)
+        if table is None:
+            return [None for _ in keys]
         try:
-            return list(map(self._begin(self._sealed).get, keys))
+            return list(map(self._begin(table).get, keys))
         except lmdb.Error as error:
             translate(error)
 
-    def find_many_nvme(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """The same of pages on NVMe."""
-        try:
-            return list(map(self._begin(self._nvme).get, keys))
-        except lmdb.Error as error:
-            translate(error)
-
-    def longest(self, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-        """How many leading ``keys`` of a chain are in DRAM, and the raw address of the last of them. A hint.
+    def longest(self, tier: Tier, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
+        """How many leading ``keys`` of a chain are in that tier, and the raw address of the last of them. A hint.
 
         Looks at the last key first (a full hit costs one look), then halves: right because no page is stored without
-        the pages before it.
+        the pages before it. ``keys`` may start anywhere in a chain.
         """
-        if not keys:
+        table = self._tables.tiers.get(tier)
+        if not keys or table is None:
             return 0, None
         try:
-            get = self._begin(self._sealed).get
+            get = self._begin(table).get
             raw: bytes | None = get(keys[-1])
             return (len(keys), raw) if raw is not None else _leading(get, keys)
         except lmdb.Error as error:
             translate(error)
 
-    def longest_nvme(self, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-        """The same of pages on NVMe. ``keys`` may start anywhere in a chain."""
-        if not keys:
-            return 0, None
-        try:
-            get = self._begin(self._nvme).get
-            raw: bytes | None = get(keys[-1])
-            return (len(keys), raw) if raw is not None else _leading(get, keys)
-        except lmdb.Error as error:
-            translate(error)
-
-    def count(self) -> int:
-        """How many pages are in DRAM."""
-        return self._entries(self._sealed)
+    def count(self, tier: Tier) -> int:
+        """How many pages are in that tier."""
+        return self._entries(self._tables.tiers.get(tier))
 
     def count_pending(self) -> int:
         """How many pages are being written."""
-        return self._entries(self._pending)
+        return self._entries(self._tables.pending)
 
-    def count_nvme(self) -> int:
-        """How many pages are on NVMe."""
-        return self._entries(self._nvme)
-
-    def scan(self) -> Iterator[tuple[bytes, bytes]]:
-        """``(key, raw address)`` of every page in DRAM, by key.
+    def scan(self, tier: Tier) -> Iterator[tuple[bytes, bytes]]:
+        """``(key, raw address)`` of every page in that tier, by key.
 
         Reads ``SCAN_BATCH`` entries at a time: what is written meanwhile may or may not be seen.
         """
-        return self._scan(self._sealed)
+        return self._scan(self._tables.tiers.get(tier))
 
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
         """The same of pages being written."""
-        return self._scan(self._pending)
-
-    def scan_nvme(self) -> Iterator[tuple[bytes, bytes]]:
-        """The same of pages on NVMe."""
-        return self._scan(self._nvme)
+        return self._scan(self._tables.pending)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
+        if table is None:
+            return
         start = b""
         while True:
             try:
@@ -220,8 +195,8 @@ class Index:
                 return
             start = batch[-1][0] + b"\0"  # the least key above
 
-    def hold(self) -> tuple[Iterator[tuple[bytes, bytes]], Iterator[tuple[bytes, bytes]]]:
-        """The same of both, pages in DRAM and pages on NVMe, all as of now however late they are read.
+    def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
+        """The same of all tiers, as of now however late they are read.
 
         Read them soon and in this thread, or drop them: until then no page of the file is used again.
         """
@@ -229,11 +204,11 @@ class Index:
             transaction = self._begin()
         except lmdb.Error as error:
             translate(error)
-        return _held(transaction, self._sealed), _held(transaction, self._nvme)
+        return {tier: _held(transaction, table) for tier, table in self._tables.tiers.items()}
 
     def _entries(self, table: Any) -> int:
         try:
-            return int(self._begin(table).stat(table)["entries"])
+            return int(self._begin(table).stat(table)["entries"]) if table is not None else 0
         except lmdb.Error as error:
             translate(error)
 
@@ -241,7 +216,7 @@ class Index:
 
     def begin(self) -> WriteTxn:
         """A write transaction: ``with index.begin() as txn``. Committed on exit, dropped whole on an exception."""
-        return WriteTxn(self._begin, Tables(self._sealed, self._pending, self._nvme), self._room, self._info)
+        return WriteTxn(self._begin, self._tables, self._room, self._info)
 
     def reserve(self, entries: int, step_keys: int) -> None:
         """Have memory for so many entries, and for transactions of ``step_keys`` that change them.
@@ -289,6 +264,18 @@ class Index:
             return info
         except lmdb.Error as error:
             translate(error)
+
+
+def _open_tables(environment: lmdb.Environment) -> Tables:
+    """Those that are there. Raises lmdb.Error where one is not that every index has."""
+    tiers: dict[Tier, Any] = {}
+    for tier, name in env.TIER_TABLES.items():
+        try:
+            tiers[tier] = environment.open_db(name, create=False)
+        except lmdb.NotFoundError:
+            if tier in env.ALWAYS_THERE:
+                raise
+    return Tables(tiers, environment.open_db(env.PENDING, create=False))
 
 
 def _held(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:

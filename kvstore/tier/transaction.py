@@ -9,15 +9,15 @@ LMDB uses 600, 100 are spare, and nothing is allocated.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import lmdb
 
-from kvstore.model.replica import ADDRESS, Address
-from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, IndexFull, allocate_map, translate
+from kvstore.model.replica import ADDRESS, Address, Tier
+from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, IndexDamaged, IndexFull, allocate_map, translate
 
 # Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. And what every
 # transaction dirties besides: roots of the tables, the list of free pages.
@@ -30,11 +30,21 @@ STEPS_IN_FLIGHT: Final = 2
 
 
 class Tables(NamedTuple):
-    """Handles of the index's tables."""
+    """Handles of the index's tables: one per tier that it has, and that of pages being written."""
 
-    sealed: Any
+    tiers: Mapping[Tier, Any]
     pending: Any
-    nvme: Any
+
+    def of(self, tier: Tier) -> Any:
+        """The table of that tier.
+
+        Raises:
+            IndexDamaged: it has none: it was made by a node without that tier.
+        """
+        table = self.tiers.get(tier)
+        if table is None:
+            raise IndexDamaged(f"the index has no table for {tier}")
+        return table
 
 
 class Room:
@@ -99,7 +109,7 @@ class WriteTxn:
 
     def __enter__(self) -> WriteTxn:
         try:
-            self._transaction = self._begin(self._tables.sealed, None, True)
+            self._transaction = self._begin(self._tables.pending, None, True)
         except lmdb.Error as error:
             translate(error)
         return self
@@ -116,41 +126,29 @@ class WriteTxn:
         except lmdb.Error as damage:
             translate(damage)
 
-    def put_sealed(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        """Store or replace the address in DRAM of each key (raw: 16 bytes, ``ADDRESS_DTYPE``)."""
-        self._put(self._tables.sealed, keys, raw_addresses)
+    def put(self, tier: Tier, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
+        """Store or replace the address in that tier of each key (raw: 16 bytes, ``ADDRESS_DTYPE``)."""
+        self._put(self._tables.of(tier), keys, raw_addresses)
 
     def put_pending(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
         """Store or replace the address of the frame in which each key's page is being written."""
         self._put(self._tables.pending, keys, raw_addresses)
 
-    def put_nvme(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        """Store or replace the address on NVMe of each key's page."""
-        self._put(self._tables.nvme, keys, raw_addresses)
-
-    def delete_sealed(self, keys: Sequence[bytes]) -> int:
-        """Remove keys; those that are not there are skipped. Returns how many were."""
-        return self._delete(self._tables.sealed, keys)
+    def delete(self, tier: Tier, keys: Sequence[bytes]) -> int:
+        """Remove keys from a tier; those that are not there are skipped. Returns how many were."""
+        return self._delete(self._tables.of(tier), keys)
 
     def delete_pending(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the pending table; those that are not there are skipped. Returns how many were."""
         return self._delete(self._tables.pending, keys)
 
-    def delete_nvme(self, keys: Sequence[bytes]) -> int:
-        """Remove keys from the NVMe table; those that are not there are skipped. Returns how many were."""
-        return self._delete(self._tables.nvme, keys)
-
-    def find(self, key: bytes) -> Address | None:
+    def find(self, tier: Tier, key: bytes) -> Address | None:
         """As ``Index.find``, with what this transaction wrote."""
-        return self._find(key, self._tables.sealed)
+        return self._find(key, self._tables.of(tier))
 
     def find_pending(self, key: bytes) -> Address | None:
         """As ``Index.find_pending``, with what this transaction wrote."""
         return self._find(key, self._tables.pending)
-
-    def find_nvme(self, key: bytes) -> Address | None:
-        """As ``Index.find_nvme``, with what this transaction wrote."""
-        return self._find(key, self._tables.nvme)
 
     def _put(self, table: Any, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
         self._need(len(keys))

@@ -13,7 +13,7 @@ from kvstore import Layout, Store
 from kvstore.client.local.object_parts import find_head
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model import objects
-from kvstore.model.replica import ADDRESS, Status
+from kvstore.model.replica import ADDRESS, Status, Tier
 
 SIZES = [0, 1, *(size + step for size in objects.PAGE_SIZES for step in (-1, 0, 1)), 3 << 20, 50 << 20]
 
@@ -112,7 +112,7 @@ def test_pages_of_a_layout_that_looks_like_an_objects_cannot_be_deleted(store: S
     assert cache.put(keys, np.ones((2, 4096), np.uint8)) == 2
     mapped = store._node.writable()
     head = find_head(mapped, objects.object_root(""), b"k")
-    pages = [raw for raw in mapped.index.find_many(keys.hashes) if raw is not None]
+    pages = [raw for raw in mapped.index.find_many(Tier.DRAM, keys.hashes) if raw is not None]
     assert head is not None and ADDRESS.unpack(head.address)[0] == ADDRESS.unpack(pages[1])[0], "in one extent"
     assert store._drop(pages) == bytes([Status.STALE] * 2) and cache.lookup(keys).pages == 2
     assert store._drop([head.address]) == bytes([Status.OK]) and store.get("k") is None

@@ -13,6 +13,7 @@ import pytest
 from engine.model.request import Handoff, Source
 from engine.shell.core import Engine
 from kvstore import Store
+from kvstore.model.replica import Tier
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
 from tests.helpers.nvme.nodes import reboot
 from tests.helpers.processes import Machine, check_laws, wait_until
@@ -135,7 +136,7 @@ def test_a_damaged_page_in_dram_is_a_hole(lab: Lab) -> None:
     store.verify()  # they have checksums now
     mapped = store._node.mapped()
     assert mapped is not None
-    address = mapped.index.find(keys_of(one, store, tokens).hashes[3])
+    address = mapped.index.find(Tier.DRAM, keys_of(one, store, tokens).hashes[3])
     assert address is not None
     extent = mapped.extent(address.extent)
     assert extent is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Store
-from kvstore.model.replica import Address, FrameClass
+from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -66,7 +66,7 @@ def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
 def address_of(store: Store, seed: int, page: int) -> Address:
     mapped = store._node.mapped()
     assert mapped is not None
-    address = mapped.index.find(store.in_pool(chain(seed, PAGES)).hashes[page])
+    address = mapped.index.find(Tier.DRAM, store.in_pool(chain(seed, PAGES)).hashes[page])
     assert address is not None
     return address
 

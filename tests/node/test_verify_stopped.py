@@ -17,7 +17,7 @@ import pytest
 from kvstore import Store
 from kvstore.config import NvmeTarget
 from kvstore.errors import NodeBusy, NodeUnavailable
-from kvstore.model.replica import Address, FrameClass
+from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.service.verify.stopped import verify_devices, verify_folder
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES
 from kvstore.tier.folder import NodeFolder
@@ -61,7 +61,7 @@ def contents_of(machine: Machine) -> dict[str, tuple[int, str]]:
 def address_of(store: Store, seed: int, page: int) -> Address:
     mapped = store._node.mapped()
     assert mapped is not None
-    address = mapped.index.find(store.in_pool(chain(seed, PAGES)).hashes[page])
+    address = mapped.index.find(Tier.DRAM, store.in_pool(chain(seed, PAGES)).hashes[page])
     assert address is not None
     return address
 

@@ -27,6 +27,7 @@ from kvstore.rpc import control
 from kvstore.rpc.control import HINT, NO_REPLY, Message, Op
 from kvstore.tier import frame_header
 from kvstore.tier.disk import FileDisk, aligned_buffer
+from kvstore.tier.index import Index
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_map import NvmeMap, Place
 from kvstore.tier.records import ExtentTable
@@ -97,13 +98,13 @@ class Shelf:
         self.devices.close_for_writing([table.position])
         self.devices.sync()
         with self.mapped.index.begin() as txn:
-            txn.put_nvme(keys.hashes, [ADDRESS.pack(*address) for address in addresses])
+            txn.put(Tier.NVME, keys.hashes, [ADDRESS.pack(*address) for address in addresses])
         return addresses
 
     def forget(self, keys: Keys) -> None:
         """The index does not know them any more."""
         with self.mapped.index.begin() as txn:
-            txn.delete_nvme(keys.hashes)
+            txn.delete(Tier.NVME, keys.hashes)
 
     def place(self, address: Address, frame_class: FrameClass) -> Place:
         """Where a page's header begins."""
@@ -266,14 +267,22 @@ def test_what_was_read_is_marked_and_told_once(shelf: Shelf, cache: kvstore.Pref
     assert len(line.asked(Op.PREFETCH)) == 1, "nothing was read from NVMe"
 
 
+def _never_of_nvme(verb: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(index: Index, tier: Tier, keys: Any) -> Any:
+        assert tier is Tier.DRAM
+        return verb(index, tier, keys)
+
+    return asked
+
+
 def test_a_full_dram_hit_does_not_look_at_nvme(
     shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, data = chain(cache, 8), content(cache, 8)
     cache.put(keys, data)
     shelf.save(cache, keys, data)
-    for verb in ("find_nvme", "find_many_nvme", "longest_nvme"):
-        monkeypatch.setattr(f"kvstore.tier.index.Index.{verb}", None)
+    for verb in ("find", "find_many", "longest"):
+        monkeypatch.setattr(Index, verb, _never_of_nvme(getattr(Index, verb)))
     assert cache.lookup(keys).tiers == cache.get(keys).tiers == {Tier.DRAM: 8}
     assert cache.put(keys, data) == 0
 
@@ -297,9 +306,9 @@ def test_pages_of_a_layout_that_is_not_closed_lie_here_and_there(
         part = keys[slice(*pages)]
         shelf.save(cache, part, data[slice(*pages)])
         with mapped.index.begin() as txn:
-            txn.delete_sealed(part.hashes)
+            txn.delete(Tier.DRAM, part.hashes)
     with mapped.index.begin() as txn:
-        txn.delete_nvme(keys[9:].hashes)
+        txn.delete(Tier.NVME, keys[9:].hashes)
     assert cache.lookup(keys).tiers == {Tier.DRAM: 6, Tier.NVME: 3}
     out = np.full((10, cache.page_bytes), 7, np.uint8)
     match = cache.get(keys, out)
@@ -966,7 +975,7 @@ def test_put_of_what_is_on_nvme_only_is_not_new(filled: Filled) -> None:
 def test_the_node_drops_what_a_reader_found_damaged(filled: Filled, tmp_path: Path) -> None:
     cache, cold = filled.cache, filled.on_nvme_only()
     mapped = filled.store._node.writable()
-    address = mapped.index.find_nvme(filled.keys[cold].hashes[5])
+    address = mapped.index.find(Tier.NVME, filled.keys[cold].hashes[5])
     map_ = NvmeMap.open(mapped.folder)
     assert address is not None and map_ is not None
     table = ExtentTable.open(mapped.folder, address.extent, map_.incarnation)

@@ -16,7 +16,7 @@ import pytest
 import kvstore
 from kvstore import Store
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import Address
+from kvstore.model.replica import Address, Tier
 from kvstore.tier.disk import FileDisk
 from tests.helpers.content import SMALL
 from tests.helpers.nvme.files import (
@@ -381,7 +381,7 @@ def test_a_page_that_cannot_be_read_costs_no_other(embedded: Embedded) -> None:
     put_all(store, range(40))
     save_all(store)
     mapped = store._node.writable()
-    address = mapped.index.find_nvme(store.in_pool(prompt(7, PAGES)[0]).hashes[5])
+    address = mapped.index.find(Tier.NVME, store.in_pool(prompt(7, PAGES)[0]).hashes[5])
     assert address is not None
     embedded.faults.bad_sector = sector_of(store, address)
     assert [timed(lambda s=seed: found(store, s, PAGES)) for seed in range(40)] == [8] * 7 + [5] + [8] * 32

@@ -60,7 +60,7 @@ def stored(store: Store) -> dict[str, set[bytes]]:
     """What the node's index says is in either tier."""
     mapped = store._node.mapped()
     assert mapped is not None
-    here = {"CPU": {key for key, _ in mapped.index.scan()}, "DISK": {key for key, _ in mapped.index.scan_nvme()}}
+    here = {medium: {key for key, _ in mapped.index.scan(tier)} for tier, medium in MEDIUMS.items()}
     return {medium: keys for medium, keys in here.items() if keys}
 
 

@@ -87,7 +87,7 @@ def test_whoever_hears_of_a_page_finds_it_in_the_index() -> None:
             while not stop.is_set():
                 events, after, _ = performer.events.since(after)
                 for event in events:
-                    found = performer.index.look(event.keys, event.tier)
+                    found = performer.index.look(event.tier, event.keys)
                     missing.extend(key for key, address in zip(event.keys, found, strict=True) if address is None)
                     heard += len(event.keys)
 

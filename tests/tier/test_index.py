@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import NodeBusy
-from kvstore.model.replica import ADDRESS_DTYPE, Address
+from kvstore.model.replica import ADDRESS_DTYPE, Address, Tier
 from kvstore.tier import environment, index, transaction
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.index import Index, IndexDamaged, IndexFull
@@ -38,7 +38,7 @@ def raw(i: int) -> bytes:
 
 def put(writer: Index, numbers: range) -> None:
     with writer.begin() as txn:
-        txn.put_sealed([key(i) for i in numbers], [raw(i) for i in numbers])
+        txn.put(Tier.DRAM, [key(i) for i in numbers], [raw(i) for i in numbers])
 
 
 @pytest.fixture(params=["tmp", "shm"])
@@ -90,30 +90,30 @@ def test_an_address_is_what_the_model_says() -> None:
 
 def test_put_find_delete(writer: Index) -> None:
     put(writer, range(100))
-    assert writer.find(key(7)) == Address(7, 8, 9)
-    assert writer.find(key(100)) is None
-    assert writer.find_many([key(1), key(500), key(2)]) == [raw(1), None, raw(2)]
-    assert writer.find_many([]) == []
-    assert writer.count() == 100
+    assert writer.find(Tier.DRAM, key(7)) == Address(7, 8, 9)
+    assert writer.find(Tier.DRAM, key(100)) is None
+    assert writer.find_many(Tier.DRAM, [key(1), key(500), key(2)]) == [raw(1), None, raw(2)]
+    assert writer.find_many(Tier.DRAM, []) == []
+    assert writer.count(Tier.DRAM) == 100
     with writer.begin() as txn:
-        txn.put_sealed([key(7)], [raw(70)])
-        assert txn.find(key(7)) == Address(70, 71, 72)
-        assert writer.find(key(7)) == Address(7, 8, 9), "readers see it after the commit"
-        assert txn.delete_sealed([key(8), key(8), key(555)]) == 1
-        assert txn.find(key(8)) is None
-    assert writer.find(key(7)) == Address(70, 71, 72)
-    assert writer.find(key(8)) is None
-    assert writer.count() == 99
+        txn.put(Tier.DRAM, [key(7)], [raw(70)])
+        assert txn.find(Tier.DRAM, key(7)) == Address(70, 71, 72)
+        assert writer.find(Tier.DRAM, key(7)) == Address(7, 8, 9), "readers see it after the commit"
+        assert txn.delete(Tier.DRAM, [key(8), key(8), key(555)]) == 1
+        assert txn.find(Tier.DRAM, key(8)) is None
+    assert writer.find(Tier.DRAM, key(7)) == Address(70, 71, 72)
+    assert writer.find(Tier.DRAM, key(8)) is None
+    assert writer.count(Tier.DRAM) == 99
 
 
 def test_pending_is_a_table_of_its_own(writer: Index) -> None:
     with writer.begin() as txn:
         txn.put_pending([key(2), key(1)], [raw(2), raw(1)])
         assert txn.find_pending(key(1)) == Address(1, 2, 3)
-        assert txn.find(key(1)) is None
+        assert txn.find(Tier.DRAM, key(1)) is None
     assert writer.find_pending(key(1)) == Address(1, 2, 3)
-    assert writer.find(key(1)) is None
-    assert (writer.count(), writer.count_pending()) == (0, 2)
+    assert writer.find(Tier.DRAM, key(1)) is None
+    assert (writer.count(Tier.DRAM), writer.count_pending()) == (0, 2)
     assert list(writer.scan_pending()) == sorted((key(i), raw(i)) for i in (1, 2))
     with writer.begin() as txn:
         assert txn.delete_pending([key(1), key(9)]) == 1
@@ -124,46 +124,46 @@ def test_nvme_is_a_table_of_its_own(writer: Index, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(index, "SCAN_BATCH", 3)
     put(writer, range(2))
     with writer.begin() as txn:
-        txn.put_nvme([key(i) for i in range(9)], [raw(10 * i) for i in range(9)])
-        assert txn.find_nvme(key(1)) == Address(10, 11, 12)
-        assert txn.find(key(1)) == Address(1, 2, 3)
-        assert txn.find(key(5)) is None
-    assert (writer.count(), writer.count_pending(), writer.count_nvme()) == (2, 0, 9)
-    assert (writer.find_nvme(key(8)), writer.find_nvme(key(9))) == (Address(80, 81, 82), None)
-    assert writer.find_many_nvme([key(3), key(20)]) == [raw(30), None]
-    assert writer.find_many([key(3), key(1)]) == [None, raw(1)]
-    assert list(writer.scan_nvme()) == sorted((key(i), raw(10 * i)) for i in range(9))
-    assert len(list(writer.scan())) == 2
+        txn.put(Tier.NVME, [key(i) for i in range(9)], [raw(10 * i) for i in range(9)])
+        assert txn.find(Tier.NVME, key(1)) == Address(10, 11, 12)
+        assert txn.find(Tier.DRAM, key(1)) == Address(1, 2, 3)
+        assert txn.find(Tier.DRAM, key(5)) is None
+    assert (writer.count(Tier.DRAM), writer.count_pending(), writer.count(Tier.NVME)) == (2, 0, 9)
+    assert (writer.find(Tier.NVME, key(8)), writer.find(Tier.NVME, key(9))) == (Address(80, 81, 82), None)
+    assert writer.find_many(Tier.NVME, [key(3), key(20)]) == [raw(30), None]
+    assert writer.find_many(Tier.DRAM, [key(3), key(1)]) == [None, raw(1)]
+    assert list(writer.scan(Tier.NVME)) == sorted((key(i), raw(10 * i)) for i in range(9))
+    assert len(list(writer.scan(Tier.DRAM))) == 2
     with writer.begin() as txn:
-        txn.put_nvme([key(1)], [raw(7)])
-        assert txn.delete_nvme([key(7), key(8), key(8), key(77)]) == 2
-    assert (writer.count(), writer.count_nvme()) == (2, 7)
-    assert (writer.find_nvme(key(1)), writer.find(key(1))) == (Address(7, 8, 9), Address(1, 2, 3))
+        txn.put(Tier.NVME, [key(1)], [raw(7)])
+        assert txn.delete(Tier.NVME, [key(7), key(8), key(8), key(77)]) == 2
+    assert (writer.count(Tier.DRAM), writer.count(Tier.NVME)) == (2, 7)
+    assert (writer.find(Tier.NVME, key(1)), writer.find(Tier.DRAM, key(1))) == (Address(7, 8, 9), Address(1, 2, 3))
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2, 5, 33])
 @pytest.mark.parametrize("asked", [0, 1, 2, 33, 40])
 @pytest.mark.parametrize("skipped", [0, 1, 20])
-def test_longest_nvme_starts_anywhere_in_a_chain(writer: Index, stored: int, asked: int, skipped: int) -> None:
+def test_longest_starts_anywhere_in_a_chain(writer: Index, stored: int, asked: int, skipped: int) -> None:
     with writer.begin() as txn:
-        txn.put_nvme([key(i) for i in range(stored)], [raw(i) for i in range(stored)])
+        txn.put(Tier.NVME, [key(i) for i in range(stored)], [raw(i) for i in range(stored)])
     length = max(0, min(stored - skipped, asked))
     keys = [key(i) for i in range(skipped, skipped + asked)]
-    assert writer.longest_nvme(keys) == (length, raw(skipped + length - 1) if length else None)
-    assert writer.longest(keys) == (0, None)
+    assert writer.longest(Tier.NVME, keys) == (length, raw(skipped + length - 1) if length else None)
+    assert writer.longest(Tier.DRAM, keys) == (0, None)
 
 
 def test_an_exception_drops_the_whole_transaction(writer: Index) -> None:
     put(writer, range(3))
     with pytest.raises(ZeroDivisionError), writer.begin() as txn:
-        txn.put_sealed([key(9)], [raw(9)])
-        txn.delete_sealed([key(0)])
+        txn.put(Tier.DRAM, [key(9)], [raw(9)])
+        txn.delete(Tier.DRAM, [key(0)])
         raise ZeroDivisionError
-    assert writer.find(key(9)) is None
-    assert writer.count() == 3
+    assert writer.find(Tier.DRAM, key(9)) is None
+    assert writer.count(Tier.DRAM) == 3
     with pytest.raises(ValueError), writer.begin() as txn:
-        txn.put_sealed([key(9), key(10)], [raw(9)])
-    assert writer.count() == 3
+        txn.put(Tier.DRAM, [key(9), key(10)], [raw(9)])
+    assert writer.count(Tier.DRAM) == 3
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2, 3, 31, 32, 33, 511, 512])
@@ -171,7 +171,7 @@ def test_an_exception_drops_the_whole_transaction(writer: Index) -> None:
 def test_longest(writer: Index, stored: int, asked: int) -> None:
     put(writer, range(stored))
     length = min(stored, asked)
-    assert writer.longest([key(i) for i in range(asked)]) == (length, raw(length - 1) if length else None)
+    assert writer.longest(Tier.DRAM, [key(i) for i in range(asked)]) == (length, raw(length - 1) if length else None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -184,7 +184,7 @@ def test_longest_is_the_count_of_leading_keys(stored: int, start_: int, asked: i
         put(writer, range(stored))
         keys = [key(i) for i in range(start_, start_ + asked)]
         leading = max(0, min(stored - start_, asked))
-        assert writer.longest(keys) == (leading, raw(start_ + leading - 1) if leading else None)
+        assert writer.longest(Tier.DRAM, keys) == (leading, raw(start_ + leading - 1) if leading else None)
         writer.close()
 
 
@@ -192,11 +192,11 @@ def test_scan_goes_on_from_batch_to_batch(writer: Index, monkeypatch: pytest.Mon
     monkeypatch.setattr(index, "SCAN_BATCH", 7)
     for count in (0, 6, 7, 8, 49):
         put(writer, range(count))
-        assert list(writer.scan()) == sorted((key(i), raw(i)) for i in range(count))
-    entries = writer.scan()
+        assert list(writer.scan(Tier.DRAM)) == sorted((key(i), raw(i)) for i in range(count))
+    entries = writer.scan(Tier.DRAM)
     next(entries)
     with writer.begin() as txn:  # a scan holds nothing that a writer would wait for
-        txn.delete_sealed([key(i) for i in range(49)])
+        txn.delete(Tier.DRAM, [key(i) for i in range(49)])
     assert len(list(entries)) == 6
 
 
@@ -236,9 +236,9 @@ def test_zeroed_pages_are_damage_not_a_crash(folder: NodeFolder) -> None:
         assert Index.open_reader(folder, 1) is None
         return
     with pytest.raises(IndexDamaged):
-        writer.find(key(1))
+        writer.find(Tier.DRAM, key(1))
     with pytest.raises(IndexDamaged):
-        writer.longest([key(1)])
+        writer.longest(Tier.DRAM, [key(1)])
     with pytest.raises(IndexDamaged):
         put(writer, range(3))
 
@@ -254,11 +254,11 @@ def test_an_index_is_found_again_and_keeps_its_size(folder: NodeFolder) -> None:
     assert 0 < writer.used_bytes() < MIB
     writer.close()
     writer = Index.open_writer(folder, 1, 64 * MIB, fresh=False)
-    assert (writer.count(), writer.map_bytes, writer.epoch) == (10, 4 * MIB, 1)
+    assert (writer.count(Tier.DRAM), writer.map_bytes, writer.epoch) == (10, 4 * MIB, 1)
     put(writer, range(10, 20))
     writer.close()
     writer = Index.open_writer(folder, 1, MIB, fresh=True)
-    assert (writer.count(), writer.map_bytes) == (0, MIB)
+    assert (writer.count(Tier.DRAM), writer.map_bytes) == (0, MIB)
     writer.close()
 
 
@@ -279,22 +279,22 @@ def test_closed_is_closed(folder: NodeFolder, writer: Index) -> None:
     reader.close()
     reader.close()
     for verb in (
-        lambda: reader.find(key(1)),
+        lambda: reader.find(Tier.DRAM, key(1)),
         lambda: reader.find_pending(key(1)),
-        lambda: reader.find_many([key(1)]),
-        lambda: reader.longest([key(1)]),
-        lambda: reader.find_nvme(key(1)),
-        lambda: reader.find_many_nvme([key(1)]),
-        lambda: reader.longest_nvme([key(1)]),
-        lambda: reader.count(),
-        lambda: list(reader.scan()),
+        lambda: reader.find_many(Tier.DRAM, [key(1)]),
+        lambda: reader.longest(Tier.DRAM, [key(1)]),
+        lambda: reader.find(Tier.NVME, key(1)),
+        lambda: reader.find_many(Tier.NVME, [key(1)]),
+        lambda: reader.longest(Tier.NVME, [key(1)]),
+        lambda: reader.count(Tier.DRAM),
+        lambda: list(reader.scan(Tier.DRAM)),
         lambda: reader.used_bytes(),
         lambda: reader.clear_dead_readers(),
         lambda: reader.begin().__enter__(),
     ):
         with pytest.raises(IndexDamaged):
             verb()
-    assert writer.find(key(1)) is None, "the others of this process go on"
+    assert writer.find(Tier.DRAM, key(1)) is None, "the others of this process go on"
 
 
 def test_an_index_of_an_older_version_is_no_index(folder: NodeFolder) -> None:
@@ -302,7 +302,7 @@ def test_an_index_of_an_older_version_is_no_index(folder: NodeFolder) -> None:
     old = folder.index(1)
     os.mkdir(old)
     made = lmdb.open(str(old), map_size=MIB, max_dbs=2)
-    for name in (environment.SEALED, environment.PENDING):
+    for name in (environment.TIER_TABLES[Tier.DRAM], environment.PENDING):
         made.open_db(name)
     made.close()
     assert Index.open_reader(folder, 1) is None
@@ -317,13 +317,13 @@ def test_writer_and_readers_of_one_process_share(folder: NodeFolder, writer: Ind
     first, second = Index.open_reader(folder, 1), Index.open_reader(folder, 1)
     assert first is not None and second is not None
     put(writer, range(5))
-    assert first.count() == second.count() == 5
+    assert first.count(Tier.DRAM) == second.count(Tier.DRAM) == 5
     first.close()
     writer.close()  # the daemon of this process stops; readers go on
-    assert second.find(key(3)) == Address(3, 4, 5)
+    assert second.find(Tier.DRAM, key(3)) == Address(3, 4, 5)
     again = Index.open_writer(folder, 1, MIB, fresh=False)
     put(again, range(5, 6))
-    assert second.count() == 6
+    assert second.count(Tier.DRAM) == 6
     again.close()
     second.close()
 
@@ -331,9 +331,9 @@ def test_writer_and_readers_of_one_process_share(folder: NodeFolder, writer: Ind
 def test_a_new_index_of_the_same_epoch_is_not_mixed_up_with_the_old(folder: NodeFolder, writer: Index) -> None:
     put(writer, range(5))
     fresh = Index.open_writer(folder, 1, MIB, fresh=True)
-    assert (writer.count(), fresh.count()) == (5, 0)
+    assert (writer.count(Tier.DRAM), fresh.count()) == (5, 0)
     put(fresh, range(2))
-    assert (writer.count(), fresh.count()) == (5, 2)
+    assert (writer.count(Tier.DRAM), fresh.count()) == (5, 2)
     fresh.close()
 
 
@@ -356,7 +356,7 @@ def test_threads_read_while_one_writes_and_another_closes(folder: NodeFolder, wr
     def read(reader: Index) -> None:
         try:
             while not done.is_set():
-                length, last = reader.longest(keys)
+                length, last = reader.longest(Tier.DRAM, keys)
                 if (length, last) != (64, raw(63)):
                     failures.append(length)
         except IndexDamaged:
@@ -387,7 +387,7 @@ READER = """
     reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
     print("open", flush=True)
     for line in sys.stdin:
-        print(reader.find(bytes.fromhex(line)), flush=True)
+        print(reader.find(Tier.DRAM, bytes.fromhex(line)), flush=True)
 """
 
 
@@ -419,7 +419,7 @@ WRITER = """
     while True:
         keys = [(n * 0x9E3779B97F4A7C15 % 2**128).to_bytes(16, "little") for n in range(i, i + 8)]
         with writer.begin() as txn:
-            txn.put_sealed(keys, [k[::-1] for k in keys])
+            txn.put(Tier.DRAM, keys, [k[::-1] for k in keys])
         i += 8
 """
 
@@ -431,18 +431,18 @@ def test_a_killed_writer_leaves_whole_transactions(folder: NodeFolder, writer: I
         process = start(WRITER, folder.path, count)
         reader = Index.open_reader(folder, 1)
         assert reader is not None
-        while reader.count() < count + 400:
+        while reader.count(Tier.DRAM) < count + 400:
             pass
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-        count = reader.count()
+        count = reader.count(Tier.DRAM)
         assert count % 8 == 0
-        entries = dict(reader.scan())
+        entries = dict(reader.scan(Tier.DRAM))
         assert entries == {key(i): key(i)[::-1] for i in range(count)}
         reader.close()
     again = Index.open_writer(folder, 1, MIB, fresh=False)
     put(again, range(count, count + 1))
-    assert again.count() == count + 1
+    assert again.count(Tier.DRAM) == count + 1
     again.close()
 
 
@@ -476,8 +476,8 @@ def test_a_stopped_reader_makes_the_index_full_at_worst(folder: NodeFolder) -> N
         with pytest.raises(IndexFull):
             for _ in range(2000):
                 put(writer, range(32))
-        assert writer.find(key(3)) == Address(3, 4, 5)
-        Index.rebuild(folder, 1, 2, writer.scan(), MIB)
+        assert writer.find(Tier.DRAM, key(3)) == Address(3, 4, 5)
+        Index.rebuild(folder, 1, 2, {Tier.DRAM: writer.scan(Tier.DRAM)}, MIB)
         rebuilt = Index.open_writer(folder, 2, MIB, fresh=False)
         for _ in range(100):
             put(rebuilt, range(32))
@@ -499,26 +499,26 @@ def test_a_forked_child_opens_its_own_and_harms_nobody(folder: NodeFolder, write
     def child() -> bool:
         for stale in (inherited, writer):
             try:
-                stale.find(key(1))
+                stale.find(Tier.DRAM, key(1))
                 return False
             except IndexDamaged:
                 pass
         reads.clear()
         own = Index.open_reader(folder, 1)
-        found = own is not None and own.find(key(1)) == Address(1, 2, 3)
+        found = own is not None and own.find(Tier.DRAM, key(1)) == Address(1, 2, 3)
         if own is not None:
             own.close()
         gc.collect()
         return found
 
-    reads = [inherited._begin(inherited._sealed)]  # the parent is inside a read
+    reads = [inherited._begin(inherited._tables.of(Tier.DRAM))]  # the parent is inside a read
     for _ in range(3):
         assert in_child(child)
     assert inherited._environment is not None
     assert str(os.getpid()) in inherited._environment.readers(), "the parent kept its place"
     assert reads.pop().get(key(1)) == raw(1)
     put(writer, range(5, 9))
-    assert inherited.count() == 9
+    assert inherited.count(Tier.DRAM) == 9
     inherited.close()
 
 
@@ -532,16 +532,16 @@ def test_rebuild_makes_a_whole_new_epoch(folder: NodeFolder, writer: Index, monk
     nvme = sorted((key(i), raw(i + 5)) for i in range(1000, 3000))
     reader = Index.open_reader(folder, 1)
     assert reader is not None
-    Index.rebuild(folder, 1, 2, iter(items), MIB, pending, iter(nvme))
+    Index.rebuild(folder, 1, 2, {Tier.DRAM: iter(items), Tier.NVME: iter(nvme)}, MIB, pending)
     assert folder.epochs() == [1, 2]
     rebuilt = Index.open_writer(folder, 2, MIB, fresh=False)
-    assert list(rebuilt.scan()) == items
+    assert list(rebuilt.scan(Tier.DRAM)) == items
     assert list(rebuilt.scan_pending()) == sorted({key(9): raw(9), key(3): raw(3)}.items())
-    assert list(rebuilt.scan_nvme()) == nvme
+    assert list(rebuilt.scan(Tier.NVME)) == nvme
     put(rebuilt, range(2500, 2600))
     Index.remove(folder, 1)
     Index.remove(folder, 1)
-    assert reader.count() == 0, "who has the old one open goes on"
+    assert reader.count(Tier.DRAM) == 0, "who has the old one open goes on"
     assert folder.epochs() == [2]
     rebuilt.close()
     reader.close()
@@ -550,14 +550,14 @@ def test_rebuild_makes_a_whole_new_epoch(folder: NodeFolder, writer: Index, monk
 def test_a_rebuild_that_fails_changes_nothing(folder: NodeFolder, writer: Index) -> None:
     items = sorted((key(i), raw(i)) for i in range(20000))
     with pytest.raises(IndexFull):
-        Index.rebuild(folder, 1, 2, items, 64 * 4096)
+        Index.rebuild(folder, 1, 2, {Tier.DRAM: items}, 64 * 4096)
 
     def broken() -> Iterator[tuple[bytes, bytes]]:
         yield items[0]
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Index.rebuild(folder, 1, 2, broken(), MIB)
+        Index.rebuild(folder, 1, 2, {Tier.DRAM: broken()}, MIB)
     assert sorted(os.listdir(folder.path)) == ["index-1", "sessions"]
 
 
@@ -570,8 +570,8 @@ def test_a_full_map_drops_the_transaction_only(folder: NodeFolder) -> None:
     with pytest.raises(IndexFull):
         for stored in range(0, 100_000, 32):
             put(writer, range(stored, stored + 32))
-    assert 1000 < writer.count() == stored
-    assert writer.find(key(stored - 1)) == Address(*(stored - 1 + n for n in range(3)))
+    assert 1000 < writer.count(Tier.DRAM) == stored
+    assert writer.find(Tier.DRAM, key(stored - 1)) == Address(*(stored - 1 + n for n in range(3)))
     writer.close()
 
 
@@ -587,11 +587,11 @@ def test_memory_is_there_before_it_is_written(folder: NodeFolder, monkeypatch: p
     def full(fd: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    count = writer.count()
+    count = writer.count(Tier.DRAM)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(IndexFull, match="remount"):
         put(writer, range(20000, 30000))
-    assert writer.count() == count
+    assert writer.count(Tier.DRAM) == count
     monkeypatch.undo()
     put(writer, range(20000, 30000))
     writer.close()
@@ -608,19 +608,19 @@ def test_without_memory_small_transactions_follow(folder: NodeFolder, monkeypatc
     monkeypatch.setattr(transaction, "allocate_map", none)
     keys = [key(number) for number in range(20_000)]
     with pytest.raises(IndexFull), writer.begin() as txn:
-        txn.put_sealed(keys, [raw(number) for number in range(len(keys))])
-    assert writer.count() == 0
+        txn.put(Tier.DRAM, keys, [raw(number) for number in range(len(keys))])
+    assert writer.count(Tier.DRAM) == 0
     for shift in (1, 2):
         for at in range(0, len(keys), 16):
             with writer.begin() as txn:
                 some = keys[at : at + 16]
-                txn.put_sealed(some, [raw(shift + at + i) for i in range(len(some))])
-    assert writer.count() == len(keys)
-    assert list(writer.find_many(keys[:1])) == [raw(2)]
+                txn.put(Tier.DRAM, some, [raw(shift + at + i) for i in range(len(some))])
+    assert writer.count(Tier.DRAM) == len(keys)
+    assert list(writer.find_many(Tier.DRAM, keys[:1])) == [raw(2)]
     for at in range(0, len(keys), 16):
         with writer.begin() as txn:
-            txn.delete_sealed(keys[at : at + 16])
-    assert writer.count() == 0
+            txn.delete(Tier.DRAM, keys[at : at + 16])
+    assert writer.count(Tier.DRAM) == 0
     with pytest.raises(IndexFull):
         writer.reserve(200_000, 16)
     writer.close()

@@ -198,14 +198,14 @@ class Mapped:
 
     def object_rows(self) -> Iterator[bytes]:
         """Identity rows of the heads of all objects that the index names, as they say themselves."""
-        for _, raw in self.index.scan():
+        for _, raw in self.index.scan(Tier.DRAM):
             number, frame, generation = _unpack_address(raw)
             extent = self.extent(number)
             if extent is not None and is_object_class(extent.frame_class):
                 row = extent.identity[frame].tobytes()
                 if int(extent.words[frame]) == generation << 8 | FrameState.SEALED:
                     yield row
-        for _, raw in self.index.scan_nvme():
+        for _, raw in self.index.scan(Tier.NVME):
             found = self.nvme.object_head(raw)
             if found is not None:
                 yield found[1]

@@ -15,7 +15,7 @@ from kvstore.client.local.put import Batch, PendingPut, frame_runs
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, is_object_class, key_hash, read_row
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Status, word_of
+from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Status, Tier, word_of
 from kvstore.rpc.control import OBJECT, Op, pack_addresses
 from kvstore.tier.index import IndexDamaged
 
@@ -87,10 +87,10 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
     """The head of the object of that name, wherever it is; None where there is none, or another string's."""
     key = key_hash(root, name)
     try:
-        raw = mapped.index.find_many([key])[0]
+        raw = mapped.index.find_many(Tier.DRAM, [key])[0]
         found = _in_dram(mapped, raw) if raw is not None else None
         if found is None:
-            raw = mapped.index.find_many_nvme([key])[0]
+            raw = mapped.index.find_many(Tier.NVME, [key])[0]
             found = mapped.nvme.object_head(raw) if raw is not None else None
             if found is None or raw is None:
                 return None
@@ -159,7 +159,7 @@ class PiecesPut(_FromSource):
     def last_address(self) -> bytes | None:
         """Where the last piece that is stored is."""
         try:
-            found = [raw for raw in self._mapped.index.find_many(self._keys.hashes) if raw is not None]
+            found = [raw for raw in self._mapped.index.find_many(Tier.DRAM, self._keys.hashes) if raw is not None]
         except IndexDamaged:
             return None
         return found[-1] if found else None

@@ -15,7 +15,7 @@ from kvstore.client.local.proof import Run, address_parts
 from kvstore.client.local.stored import locate, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of
+from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, Tier, word_of
 from kvstore.rpc.control import BATCH_MAX, HINT, NO_REPLY, Op
 from kvstore.tier.index import IndexDamaged
 
@@ -57,7 +57,7 @@ def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.v
             # None is on its way any more. The index follows the records.
             deadline = min(deadline, time.monotonic() + _INDEXED_S)
         try:
-            found = zip(mapped.index.find_many(hashes), mapped.index.find_many_nvme(hashes), strict=True)
+            found = zip(*(mapped.index.find_many(tier, hashes) for tier in Tier), strict=True)
             stored = sum(any(tiers) for tiers in found)
         except IndexDamaged:
             stored = 0

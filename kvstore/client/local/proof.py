@@ -22,7 +22,7 @@ from kvstore.client.local.node import Extent, Mapped
 from kvstore.client.local.stored import named_pages, stored_pages
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState, Tier
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import BATCH_MAX
 from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
@@ -98,7 +98,7 @@ def _holds(run: Run, keys: Keys) -> bool:
 def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
     """Look every page up, and prove run after run. Plain loops: a batch has a few runs, and numpy's calls add up."""
     try:
-        found = mapped.index.find_many(keys.hashes[:stored])
+        found = mapped.index.find_many(Tier.DRAM, keys.hashes[:stored])
     except IndexDamaged:
         return [], 0, ABSENT
     count = found.index(None) if None in found else stored

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvstore.client.local.node import Mapped
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES
+from kvstore.model.replica import ADDRESS_BYTES, Tier
 from kvstore.tier.index import IndexDamaged
 
 RootAt = Callable[[bytes], bytes | None]
@@ -28,8 +28,8 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
     """
     try:
         if closed:
-            return mapped.index.longest(hashes)
-        found = mapped.index.find_many(hashes)
+            return mapped.index.longest(Tier.DRAM, hashes)
+        found = mapped.index.find_many(Tier.DRAM, hashes)
     except IndexDamaged:
         return 0, None  # the daemon will rebuild it under a new epoch
     count = found.index(None) if None in found else len(found)
@@ -42,7 +42,7 @@ def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes |
     if last is None or (closed and mapped.root_at(last) in (None, keys.root)):
         return count, last
     try:
-        found = mapped.index.find_many(keys.hashes[:count])
+        found = mapped.index.find_many(Tier.DRAM, keys.hashes[:count])
     except IndexDamaged:
         return 0, None
     ours = _ours(found, keys.root, mapped.root_at)
@@ -57,7 +57,7 @@ def stored_beyond(mapped: Mapped, keys: Keys, dram: int, closed: bool) -> tuple[
         return dram + more, more
     on_nvme = known_on_nvme(mapped, keys, dram, closed)
     try:
-        found = mapped.index.find_many(keys.hashes[dram:]) if on_nvme else []
+        found = mapped.index.find_many(Tier.DRAM, keys.hashes[dram:]) if on_nvme else []
     except IndexDamaged:
         return dram, 0
     ours = [raw if raw is not None and mapped.root_at(raw) in (None, keys.root) else None for raw in found]
@@ -70,7 +70,7 @@ def known_on_nvme(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Colle
     if closed:
         return range(start, start + _leading_on_nvme(mapped, keys, start))
     try:
-        found = mapped.index.find_many_nvme(keys.hashes[start:])
+        found = mapped.index.find_many(Tier.NVME, keys.hashes[start:])
     except IndexDamaged:
         return ()
     root_at = mapped.nvme.root_at
@@ -81,7 +81,7 @@ def locate(mapped: Mapped, keys: Keys, closed: bool) -> list[bytes]:
     """Raw addresses of the leading pages of ``keys`` that are on NVMe. Hints too."""
     hashes = keys.hashes[: _leading_on_nvme(mapped, keys, 0)] if closed else keys.hashes
     try:
-        found = mapped.index.find_many_nvme(hashes)
+        found = mapped.index.find_many(Tier.NVME, hashes)
     except IndexDamaged:
         return []
     if not closed:
@@ -95,12 +95,12 @@ def _leading_on_nvme(mapped: Mapped, keys: Keys, start: int) -> int:
     index, hashes = mapped.index, keys.hashes
     try:
         # The first key alone tells most often that there are none.
-        if start == len(hashes) or index.find_nvme(hashes[start]) is None:
+        if start == len(hashes) or index.find(Tier.NVME, hashes[start]) is None:
             return 0
-        count, last = index.longest_nvme(hashes[start:] if start else hashes)
+        count, last = index.longest(Tier.NVME, hashes[start:] if start else hashes)
         if last is None or mapped.nvme.root_at(last) in (None, keys.root):
             return count
-        return len(_ours(index.find_many_nvme(hashes[start : start + count]), keys.root, mapped.nvme.root_at))
+        return len(_ours(index.find_many(Tier.NVME, hashes[start : start + count]), keys.root, mapped.nvme.root_at))
     except IndexDamaged:
         return 0  # the daemon will rebuild it under a new epoch
 

@@ -77,7 +77,7 @@ def root_of(node: Node, key: bytes) -> bytes | None:
 
     def look(performer: Any, state: Any) -> bytes | None:
         index = performer.index
-        for address in (index.find(key), index.find_nvme(key), index.find_pending(key)):
+        for address in (*(index.find(tier, key) for tier in index.tiers), index.find_pending(key)):
             table = performer.tables.get(address.extent) if address is not None else None
             if table is not None and address.frame < len(table.rows):
                 head = table.rows[address.frame, 8 : 8 + IDENTITY_HEAD_BYTES].tobytes()

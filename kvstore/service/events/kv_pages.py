@@ -81,10 +81,10 @@ class PageReader:
     def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
         """These pages, where they are in ``tier`` now. None: the index cannot tell at present."""
         index = self._performer.index
-        here = index.look(keys, tier)
+        here = index.look(tier, keys)
         above: list[Address | None] | None = [None] * len(keys)
         if tier == Tier.NVME:
-            above = index.look(keys, Tier.DRAM)
+            above = index.look(Tier.DRAM, keys)
         if here is None or above is None:
             return None
         return [

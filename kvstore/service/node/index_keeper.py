@@ -21,12 +21,9 @@ from kvstore.tier.records import ExtentTable
 log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
-PUT = {Tier.DRAM: "put_sealed", Tier.NVME: "put_nvme"}
-DELETE = {Tier.DRAM: "delete_sealed", Tier.NVME: "delete_nvme"}
-PEND, UNPEND = "put_pending", "delete_pending"
 STEP_KEYS = 16  # of a small transaction
-IndexOp = tuple[str, list[bytes], list[Address]]
-"""One of the verbs of a ``WriteTxn``, its keys, and their addresses (none to delete)."""
+IndexOp = tuple[Tier | None, list[bytes], list[Address]]
+"""The tier whose table changes (None: that of pages being written), keys, and their addresses (none: they leave)."""
 
 
 class IndexKeeper:
@@ -37,8 +34,15 @@ class IndexKeeper:
     """
 
     def __init__(
-        self, folder: NodeFolder, header: Header, index: Index, map_bytes: int, tables: Mapping[int, ExtentTable]
+        self,
+        folder: NodeFolder,
+        header: Header,
+        index: Index,
+        map_bytes: int,
+        tables: Mapping[int, ExtentTable],
+        tiers: Sequence[Tier],
     ) -> None:
+        self.tiers = tuple(tiers)
         self.map_bytes = map_bytes
         self.rebuilds: Counter[str] = Counter()
         self.wanted = ""
@@ -47,27 +51,17 @@ class IndexKeeper:
         self._index = index
         self._tables = tables
 
-    def find(self, key: bytes) -> Address | None:
-        """See ``PageIndex``, of DRAM. A damaged index is rebuilt from the records on the spot."""
+    def find(self, tier: Tier, key: bytes) -> Address | None:
+        """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
         if self.wanted:
-            return self._find_in_records(key, Tier.DRAM)
+            return self._find_in_records(tier, key)
         try:
-            return self._index.find(key)
+            return self._index.find(tier, key)
         except IndexDamaged:
             self.rebuild("damaged")
-            return self.find(key)
+            return self.find(tier, key)
 
-    def find_nvme(self, key: bytes) -> Address | None:
-        """The same of NVMe."""
-        if self.wanted:
-            return self._find_in_records(key, Tier.NVME)
-        try:
-            return self._index.find_nvme(key)
-        except IndexDamaged:
-            self.rebuild("damaged")
-            return self.find_nvme(key)
-
-    def _find_in_records(self, key: bytes, tier: Tier) -> Address | None:
+    def _find_in_records(self, tier: Tier, key: bytes) -> Address | None:
         """Slow and always right: while there is no memory for an index."""
         wanted = np.frombuffer(key, np.uint8)
         for number, table in self._tables.items():
@@ -86,20 +80,19 @@ class IndexKeeper:
         except IndexDamaged:
             return None
 
-    def absent(self, keys: Sequence[bytes], tier: Tier = Tier.DRAM) -> int:
+    def absent(self, tier: Tier, keys: Sequence[bytes]) -> int:
         """See ``PageIndex``."""
-        found = self.look(keys, tier)
+        found = self.look(tier, keys)
         if found is None:
-            find = self.find if tier == Tier.DRAM else self.find_nvme
-            return next((i for i, key in enumerate(keys) if find(key) is not None), len(keys))
+            return next((i for i, key in enumerate(keys) if self.find(tier, key) is not None), len(keys))
         return next((i for i, address in enumerate(found) if address is not None), len(found))
 
-    def look(self, keys: Sequence[bytes], tier: Tier) -> list[Address | None] | None:
+    def look(self, tier: Tier, keys: Sequence[bytes]) -> list[Address | None] | None:
         """Where these pages were last known to be; None where the index cannot tell now. For any thread."""
         if self.wanted:
             return None
         try:
-            raws = self._index.find_many(keys) if tier == Tier.DRAM else self._index.find_many_nvme(keys)
+            raws = self._index.find_many(tier, keys)
         except IndexDamaged:
             return None
         return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
@@ -120,11 +113,14 @@ class IndexKeeper:
 
     def _commit(self, ops: list[IndexOp]) -> None:
         with self._index.begin() as txn:
-            for verb, keys, named in ops:
-                if named:
-                    getattr(txn, verb)(keys, [ADDRESS.pack(*address) for address in named])
+            for tier, keys, named in ops:
+                raws = [ADDRESS.pack(*address) for address in named]
+                if tier is None:
+                    txn.put_pending(keys, raws) if raws else txn.delete_pending(keys)
+                elif raws:
+                    txn.put(tier, keys, raws)
                 else:
-                    getattr(txn, verb)(keys)
+                    txn.delete(tier, keys)
 
     def reserve(self, frames: int) -> bool:
         """Have the memory to follow every change of a pool of so many frames. False: there is none."""
@@ -153,7 +149,7 @@ class IndexKeeper:
     def agrees(self) -> bool:
         """Every entry names a sealed record of that key, and every sealed record has its entry."""
         try:
-            stored = {Tier.DRAM: list(self._index.scan()), Tier.NVME: list(self._index.scan_nvme())}
+            stored = {tier: list(self._index.scan(tier)) for tier in self.tiers}
             pending = self._index.count_pending()
         except IndexDamaged:
             return False
@@ -163,15 +159,13 @@ class IndexKeeper:
                 return False
         return pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
 
-    def addresses(self, tier: Tier = Tier.DRAM) -> Iterator[tuple[bytes, Address]]:
+    def addresses(self, tier: Tier) -> Iterator[tuple[bytes, Address]]:
         """All entries of the index about one tier, by key."""
-        entries = self._index.scan() if tier == Tier.DRAM else self._index.scan_nvme()
-        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in entries)
+        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan(tier))
 
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
         """All entries, key and raw address, as of now however late they are read; see ``Index.hold``."""
-        dram, nvme = self._index.hold()
-        return {Tier.DRAM: dram, Tier.NVME: nvme}
+        return self._index.hold()
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
         """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
@@ -208,8 +202,8 @@ class IndexKeeper:
         """
         old = self._header.epoch
         try:
-            items, nvme = self._items(Tier.DRAM), self._items(Tier.NVME)
-            Index.rebuild(self._folder, old, old + 1, items, self.map_bytes, self._pending_entries(), nvme)
+            pages = {tier: self._items(tier) for tier in self.tiers}
+            Index.rebuild(self._folder, old, old + 1, pages, self.map_bytes, self._pending_entries())
             if failpoint.ACTIVE:
                 failpoint.hit("node.rebuild")
             index = Index.open_writer(self._folder, old + 1, self.map_bytes, fresh=False)
@@ -226,9 +220,9 @@ class IndexKeeper:
 
 def _steps(ops: list[IndexOp]) -> Iterator[IndexOp]:
     """The same in the same order, a few keys at a time."""
-    for verb, keys, named in ops:
+    for tier, keys, named in ops:
         for at in range(0, len(keys), STEP_KEYS):
-            yield verb, keys[at : at + STEP_KEYS], named[at : at + STEP_KEYS]
+            yield tier, keys[at : at + STEP_KEYS], named[at : at + STEP_KEYS]
 
 
 def snapshot(table: ExtentTable) -> Snapshot:

@@ -272,8 +272,7 @@ class Node:
             if performer is None or not self.state.space_of(address.extent).sealed(address):
                 return
             tier = performer.tables[address.extent].tier
-            found = performer.find(key) if tier == Tier.DRAM else performer.index.find_nvme(key)
-            if found != address and performer.key(address.extent, address.frame) == key:
+            if performer.index.find(tier, key) != address and performer.key(address.extent, address.frame) == key:
                 performer.index.rebuild("damaged")
 
     # --- NVMe: for the mover and the scanner ------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """Performer: carries out a node's instructions on its record tables and index, in order, a batch at a time.
 
-It is also what the state reads back through (``RecordView``, ``PageIndex``). One thread uses it.
+It is also what the state reads records back through (``tier_view.TierView``). One thread uses it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,11 @@ from kvstore.model.replica import (
 )
 from kvstore.service.node.book import Book
 from kvstore.service.node.event_log import EventLog
-from kvstore.service.node.index_keeper import DELETE, PEND, PUT, UNPEND, IndexKeeper, IndexOp, snapshot
+from kvstore.service.node.index_keeper import IndexKeeper, IndexOp
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.spare_tables import SpareTables
 from kvstore.state import events as ev
-from kvstore.state.views import Rows, Snapshot
+from kvstore.state.views import Rows
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -59,6 +59,7 @@ class Performer:
         index_bytes: int,
         now_ns: Callable[[], int],
         nvme: NvmePages | None = None,
+        tiers: Sequence[Tier] = (Tier.DRAM, Tier.NVME),
     ) -> None:
         self.folder = folder
         self.header = header
@@ -68,8 +69,7 @@ class Performer:
         self.loads: deque[ev.Load] = deque()  # the same
         self.tables: dict[int, ExtentTable] = {}
         self.spares = SpareTables(folder)
-        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables)
-        self.absent = self.index.absent  # see ``PageIndex``
+        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, tiers)
         self.sessions_to_check: list[int] = []
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.events = EventLog(staged=True)
@@ -106,10 +106,6 @@ class Performer:
 
     # --- reading back -----------------------------------------------------------------------------------------------
 
-    def find(self, key: bytes) -> Address | None:
-        """See ``PageIndex``."""
-        return self.index.find(key)
-
     def key(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
         return self.tables[extent].rows[frame, 8:24].tobytes()
@@ -137,15 +133,11 @@ class Performer:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
         return min(int(self.tables[extent].last_use[frame]), self._now_ns())
 
-    def snapshots(self) -> list[Snapshot]:
-        """See ``RecordView``."""
-        return [snapshot(table) for table in self.tables.values() if table.tier == Tier.DRAM]
-
     def key_of(self, address: Address) -> bytes:
         """What the index calls a sealed page; its record's word for it where the index does not know the page."""
         key = self.key(address.extent, address.frame)
         tier = self.tables[address.extent].tier
-        if (self.find(key) if tier == Tier.DRAM else self.index.find_nvme(key)) != address:
+        if self.index.find(tier, key) != address:
             key = next((key for key, named in self.index.addresses(tier) if named == address), key)
         return key
 
@@ -236,7 +228,7 @@ class Performer:
         for row, address in zip(instruction.rows, instruction.addresses, strict=True):
             key = row[:16].tobytes()
             if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
-                self._index_ops.append((PEND, [key], [address]))
+                self._index_ops.append((None, [key], [address]))
 
     @staticmethod
     def _write_bodies(
@@ -279,7 +271,7 @@ class Performer:
                 # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
                 # a kill in between leaves wrong, is a hint.
                 table.column(fmt.info)[frames] = np.array(infos, np.uint64)
-        self._index_ops.append((PUT[tier], instruction.keys, addresses))
+        self._index_ops.append((tier, instruction.keys, addresses))
         root = self.root(addresses[0].extent, addresses[0].frame)
         self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)
         if sums is None and tier == Tier.DRAM:
@@ -302,12 +294,12 @@ class Performer:
             table.forget_writers(frames)
 
     def _unindex(self, instruction: ev.Unindex) -> None:
-        self._index_ops.append((DELETE[instruction.tier], instruction.keys, []))
+        self._index_ops.append((instruction.tier, instruction.keys, []))
         self.events.append(instruction.kind, instruction.tier, instruction.reason, instruction.keys, instruction.roots)
 
     def _unpend(self, instruction: ev.Unpend) -> None:
         heirs = [instruction.heir] if instruction.heir is not None else []
-        self._index_ops.append((PEND if heirs else UNPEND, [instruction.key], heirs))
+        self._index_ops.append((None, [instruction.key], heirs))
 
     def _write_lease(self, instruction: ev.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
@@ -340,7 +332,7 @@ class Performer:
         target.rows[new, 8:] = source.rows[old, 8:]
         target.marks[new] = source.marks[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
-        self._index_ops.append((PUT[instruction.tier], [instruction.key], [instruction.target]))
+        self._index_ops.append((instruction.tier, [instruction.key], [instruction.target]))
         source.words[old] = word_of(instruction.freed.generation, instruction.state)
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -25,8 +25,8 @@ from kvstore.service.node import book, resize
 from kvstore.service.node.index_keeper import snapshot
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.nvme_start import open_nvme, open_tables, secret_on_nvme
-from kvstore.service.node.nvme_view import NvmeView
 from kvstore.service.node.performer import Performer
+from kvstore.service.node.tier_view import TierView
 from kvstore.state import events as ev
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
@@ -218,7 +218,7 @@ def _state(config: NodeConfig, header: Header, performer: Performer, named: Iter
     segment.limit(header.positions)
     parts = None
     if performer.nvme is not None:
-        devices, view = performer.nvme.devices, NvmeView(performer)
+        devices, view = performer.nvme.devices, TierView(performer, Tier.NVME)
         below = Segment(
             devices.extent_bytes,
             devices.positions,
@@ -231,10 +231,11 @@ def _state(config: NodeConfig, header: Header, performer: Performer, named: Iter
             config.demote_at, config.promote_after, config.nvme_admission, config.nvme_write_bytes_per_day
         )
         parts = NvmeParts(below, view, view, performer.nvme.generation, rules)
+    view = TierView(performer, Tier.DRAM)
     return NodeState(
         segment,
-        performer,
-        performer,
+        view,
+        view,
         lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
         sessions_max=config.sessions_max,
         nvme=parts,

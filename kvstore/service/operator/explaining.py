@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Address, Tier
+from kvstore.model.replica import Address
 from kvstore.service.node.answers import fitted
 from kvstore.service.node.event_log import SLOTS, PageEvent
 from kvstore.service.node.node import Node
@@ -179,7 +179,7 @@ def _stored(
         for key, root, about in firsts
         if any(
             address is not None and _identity(performer, address) == key + root
-            for address in (index.find(key), index.find_nvme(key))
+            for address in (index.find(tier, key) for tier in index.tiers)
         )
     ]
 
@@ -191,8 +191,9 @@ def _facts(performer: Performer, state: NodeState, keys: list[bytes], root: byte
 
 def _fact(performer: Performer, state: NodeState, key: bytes, root: bytes, now_ns: int) -> dict[str, Any]:
     page: dict[str, Any] = {"tiers": []}
-    for tier, address in ((Tier.DRAM, performer.index.find(key)), (Tier.NVME, performer.index.find_nvme(key))):
-        if address is None or tier not in state.spaces:
+    for tier in state.spaces:
+        address = performer.index.find(tier, key)
+        if address is None:
             continue
         if _identity(performer, address) == key + root:
             page["tiers"].append(str(tier))

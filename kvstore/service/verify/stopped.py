@@ -165,7 +165,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
     """Entries and sealed records are the same; of a killed node, as far as both are there."""
     index = Index.open_reader(folder, header.epoch)
     try:
-        entries = None if index is None else dict(index.scan() if tier == Tier.DRAM else index.scan_nvme())
+        entries = None if index is None else dict(index.scan(tier))
     except IndexDamaged:
         entries = None
     finally:

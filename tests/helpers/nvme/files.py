@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from kvstore import Keys, Layout, Store
-from kvstore.model.replica import NVME_HEAD_BYTES, Address, FrameClass, nvme_directory_bytes, nvme_frames
+from kvstore.model.replica import NVME_HEAD_BYTES, Address, FrameClass, Tier, nvme_directory_bytes, nvme_frames
 from kvstore.tier.disk import FileDisk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.nvme_map import NvmeMap
@@ -163,7 +163,7 @@ class Places:
         """Where the node says that a page rests on NVMe."""
         mapped = store._node.mapped()
         assert mapped is not None
-        address = mapped.index.find_nvme(store.in_pool(prompt(seed, pages)[0]).hashes[page])
+        address = mapped.index.find(Tier.NVME, store.in_pool(prompt(seed, pages)[0]).hashes[page])
         assert address is not None, f"page {page} of prompt {seed} is not on NVMe"
         return address
 
@@ -189,7 +189,7 @@ class Places:
         owners: dict[int, tuple[int, int]] = {}
         for seed in seeds:
             for page, key in enumerate(store.in_pool(prompt(seed, pages)[0]).hashes):
-                address = mapped.index.find_nvme(key)
+                address = mapped.index.find(Tier.NVME, key)
                 if address is not None:
                     owners[self.offset(address)] = (seed, page)
         return owners

@@ -1,4 +1,4 @@
-"""NvmeView: what a node's state reads back of its NVMe tier."""
+"""TierView: what a node's state reads back of one tier."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from kvstore.service.node.performer import Performer
 from kvstore.state.views import Snapshot
 
 
-class NvmeView:
-    """What the state reads back of NVMe: the same records, another table of the index."""
+class TierView:
+    """The tier's table of the index (``PageIndex``), and its records (``RecordView``)."""
 
-    def __init__(self, performer: Performer) -> None:
+    def __init__(self, performer: Performer, tier: Tier) -> None:
         self._performer = performer
-        self.find = performer.index.find_nvme
-        self.absent = partial(performer.index.absent, tier=Tier.NVME)
+        self._tier = tier
+        self.find = partial(performer.index.find, tier)
+        self.absent = partial(performer.index.absent, tier)
         self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
         self.standing, self.last_use_ns = performer.standing, performer.last_use_ns
 
     def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""
-        return [snapshot(table) for table in self._performer.tables.values() if table.tier == Tier.NVME]
+        return [snapshot(table) for table in self._performer.tables.values() if table.tier == self._tier]
