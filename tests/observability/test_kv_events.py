@@ -16,6 +16,7 @@ import kvstore
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from kvstore.service.events import kv_events
+from kvstore.service.events.kv_pages import MEDIUMS
 from kvstore.service.node import event_log
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.kv_follower import END, Follower, dump
