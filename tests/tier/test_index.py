@@ -331,9 +331,9 @@ def test_writer_and_readers_of_one_process_share(folder: NodeFolder, writer: Ind
 def test_a_new_index_of_the_same_epoch_is_not_mixed_up_with_the_old(folder: NodeFolder, writer: Index) -> None:
     put(writer, range(5))
     fresh = Index.open_writer(folder, 1, MIB, fresh=True)
-    assert (writer.count(Tier.DRAM), fresh.count()) == (5, 0)
+    assert (writer.count(Tier.DRAM), fresh.count(Tier.DRAM)) == (5, 0)
     put(fresh, range(2))
-    assert (writer.count(Tier.DRAM), fresh.count()) == (5, 2)
+    assert (writer.count(Tier.DRAM), fresh.count(Tier.DRAM)) == (5, 2)
     fresh.close()
 
 
@@ -382,6 +382,7 @@ def test_threads_read_while_one_writes_and_another_closes(folder: NodeFolder, wr
 
 READER = """
     import sys
+    from kvstore.model.replica import Tier
     from kvstore.tier.folder import NodeFolder
     from kvstore.tier.index import Index
     reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
@@ -411,6 +412,7 @@ def test_a_reader_in_another_process_sees_commits(folder: NodeFolder, writer: In
 
 WRITER = """
     import sys
+    from kvstore.model.replica import Tier
     from kvstore.tier.folder import NodeFolder
     from kvstore.tier.index import Index
     writer = Index.open_writer(NodeFolder.at(sys.argv[1]), 1, 1 << 24, fresh=False)
@@ -448,10 +450,11 @@ def test_a_killed_writer_leaves_whole_transactions(folder: NodeFolder, writer: I
 
 HOLDER = """
     import sys, time
+    from kvstore.model.replica import Tier
     from kvstore.tier.folder import NodeFolder
     from kvstore.tier.index import Index
     reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
-    transaction = reader._begin(reader._sealed)
+    transaction = reader._begin(reader._tables.of(Tier.DRAM))
     transaction.get(b"k" * 16)
     print("inside", flush=True)
     time.sleep(60)
