@@ -8,105 +8,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, Final, TypeVar
 
 import click
 
 from engine import config as configuration
-from engine.config import CODECS, DTYPES, EngineConfig
-from engine.model.request import Grain, Handoff, Role, Source
-from kvstore.cli.output import duration_text, json_option, print_json, print_pairs
-from kvstore.config import format_size
-from kvstore.config.values import parse_size
+from engine.config import EngineConfig
+from engine.model.request import Role
+from kvstore.cli.output import duration_text, json_option, print_json, print_pairs, say
+from kvstore.cli.settings import with_settings
 from kvstore.errors import InvalidRequest
 
-HELP: Final = {
-    "role": "What it does: prefill (computes prompts for others), decode (answers), both.",
-    "device": "cpu or cuda:N.",
-    "model": "A folder with config, weights and tokenizer, or a preset such as tiny-llama.",
-    "node": "The pool's node: a name, kv://HOST:PORT, or none.  [default: $KVSTORE_NODE, else the only one]",
-    "name": "What it is called in logs and metrics.",
-    "listen": "Where the gRPC API listens; may repeat. Beyond loopback it asks for TLS and identities.",
-    "http": "Where /healthz, /readyz and /metrics are.",
-    "page_tokens": "Tokens of a page.",
-    "arena": "Device memory for KV, such as 8GiB.",
-    "dtype": "Of weights and KV.",
-    "seed": "Of a preset's weights.",
-    "threads": "Threads that torch computes with; 0: its own choice.",
-    "chunk_tokens": "Prompt tokens computed in one step.",
-    "batch_max": "Requests decoded together.",
-    "requests_max": "Requests here, waiting ones among them.",
-    "prefill": "An engine to ask for prefills; may repeat.",
-    "local_prefill_tokens": "Uncached parts of prompts up to so long are computed by a decode engine itself.",
-    "handoff": "When KV computed elsewhere is moved.",
-    "source": "Where it is read.",
-    "grain": "In which pieces it moves.",
-    "link": "A bound on hand-offs: none, nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s.",
-    "compress": "Lossy packing of KV, for requests that allow it.",
-    "hold_s": "Seconds that a finished prefill waits to be fetched.",
-    "salt": "Of requests that name none.",
-    "request_s_max": "The longest a request may take.",
-    "rpcs_max": "How many gRPC calls may be under way at once.",
-    "drain_s": "Seconds that requests under way have when the engine is told to end.",
-    "tls_cert": "Certificate (and chain) that the gRPC API shows, PEM.",
-    "tls_key": "Its private key, PEM.",
-    "tls_client_ca": "Authorities whose client certificates are asked for, PEM.",
-    "identities": "TOML file of who may call, and for which salts.",
-    "log_level": "debug, info, warning or error.",
-    "log_format": "text, or json: one object per line.",
-}
-METAVARS: Final = {
-    **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "identities"), "FILE"),
-    "role": "|".join(Role),
-    "handoff": "|".join(Handoff),
-    "source": "|".join(Source),
-    "grain": "|".join(Grain),
-    "compress": "|".join(CODECS),
-    "dtype": "|".join(DTYPES),
-    "arena": "SIZE",
-    "http": "HOST:PORT",
-    "listen": "HOST:PORT|unix:PATH",
-    "node": "ADDRESS",
-    "prefill": "ADDRESS",
-    "device": "DEVICE",
-    "model": "PATH|PRESET",
-}
-REPEATED: Final = ("listen", "prefill")
 ADMIN_S: Final = 10.0
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """One option per setting; they hand over text, of those that may repeat a tuple; None where not given."""
-    for setting in reversed(fields(EngineConfig)):
-        name, flag = setting.name, f"--{setting.name.replace('_', '-')}"
-        default = default_text(setting.metadata["parser"], setting.default)
-        about = HELP[name] + (f"  [default: {default}]" if default else "")
-        if name in REPEATED:
-            option = click.option(
-                flag, name, multiple=True, metavar=METAVARS[name], help=about, callback=lambda *a: a[2] or None
-            )
-            command = option(command)
-        else:
-            command = click.option(flag, name, metavar=METAVARS.get(name, "VALUE"), help=about)(command)
-    return command
-
-
-def default_text(parser: Any, value: Any) -> str:
-    """A setting's default for people; "" where there is nothing to say."""
-    if value in (None, "", ()):
-        return "" if value == "" else "none"
-    if parser is parse_size:
-        return format_size(value)
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
 @click.group(invoke_without_command=True)
-@click.option("--config", "path", type=click.Path(dir_okay=False), help="A TOML file; flags and env go before it.")
-@json_option
-@_with_settings
+@with_settings(EngineConfig)
 @click.pass_context
 def engine(context: click.Context, /, path: str | None, as_json: bool, **flags: Any) -> None:
     """Run an engine until SIGTERM, or ask one that runs.
@@ -125,11 +44,7 @@ def engine(context: click.Context, /, path: str | None, as_json: bool, **flags: 
     from engine import daemon  # only here: it loads torch and transformers
 
     def announce(said: daemon.Ready) -> None:
-        if as_json:
-            print_json(daemon.described(said))
-        else:
-            click.echo(said.line)
-        sys.stdout.flush()
+        say(as_json, daemon.described(said), said.line)
 
     daemon.serve(settings, announce)
 
@@ -185,7 +100,7 @@ def role(address: str, new_role: str, as_json: bool) -> None:
     """Change what an engine does. What is under way is finished as it began. Ends a drain."""
     with _client(address) as client:
         client.set_role(new_role)
-    _say(as_json, {"role": new_role}, f"role {new_role}")
+    say(as_json, {"role": new_role}, f"role {new_role}")
 
 
 @engine.command()
@@ -199,7 +114,7 @@ def drain(address: str, target: str | None, timeout_s: float, as_json: bool) -> 
     """Make an engine take no new requests, and wait for those that run. Exit code 1 where some still do at the end."""
     with _client(address) as client:
         left = client.drain(target, timeout_s)
-    _say(as_json, {"left": left}, "drained" if not left else f"{left} still run after {duration_text(timeout_s)}")
+    say(as_json, {"left": left}, "drained" if not left else f"{left} still run after {duration_text(timeout_s)}")
     return 1 if left else 0
 
 
@@ -212,7 +127,7 @@ def migrate(address: str, target: str, request_id: str, as_json: bool) -> int:
     """Let another engine go on with a running request. Exit code 1 where there is no such request."""
     with _client(address) as client:
         found = client.migrate(request_id, target)
-    _say(as_json, {"found": found}, f"{request_id} goes on at {target}" if found else f"no request {request_id} runs")
+    say(as_json, {"found": found}, f"{request_id} goes on at {target}" if found else f"no request {request_id} runs")
     return 0 if found else 1
 
 
@@ -224,7 +139,7 @@ def cancel(address: str, request_id: str, as_json: bool) -> int:
     """End a request. Exit code 1 where there is no such request."""
     with _client(address) as client:
         found = client.cancel(request_id)
-    _say(as_json, {"found": found}, f"{request_id} was cancelled" if found else f"no request {request_id} runs")
+    say(as_json, {"found": found}, f"{request_id} was cancelled" if found else f"no request {request_id} runs")
     return 0 if found else 1
 
 
@@ -254,10 +169,3 @@ def ask(address: str, text: str, as_json: bool, resume: tuple[str, ...], **how: 
             click.echo(event.text, nl=False)
             sys.stdout.flush()
         click.echo()
-
-
-def _say(as_json: bool, document: dict[str, Any], line: str) -> None:
-    if as_json:
-        print_json(document)
-    else:
-        click.echo(line)

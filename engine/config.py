@@ -16,16 +16,14 @@ from typing import Any
 
 from engine.model.request import Grain, Handoff, Role, Source
 from engine.moving.link import parse_link
-from kvstore.config import LOG_FORMATS, LOG_LEVELS
+from kvstore.config import daemon
+from kvstore.config.daemon import require
 from kvstore.config.reading import read, setting
 from kvstore.config.values import (
     GIB,
     parse_address,
-    parse_address_or_none,
     parse_count,
-    parse_listen,
     parse_number,
-    parse_path_or_none,
     parse_size,
     parse_text,
 )
@@ -36,7 +34,6 @@ WITHOUT_NODE = "none"
 CODECS = ("none", "int8", "fp8")
 DTYPES = ("float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
-_NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")
 
 
 def _choice(kind: type[StrEnum]) -> Callable[[object, str], Any]:
@@ -74,82 +71,107 @@ def parse_engines(value: object, name: str = "prefill") -> tuple[str, ...]:
 class EngineConfig:
     """One engine. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
-    role: Role = setting(Role.BOTH, _choice(Role))
+    role: Role = setting(
+        Role.BOTH,
+        _choice(Role),
+        "What it does: prefill (computes prompts for others), decode (answers), both.",
+        metavar="|".join(Role),
+    )
     """prefill, decode or both; it can be changed while it runs."""
-    device: str = setting("cpu", parse_text)
+    device: str = setting("cpu", parse_text, "cpu or cuda:N.", metavar="DEVICE")
     """cpu or cuda:N."""
-    model: str = setting("", parse_text)
+    model: str = setting(
+        "",
+        parse_text,
+        "A folder with config, weights and tokenizer, or a preset such as tiny-llama.",
+        metavar="PATH|PRESET",
+        default_shown="",
+    )
     """A folder with config, weights and tokenizer as Hugging Face lays them out, or a preset such as tiny-llama."""
-    node: str = setting("", parse_text)
+    node: str = setting(
+        "",
+        parse_text,
+        "The pool's node: a name, kv://HOST:PORT, or none.",
+        metavar="ADDRESS",
+        default_shown="$KVSTORE_NODE, else the only one",
+    )
     """The pool's node: a name on this machine, kv://HOST:PORT; empty: the only one here; none: without a pool."""
-    name: str = setting("engine", parse_text)
+    name: str = setting("engine", parse_text, "What it is called in logs and metrics.")
     """What it is called in logs."""
-    listen: tuple[str, ...] = setting(("127.0.0.1:0",), parse_listen)
+    listen: tuple[str, ...] = daemon.listen("127.0.0.1:0")
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
-    http: str | None = setting(None, parse_address_or_none)
+    http: str | None = daemon.http()
     """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
-    page_tokens: int = setting(64, parse_count)
+    page_tokens: int = setting(64, parse_count, "Tokens of a page.")
     """Tokens of a page; engines that share a pool agree on it."""
-    arena: int = setting(GIB, parse_size)
+    arena: int = setting(GIB, parse_size, "Device memory for KV, such as 8GiB.", metavar="SIZE")
     """Device memory for the KV of all requests."""
-    dtype: str = setting("float32", parse_text)
+    dtype: str = setting("float32", parse_text, "Of weights and KV.", metavar="|".join(DTYPES))
     """Of weights and KV: float32, bfloat16 or float16."""
-    seed: int = setting(0, parse_count)
+    seed: int = setting(0, parse_count, "Of a preset's weights.")
     """Of a preset's weights: engines with the same seed have the same model."""
-    threads: int = setting(0, parse_count)
+    threads: int = setting(0, parse_count, "Threads that torch computes with; 0: its own choice.")
     """Threads that torch computes with; 0: its own choice."""
-    chunk_tokens: int = setting(512, parse_count)
+    chunk_tokens: int = setting(512, parse_count, "Prompt tokens computed in one step.")
     """Prompt tokens computed in one step at most."""
-    batch_max: int = setting(16, parse_count)
+    batch_max: int = setting(16, parse_count, "Requests decoded together.")
     """Requests decoded together at most."""
-    requests_max: int = setting(256, parse_count)
+    requests_max: int = setting(256, parse_count, "Requests here, waiting ones among them.")
     """Requests here at most, waiting ones among them; more are refused with a hint to retry."""
-    prefill: tuple[str, ...] = setting((), parse_engines)
+    prefill: tuple[str, ...] = setting(
+        (), parse_engines, "An engine to ask for prefills; may repeat.", metavar="ADDRESS", repeats=True
+    )
     """Engines that a decode engine asks to compute prompts, in this order."""
-    local_prefill_tokens: int = setting(256, parse_count)
+    local_prefill_tokens: int = setting(
+        256, parse_count, "Uncached parts of prompts up to so long are computed by a decode engine itself."
+    )
     """Uncached parts of prompts up to so many tokens are computed by a decode engine itself."""
-    handoff: Handoff = setting(Handoff.EAGER, _choice(Handoff))
+    handoff: Handoff = setting(
+        Handoff.EAGER, _choice(Handoff), "When KV computed elsewhere is moved.", metavar="|".join(Handoff)
+    )
     """When KV computed elsewhere is moved: eager, while it is computed; lazy, when a slot is free."""
-    source: Source = setting(Source.ARENA, _choice(Source))
+    source: Source = setting(Source.ARENA, _choice(Source), "Where it is read.", metavar="|".join(Source))
     """Where it is read: arena, the prefill engine's memory; dram, full pages out of the pool."""
-    grain: Grain = setting(Grain.LAYER, _choice(Grain))
+    grain: Grain = setting(Grain.LAYER, _choice(Grain), "In which pieces it moves.", metavar="|".join(Grain))
     """In which pieces it moves: layer, as layers are ready; whole, after the last one."""
-    link: str = setting("none", parse_text)
+    link: str = setting(
+        "none", parse_text, "A bound on hand-offs: none, nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."
+    )
     """How fast hand-offs go at most: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."""
-    compress: str = setting("none", parse_text)
+    compress: str = setting(
+        "none", parse_text, "Lossy packing of KV, for requests that allow it.", metavar="|".join(CODECS)
+    )
     """none, int8 or fp8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise."""
-    hold_s: float = setting(30.0, parse_number)
+    hold_s: float = setting(30.0, parse_number, "Seconds that a finished prefill waits to be fetched.")
     """How long a finished prefill waits to be fetched."""
-    salt: str = setting("", parse_text)
+    salt: str = setting("", parse_text, "Of requests that name none.", default_shown="")
     """The salt of requests that name none."""
-    request_s_max: float = setting(3600.0, parse_number)
+    request_s_max: float = setting(3600.0, parse_number, "The longest a request may take.")
     """The longest a request may take, also where its client names no deadline."""
-    rpcs_max: int = setting(512, parse_count)
+    rpcs_max: int = setting(512, parse_count, "How many gRPC calls may be under way at once.")
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
-    drain_s: float = setting(10.0, parse_number)
+    drain_s: float = setting(10.0, parse_number, "Seconds that requests under way have when the engine is told to end.")
     """How long requests under way are waited for when the engine is told to end."""
-    tls_cert: Path | None = setting(None, parse_path_or_none)
+    tls_cert: Path | None = daemon.tls_cert()
     """PEM file with the certificate (and chain) that the gRPC API shows."""
-    tls_key: Path | None = setting(None, parse_path_or_none)
+    tls_key: Path | None = daemon.tls_key()
     """PEM file with its private key."""
-    tls_client_ca: Path | None = setting(None, parse_path_or_none)
+    tls_client_ca: Path | None = daemon.tls_client_ca()
     """PEM file with the authorities whose client certificates are asked for."""
-    identities: Path | None = setting(None, parse_path_or_none)
+    identities: Path | None = daemon.identities()
     """TOML file of who may call, by token or certificate, and for which salts; must be readable by its owner only."""
-    log_level: str = setting("info", parse_text)
+    log_level: str = daemon.log_level()
     """debug, info, warning or error."""
-    log_format: str = setting("text", parse_text)
+    log_format: str = daemon.log_format()
     """text, or json: one object per line."""
 
     def __post_init__(self) -> None:
-        _require("model", self.model != "", "is missing: a folder, or a preset such as tiny-llama", self.model)
-        _require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
-        _require("name", _NAME.fullmatch(self.name) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.name)
-        _require("listen", bool(self.listen), "needs an address", self.listen)
-        _require("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}", self.dtype)
-        _require("compress", self.compress in CODECS, f"must be one of {', '.join(CODECS)}", self.compress)
-        _require("log_level", self.log_level in LOG_LEVELS, f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)
-        _require("log_format", self.log_format in LOG_FORMATS, "must be text or json", self.log_format)
+        require("model", self.model != "", "is missing: a folder, or a preset such as tiny-llama", self.model)
+        require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
+        require("listen", bool(self.listen), "needs an address", self.listen)
+        daemon.check(self)
+        require("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}", self.dtype)
+        require("compress", self.compress in CODECS, f"must be one of {', '.join(CODECS)}", self.compress)
         parse_link(self.link)
         for name, low, high in (
             ("page_tokens", 1, 4096),
@@ -161,24 +183,15 @@ class EngineConfig:
             ("threads", 0, 4096),
             ("seed", 0, (1 << 63) - 1),
         ):
-            _require(name, low <= getattr(self, name) <= high, f"must be from {low} to {high}", getattr(self, name))
+            require(name, low <= getattr(self, name) <= high, f"must be from {low} to {high}", getattr(self, name))
         for name in ("hold_s", "request_s_max"):
-            _require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
-        _require("drain_s", self.drain_s >= 0, "must be zero or more", self.drain_s)
-        both = (self.tls_cert is None) == (self.tls_key is None)
-        _require("tls_key", both, "goes with tls_cert", str(self.tls_key))
-        ca = self.tls_client_ca is None or self.tls_cert is not None
-        _require("tls_client_ca", ca, "needs tls_cert and tls_key", str(self.tls_client_ca))
+            require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
+        require("drain_s", self.drain_s >= 0, "must be zero or more", self.drain_s)
 
     @property
     def file_mode(self) -> int:
         """Permission bits of unix sockets."""
         return 0o600
-
-
-def _require(name: str, holds: bool, rule: str, got: object) -> None:
-    if not holds:
-        raise InvalidRequest(name, f"{rule}, got {got!r}")
 
 
 def load(

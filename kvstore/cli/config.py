@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvstore import config as configuration
-from kvstore.cli.output import json_option, print_json, print_table
+from kvstore.cli.output import print_json, print_table
 from kvstore.cli.settings import value_text, with_settings
 from kvstore.config import NodeConfig
+from kvstore.config.reading import declared
 
 
 @click.command()
-@click.option("--config", "path", type=click.Path(dir_okay=False), help="A TOML file; flags and env go before it.")
-@json_option
-@with_settings
+@with_settings(NodeConfig)
 def config(path: str | None, as_json: bool, **flags: Any) -> None:
     """Show the configuration that ``serve`` would have, checked, and where each value comes from.
 
@@ -25,21 +23,14 @@ def config(path: str | None, as_json: bool, **flags: Any) -> None:
     settings. Nothing secret is shown: keys, certificates and tokens are files, and only their paths are settings.
     """
     found = configuration.load(path, flags=flags)
-    if as_json:
-        described = {
-            setting.name: {
-                "value": plain(getattr(found.node, setting.name)),
-                "source": found.sources[f"node.{setting.name}"],
-            }
-            for setting in fields(NodeConfig)
-        }
-        print_json({"node": described})
-        return
-    rows = [
-        (setting.name, value_text(setting.name, getattr(found.node, setting.name)), source)
-        for setting in fields(NodeConfig)
-        for source in [found.sources[f"node.{setting.name}"]]
+    settings = [
+        (name, setting.parser, getattr(found.node, name), found.sources[f"node.{name}"])
+        for name, setting in declared(NodeConfig).items()
     ]
+    if as_json:
+        print_json({"node": {name: {"value": plain(value), "source": source} for name, _, value, source in settings}})
+        return
+    rows = [(name, value_text(parser, value), source) for name, parser, value, source in settings]
     print_table(("setting", "value", "source"), rows)
 
 

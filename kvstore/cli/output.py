@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
@@ -31,6 +32,15 @@ def print_json(document: object) -> None:
     lists. NaN and infinities are refused with ValueError: JSON has no word for them.
     """
     click.echo(json.dumps(document, indent=2, default=_plain, allow_nan=False))
+
+
+def say(as_json: bool, document: object, line: str) -> None:
+    """Print a document or a line, at once: whoever started this process may wait for it."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(line)
+    sys.stdout.flush()
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 from kvstore import config as configuration
-from kvstore.cli.output import json_option, print_json
+from kvstore.cli.output import say
 from kvstore.cli.settings import with_settings
+from kvstore.config import NodeConfig
 from kvstore.service import daemon
 
 
 @click.command()
-@click.option("--config", "path", type=click.Path(dir_okay=False), help="A TOML file; flags and env go before it.")
-@json_option
-@with_settings
+@with_settings(NodeConfig)
 def serve(path: str | None, as_json: bool, **flags: Any) -> None:
     """Run the node daemon of this machine until SIGTERM.
 
@@ -27,10 +25,6 @@ def serve(path: str | None, as_json: bool, **flags: Any) -> None:
     settings = configuration.load(path, flags=flags).node
 
     def announce(line: str) -> None:
-        if as_json:
-            print_json({"ready": True, "name": settings.name, "line": line})
-        else:
-            click.echo(line)
-        sys.stdout.flush()
+        say(as_json, {"ready": True, "name": settings.name, "line": line}, line)
 
     daemon.serve(settings, announce)

@@ -5,7 +5,8 @@ A value comes from, strongest first: a flag, the environment (``KVSTORE_DRAM``),
 never a silent default. Only `load` touches files and the environment; everything else here is pure. How text becomes a
 value stands in `kvstore.config.values`.
 
-To add a setting: one field with `setting(default, parser)`, its bounds or relations in `__post_init__`.
+To add a setting: one field with `setting(default, parser, help)`, which is its flag, its variable and its name in the
+file; its bounds or relations in `__post_init__`. Settings that every daemon has are in `kvstore.config.daemon`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from kvstore.config import daemon
+from kvstore.config.daemon import require
 from kvstore.config.reading import parsed, read, setting
 from kvstore.config.values import (
     GIB,
@@ -28,27 +31,22 @@ from kvstore.config.values import (
     format_size,
     is_http_address,
     parse_address,
-    parse_address_or_none,
     parse_count,
-    parse_listen,
     parse_number,
     parse_nvme,
     parse_path,
-    parse_path_or_none,
     parse_quotas,
     parse_size,
     parse_size_or_zero,
     parse_switch,
     parse_text,
 )
-from kvstore.errors import InvalidRequest
 
 __all__ = [
     "ADMISSIONS",
     "FRAME_ALIGN_BYTES",
     "GIB",
     "KIB",
-    "LOG_LEVELS",
     "MIB",
     "NVME_BYTES_MIN",
     "TIB",
@@ -73,10 +71,7 @@ NVME_BYTES_MIN = MIB
 _SHM_DIR = Path("/dev/shm")
 ADMISSIONS = ("all", "reused")
 ON_STOP = ("auto", "keep", "save")
-LOG_FORMATS = ("text", "json")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 _POLICY = re.compile(r"[a-z0-9_-]+")
-_NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")  # becomes a folder's and a socket's name: 108 bytes is all a socket has
 
 _ENV_PREFIX = "KVSTORE_"
 _ENV_NOT_CONFIG = (
@@ -94,101 +89,121 @@ _ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_")  # an engine's s
 class NodeConfig:
     """One node. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
-    name: str = setting("default", parse_text)
+    name: str = setting("default", parse_text, "What clients on this machine connect to.")
     """What clients on this machine connect to; also names the node's folder."""
-    dram: int = setting(512 * MIB, parse_size)
+    dram: int = setting(512 * MIB, parse_size, "Capacity of the DRAM segment, such as 8GiB.", metavar="SIZE")
     """Capacity of the DRAM segment: bytes of frames; records, marks and index come on top."""
-    http: str | None = setting(None, parse_address_or_none)
+    http: str | None = daemon.http()
     """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
-    shm_dir: Path = setting(_SHM_DIR, parse_path)
+    shm_dir: Path = setting(
+        _SHM_DIR, parse_path, "The tmpfs that holds the node's folder; clients need it in KVSTORE_SHM_DIR."
+    )
     """The tmpfs that holds the node's folder; absolute, because daemon and clients have different working folders."""
-    group: bool = setting(False, parse_switch)
+    group: bool = setting(False, parse_switch, "Let the daemon's unix group map the pool.")
     """Whether the daemon's unix group may map the pool as well (it then belongs to the trust domain)."""
-    extent: int = setting(0, parse_size_or_zero)
+    extent: int = setting(
+        0, parse_size_or_zero, "Bytes of one extent; the largest page must fit.  0: a sixteenth of --dram."
+    )
     """Bytes of one extent, or 0 to derive it from `dram`."""
-    scrub_bytes_per_s: int = setting(64 * MIB, parse_size_or_zero)
+    scrub_bytes_per_s: int = setting(
+        64 * MIB, parse_size_or_zero, "How fast resting pages are verified; 0: not at all."
+    )
     """How fast checksums of resting pages are verified in the background; 0 turns the scrubber off."""
-    reserve_ttl_s: float = setting(30.0, parse_number)
+    reserve_ttl_s: float = setting(30.0, parse_number, "Seconds a writer may hold frames without progress.")
     """How long a writer may hold reserved frames without a sign of progress."""
-    lease_ttl_s_max: float = setting(3600.0, parse_number)
+    lease_ttl_s_max: float = setting(3600.0, parse_number, "The longest lease.")
     """The longest lease granted: the bound on how long one client can keep frames from being evicted."""
-    sessions_max: int = setting(256, parse_count)
+    sessions_max: int = setting(256, parse_count, "How many clients may be connected at once.")
     """How many clients may be connected at once."""
-    verify_reads: bool = setting(False, parse_switch)
+    verify_reads: bool = setting(False, parse_switch, "Verify checksums on reads from DRAM too.")
     """Whether every DRAM read verifies checksums, and not only those from other tiers and machines."""
-    eviction: str = setting("gittins", parse_text)
+    eviction: str = setting("gittins", parse_text, "Policy by which pages leave: gittins, lru, slru, s3fifo or arc.")
     """Name of the policy by which pages leave DRAM and NVMe when frames are needed."""
-    nvme: tuple[NvmeTarget, ...] = setting((), parse_nvme)
+    nvme: tuple[NvmeTarget, ...] = setting(
+        (), parse_nvme, "A file or block device below DRAM; may repeat.", metavar="PATH:SIZE", repeats=True
+    )
     """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""
-    nvme_format: bool = setting(False, parse_switch)
+    nvme_format: bool = setting(
+        False, parse_switch, "Leave to make anew an NVMe target that holds something else.", short="--format"
+    )
     """Whether a target that cannot be used as it is may be made anew; what it holds is dropped."""
-    nvme_extent: int = setting(0, parse_size_or_zero)
+    nvme_extent: int = setting(0, parse_size_or_zero, "Bytes of one extent on NVMe.  0: by the size of the targets.")
     """Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."""
-    nvme_admission: str = setting("all", parse_text)
+    nvme_admission: str = setting("all", parse_text, "What is saved before it leaves DRAM: all, or reused.")
     """Which chains are saved to NVMe: all, or those reused since they were stored."""
-    nvme_write_bytes_per_day: int = setting(0, parse_size_or_zero)
+    nvme_write_bytes_per_day: int = setting(0, parse_size_or_zero, "A cap on what is written to NVMe; 0: none.")
     """How much may be written to all targets together in one day (UTC); 0 is no cap."""
-    demote_at: float = setting(0.5, parse_number)
+    demote_at: float = setting(0.5, parse_number, "The share of DRAM in use from which on pages are saved.")
     """The share of DRAM in use from which on pages are saved to NVMe: 0 at once, 1 when it is full."""
-    promote_after: int = setting(2, parse_count)
+    promote_after: int = setting(2, parse_count, "How many reads from NVMe bring a page to DRAM.")
     """How many reads from NVMe bring a page back to DRAM."""
-    checkpoint_s: float = setting(30.0, parse_number)
+    checkpoint_s: float = setting(30.0, parse_number, "Seconds between checkpoints on NVMe.")
     """How often the index of what NVMe holds is saved there, so that a start need not scan what rested since."""
-    on_stop: str = setting("auto", parse_text)
+    on_stop: str = setting(
+        "auto", parse_text, "What an end does with what only DRAM holds: keep, save, or auto: save where DRAM goes."
+    )
     """What an end does with what only DRAM holds: keep it, save it to NVMe, or auto: save it where DRAM goes."""
-    stop_save_s: float = setting(20.0, parse_number)
+    stop_save_s: float = setting(20.0, parse_number, "Seconds that an end may take to save it.")
     """How long an end may take to save them, hottest first; what stops a node should wait longer than that."""
-    nvme_answer_s: float = setting(10.0, parse_number)
+    nvme_answer_s: float = setting(
+        10.0, parse_number, "Seconds after which an NVMe device that does not answer counts as failed."
+    )
     """An NVMe device that does not answer for so many seconds takes no more writes; it is read again once it does."""
-    listen: tuple[str, ...] = setting((), parse_listen)
+    listen: tuple[str, ...] = daemon.listen()
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
-    tls_cert: Path | None = setting(None, parse_path_or_none)
+    tls_cert: Path | None = daemon.tls_cert()
     """PEM file with the certificate (and chain) that the gRPC API shows."""
-    tls_key: Path | None = setting(None, parse_path_or_none)
+    tls_key: Path | None = daemon.tls_key()
     """PEM file with its private key."""
-    tls_client_ca: Path | None = setting(None, parse_path_or_none)
+    tls_client_ca: Path | None = daemon.tls_client_ca()
     """PEM file with the authorities whose client certificates are asked for."""
-    identities: Path | None = setting(None, parse_path_or_none)
+    identities: Path | None = daemon.identities()
     """TOML file of who may call, by token or certificate, and for which salts; must be readable by its owner only."""
-    rpcs_max: int = setting(256, parse_count)
+    rpcs_max: int = setting(256, parse_count, "How many gRPC calls may be under way at once.")
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
-    rpc_timeout_s_max: float = setting(60.0, parse_number)
+    rpc_timeout_s_max: float = setting(60.0, parse_number, "The longest a gRPC call may take.")
     """The longest a gRPC call may take, also where its client names no deadline."""
-    rpc_buffers: int = setting(256 << 20, parse_size)
+    rpc_buffers: int = setting(256 << 20, parse_size, "Memory for what gRPC calls are moving.")
     """Memory for what gRPC calls are moving, all together; no opaque object sent or read over gRPC is larger."""
-    quotas: tuple[Quota, ...] = setting((), parse_quotas)
+    quotas: tuple[Quota, ...] = setting(
+        (),
+        parse_quotas,
+        "Bytes a tenant may have in each tier; may repeat. The salt * is every other tenant.",
+        metavar="'SALT dram=SIZE nvme=SIZE'",
+        repeats=True,
+        short="--quota",
+    )
     """"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" whoever names no salt."""
-    pins_share_max: float = setting(0.5, parse_number)
+    pins_share_max: float = setting(0.5, parse_number, "The share of a tier that pins may keep.")
     """The share of a tier that pins may keep from being evicted."""
-    kv_events: str = setting("", parse_text)
+    kv_events: str = setting("", parse_text, "ZMQ address to publish KV events at, such as tcp://127.0.0.1:5557.")
     """ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere."""
-    kv_events_replay: str = setting("", parse_text)
+    kv_events_replay: str = setting("", parse_text, "ZMQ address to replay missed KV events at.")
     """ZMQ address where subscribers ask for events they missed; empty: nowhere."""
-    log_level: str = setting("info", parse_text)
+    log_level: str = daemon.log_level()
     """debug, info, warning or error."""
-    log_format: str = setting("text", parse_text)
+    log_format: str = daemon.log_format()
     """text, or json: one object per line."""
-    otlp_endpoint: str = setting("", parse_text)
+    otlp_endpoint: str = setting("", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318.")
     """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
 
     def __post_init__(self) -> None:
-        _require("name", _NAME.fullmatch(self.name) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.name)
-        _require("name", self.name.strip(".") != "", "cannot be dots alone: it names a folder", self.name)
-        _require("shm_dir", self.shm_dir.is_absolute(), "must be an absolute path", str(self.shm_dir))
-        _require("sessions_max", 1 <= self.sessions_max <= 65535, "must be from 1 to 65535", self.sessions_max)
-        _require("log_level", self.log_level in LOG_LEVELS, f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)
-        _require("scrub_bytes_per_s", self.scrub_bytes_per_s >= 0, "must be zero or more", self.scrub_bytes_per_s)
-        _require("reserve_ttl_s", self.reserve_ttl_s > 0, "must be more than zero", self.reserve_ttl_s)
+        daemon.check(self)
+        require("name", self.name.strip(".") != "", "cannot be dots alone: it names a folder", self.name)
+        require("shm_dir", self.shm_dir.is_absolute(), "must be an absolute path", str(self.shm_dir))
+        require("sessions_max", 1 <= self.sessions_max <= 65535, "must be from 1 to 65535", self.sessions_max)
+        require("scrub_bytes_per_s", self.scrub_bytes_per_s >= 0, "must be zero or more", self.scrub_bytes_per_s)
+        require("reserve_ttl_s", self.reserve_ttl_s > 0, "must be more than zero", self.reserve_ttl_s)
         # A pool without room for one frame could accept nothing.
-        _require("dram", self.dram >= FRAME_ALIGN_BYTES, "must be at least 4KiB", self.dram)
+        require("dram", self.dram >= FRAME_ALIGN_BYTES, "must be at least 4KiB", self.dram)
         # An extent is carved out of the segment and into aligned frames.
-        _require("extent", self.extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", self.extent)
-        _require("extent", 0 <= self.extent <= self.dram, f"must fit in dram ({format_size(self.dram)})", self.extent)
-        _require("eviction", _POLICY.fullmatch(self.eviction) is not None, "must match [a-z0-9_-]+", self.eviction)
+        require("extent", self.extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", self.extent)
+        require("extent", 0 <= self.extent <= self.dram, f"must fit in dram ({format_size(self.dram)})", self.extent)
+        require("eviction", _POLICY.fullmatch(self.eviction) is not None, "must match [a-z0-9_-]+", self.eviction)
         self._check_nvme()
         self._check_faces()
         # A reservation keeps frames as a lease does, so the bound on leases is a bound on it too.
-        _require(
+        require(
             "lease_ttl_s_max",
             self.lease_ttl_s_max >= self.reserve_ttl_s,
             f"must be at least reserve_ttl_s ({self.reserve_ttl_s:g})",
@@ -197,44 +212,39 @@ class NodeConfig:
 
     def _check_nvme(self) -> None:
         paths = [target.path for target in self.nvme]
-        _require("nvme", len({*paths}) == len(paths), "must not name a path twice", ",".join(map(str, self.nvme)))
+        require("nvme", len({*paths}) == len(paths), "must not name a path twice", ",".join(map(str, self.nvme)))
         extent = self.nvme_extent
         for target in self.nvme:
-            _require("nvme", target.path.is_absolute(), "must be an absolute path", str(target.path))
-            _require("nvme", target.size >= NVME_BYTES_MIN, "a target has at least 1MiB", str(target))
+            require("nvme", target.path.is_absolute(), "must be an absolute path", str(target.path))
+            require("nvme", target.size >= NVME_BYTES_MIN, "a target has at least 1MiB", str(target))
             # An extent is carved out of one target and into aligned frames.
-            _require("nvme_extent", extent <= target.size, f"must fit in {target}", extent)
-        _require("nvme_extent", extent >= 0 and extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", extent)
-        _require("nvme_format", bool(self.nvme) or not self.nvme_format, "needs targets: give nvme", self.nvme_format)
-        _require("nvme_admission", self.nvme_admission in ADMISSIONS, "must be all or reused", self.nvme_admission)
-        _require(
+            require("nvme_extent", extent <= target.size, f"must fit in {target}", extent)
+        require("nvme_extent", extent >= 0 and extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", extent)
+        require("nvme_format", bool(self.nvme) or not self.nvme_format, "needs targets: give nvme", self.nvme_format)
+        require("nvme_admission", self.nvme_admission in ADMISSIONS, "must be all or reused", self.nvme_admission)
+        require(
             "nvme_write_bytes_per_day",
             self.nvme_write_bytes_per_day >= 0,
             "must be zero or more",
             self.nvme_write_bytes_per_day,
         )
-        _require("demote_at", 0 <= self.demote_at <= 1, "must be from 0 to 1", self.demote_at)
-        _require("promote_after", 1 <= self.promote_after <= 255, "must be from 1 to 255", self.promote_after)
-        _require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
-        _require("on_stop", self.on_stop in ON_STOP, f"must be one of {', '.join(ON_STOP)}", self.on_stop)
-        _require("stop_save_s", self.stop_save_s > 0, "must be more than zero", self.stop_save_s)
-        _require("nvme_answer_s", self.nvme_answer_s > 0, "must be more than zero", self.nvme_answer_s)
+        require("demote_at", 0 <= self.demote_at <= 1, "must be from 0 to 1", self.demote_at)
+        require("promote_after", 1 <= self.promote_after <= 255, "must be from 1 to 255", self.promote_after)
+        require("checkpoint_s", self.checkpoint_s > 0, "must be more than zero", self.checkpoint_s)
+        require("on_stop", self.on_stop in ON_STOP, f"must be one of {', '.join(ON_STOP)}", self.on_stop)
+        require("stop_save_s", self.stop_save_s > 0, "must be more than zero", self.stop_save_s)
+        require("nvme_answer_s", self.nvme_answer_s > 0, "must be more than zero", self.nvme_answer_s)
 
     def _check_faces(self) -> None:
-        _require("log_format", self.log_format in LOG_FORMATS, "must be text or json", self.log_format)
         traced = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
-        _require("otlp_endpoint", traced, "must be like http://HOST:PORT", self.otlp_endpoint)
-        _require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
-        _require("rpc_timeout_s_max", self.rpc_timeout_s_max > 0, "must be more than zero", self.rpc_timeout_s_max)
-        _require("pins_share_max", 0 <= self.pins_share_max <= 1, "must be from 0 to 1", self.pins_share_max)
+        require("otlp_endpoint", traced, "must be like http://HOST:PORT", self.otlp_endpoint)
+        require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
+        require("rpc_timeout_s_max", self.rpc_timeout_s_max > 0, "must be more than zero", self.rpc_timeout_s_max)
+        require("pins_share_max", 0 <= self.pins_share_max <= 1, "must be from 0 to 1", self.pins_share_max)
         both = bool(self.kv_events) or not self.kv_events_replay
-        _require("kv_events_replay", both, "needs kv_events", self.kv_events_replay)
+        require("kv_events_replay", both, "needs kv_events", self.kv_events_replay)
         salts = [quota.salt for quota in self.quotas]
-        _require("quotas", len({*salts}) == len(salts), "must not name a salt twice", ", ".join(map(str, self.quotas)))
-        both = (self.tls_cert is None) == (self.tls_key is None)
-        _require("tls_key", both, "goes with tls_cert", str(self.tls_key))
-        ca = self.tls_client_ca is None or self.tls_cert is not None
-        _require("tls_client_ca", ca, "needs tls_cert and tls_key", str(self.tls_client_ca))
+        require("quotas", len({*salts}) == len(salts), "must not name a salt twice", ", ".join(map(str, self.quotas)))
 
     @property
     def file_mode(self) -> int:
@@ -248,11 +258,6 @@ class Config:
 
     node: NodeConfig = field(default_factory=NodeConfig)
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
-
-
-def _require(name: str, holds: bool, rule: str, got: object) -> None:
-    if not holds:
-        raise InvalidRequest(name, f"{rule}, got {got!r}")
 
 
 # --- Reading it ----------------------------------------------------------------------------------------------------

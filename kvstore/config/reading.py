@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -29,14 +29,39 @@ class Settings(Protocol):
 Found = TypeVar("Found", bound=Settings)
 
 
-def setting(default: Any, parser: Parser) -> Any:
-    """A field of a config dataclass that `read` can fill from text."""
-    return field(default=default, metadata={"parser": parser})
+@dataclass(frozen=True)
+class Declared:
+    """What a setting is beside its name, type and default.
+
+    Attributes:
+        help: of its flag: one or two short sentences. What it means at length stands below its field.
+        metavar: what a value looks like.
+        repeats: its flag may be given several times.
+        short: another flag with the same meaning.
+        default_shown: what help says of the default; None: the default itself.
+    """
+
+    parser: Parser
+    help: str
+    metavar: str = "VALUE"
+    repeats: bool = False
+    short: str = ""
+    default_shown: str | None = None
+
+
+def setting(default: Any, parser: Parser, help: str, **more: Any) -> Any:
+    """A field of a config dataclass that `read` can fill from text. ``more``: of `Declared`."""
+    return field(default=default, metadata={"declared": Declared(parser, help, **more)})
+
+
+def declared(kind: type[Settings]) -> dict[str, Declared]:
+    """Every setting, in their order."""
+    return {found.name: found.metadata["declared"] for found in fields(kind)}
 
 
 def parsers_of(kind: type[Settings]) -> dict[str, Parser]:
     """Every setting's parser."""
-    return {found.name: found.metadata["parser"] for found in fields(kind)}
+    return {name: found.parser for name, found in declared(kind).items()}
 
 
 def parsed(kind: type[Found], raw: Mapping[str, object]) -> Found:

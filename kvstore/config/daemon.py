@@ -1,0 +1,107 @@
+"""What the settings of every daemon have in common: those of its process and of its gRPC API, and how they are checked.
+
+A config dataclass takes each as a field of its own (``http: str | None = daemon.http()``), where it stands in the order
+of its flags.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvstore.config.reading import setting
+from kvstore.config.values import parse_address_or_none, parse_listen, parse_path_or_none, parse_text
+from kvstore.errors import InvalidRequest
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")  # may become a folder's and a socket's: 108 bytes is all a socket has
+
+
+def http() -> Any:
+    """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
+    return setting(None, parse_address_or_none, "Where /healthz, /readyz and /metrics are.", metavar="HOST:PORT")
+
+
+def listen(*default: str) -> Any:
+    """Addresses of the gRPC API."""
+    about = "Where the gRPC API listens; may repeat. Beyond loopback it asks for TLS and identities."
+    return setting(default, parse_listen, about, metavar="HOST:PORT|unix:PATH", repeats=True)
+
+
+def tls_cert() -> Any:
+    """A certificate."""
+    return setting(None, parse_path_or_none, "Certificate (and chain) that the gRPC API shows, PEM.", metavar="FILE")
+
+
+def tls_key() -> Any:
+    """Its key."""
+    return setting(None, parse_path_or_none, "Its private key, PEM.", metavar="FILE")
+
+
+def tls_client_ca() -> Any:
+    """Whose client certificates count."""
+    about = "Authorities whose client certificates are asked for, PEM."
+    return setting(None, parse_path_or_none, about, metavar="FILE")
+
+
+def identities() -> Any:
+    """Who may call."""
+    about = "TOML file of who may call the gRPC API, and for which salts."
+    return setting(None, parse_path_or_none, about, metavar="FILE")
+
+
+def log_level() -> Any:
+    """One of ``LOG_LEVELS``."""
+    return setting("info", parse_text, "debug, info, warning or error.")
+
+
+def log_format() -> Any:
+    """One of ``LOG_FORMATS``."""
+    return setting("text", parse_text, "text, or json: one object per line.")
+
+
+class DaemonConfig(Protocol):
+    """A configuration with these settings."""
+
+    @property
+    def name(self) -> str:
+        """Of the daemon."""
+
+    @property
+    def tls_cert(self) -> Path | None:
+        """See ``tls_cert``."""
+
+    @property
+    def tls_key(self) -> Path | None:
+        """See ``tls_key``."""
+
+    @property
+    def tls_client_ca(self) -> Path | None:
+        """See ``tls_client_ca``."""
+
+    @property
+    def log_level(self) -> str:
+        """See ``log_level``."""
+
+    @property
+    def log_format(self) -> str:
+        """See ``log_format``."""
+
+
+def check(config: DaemonConfig) -> None:
+    """Raises InvalidRequest where one of these settings, or two together, make no sense."""
+    require("name", NAME.fullmatch(config.name) is not None, "must match [a-zA-Z0-9._-]{1,48}", config.name)
+    require("log_level", config.log_level in LOG_LEVELS, f"must be one of {', '.join(LOG_LEVELS)}", config.log_level)
+    require("log_format", config.log_format in LOG_FORMATS, "must be text or json", config.log_format)
+    both = (config.tls_cert is None) == (config.tls_key is None)
+    require("tls_key", both, "goes with tls_cert", str(config.tls_key))
+    ca = config.tls_client_ca is None or config.tls_cert is not None
+    require("tls_client_ca", ca, "needs tls_cert and tls_key", str(config.tls_client_ca))
+
+
+def require(name: str, holds: bool, rule: str, got: object) -> None:
+    """Raises InvalidRequest where ``rule`` does not hold for the setting of that name."""
+    if not holds:
+        raise InvalidRequest(name, f"{rule}, got {got!r}")
