@@ -13,6 +13,8 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 PYTHON ?= python3
+# Tests, demo and benchmarks start many processes: what one has compiled the others only read.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -67,6 +68,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
 
         life.begun(model=config.model)
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
+        gc.freeze()  # what torch and transformers made lives as long as we do: no collection need look at it
         _run(config, model, store, life, announce)
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers.processes import Machine
+
+settings.register_profile("facts", deadline=None)  # how fast an example is says nothing about it
+settings.load_profile("facts")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ ENGINES = {
     "two": {"role": "decode", "prefill": "prefill", "node": "{cluster.remote_node}"},
     "prefill": {"role": "prefill", "chunk_tokens": "32", "hold_s": str(HOLD_S)},
 }
-RANDOM_S = 20.0
+RANDOM_S = 12.0
 CLIENTS = 4
 
 

@@ -146,6 +146,7 @@ class ControlServer:
     def stop(self) -> None:
         """Hang up on everyone."""
         self._stopped = True
+        os.eventfd_write(self._slow.bell, 1)  # it need not wait for the next look
         self._thread.join(2 * POLL_S + 1)
         self._slow.stop()
         self._deletions.stop()
