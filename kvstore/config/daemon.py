@@ -70,6 +70,22 @@ class DaemonConfig(Protocol):
         """Of the daemon."""
 
     @property
+    def http(self) -> str | None:
+        """See ``http``."""
+
+    @property
+    def listen(self) -> tuple[str, ...]:
+        """See ``listen``."""
+
+    @property
+    def identities(self) -> Path | None:
+        """See ``identities``."""
+
+    @property
+    def file_mode(self) -> int:
+        """Permission bits of unix sockets."""
+
+    @property
     def tls_cert(self) -> Path | None:
         """See ``tls_cert``."""
 

@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from kvstore.config.daemon import DaemonConfig
 from kvstore.serving import logs
 from kvstore.serving.http import HttpServer, routes
 
@@ -33,14 +34,6 @@ from kvstore.serving.http import HttpServer, routes
 # one wakes. Without a deadline one SIGTERM in a few hundred was noticed only with the next signal.
 SIGNAL_LOOK_S: Final = 0.25
 SWITCH_INTERVAL_S: Final = 0.0005  # a thread that holds the interpreter delays a client by no more than this
-
-
-class Daemon(logs.Logging, Protocol):
-    """What a daemon's configuration says about its process."""
-
-    @property
-    def http(self) -> str | None:
-        """HOST:PORT, or None for no HTTP."""
 
 
 class Life:
@@ -98,7 +91,7 @@ class Life:
 
 
 @contextlib.contextmanager
-def running(config: Daemon, log: logging.Logger, who: str) -> Iterator[Life]:
+def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Life]:
     """The process is a daemon from here on. ``who`` it is, in its log.
 
     Raises:

@@ -13,45 +13,18 @@ import ssl
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import grpc
 import grpc.aio
 
 from kvstore.config import parse_address
+from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.serving.identities import Identities
 from kvstore.tier.plain_files import chmod_socket
 
 UNIX: Final = "unix:"
-
-
-class Listening(Protocol):
-    """What a daemon's configuration says about its gRPC API."""
-
-    @property
-    def listen(self) -> tuple[str, ...]:
-        """HOST:PORT or unix:PATH each."""
-
-    @property
-    def tls_cert(self) -> Path | None:
-        """PEM file."""
-
-    @property
-    def tls_key(self) -> Path | None:
-        """PEM file."""
-
-    @property
-    def tls_client_ca(self) -> Path | None:
-        """PEM file."""
-
-    @property
-    def identities(self) -> Path | None:
-        """TOML file of who may call."""
-
-    @property
-    def file_mode(self) -> int:
-        """Permission bits of unix sockets."""
 
 
 @dataclass
@@ -101,7 +74,7 @@ class Plan:
                 path.unlink(missing_ok=True)
 
 
-def plan(config: Listening, identities: Identities) -> Plan:
+def plan(config: DaemonConfig, identities: Identities) -> Plan:
     """Check the configuration and read the certificates.
 
     Raises:
@@ -124,7 +97,7 @@ def plan(config: Listening, identities: Identities) -> Plan:
     return Plan(tcp, unix, config.file_mode, _credentials(config))
 
 
-def _check_far(config: Listening, identities: Identities, address: str) -> None:
+def _check_far(config: DaemonConfig, identities: Identities, address: str) -> None:
     if config.tls_cert is None:
         raise InvalidRequest("listen", f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
     if not identities.asked_for:
@@ -142,7 +115,7 @@ def _numeric(host: str, address: str) -> list[str]:
     return (loopback[:1] or numbers[:1]) if host == "localhost" else numbers
 
 
-def _credentials(config: Listening) -> grpc.ServerCredentials | None:
+def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     key, chain = _pem(config.tls_key, "tls_key"), _pem(config.tls_cert, "tls_cert")

@@ -14,29 +14,15 @@ import logging
 import os
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
+
+from kvstore.config.daemon import DaemonConfig
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _FIELDS = "kvstore_fields"
 
 
-class Logging(Protocol):
-    """What a daemon's configuration says about its logs."""
-
-    @property
-    def name(self) -> str:
-        """Of the daemon."""
-
-    @property
-    def log_level(self) -> str:
-        """debug, info, warning or error."""
-
-    @property
-    def log_format(self) -> str:
-        """text or json."""
-
-
-def configure(config: Logging) -> None:
+def configure(config: DaemonConfig) -> None:
     """Log to stderr as the configuration says. Called once, by a daemon."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(config.name) if config.log_format == "json" else TextFormatter(_TEXT))

@@ -16,13 +16,13 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.messages import MESSAGE_BYTES_MAX
 from kvstore.serving import listening
 from kvstore.serving.gate import CALLS_OUTSIDE, Gate
 from kvstore.serving.identities import Identities
 from kvstore.serving.lanes import Threads
-from kvstore.serving.listening import Listening
 from kvstore.serving.methods import GateOthers
 from kvstore.serving.watching import Calls
 
@@ -71,7 +71,7 @@ class LoopServer(ABC):
         InvalidRequest: what is configured would let strangers in, or show tokens; names the setting and the remedy.
     """
 
-    def __init__(self, name: str, service: str, config: Listening, limits: Limits) -> None:
+    def __init__(self, name: str, service: str, config: DaemonConfig, limits: Limits) -> None:
         self.addresses: list[str] = []
         self.identities = Identities(config.identities)
         self._service = service

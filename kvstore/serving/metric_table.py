@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 
-class About(NamedTuple):
+class MetricInfo(NamedTuple):
     """One metric: ``kind`` is counter, gauge or histogram; counters are exported as ``name + "_total"``."""
 
     name: str
@@ -20,12 +20,12 @@ class About(NamedTuple):
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
-def about(prefix: str, kind: str, name: str, help: str, *labels: str) -> About:
+def about(prefix: str, kind: str, name: str, help: str, *labels: str) -> MetricInfo:
     """The metric ``<prefix>_<name>``."""
-    return About(f"{prefix}_{name}", kind, labels, help)
+    return MetricInfo(f"{prefix}_{name}", kind, labels, help)
 
 
-def table_text(metrics: Sequence[About]) -> str:
+def table_text(metrics: Sequence[MetricInfo]) -> str:
     """The metrics as a table of the docs."""
     rows = [f"| `{about.exported}` | {about.kind} | {', '.join(about.labels)} | {about.help} |" for about in metrics]
     return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])

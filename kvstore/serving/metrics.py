@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvstore.serving.durations import BOUNDS_S, Durations
-from kvstore.serving.metric_table import About
+from kvstore.serving.metric_table import MetricInfo
 
 if TYPE_CHECKING:
     from kvstore.serving.watching import Calls  # it loads gRPC, which is loaded where there are calls
@@ -30,7 +30,7 @@ _KINDS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "hi
 class Families:
     """All metric families of one scrape, in the order of their table; called to add a sample."""
 
-    def __init__(self, prefix: str, metrics: Sequence[About]) -> None:
+    def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
         self._prefix = prefix
         self.families: dict[str, Any] = {
             about.name: _KINDS[about.kind](about.name, about.help, labels=about.labels) for about in metrics
@@ -76,7 +76,7 @@ class Families:
 class DaemonMetrics(Collector):
     """``/metrics`` of a daemon. Collects on every scrape, one at a time."""
 
-    def __init__(self, prefix: str, metrics: Sequence[About]) -> None:
+    def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
         self._prefix = prefix
         self._metrics = metrics
         self._turn = threading.Lock()

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 from google.protobuf import json_format, struct_pb2
 
+from kvstore.client.admin import keys_argument
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.grpc_errors import NotServed
 from kvstore.rpc.messages import document
-from kvstore.service.api.wire import keys_argument, keys_in_pool, prompt_of
+from kvstore.service.api.wire import keys_in_pool, prompt_of
 from kvstore.service.node.event_log import EventLog, PageEvent
 from kvstore.service.node.node import Node
 from kvstore.service.operator.admin import Admin
@@ -143,7 +144,7 @@ class AdminCalls:
         prompt = await call.quick(lambda: prompt_of(self._store, self._node, pages, to_match=False))
         if prompt.orphan:
             raise InvalidRequest("parent", "is not stored here")
-        return keys_argument(prompt)
+        return keys_argument(prompt.keys)
 
     async def _operator(self, call: Call, name: str, wish: dict[str, Any]) -> bytes:
         call.caller.check_operator()

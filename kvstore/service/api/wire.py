@@ -95,11 +95,6 @@ def lookup_reply(match: Match, prompt: Prompt, with_keys: bool = True) -> pb.Loo
     return pb.LookupReply(pages=match.pages, tokens=match.tokens, nvme_pages=nvme_pages, reason=match.reason, keys=keys)
 
 
-def keys_argument(prompt: Prompt) -> dict[str, Any]:
-    """Pages as an admin call names them."""
-    return {"keys": [key.hex() for key in prompt.keys.hashes], "root": prompt.keys.root.hex()}
-
-
 def keys_in_pool(store: Store, request: dict[str, Any]) -> dict[str, Any]:
     """A document whose ``keys`` may be links, as callers who share no memory make them, with those of the pool."""
     keys, root = request.get("keys"), request.get("root")

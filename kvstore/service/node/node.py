@@ -177,7 +177,9 @@ class Node:
         make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
 
     def populate_next(self) -> bool:
-        """Allocate the memory of one more position; False when there is none left. Raises nothing: less is less."""
+        """Allocate the memory of one more position; False when there is none left.
+
+        Raises nothing: where the machine has no memory, the pool is smaller."""
         with self._mutex:
             if self._state is None:
                 return False
@@ -202,7 +204,7 @@ class Node:
             self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
 
     def tick(self) -> None:
-        """Time went on: deadlines, lost sessions, readers that died inside the index, growth of the index."""
+        """Do what is due: end what is past its deadline, sweep lost sessions and dead readers, let the index grow."""
         now_ns = time.monotonic_ns()
         self.handle(ev.Tick(now_ns))
         if self._ticks % SESSIONS_SWEEP_EVERY_TICKS == 0:

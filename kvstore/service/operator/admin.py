@@ -16,7 +16,7 @@ from kvstore.service.node.node import Node
 from kvstore.service.operator import frozen, tenant_calls
 from kvstore.service.operator.explaining import Explaining
 from kvstore.service.operator.named_pages import NamedPages
-from kvstore.service.operator.page_calls import PageCalls
+from kvstore.service.operator.page_calls import PageAdmin
 from kvstore.service.operator.stats import node_stats
 from kvstore.service.upkeep.scrubber import Scrubber
 
@@ -39,8 +39,8 @@ class Admin:
         self._named, explaining = NamedPages(), Explaining(node)
         self.calls: dict[str, Call] = {
             "stats": lambda _: {**node_stats(node), "scrubber": scrubber.stats()},
-            "evict": PageCalls(node, wake).evict,
-            "pages": PageCalls(node, wake).pages,
+            "evict": PageAdmin(node, wake).evict,
+            "pages": PageAdmin(node, wake).pages,
             "verify": lambda _: {"findings": frozen.findings(node)},
             "scrub": lambda _: {"sweep": scrubber.request_sweep()},
             "scrub_status": lambda _: scrubber.stats(),

@@ -15,7 +15,7 @@ from kvstore.service.node.answers import fitted
 from kvstore.service.node.node import Node
 from kvstore.service.operator import selection
 from kvstore.service.operator.named_pages import raw_keys, raw_root
-from kvstore.service.operator.selection import Ints, Stored, Wish
+from kvstore.service.operator.selection import Ints, PageFilter, Stored
 from kvstore.state import events as ev
 from kvstore.state.choosing import CHILDREN, UNSAVED
 
@@ -35,7 +35,7 @@ TIME = "time"  # why pages stayed: there were too many for one call
 ORDERS = ("coldest", "recent", "place")
 
 
-class PageCalls:
+class PageAdmin:
     """Lives with ``Admin``. ``wake``: there are pages to save."""
 
     def __init__(self, node: Node, wake: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class PageCalls:
                 time.sleep(EVICT_PAUSE_S)
         return stayed
 
-    def _wish(self, request: dict[str, Any], tier: str) -> Wish:
+    def _wish(self, request: dict[str, Any], tier: str) -> PageFilter:
         tiers = selection.parse_tiers(request.get("tier", tier))
         age_s = _number(request, "age_s", None, float) if request.get("age_s") is not None else None
         salt, roots = request.get("salt"), None
@@ -142,10 +142,10 @@ class PageCalls:
                 raise InvalidRequest("salt", f"must be text, not {salt!r}")
             roots = self._roots(salt, tiers)
         if request.get("keys") is None:
-            return Wish(tiers, age_s, roots)
+            return PageFilter(tiers, age_s, roots)
         keys = selection.first_words(raw_keys(request["keys"]))
         root = selection.first_words([raw_root(request.get("root"))])  # keys can be forged, roots cannot
-        return Wish(tiers, age_s, root if roots is None else np.intersect1d(roots, root), keys)
+        return PageFilter(tiers, age_s, root if roots is None else np.intersect1d(roots, root), keys)
 
     def _roots(self, salt: str, tiers: tuple[Tier, ...]) -> selection.Words:
         """Roots of a tenant. Those that nobody named are the tenant ""'s."""

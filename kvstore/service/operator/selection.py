@@ -135,7 +135,7 @@ def _empty() -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PageFilter:
     """Which pages: all conditions hold. ``roots`` and ``keys`` by their first 8 bytes; None: any."""
 
     tiers: tuple[Tier, ...]
