@@ -47,6 +47,7 @@ __all__ = [
     "__version__",
     "connect",
     "errors",
+    "memory",
     "open",
 ]
 
@@ -103,7 +104,7 @@ def open(
     import secrets
 
     from kvstore.client.local.node import LocalNode
-    from kvstore.client.store import Store
+    from kvstore.client.local.store import LocalStore
     from kvstore.config import node_config
     from kvstore.service.embedded import open_node  # only here: a client that connects needs no service
 
@@ -112,7 +113,25 @@ def open(
     settings = node_config(name=name, dram=dram, nvme=nvme, **config)
     embedded = open_node(settings)
     try:
-        return Store(LocalNode(embedded.folder, embedded=embedded))
+        return LocalStore(LocalNode(embedded.folder, embedded=embedded))
     except BaseException:
         embedded.close()
         raise
+
+
+def memory(dram: str | int = "512MiB") -> Store:
+    """A store in this process's memory: no files, no threads, no daemon. For tests of what uses a store.
+
+    The same verbs as of any other store, see ``kvstore.client.memory.store``. It ends with ``close``, or when nothing
+    holds it or one of its caches any more.
+
+    Args:
+        dram: capacity, as ``"512MiB"`` or bytes. What was used longest ago leaves to make room.
+
+    Raises:
+        InvalidRequest: no such size.
+    """
+    from kvstore.client.memory.store import MemoryStore
+    from kvstore.config.values import parse_size
+
+    return MemoryStore(parse_size(dram, "dram"))

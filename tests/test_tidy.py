@@ -65,6 +65,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Kinds of stores behind the interfaces of `kvstore.client`.
+STORE_KINDS = ("local", "remote", "memory")
+
 # Modules that import each other, in a circle, until their rooms are done: a list that only shrinks.
 CIRCLES_LEFT: list[set[str]] = [
     {"kvstore.state.quotas", "kvstore.state.space"},
@@ -122,6 +125,20 @@ def rooms_point_down(path: str, source: str) -> list[str]:
                 if module.startswith(f"{part}.") and module.split(".")[part.count(".") + 1] not in (mine, *rooms[mine])
             ]
     return complaints
+
+
+def kinds_of_stores_are_peers(path: str, source: str) -> list[str]:
+    """No kind of store knows another; the interfaces know none of them. `connect` alone chooses."""
+    name = module_of(path)
+    if not name.startswith("kvstore.client") or name == "kvstore.client.connect":
+        return []
+    mine = name.split(".")[2] if name.count(".") > 1 else ""
+    others = [f"kvstore.client.{kind}." for kind in STORE_KINDS if kind != mine]
+    return [
+        f"{path}:{line}: may not import {module}, another kind of store"
+        for line, module in imported(path, source)
+        if f"{module}.".startswith(tuple(others))
+    ]
 
 
 def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
@@ -216,6 +233,7 @@ def folders_are_packages(path: str, source: str) -> list[str]:
 RULES: list[Rule] = [
     imports_point_down,
     rooms_point_down,
+    kinds_of_stores_are_peers,
     nouns_and_decisions_are_pure,
     lengths_are_readable,
     only_the_edge_prints,
@@ -416,6 +434,9 @@ BAD: list[tuple[Rule, str, str]] = [
     (rooms_point_down, "kvstore/service/node/x.py", "from kvstore.service import daemon"),
     (rooms_point_down, "kvstore/service/node/x.py", "from ..operator import stats"),
     (rooms_point_down, "kvstore/service/somewhere/x.py", ""),
+    (kinds_of_stores_are_peers, "kvstore/client/remote/x.py", "from kvstore.client.local.store import LocalStore"),
+    (kinds_of_stores_are_peers, "kvstore/client/memory/x.py", "from kvstore.client import remote"),
+    (kinds_of_stores_are_peers, "kvstore/client/store.py", "def f():\n    from .local import store"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import os"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import time"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "from threading import Lock"),
@@ -461,6 +482,8 @@ GOOD: list[tuple[Rule, str, str]] = [
     (imports_point_down, "engine/simulator/x.py", "from kvstore import Layout\nfrom kvstore.state import eviction"),
     (rooms_point_down, "kvstore/service/api/x.py", "from kvstore.service.node.node import Node\nimport numpy"),
     (rooms_point_down, "kvstore/service/daemon.py", "from kvstore.service.api.server import ApiServer"),
+    (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client.store import Store\nfrom . import y"),
+    (kinds_of_stores_are_peers, "kvstore/client/connect.py", "from kvstore.client.local.store import LocalStore"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random(7)"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import numpy as np\nnp.random.default_rng(seed)"),
     (nouns_and_decisions_are_pure, "kvstore/tier/x.py", "import os, mmap"),

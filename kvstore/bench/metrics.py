@@ -14,6 +14,7 @@ from kvstore.bench.processes import Peer
 from kvstore.bench.reading import Reading
 from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
+from kvstore.client.local.cache import LocalCache
 from kvstore.model.prefix import Keys
 
 GETS = 40_000  # of one page per round; a sixteenth as many of 32 pages
@@ -39,6 +40,7 @@ def cost(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def _cost(stage: Stage, name: str, bar: Bar, reading: Reading, prompts: list[Keys], gets: int) -> Result:
+    assert isinstance(reading.cache, LocalCache)
     mapped = reading.cache._node.mapped()
     if mapped is None:
         raise BenchFailed("the node is gone")

@@ -15,6 +15,7 @@ from kvstore.bench.put import SharedArea
 from kvstore.bench.stage import MIB, Stage
 from kvstore.client.connect import connect
 from kvstore.client.local.object_parts import find_head
+from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
 from kvstore.model.objects import key_hash, object_root
 
@@ -50,6 +51,7 @@ class _Objects:
 
     def frame(self, step: int) -> Bytes:
         """Where a value lies."""
+        assert isinstance(self.store, LocalStore)
         found = find_head(self.store._node.writable(), ROOT, self.keys[step].encode())
         if found is None or found.extent is None or found.about.pieces:
             raise BenchFailed(f"{self.keys[step]} is not in one frame of DRAM")

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from kvstore.client.local.node import LocalNode
+from kvstore.client.local.store import LocalStore
 from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, NodeUnavailable
@@ -80,7 +81,7 @@ def _connect_local(name: str | None, timeout_s: float) -> Store:
             node.close()
             raise NodeUnavailable(f"node {name!r} has no pool to read from: its daemon is not running or not ready")
         time.sleep(0.005)
-    return Store(node)
+    return LocalStore(node)
 
 
 def _only_node(shm_dir: Path) -> str:

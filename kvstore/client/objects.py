@@ -1,65 +1,34 @@
-"""ObjectVerbs: opaque objects, values under string keys, as ``Store`` has them. For their shape: ``model.objects``."""
+"""ObjectVerbs: opaque objects, values under string keys, as every store has them. Their shape: ``model.objects``."""
 
 from __future__ import annotations
 
 import re
-import secrets
-import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore.client.local.grants import OVER_QUOTA
-from kvstore.client.local.naming import name_objects
-from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, Scattered, find_head
-from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.registration import Registration, Registrations
-from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
-from kvstore.model.objects import (
-    NONCE_BYTES,
-    About,
-    class_for,
-    encode_name,
-    object_layout,
-    object_root,
-    pieces_of,
-    read_row,
-)
-from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
-from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
-
-BUSY_PAUSE_S = 0.005
-KEYS_PAGE = 16384  # of all keys, in memory at once
-PUTS_UNREAD_MAX = 16  # objects of one ``put_many`` whose acknowledgements nobody has read
+from kvstore.client.scattered import Scattered
+from kvstore.errors import InvalidRequest
+from kvstore.model.objects import encode_name, object_root
 
 
-class _ObjectCache(PrefixCache):
-    """Pages of one class and salt that hold objects."""
+class ObjectVerbs(ABC):
+    """What a store can do with opaque objects. Keys are text of 1 to 1000 bytes as UTF-8; salts keep tenants apart.
 
-    def __init__(self, node: LocalNode, page_bytes: int, width: int, salt: str, verify: bool) -> None:
-        super().__init__(node, object_layout(page_bytes, width), salt, "", verify)
-        self.root = object_root(salt)
-
-    def _name(self, mapped: Mapped, quietly: bool = False) -> None:
-        name_objects(mapped, self.root, self.salt, quietly)
-
-
-class ObjectVerbs:
-    """What ``Store`` can do with opaque objects. Keys are text of 1 to 1000 bytes as UTF-8; salts keep tenants apart.
-
-    A value is found whole, as one put wrote it, or not at all. Buffers are any C-contiguous host memory.
+    A value is found whole, as one put wrote it, or not at all. Buffers are any C-contiguous host memory. Each verb
+    raises NodeUnavailable or DeadlineExceeded where the node does not answer in time; through shared memory only those
+    that write do. A bad argument raises InvalidRequest, and nothing was changed.
     """
 
-    _node: LocalNode
-    _registrations: Registrations
+    def __init__(self) -> None:
+        self._registrations = Registrations()
 
     def put(self, key: str, data: Any, salt: str = "", replace: bool = False) -> bool:
         """Store ``data`` under ``key``; whether that was done. See ``put_many``."""
         return self.put_many([key], [data], salt, replace)[0]
 
+    @abstractmethod
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
         """Store values, each a buffer or a list of buffers that are laid end to end; per value whether that was done.
 
@@ -68,29 +37,13 @@ class ObjectVerbs:
 
         Raises:
             InvalidRequest: a key, value or salt makes no sense, a key is named twice, or a value is larger than all
-                DRAM. Nothing was stored.
+                DRAM, or than the node takes over gRPC. Nothing was stored.
             QuotaExceeded: of one value, because its tenant has all it may have; others may be stored.
             OutOfSpace: of one value, because no room could be made; others may be stored.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be stored.
         """
-        names = _names(keys, values, "values")
-        if len(set(names)) != len(names):
-            raise InvalidRequest("keys", "one is named twice")
-        sources = [Scattered.of(value, "data", writable=False) for value in values]
-        root = _root(salt)
-        mapped = self._node.writable()
-        for name, source in zip(names, sources, strict=True):
-            _check_size(mapped, name, source.nbytes)
-        name_objects(mapped, root, salt)
-        done: list[bool] = []
-        started: list[_Putting] = []
-        for name, source in zip(names, sources, strict=True):
-            started.append(_Putting(self, mapped, root, name, source, replace))
-            if len(started) == PUTS_UNREAD_MAX:
-                done += _results(started)
-                started.clear()
-        return done + _results(started)
 
+    @abstractmethod
     def get(self, key: str, out: Any = None, salt: str = "") -> Any:
         """The value under ``key`` as a new uint8 array, or copied into ``out`` (a buffer or a list of them): its bytes.
 
@@ -99,41 +52,25 @@ class ObjectVerbs:
         Raises:
             InvalidRequest: as ``put``; ``out`` is too small or not writable.
         """
-        name, root = encode_name(key), _root(salt)
-        target = Scattered.of(out, "out", writable=True) if out is not None else None
-        for _ in (0, 1):  # once more where it was replaced, or moved, meanwhile
-            mapped = self._node.mapped()
-            found = find_head(mapped, root, name) if mapped is not None else None
-            if mapped is None or found is None:
-                continue
-            size = found.about.value_bytes
-            if target is not None and target.nbytes < size:
-                raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
-            into = target if target is not None else Scattered([np.empty(size, np.uint8)])
-            if self._read(mapped, salt, found, into):
-                return size if target is not None else into.parts[0]
-        return None
 
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "") -> list[int]:
         """``get`` into each of ``outs`` (a buffer, or a list of buffers to scatter one value over): lengths, -1: none.
 
         Raises what ``get`` does; values before the one that it names may have been copied.
         """
-        _names(keys, outs, "outs")
+        names_of(keys, outs, "outs")
         lengths = [self.get(key, out, salt) for key, out in zip(keys, outs, strict=True)]
         return [-1 if length is None else int(length) for length in lengths]
 
+    @abstractmethod
     def size(self, key: str, salt: str = "") -> int | None:
         """Bytes of the value under ``key``; None: there is none."""
-        found = self._found(encode_name(key), _root(salt))
-        return found.about.value_bytes if found is not None else None
 
+    @abstractmethod
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
         """Whether there is a value under this key; a list of that where a list of keys is given."""
-        if isinstance(keys, str):
-            return self._found(encode_name(keys), _root(salt)) is not None
-        return [self._found(encode_name(key), _root(salt)) is not None for key in _listed(keys, "keys")]
 
+    @abstractmethod
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
         """Delete the values under these keys, on every tier; how many there were. They do not come back.
 
@@ -141,40 +78,19 @@ class ObjectVerbs:
             InvalidRequest: as ``put``.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be deleted.
         """
-        named = [keys] if isinstance(keys, str) else _listed(keys, "keys")
-        names, root = list(dict.fromkeys(encode_name(key) for key in named)), _root(salt)
-        deadline, gone = time.monotonic() + self._node.timeout_s, 0
-        while names:
-            found = [(name, head.address) for name in names if (head := self._found(name, root)) is not None]
-            again: list[bytes] = []
-            for start in range(0, len(found), BATCH_MAX):
-                part = found[start : start + BATCH_MAX]
-                statuses = self._drop([address for _, address in part])
-                gone += statuses.count(int(Status.OK))
-                again += [name for (name, _), status in zip(part, statuses, strict=True) if status != Status.OK]
-            names = again
-            if names and time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{len(names)} objects are on their way between tiers")
-            time.sleep(BUSY_PAUSE_S if names else 0)
-        return gone
 
+    @abstractmethod
     def remove(self, pattern: str, salt: str = "") -> int:
         """Delete all objects of this salt whose whole key matches the regular expression; how many there were.
 
-        The expression is matched here: one that never comes to an end keeps nobody but the caller.
+        On the node's own machine the expression is matched here: one that never comes to an end keeps nobody but the
+        caller. Over gRPC the node matches it, under its own bounds.
         """
-        if not isinstance(pattern, str):
-            raise InvalidRequest("pattern", f"must be text, not {type(pattern).__name__}")
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise InvalidRequest("pattern", f"is no regular expression ({error})") from None
-        pages = ([key for key in page if compiled.fullmatch(key)] for page in object_key_pages(self, salt))
-        return sum(self.delete(matched, salt) for matched in pages if matched)
 
+    @abstractmethod
     def object_keys(self, salt: str = "") -> list[str]:
-        """Keys of all objects of a salt, in order. Looks at every object there is."""
-        return sorted({key for page in object_key_pages(self, salt) for key in page}, key=str.encode)
+        """Keys of all objects of a salt, in order. Looks at every object there is. Refused over gRPC, where a list of
+        all keys has no bound."""
 
     def register(self, buffer: Any) -> Registration:
         """Remember a buffer that objects will often be put from and got into, for DMA: ``with store.register(b):``.
@@ -182,166 +98,31 @@ class ObjectVerbs:
         Raises:
             InvalidRequest: not writable, not contiguous, empty, or it overlaps one that is registered.
         """
-        self._node.check_open()
+        self._check_open()
         return self._registrations.add(buffer)
 
     def registered(self, buffer: Any) -> bool:
         """Whether all of this buffer is inside a registered one."""
         return self._registrations.covers(buffer)
 
-    # --- parts ------------------------------------------------------------------------------------------------------
-
-    def _rows(self) -> Iterator[bytes]:
-        mapped = self._node.mapped()
-        return mapped.object_rows() if mapped is not None else iter(())
-
-    def _found(self, name: bytes, root: bytes) -> Found | None:
-        mapped = self._node.mapped()
-        return find_head(mapped, root, name) if mapped is not None else None
-
-    def _object_cache(self, salt: str, frame_class: FrameClass) -> PrefixCache:
-        mapped = self._node.mapped()
-        verify = mapped is not None and bool(mapped.header.verify_reads)
-        return _ObjectCache(self._node, frame_class.page_bytes, frame_class.page_tokens, salt, verify)
-
-    def _read(self, mapped: Mapped, salt: str, found: Found, into: Scattered) -> bool:
-        """Copy a value whose head was found; False where a page of it is not there, or not proven."""
-        about, frame_class = found.about, found.frame_class
-        page_bytes, width = frame_class.page_bytes, frame_class.page_tokens
-        cache = self._object_cache(salt, frame_class)
-        root = cache.root
-        start = about.pieces * page_bytes
-        if found.extent is not None and not cache._verify:
-            if not found.copy_to(into, start):
-                return False
-        else:
-            page: npt.NDArray[np.uint8] = np.empty((1, page_bytes), np.uint8)
-            if not cache.get(about.head_keys(root, width), out=page).pages:
-                return False
-            into.write(start, page[0, : about.value_bytes - start])
-        if not about.pieces:
-            return True
-        keys, piece = about.piece_keys(root, width), 0
-        while piece < about.pieces:
-            rows = into.rows(piece * page_bytes, about.pieces - piece, page_bytes)
-            straddles = rows is None
-            if rows is None:
-                rows = np.empty((1, page_bytes), np.uint8)
-            if cache.get(keys[piece : piece + len(rows)], out=rows).pages != len(rows):
-                return False
-            if straddles:
-                into.write(piece * page_bytes, rows[0])
-            piece += len(rows)
-        return True
-
-    def _drop(self, addresses: list[bytes]) -> bytes:
-        mapped = self._node.writable()
-        reply = mapped.exchange(Op.DELETE, count=len(addresses), body=(b"".join(addresses),))
-        assert len(reply.body) >= statuses_bytes(len(addresses))
-        return bytes(reply.body[: len(addresses)])
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raises InvalidRequest where the store is closed, or this is a forked child."""
 
 
-class _Putting:
-    """One object on its way in: copied when this is made, sealed when ``result`` says so."""
-
-    def __init__(
-        self, store: ObjectVerbs, mapped: Mapped, root: bytes, name: bytes, source: Scattered, replace: bool
-    ) -> None:
-        self._store, self._mapped, self._root, self._name = store, mapped, root, name
-        self._source, self._replace = source, replace
-        self._deadline = time.monotonic() + mapped.timeout_s
-        self._pieces: PiecesPut | None = None
-        self._head: HeadPut | None = None
-        self._replaced = b""
-        self._start()
-
-    def _start(self) -> None:
-        found = find_head(self._mapped, self._root, self._name)
-        if found is not None and not self._replace:
-            self._head = None
-            return
-        self._replaced = found.address if found is not None else bytes(ADDRESS_BYTES)
-        extent_bytes = int(self._mapped.header.extent_bytes)
-        size = self._source.nbytes
-        frame_class = class_for(self._name, size, extent_bytes)
-        about = About(self._name, size, pieces_of(size, frame_class.page_bytes), secrets.token_bytes(NONCE_BYTES))
-        keys = about.piece_keys(self._root, frame_class.page_tokens) if about.pieces else None
-        if keys is not None:
-            self._pieces = PiecesPut(self._mapped, keys, frame_class)
-            self._pieces.send_from(self._source, about.pieces)
-        head = about.head_keys(self._root, frame_class.page_tokens)
-        head.parent = keys.hashes[-1] if keys is not None else self._root
-        self._head = HeadPut(self._mapped, head, frame_class, self._replaced)
-        self._head.send_from(self._source, about.pieces * frame_class.page_bytes)
-
-    def result(self) -> bool:
-        """Whether the object is stored, by this put. Raises QuotaExceeded or OutOfSpace where there is no room."""
-        while self._head is not None:
-            pieces, head = self._pieces, self._head
-            whole = pieces is None or pieces.settled() == pieces.pieces
-            if head.settled() and whole:
-                return True
-            self._drop_pieces()
-            if not (head.busy or (self._replace and head.present)):
-                if head.present:
-                    return False
-                if head.refused or (pieces is not None and pieces.refused):
-                    raise QuotaExceeded(OVER_QUOTA)
-                raise OutOfSpace("the store is full of what may not leave: the object does not fit now")
-            if time.monotonic() >= self._deadline:
-                raise DeadlineExceeded("the object that is there is on its way between tiers, or NVMe is being scanned")
-            time.sleep(BUSY_PAUSE_S)
-            self._pieces = None
-            self._start()
-        return False
-
-    def _drop_pieces(self) -> None:
-        last = self._pieces.last_address() if self._pieces is not None else None
-        if last is not None:
-            self._store._drop([last])
+# --- arguments, checked alike in every store ------------------------------------------------------------------------
 
 
-def object_key_pages(store: ObjectVerbs, salt: str, count: int = KEYS_PAGE) -> Iterator[list[str]]:
-    """Keys of all objects of a salt, up to ``count`` at a time. One that moves meanwhile may be there twice.
-
-    What was told already may be deleted before the next ones are asked for.
-    """
-    root, names = _root(salt), dict[bytes, None]()
-    for row in store._rows():
-        found = read_row(row)
-        if found is not None and found[0] == root:
-            names[found[1].name] = None
-        if len(names) == count:
-            yield [name.decode(errors="replace") for name in names]
-            names.clear()
-    if names:
-        yield [name.decode(errors="replace") for name in names]
+def sources_of(keys: Sequence[str], values: Sequence[Any]) -> tuple[list[bytes], list[Scattered]]:
+    """Names and values to be put. Raises InvalidRequest as ``put_many``."""
+    names = names_of(keys, values, "values")
+    if len(set(names)) != len(names):
+        raise InvalidRequest("keys", "one is named twice")
+    return names, [Scattered.of(value, "data", writable=False) for value in values]
 
 
-def _results(started: list[_Putting]) -> list[bool]:
-    """What became of these; the first failure, when all have come to their end."""
-    done: list[bool] = []
-    failure: Unavailable | None = None
-    for putting in started:
-        try:
-            done.append(putting.result())
-        except Unavailable as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return done
-
-
-def _check_size(mapped: Mapped, name: bytes, size: int) -> None:
-    """Raises InvalidRequest where a value could not be stored if it had all DRAM for itself."""
-    extent_bytes, positions = int(mapped.header.extent_bytes), int(mapped.header.positions)
-    frame_class = class_for(name, size, extent_bytes)
-    frames = positions * (extent_bytes // frame_class.frame_bytes)
-    if pieces_of(size, frame_class.page_bytes) >= frames:
-        raise InvalidRequest("data", f"has {size} bytes: an object has to fit the node's DRAM while it is put")
-
-
-def _root(salt: str) -> bytes:
+def root_of_salt(salt: str) -> bytes:
+    """The root of a salt's objects. Raises InvalidRequest where it is no text."""
     if not isinstance(salt, str):
         raise InvalidRequest("salt", f"must be text, not {type(salt).__name__}")
     try:
@@ -350,13 +131,32 @@ def _root(salt: str) -> bytes:
         raise InvalidRequest("salt", f"is not valid text ({error.reason})") from None
 
 
-def _listed(keys: Any, field: str) -> list[Any]:
+def listed(keys: Any, field: str = "keys") -> list[Any]:
+    """One key or several, as a list. Raises InvalidRequest where it is neither."""
+    if isinstance(keys, str):
+        return [keys]
     if isinstance(keys, bytes | bytearray) or not hasattr(keys, "__iter__"):
         raise InvalidRequest(field, f"must be text or a list of texts, not {type(keys).__name__}")
     return list(keys)
 
 
-def _names(keys: Sequence[str], values: Sequence[Any], field: str) -> list[bytes]:
-    if isinstance(keys, str) or len(_listed(keys, "keys")) != len(values):
+def names_of(keys: Sequence[str], others: Sequence[Any], field: str) -> list[bytes]:
+    """Keys as bytes. Raises InvalidRequest where one makes no sense, or they are not as many as ``others``."""
+    if isinstance(keys, str) or len(listed(keys)) != len(others):
         raise InvalidRequest(field, "must be as many as keys, in a list")
     return [encode_name(key) for key in keys]
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A regular expression. Raises InvalidRequest where it is none."""
+    check_pattern(pattern)
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InvalidRequest("pattern", f"is no regular expression ({error})") from None
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises InvalidRequest where it is no text."""
+    if not isinstance(pattern, str):
+        raise InvalidRequest("pattern", f"must be text, not {type(pattern).__name__}")

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import platform
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore import failpoint
-from kvstore.client.buffers import rows_to_fill, rows_to_read
-from kvstore.client.layer_verbs import LayerVerbs
 from kvstore.client.lease import Lease
-from kvstore.client.local.naming import name_root
-from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import bring, have_verified, tell_damaged, tell_read
-from kvstore.client.local.proof import Run, copy_runs, prove, tell_reuse
-from kvstore.client.local.put import PendingPut, checksums_of
-from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, stored_pages
-from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
+from kvstore.client.match import Match
+from kvstore.client.pending import PendingPut
+from kvstore.client.reader import Reader
+from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
-from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys, as_tokens, root_key
-from kvstore.model.replica import STAMPED, FrameClass
-from kvstore.rpc.control import CHECKSUMS
-from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
-
-# x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
-# checksums have to.
-ORDERED = platform.machine() in ("x86_64", "AMD64")
-_STAMPED_BIT = np.uint64(STAMPED << 48)
+from kvstore.model.replica import FrameClass
+from kvstore.model.shard import Shard
 
 
-class PrefixCache(LayerVerbs):
+class PrefixCache(ABC):
     """Pages of one layout, tenant salt and adapter. Made by ``Store.cache``; lives as long as its store.
 
     Holds no pages and no session of its own. Threads may share it. ``tokens`` in every verb is a prompt (any integer
     sequence or array, an ndarray is fastest) or ``Keys``. A prompt is matched up to its last but one token, since the
     last one has to be computed for its logits; ``Keys`` name their pages outright.
+
+    Over gRPC each verb is at least one round trip, so that reading too needs the node and raises ``NodeUnavailable`` or
+    ``DeadlineExceeded`` where it does not answer.
 
     Attributes:
         layout, salt, adapter: as given to ``Store.cache``.
@@ -49,19 +35,14 @@ class PrefixCache(LayerVerbs):
         page_bytes: bytes of a page.
     """
 
-    def __init__(self, node: LocalNode, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
+    def __init__(self, layout: Layout, salt: str, adapter: str) -> None:
         self.layout = layout
         self.salt = salt
         self.adapter = adapter
         self.root = root_key(layout, salt, adapter)
         self.page_bytes = layout.page_bytes
         self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-        self._node = node
         self._page_tokens = layout.page_tokens
-        self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
-        self._closed = layout.attention == "full"
-        self._verify = verify or not ORDERED
-        self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
@@ -79,14 +60,9 @@ class PrefixCache(LayerVerbs):
         """
         return Keys.of(as_tokens(tokens), self._page_tokens, self.root, extras, self._tag())
 
+    @abstractmethod
     def _tag(self) -> bytes:
-        """What our keys end with in the pool that was mapped last."""
-        return self._tag_in(self._node.last)
-
-    def _tag_in(self, mapped: Mapped | None) -> bytes:
-        if mapped is not None and mapped.secret is not self._pool[0]:
-            self._pool = mapped.secret, tag_of(mapped.secret, self.root)
-        return self._pool[1]
+        """What our keys end with in the pool, as far as this side knows it; empty where it does not."""
 
     def _named(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
         """Keys of all full pages."""
@@ -112,25 +88,15 @@ class PrefixCache(LayerVerbs):
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def lookup(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Match:
-        """Length of the longest stored prefix, from the index alone. A hint: no page is touched, kept or marked used.
+        """Length of the longest stored prefix. A hint: no page is touched, kept or marked used.
 
         Raises:
             InvalidRequest: as ``keys``, or the store is closed.
         """
-        start_ns = time.monotonic_ns()
-        mapped = self._node.mapped()
-        keys = self._asked(tokens, extras)
-        pages, nvme_pages, asked = 0, 0, len(keys.hashes)
-        if mapped is not None:
-            pages = stored_pages(mapped, keys, self._closed)[0]
-            if pages < asked:
-                found, more = stored_beyond(mapped, keys, pages, self._closed)
-                if more and mapped.nvme.readable():
-                    pages, nvme_pages = found, more
-            mapped.counters.took(LOOKUP, start_ns)
-        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, nvme_pages)
 
+    @abstractmethod
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Match:
@@ -140,62 +106,19 @@ class PrefixCache(LayerVerbs):
             out: ``[pages, page_bytes]``; any C-contiguous writable buffer large enough for all pages asked for: numpy
                 or torch (CPU) of any dtype and shape, bytearray, memoryview. None allocates ``match.data``.
             verify: compare the checksums of every layer as well. None: as the store was opened. Pages that are read
-                from NVMe are always verified.
+                from NVMe, or that come over gRPC, are always verified.
 
         Pages after the match are not changed, except that a page which was evicted while it was read may have been
         copied in part, and that pages after one on NVMe which could not be read may have been copied. A page that
-        cannot be proven ends the match; nothing raises for a miss. NVMe is read from here, whether the daemon lives or
-        not; a device that is silent for as long as a request may take (``timeout_s`` of ``connect``) is a miss too.
+        cannot be proven ends the match; nothing raises for a miss. On the node's own machine NVMe is read from here,
+        whether the daemon lives or not; a device that is silent for as long as a request may take (``timeout_s`` of
+        ``connect``) is a miss too.
 
         Raises:
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
         """
-        now_ns = time.monotonic_ns()
-        node = self._node
-        timed = False
-        if now_ns > node.check_ns:
-            node.recheck(now_ns)
-            timed = True
-        mapped = node.mapped()
-        keys = self._asked(tokens, extras)
-        asked = len(keys.hashes)
-        target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
-        if mapped is None or not asked:
-            return self._missed(asked)
-        pages, nvme_pages, reason = 0, 0, ""
-        for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
-            runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
-            if target is None or out is None:  # what is found the second time may be more
-                found = proven if not reason else self._found(mapped, keys, proven, reason)
-                target = np.empty((found, self.page_bytes), np.uint8)
-            if failpoint.ACTIVE:
-                failpoint.hit("client.reading")
-            if timed and mapped.counting and not now_ns % REUSE_SAMPLED:
-                tell_reuse(mapped.counters, runs, proven, now_ns)
-            pages, changed = copy_runs(runs, target, now_ns)
-            if self._verify if verify is None else verify:
-                pages, reason = self._verified(mapped, runs, target, pages, reason)
-            if changed:
-                reason = GENERATION
-            if reason != GENERATION:
-                break
-        if reason:
-            if reason in ELSEWHERE and target is not None:
-                checked = self._verify if verify is None else verify
-                pages, nvme_pages, reason = self._beyond(mapped, keys, target, pages, reason, checked)
-            if reason:
-                node.missed(reason)
-            mapped.counters.got(mapped.row(self.frame_class), asked, pages - nvme_pages, nvme_pages, reason)
-        elif mapped.counting:
-            counters, row = self._counted
-            if counters is not mapped.counters:
-                counters, row = self._counted = mapped.counters, mapped.row(self.frame_class)
-            counters.words[row] += ONE_GET + pages
-        if timed and mapped.counting:
-            mapped.counters.timed(mapped.row(self.frame_class), now_ns)
-        data = target[:pages] if out is None and target is not None else None
-        return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
 
+    @abstractmethod
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Future[Match]:
@@ -204,8 +127,36 @@ class PrefixCache(LayerVerbs):
         Raises:
             DeadlineExceeded: too many calls are waiting already.
         """
-        return self._node.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
 
+    @abstractmethod
+    def get_shard(
+        self,
+        tokens: Any,
+        out: Any = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        stage: int = 0,
+        stages: int = 1,
+        extras: Sequence[bytes] | None = None,
+        verify: bool | None = None,
+    ) -> Match:
+        """``get`` of one shard's part of each page, by whichever shards they were written: the heads of ``rank`` (see
+        ``Layout.held_heads``) of the layers of ``stage`` (``Layout.shard_layers``), in a page's order.
+
+        Args:
+            out: ``[pages, shard bytes]``; as for ``get``, or an array or tensor whose rows lie apart, each contiguous.
+                None allocates ``match.data``.
+            verify: as for ``get``. Checksums are of whole layers of whole pages, so those are read then.
+
+        A page counts only when it is whole: every shard that writes it has sealed. Of pages in DRAM only these bytes
+        are read; those on NVMe are read whole, a few at a time. Over gRPC only the shard's bytes cross the network.
+
+        Raises:
+            InvalidRequest: as ``get``; a number of the shard makes no sense.
+        """
+
+    @abstractmethod
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
         """Have the node bring the stored prefix from NVMe to DRAM; returns what is in DRAM then.
 
@@ -216,89 +167,10 @@ class PrefixCache(LayerVerbs):
             InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
             NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
         """
-        if not 0 < timeout_s < 1e6:
-            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
-        mapped, pages = self._node.mapped(), 0
-        keys = self._asked(tokens, extras)
-        if mapped is not None:
-            pages = stored_pages(mapped, keys, self._closed)[0]
-            if known_on_nvme(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
-                self._name(mapped)
-                bring(mapped, keys, self._closed, time.monotonic() + timeout_s)
-                pages = stored_pages(mapped, keys, self._closed)[0]
-        return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
-
-    def _missed(self, asked: int) -> Match:
-        if asked:
-            self._node.missed(ABSENT)
-        return Match(0, 0, ABSENT if asked else "")
-
-    # --- reading what is not in DRAM --------------------------------------------------------------------------------
-
-    def _found(self, mapped: Mapped, keys: Keys, dram: int, reason: str) -> int:
-        """How many pages a get may bring, where DRAM has the first ``dram`` and then none for that reason."""
-        return stored_beyond(mapped, keys, dram, self._closed)[0] if reason in ELSEWHERE else dram
-
-    def _beyond(
-        self, mapped: Mapped, keys: Keys, target: npt.NDArray[np.uint8], pages: int, reason: str, verify: bool
-    ) -> tuple[int, int, str]:
-        """Go on after ``pages`` that came from DRAM: with NVMe, and with DRAM again where a page moved there meanwhile,
-        or where pages of a layout that is not prefix-closed lie here and there.
-
-        Returns pages, how many of them came from NVMe, and why not more.
-        """
-        limit, nvme_pages, retried = min(len(keys), len(target)), 0, False
-        while reason in ELSEWHERE and pages < limit:
-            rest, rows = keys[pages:limit], target[pages:limit]
-            count, why = self._from_nvme(mapped, rest, rows)
-            pages, nvme_pages = pages + count, nvme_pages + count
-            reason = why if count or why != ABSENT else reason
-            scattered = bool(count) and not self._closed
-            if why not in ELSEWHERE or not (scattered or (why != ABSENT and not retried)):
-                break
-            retried = retried or not scattered
-            rest, rows = rest[count:], rows[count:]
-            runs, _, reason = prove(mapped, rest, self.page_bytes, self._closed)
-            copied, changed = copy_runs(runs, rows, time.monotonic_ns())
-            if verify:
-                copied, reason = self._verified(mapped, runs, rows, copied, reason)
-            pages, reason = pages + copied, GENERATION if changed else reason
-        return pages, nvme_pages, reason or ("" if pages == len(keys) else ABSENT)
-
-    def _from_nvme(self, mapped: Mapped, keys: Keys, rows: npt.NDArray[np.uint8]) -> tuple[int, str]:
-        """Read the leading pages of ``keys`` from NVMe into ``rows``; how many that were, and why not more."""
-        located = locate(mapped, keys[: len(rows)], self._closed)
-        if not located:
-            return 0, ABSENT
-        read = mapped.nvme.start(located, keys, self.frame_class, rows)
-        self._name(mapped, quietly=True)
-        tell_read(mapped, read.addresses)  # while the devices are at it
-        pages, why = read.result(mapped.timeout_s)
-        if read.damaged:
-            tell_damaged(mapped, read.damaged)
-        return pages, why
-
-    def _verified(
-        self, mapped: Mapped, runs: list[Run], target: npt.NDArray[np.uint8], pages: int, reason: str
-    ) -> tuple[int, str]:
-        """Compare what was copied with the records' checksums; the node stamps first those that have none yet."""
-        layers = self.layout.layers
-        for extent, frame, page, count, _ in runs:
-            count = min(count, pages - page)
-            if count <= 0:
-                break
-            stop = frame + count
-            if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not have_verified(mapped, runs):
-                return page, CHECKSUM
-            ours = checksums_of(target[page : page + count], layers)
-            equal = (ours == extent.checksums[frame:stop]).all(axis=1)
-            if not equal.all():
-                have_verified(mapped, runs)  # so that the node finds and drops it
-                return page + int(equal.argmin()), CHECKSUM
-        return pages, reason
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
         """Store the full pages of ``tokens``; returns how many are new. Pages already in DRAM are skipped.
 
@@ -307,7 +179,8 @@ class PrefixCache(LayerVerbs):
         Args:
             pages: ``[full pages, page_bytes]``: exactly so many bytes in any C-contiguous buffer of any dtype.
             extras: as in ``keys``.
-            checksum: compute the layers' checksums here; otherwise the node does, soon after the seal.
+            checksum: compute the layers' checksums here; otherwise the node does, soon after the seal. Without effect
+                over gRPC, where what arrives is verified in any case.
 
         Fewer new pages than expected mean that the store is full of pages that may not leave (leased, being written),
         or that another writer was faster, or that the pages before were evicted meanwhile; what was stored is a
@@ -318,12 +191,8 @@ class PrefixCache(LayerVerbs):
             QuotaExceeded: nothing new was stored, because the tenant has all it may have.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some pages may be stored.
         """
-        start_ns = time.monotonic_ns()
-        put = self._start_put(tokens, pages, extras, checksum)
-        new = put.result()
-        put.counters.took(PUT, start_ns)
-        return new
 
+    @abstractmethod
     def put_async(
         self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
     ) -> PendingPut:
@@ -332,37 +201,71 @@ class PrefixCache(LayerVerbs):
         A put whose ``result`` is never asked for is sealed all the same; its replies are read by a later put, or soon
         after the last one.
         """
-        start_ns = time.monotonic_ns()
-        put = self._start_put(tokens, pages, extras, checksum)
-        put.counters.took(PUT_ASYNC, start_ns)
-        put.leave()
-        return put
 
-    def _start_put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None, checksum: bool) -> PendingPut:
-        keys = self._named(tokens, extras)
-        rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
-        mapped = self._node.writable()
-        keys = keys.with_tag(self._tag_in(mapped))
-        self._name(mapped)
-        stored, last = stored_pages(mapped, keys, self._closed)
-        known = known_on_nvme(mapped, keys, stored, self._closed) if stored < len(rows) else ()
-        put = PendingPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known)
-        if stored < len(rows):
-            if last is not None:
-                mapped.mark_used(last)  # what the new pages hang on must not be what leaves for them
-            put.send(rows, stored)
-        return put
-
-    def _name(self, mapped: Mapped, quietly: bool = False) -> None:
-        name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)
+    # --- leases, and layers -----------------------------------------------------------------------------------------
 
     def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Lease:
         """Read-only views of the longest stored prefix, without a copy: ``with cache.lease(tokens) as lease``.
 
+        Over gRPC the pages are fetched: read-only copies, right whatever happens to the lease.
+
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
         """
-        return Lease(self._node, self.layout, self._asked(tokens, extras), ttl_s, self._name)
+        return self._lease(self._asked(tokens, extras), ttl_s)
+
+    def writer(
+        self,
+        tokens: Any,
+        ttl_s: float = 30.0,
+        group: str | int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        extras: Sequence[bytes] | None = None,
+        stage: int = 0,
+        stages: int = 1,
+    ) -> Writer:
+        """Write the full pages layer by layer: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
+
+        Over gRPC each layer is one stream, which has arrived when ``write_layer`` returns.
+
+        Args:
+            ttl_s: the reservation's deadline; what is not sealed by then is given up.
+            group: what the shards of one write have in common (a request id, say). None: a writer of its own. Shards on
+                several machines must name theirs by the same text.
+            rank, ranks: which share of the KV heads this writer writes; see ``Layout.shard_heads``.
+            stage, stages: which layers it writes; see ``Layout.shard_layers``. ``ranks * stages`` is at most 8.
+
+        Raises:
+            InvalidRequest: as ``keys``; ``ttl_s``, ``group``, or a number of the shard makes no sense.
+        """
+        shard = Shard(self.layout, rank, ranks, stage, stages)
+        return self._writer(shard, self._named(tokens, extras), ttl_s, group)
+
+    def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:
+        """Read pages layer by layer while they are being written: ``cache.reader(tokens).read_layer(0, out)``.
+
+        Over gRPC layers come once their page is sealed; pages are fetched whole and kept.
+
+        Args:
+            timeout_s: how long one ``read_layer`` may wait.
+
+        Raises:
+            InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
+        """
+        return self._reader(self._asked(tokens, extras), timeout_s)
+
+    @abstractmethod
+    def _lease(self, keys: Keys, ttl_s: float) -> Lease:
+        """A lease of this kind of store, not entered."""
+
+    @abstractmethod
+    def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> Writer:
+        """A writer of this kind of store, not entered."""
+
+    @abstractmethod
+    def _reader(self, keys: Keys, timeout_s: float) -> Reader:
+        """A reader of this kind of store."""
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("store", "cannot be pickled: call kvstore.connect() in the other process")

@@ -1,49 +1,28 @@
-"""Writer: pages written layer by layer into reserved frames, readable while they are being written."""
+"""Writer: pages written layer by layer, readable while they are being written."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
-import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from bisect import bisect_left
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn, Self
 
 import numpy as np
 
-from kvstore import failpoint
-from kvstore.client.buffers import rows_to_read
-from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
-from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import await_saved
-from kvstore.client.local.proof import address_runs
-from kvstore.client.local.spans import Span, parts_of, unbroken
-from kvstore.client.local.stored import stored_pages
+from kvstore.client.buffers import Rows, rows_to_read
 from kvstore.client.ranges import Ranges
-from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import (
-    ADDRESS_BYTES,
-    ADDRESS_DTYPE,
-    SHARDS_MAX,
-    FrameClass,
-    FrameState,
-    Status,
-)
+from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
-from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
 
-_RESERVED = int(FrameState.RESERVED)
-_OURS = (int(Status.OK), int(Status.JOINED))
-_DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BUSY))
-
-PIECES_MAX = 256  # that one page may lie in meanwhile, written by ``write_range``
+PIECES_MAX: Final = 256  # that one page may lie in meanwhile, written by ``write_range``
 
 
-class Writer:
+class Writer(ABC):
     """A layer-wise put: ``with cache.writer(tokens) as w: w.write_layer(layer, data)`` for every layer, in any order.
 
     Life: made -> entered (frames reserved) -> written, readers in other processes following layer by layer -> left:
@@ -63,15 +42,7 @@ class Writer:
             stored; those that are not yet do not count as ``sealed``.
     """
 
-    def __init__(
-        self,
-        node: LocalNode,
-        shard: Shard,
-        keys: Keys,
-        ttl_s: float,
-        group: str | int | None,
-        name: Callable[[Mapped], None] | None = None,
-    ) -> None:
+    def __init__(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> None:
         if not 0 < ttl_s < 1e6:
             raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
         if shard.count > SHARDS_MAX:
@@ -80,22 +51,16 @@ class Writer:
         self.pages_new: list[int] = []
         self.sealed = 0
         self.waits = True
-        self._node = node
         self._shard = shard
-        self._layout = layout = shard.layout
+        self._layout = shard.layout
         self._keys = keys
-        self._name = name  # tells the node whose pages these are
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._group = _group_number(group, shard.stages)
-        self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-        self._mapped: Mapped | None = None
         self._entered = False
-        self._raw = b""  # addresses of pages_new, end to end
-        self._spans: list[Span] = []
-        self._written = np.zeros((0, layout.layers), np.bool_)
+        self._written = np.zeros((0, shard.layout.layers), np.bool_)  # of every new page
         self._ranges: dict[int, Ranges] = {}  # page -> bytes of it written by ``write_range``
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Self:
         """Reserve frames for the pages that are not stored.
 
         Raises:
@@ -106,22 +71,14 @@ class Writer:
         if self._entered:
             raise InvalidRequest("writer", "was entered already: make another")
         self._entered = True
-        self._mapped = mapped = self._node.writable()
-        self._keys = mapped.in_pool(self._keys)
-        if self._name is not None:
-            self._name(mapped)
-        try:
-            self._reserve(mapped)
-            with mapped.channel.copies:
-                self._lay_out(mapped)
-        except BaseException:
-            self._revoke(self._raw)
-            mapped.claims.release(self)
-            raise
-        self._begin()
+        self._reserve()
+        first, last = self._shard.layers
+        self._written = np.ones((len(self.pages_new), self._layout.layers), np.bool_)
+        if self._shard.writes:  # what others write counts as written: nobody waits for us there
+            self._written[:, first:last] = False
         if self._shard.count > 1:
-            with self._open():
-                self._progress(self._spans)
+            with self._storing():
+                self._show(None)
         return self
 
     def write_layer(self, layer: int, data: Any) -> None:
@@ -135,36 +92,31 @@ class Writer:
         Raises:
             InvalidRequest: the layer is not in the layout or another stage's, or data has another size; nothing was
                 written.
+            LeaseBroken: over gRPC, the reservation is over.
+            NodeUnavailable, DeadlineExceeded: over gRPC, the node did not take it in time.
         """
         with self._open():
-            start = self._start(layer)
-            rows = rows_to_read(data, self._shard.width, len(self._keys), "data", apart=True)
-            if not self._shard.writes:
-                return
-            stop = start + self._shard.width
-            for span in self._spans:
-                span.pages[:, start:stop] = rows[span.page : span.page + span.count]
-            if failpoint.ACTIVE:
-                failpoint.hit("client.layer")
-            self._written[:, layer] = True
-            self._progress(self._spans)
+            start, shard = self._start(layer), self._shard
+            rows = rows_to_read(data, shard.width, len(self._keys), "data", apart=True)
+            if shard.writes and self.pages_new:
+                self._store_layer(start, rows)
+                self._written[:, layer] = True
+                self._show(None)
 
     def write_page(self, page: int, data: Any) -> None:
         """Write all layers of one page: ``page_bytes``, or of a shard its heads' share of each of its layers, in order.
 
-        Raises:
-            InvalidRequest: no such page among the keys, or data has another size; nothing was written.
+        Raises as ``write_layer``.
         """
         with self._open():
             self._check_page(page)
             shard, (first, last) = self._shard, self._shard.layers
             rows = rows_to_read(data, shard.width, last - first, "data", apart=True)
-            for span in self._spans:
-                i = page - span.page
-                if shard.writes and 0 <= i < span.count:
-                    shard.part(span.pages[i : i + 1])[0] = rows
-                    self._written[span.first + i] = True
-                    self._progress([span])
+            place = self._place(page)
+            if shard.writes and place is not None:
+                self._store_page(page, rows)
+                self._written[place] = True
+                self._show(page)
 
     def write_range(self, page: int, offset: int, data: Any) -> None:
         """Write some bytes of one page where they lie in it; a layer is written when all bytes of it were.
@@ -174,32 +126,23 @@ class Writer:
                 layers and, where it has not all heads, not in its heads of one layer; nothing was written.
         """
         with self._open():
-            self._write_range(page, offset, data)
-
-    def _write_range(self, page: int, offset: int, data: Any) -> None:
-        self._check_page(page)
-        layout, shard, row = self._layout, self._shard, rows_to_read(data, len(data), 1, "data")[0]
-        stop = offset + len(row)
-        first, last = offset // layout.layer_bytes, max(0, stop - 1) // layout.layer_bytes
-        start = first * layout.layer_bytes + shard.offset
-        inside = shard.width == layout.layer_bytes or start <= offset <= stop <= start + shard.width
-        low, high = (layer * layout.layer_bytes for layer in shard.layers)
-        if not low <= offset <= stop <= high or not inside:
-            raise InvalidRequest("offset", f"bytes {offset}..{stop} are not this writer's in a page")
-        span = next((span for span in self._spans if 0 <= page - span.page < span.count), None)
-        if span is None or not shard.writes or not len(row):
-            return
-        ranges = self._ranges.setdefault(page, Ranges())
-        if len(ranges) >= PIECES_MAX:
-            raise InvalidRequest("offset", f"page {page} lies in more than {PIECES_MAX} pieces: write longer ones")
-        span.pages[page - span.page, offset:stop] = row
-        ranges.add(offset, stop)
-        done = self._written[span.first + page - span.page]
-        for layer in range(first, last + 1):
-            start = layer * layout.layer_bytes + shard.offset
-            done[layer] = done[layer] or ranges.covers(start, start + shard.width)
-        if done[first] or done[last]:
-            self._progress([span])
+            self._check_page(page)
+            row = rows_to_read(data, len(data), 1, "data")[0]
+            first, last = self._layers_of(offset, offset + len(row))
+            place = self._place(page)
+            if not self._shard.writes or place is None or not len(row):
+                return
+            ranges = self._ranges.setdefault(page, Ranges())
+            if len(ranges) >= PIECES_MAX:
+                raise InvalidRequest("offset", f"page {page} lies in more than {PIECES_MAX} pieces: write longer ones")
+            self._store_range(page, offset, row)
+            ranges.add(offset, offset + len(row))
+            done = self._written[place]
+            for layer in range(first, last + 1):
+                start = layer * self._layout.layer_bytes + self._shard.offset
+                done[layer] = done[layer] or ranges.covers(start, start + self._shard.width)
+            if done[first] or done[last]:
+                self._show(page)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -208,94 +151,58 @@ class Writer:
 
         Raises:
             InvalidRequest: a layer was not written; everything was revoked.
+            LeaseBroken: over gRPC, the reservation was over; nothing is stored.
             NodeUnavailable, DeadlineExceeded: no acknowledgement; what was not sealed is revoked by its deadline.
         """
-        raw, self._raw, self._spans = self._raw, b"", []
-        try:
-            if kind is not None:
-                self._revoke(raw)
-                return
-            if not self._written.all():
-                self._revoke(raw)
-                page, layer = (int(i) for i in np.argwhere(~self._written)[0])
-                raise InvalidRequest("layer", f"layer {layer} of page {self.pages_new[page]} was not written")
-            self._seal(raw)
-        finally:
-            if self._mapped is not None:
-                self._mapped.claims.release(self)
+        if kind is not None:
+            self._revoke()
+        elif not self._written.all():
+            self._revoke()
+            page, layer = (int(i) for i in np.argwhere(~self._written)[0])
+            raise InvalidRequest("layer", f"layer {layer} of page {self.pages_new[page]} was not written")
+        else:
+            self._seal()
 
-    # --- reserving --------------------------------------------------------------------------------------------------
+    # --- what kinds of stores do each in their own way --------------------------------------------------------------
 
-    def _reserve(self, mapped: Mapped) -> None:
-        keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
-        page, last = stored_pages(mapped, keys, self._layout.attention == "full")
-        if last is not None:
-            mapped.mark_used(last)
-        limit = batch_pages(self._class.page_tokens, self._class.layers)
-        number, count = self._shard.number, self._shard.count
-        head = self._group.to_bytes(8, "little") + number.to_bytes(4, "little") + count.to_bytes(4, "little")
-        end = page + mapped.claims.claim(self, self._group, number, keys.hashes[page:])
-        full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
-        while page < end and not full:
-            stop = min(page + limit, end)
-            body = (
-                head,
-                keys.hashes[page - 1] if page else keys.parent,
-                keys.identity_bytes[page * width : stop * width],
-            )
-            # May be asked twice: what this session has reserved for this group and shard already is joined. It is ours,
-            # for no other writer has a claim on it.
-            geometry = pack_class(self._class)
-            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, body=body)
-            statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
-            busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
-            if busy >= 0:  # pages are being saved to make room
-                statuses, stop = statuses[:busy], page + busy
-                full = time.monotonic() >= deadline
-                time.sleep(BUSY_PAUSE_S)
-            for i, status in enumerate(statuses):
-                if status in _OURS:
-                    self.pages_new.append(page + i)
-                    self._raw += bytes(message.body[start + i * ADDRESS_BYTES : start + (i + 1) * ADDRESS_BYTES])
-                elif status != Status.PRESENT:
-                    full, refused = True, refused or status == Status.OVER_QUOTA
-            page = stop
-        if refused and not self.pages_new:
-            raise QuotaExceeded(OVER_QUOTA)
-        if end < len(keys) and not self.pages_new and not full:
-            raise OutOfSpace("no frame could be reserved: another writer here writes as this shard of the group")
-        if full and not self.pages_new:
-            raise OutOfSpace("no frame could be reserved: the store is full of pages that may not leave")
+    @abstractmethod
+    def _reserve(self) -> None:
+        """Reserve frames, and name their pages in ``pages_new``. Nothing is reserved where this raises."""
 
-    def _lay_out(self, mapped: Mapped) -> None:
-        addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
-        for number, frame, first, words in address_runs(addresses, _RESERVED):
-            extent = mapped.extent(number)
-            if extent is None:
-                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
-            for i, count in unbroken(self.pages_new[first : first + len(words)]):
-                frames = slice(frame + i, frame + i + count)
-                marks = extent.progress[frames, self._shard.number]
-                extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
-                generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
-                page = self.pages_new[first + i]
-                self._spans.append(Span(extent.pages[frames], marks, page, first + i, generations))
+    @abstractmethod
+    def _storing(self) -> AbstractContextManager[None]:
+        """To be entered around what is stored into our frames. Raises where nothing may be."""
 
-    # --- writing ----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _store_layer(self, start: int, rows: Rows) -> None:
+        """Store ``rows``, one for each page of the keys, into the new pages, from byte ``start`` of each on."""
+
+    @abstractmethod
+    def _store_page(self, page: int, rows: Rows) -> None:
+        """Store one new page's part of this shard: a row for each of its layers."""
+
+    @abstractmethod
+    def _store_range(self, page: int, offset: int, row: Rows) -> None:
+        """Store some bytes of one new page."""
+
+    @abstractmethod
+    def _show(self, page: int | None) -> None:
+        """Let readers have what ``_written`` says now, of one new page or of all. The bytes are stored already."""
+
+    @abstractmethod
+    def _seal(self) -> None:
+        """Seal what was reserved, all of which was written; count in ``sealed``. Called once, or ``_revoke`` is."""
+
+    @abstractmethod
+    def _revoke(self) -> None:
+        """Give back what was reserved."""
+
+    # --- parts ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> AbstractContextManager[None]:
-        """To be entered around what is stored into our frames. Raises InvalidRequest where nothing may be."""
-        if self._mapped is None:
+        if not self._entered:
             raise InvalidRequest("writer", "is not entered: use it in a with statement")
-        self._node.check_open()
-        return self._mapped.channel.copies
-
-    def _begin(self) -> None:
-        """Nothing of ours is written yet. What others write counts as written, for nobody waits for us there."""
-        first, last = self._shard.layers
-        self._written = np.ones((len(self.pages_new), self._layout.layers), np.bool_)
-        if self._shard.writes:
-            self._written[:, first:last] = False
+        return self._storing()
 
     def _start(self, layer: int) -> int:
         """Where in a page our heads of a layer begin. Raises InvalidRequest where it is not ours."""
@@ -305,69 +212,25 @@ class Writer:
             raise InvalidRequest("layer", f"{layer} is another stage's, this one has {first}..{last - 1}")
         return start
 
+    def _layers_of(self, offset: int, stop: int) -> tuple[int, int]:
+        """The first and last layer that these bytes of a page are in. Raises InvalidRequest where they are not ours."""
+        shard, layer_bytes = self._shard, self._layout.layer_bytes
+        first, last = offset // layer_bytes, max(0, stop - 1) // layer_bytes
+        start = first * layer_bytes + shard.offset
+        inside = shard.width == layer_bytes or start <= offset <= stop <= start + shard.width
+        low, high = (layer * layer_bytes for layer in shard.layers)
+        if not low <= offset <= stop <= high or not inside:
+            raise InvalidRequest("offset", f"bytes {offset}..{stop} are not this writer's in a page")
+        return first, last
+
     def _check_page(self, page: int) -> None:
         if not isinstance(page, int) or not 0 <= page < len(self._keys):
             raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
 
-    def _progress(self, spans: list[Span]) -> None:
-        """Raise this shard's marks to the leading layers that are written. After the data, never before."""
-        for span in spans:
-            written = self._written[span.first : span.first + span.count]
-            leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
-            span.marks[:] = span.generations | leading.astype(np.uint64)
-
-    # --- ending -----------------------------------------------------------------------------------------------------
-
-    def _seal(self, raw: bytes) -> None:
-        assert self._mapped is not None
-        requests = []
-        for part in parts_of(raw):
-            count = len(part) // ADDRESS_BYTES
-            requests.append(
-                (part, self._mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,)))
-            )
-        if failpoint.ACTIVE:
-            failpoint.hit("client.sealing")
-        first, busy = 0, []
-        for part, request in requests:
-            statuses = self._statuses(part, request)
-            busy += [first + i for i, status in enumerate(statuses) if status == Status.BUSY]
-            first += len(statuses)
-            self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)
-            self._mapped.counters.put(self._mapped.row(self._class), statuses.count(int(Status.OK)))
-            lost = [i for i, status in enumerate(statuses) if status not in _DONE]
-            self._revoke(b"".join([part[i * ADDRESS_BYTES : (i + 1) * ADDRESS_BYTES] for i in lost]))
-        if busy and self.waits:
-            hashes = [self._keys.hashes[self.pages_new[i]] for i in busy]
-            addresses = np.frombuffer(raw, ADDRESS_DTYPE)[busy]
-            saved = await_saved(self._mapped, hashes, addresses, time.monotonic() + self._node.timeout_s)
-            self.sealed += saved
-            self._mapped.counters.put(self._mapped.row(self._class), saved)
-
-    def _statuses(self, part: bytes, request: PendingReply) -> bytes:
-        """What became of these pages. Asked once more where the daemon went away; sealed pages then answer STALE."""
-        assert self._mapped is not None
-        count = len(part) // ADDRESS_BYTES
-        try:
-            return bytes(request.result().body[:count])
-        except NodeUnavailable:
-            again = self._mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))
-            statuses = bytearray(again.result().body[:count])
-        for i, (number, frame, generation) in enumerate(np.frombuffer(part, ADDRESS_DTYPE).tolist()):
-            extent = self._mapped.extent(number)
-            word = generation << 8 | int(FrameState.SEALED)
-            if statuses[i] == Status.STALE and extent is not None and int(extent.words[frame]) == word:
-                statuses[i] = Status.OK
-        return bytes(statuses)
-
-    def _revoke(self, raw: bytes) -> None:
-        """Give frames back; where the daemon does not hear of it, their deadline does."""
-        mapped = self._mapped
-        for part in parts_of(raw):
-            if mapped is not None:
-                with contextlib.suppress(Unavailable):
-                    count, shard = len(part) // ADDRESS_BYTES, self._shard.number + 1
-                    mapped.channel.request(Op.REVOKE, count=count, a=shard, flags=NO_REPLY, body=(part,))
+    def _place(self, page: int) -> int | None:
+        """Which of the new pages this is; None: it is none of them."""
+        place = bisect_left(self.pages_new, page)
+        return place if place < len(self.pages_new) and self.pages_new[place] == page else None
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("writer", "cannot be pickled: it belongs to this process")

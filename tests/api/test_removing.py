@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.client.objects import object_key_pages
+from kvstore.client.local.objects import object_key_pages
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb

@@ -147,7 +147,7 @@ def test_a_deadline_shorter_than_the_work(store: Store, monkeypatch: pytest.Monk
     data, new = contents(keys, LARGE), contents(more, LARGE)
     assert cache.put(keys, data) == 20 and store.put("big", data[:16])
     with monkeypatch.context() as short:
-        short.setattr(store._remote, "timeout_s", 1e-4)  # type: ignore[attr-defined]
+        short.setattr(store._node, "timeout_s", 1e-4)  # type: ignore[attr-defined]
         short.setattr(node, "STREAM_BYTES_PER_S_MIN", 1 << 40)
         for call in (
             lambda: cache.get(keys),
@@ -178,7 +178,7 @@ def test_prompts_in_several_requests(store: Store) -> None:
     """What does not fit one message of the node's goes in parts, or is refused before anything is sent."""
     cache, keys = store.cache(SMALL), chain(1, 10)
     data = contents(keys)
-    store._remote.about.message_bytes_max = node.OVERHEAD_BYTES + 3 * 4 * SMALL.page_tokens  # type: ignore[attr-defined]
+    store._node.about.message_bytes_max = node.OVERHEAD_BYTES + 3 * 4 * SMALL.page_tokens  # type: ignore[attr-defined]
     assert [len(part) for part in cache.parts(keys)] == [3, 3, 3, 1]  # type: ignore[attr-defined]
     assert (cache.put(keys[:7], data[:7]), cache.put(keys, data), cache.put(keys, data)) == (7, 3, 0)
     assert cache.lookup(keys).pages == cache.prefetch(keys).pages == 10
@@ -337,7 +337,7 @@ def test_a_forked_child_is_refused_and_ends_nothing(store: Store) -> None:
             except KVStoreError as error:
                 said.append(str(error))
         store.close()
-        store._remote._finalizer()  # type: ignore[attr-defined]
+        store._node._finalizer()  # type: ignore[attr-defined]
         os.write(write, "\n".join(said).encode())
         os._exit(0)
     wait_until("the child ends", lambda: os.waitpid(child, os.WNOHANG)[0] == child)

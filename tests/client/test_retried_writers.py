@@ -79,7 +79,7 @@ def test_a_retry_takes_what_the_first_does_not_write(machine: Machine) -> None:
     assert other_rank.__enter__().pages_new == list(range(PAGES))
     other_group = cache.writer(KEYS, group="another", ranks=2)
     assert other_group.__enter__().pages_new == list(range(PAGES))
-    first._revoke(first._raw)
+    first._give_back(first._raw)
     del first  # never left
     with pytest.raises(KeyError), cache.writer(KEYS, group="request", ranks=2) as again:
         assert again.pages_new == list(range(PAGES))

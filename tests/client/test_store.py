@@ -388,9 +388,14 @@ def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_public_names() -> None:
     """What programs may rely on: a name that comes, goes or moves is a change of the interface."""
     classes = {"Keys", "Layout", "Lease", "Match", "PrefixCache", "Reader", "Store", "Tier", "Writer"}
-    assert set(kvstore.__all__) == classes | {"__version__", "connect", "errors", "open"}
+    assert set(kvstore.__all__) == classes | {"__version__", "connect", "errors", "memory", "open"}
     assert {name: getattr(kvstore, name).__name__ for name in classes} == {name: name for name in classes}
-    assert callable(kvstore.connect) and callable(kvstore.open) and kvstore.__version__[0].isdecimal()
+    assert (
+        callable(kvstore.connect)
+        and callable(kvstore.open)
+        and callable(kvstore.memory)
+        and kvstore.__version__[0].isdecimal()
+    )
     assert issubclass(kvstore.errors.InvalidRequest, kvstore.errors.KVStoreError)
     with pytest.raises(AttributeError):
         kvstore.no_such_name  # noqa: B018

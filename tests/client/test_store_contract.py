@@ -1,4 +1,4 @@
-"""One contract for every way to a store: embedded, a daemon through shared memory, and that daemon over gRPC."""
+"""One contract for every kind of store: embedded, a daemon through shared memory, that daemon over gRPC, in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.model.shard import Shard
 from tests.helpers.content import SMALL, contents, layer_of
 from tests.helpers.processes import Machine, free_port
 
-WAYS = ("embedded", "daemon", "kv", "kv+unix")
+WAYS = ("embedded", "daemon", "kv", "kv+unix", "memory")
 MLA = Layout(model="contract-mla", layers=3, mla_latent=64, mla_rope=16, page_tokens=8)
 WINDOW = replace(SMALL, model="contract-window", attention="window", window=64)
 TINY = Layout(model="contract-tiny", layers=1, kv_heads=1, head_dim=8, dtype="uint8", page_tokens=16)
@@ -51,8 +51,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store
             kvstore.connect("n") as daemon,
             kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
             kvstore.connect(f"kv+unix://{address}") as unix,
+            kvstore.memory(dram="96MiB") as memory,
         ):
-            yield {"embedded": embedded, "daemon": daemon, "kv": tcp, "kv+unix": unix}
+            yield {"embedded": embedded, "daemon": daemon, "kv": tcp, "kv+unix": unix, "memory": memory}
     finally:
         machine.close()
         patch.undo()

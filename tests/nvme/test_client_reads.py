@@ -14,8 +14,7 @@ import pytest
 
 import kvstore
 from kvstore import Tier
-from kvstore.client import reader
-from kvstore.client.local import nvme, prefetch
+from kvstore.client.local import nvme, prefetch, reader
 from kvstore.client.local.grants import GrantPools
 from kvstore.client.local.nvme import NvmeRead, NvmeReader
 from kvstore.client.local.put import checksums_of

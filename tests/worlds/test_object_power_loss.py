@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client import objects
+from kvstore.client.local import objects
 from kvstore.errors import OutOfSpace, Unavailable
 from tests.helpers.nvme.faulty_disk import EIO, PowerCut
 from tests.helpers.worlds.power_world import Clock, Disks, World

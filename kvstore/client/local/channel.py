@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstore.client.local.session import SessionFile
+from kvstore.client.store import AFTER_FORK
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
 from kvstore.rpc import control
@@ -28,7 +29,6 @@ OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to rem
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
 _RETRY_MIN_S, _RETRY_MAX_S = 0.001, 0.05
 _SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
-AFTER_FORK = "was opened in process {}; open or connect again after fork"
 
 _NEW, _DONE, _LOST = 0, 1, 2
 _REFUSALS = (int(Status.INVALID), int(Status.FAILED))

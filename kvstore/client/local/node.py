@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.channel import AFTER_FORK, SocketChannel
+from kvstore.client.local.channel import SocketChannel
 from kvstore.client.local.claims import Claims
 from kvstore.client.local.ends import Embedded, Ends
 from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.nvme import NvmeReader
 from kvstore.client.local.read_threads import ReadThreads
+from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model.objects import is_object_class

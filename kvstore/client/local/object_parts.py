@@ -1,4 +1,4 @@
-"""Parts of the object verbs: heads as they are found, pieces and heads as they are put, values in several buffers."""
+"""Parts of the object verbs: heads as they are found, pieces and heads as they are put."""
 
 from __future__ import annotations
 
@@ -6,63 +6,18 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore import failpoint
-from kvstore.client.buffers import Rows, flat_bytes
+from kvstore.client.buffers import Rows
 from kvstore.client.local.node import Extent, Mapped
-from kvstore.client.local.put import Batch, PendingPut, frame_runs
-from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
+from kvstore.client.local.put import Batch, LocalPut, frame_runs
+from kvstore.client.scattered import Scattered
+from kvstore.errors import NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, is_object_class, key_hash, read_row
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Status, Tier, word_of
 from kvstore.rpc.control import OBJECT, Op, pack_addresses
 from kvstore.tier.index import IndexDamaged
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Scattered:
-    """One value over several flat buffers, laid end to end."""
-
-    def __init__(self, parts: list[Bytes]) -> None:
-        self.parts = parts
-        self.nbytes = sum(part.size for part in parts)
-
-    @classmethod
-    def of(cls, value: Any, field: str, writable: bool) -> Scattered:
-        """A caller's buffer, or list of buffers. Raises InvalidRequest naming ``field``."""
-        parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
-        if writable and not all(part.flags.writeable for part in parts):
-            raise InvalidRequest(field, "must be writable")
-        return cls(parts)
-
-    def write(self, start: int, data: Bytes) -> None:
-        """Copy ``data`` to ``start`` of the value."""
-        for part, low, high, at in self._cut(start, data.size):
-            part[low:high] = data[at : at + high - low]
-
-    def read(self, start: int, into: Bytes) -> None:
-        """Copy from ``start`` of the value as much as ``into`` takes and there is."""
-        for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
-            into[at : at + high - low] = part[low:high]
-
-    def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
-        """As many of these rows from ``start`` on as lie in one buffer, as a view; None where the first does not."""
-        for part, low, _, _ in self._cut(start, 1):
-            fit = min(rows, (part.size - low) // row_bytes)
-            return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None
-        return None
-
-    def _cut(self, start: int, count: int) -> list[tuple[Bytes, int, int, int]]:
-        """(buffer, low, high, place in ``start .. start + count``) of every buffer that has some of it."""
-        cut, base, stop = [], 0, start + count
-        for part in self.parts:
-            low, high = max(start - base, 0), min(stop - base, part.size)
-            if low < high:
-                cut.append((part, low, high, base + low - start))
-            base += part.size
-        return cut
 
 
 class Found(NamedTuple):
@@ -116,8 +71,8 @@ def _in_dram(mapped: Mapped, raw: bytes) -> Any:
     return extent.frame_class, row, raw, extent, frame, word
 
 
-class _FromSource(PendingPut):
-    """Pages whose bytes come from a value in several buffers; see ``PendingPut``."""
+class _FromSource(LocalPut):
+    """Pages whose bytes come from a value in several buffers; see ``LocalPut``."""
 
     _source: Scattered
     _start = 0

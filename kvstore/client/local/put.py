@@ -1,4 +1,4 @@
-"""PendingPut: pages on their way into the store: copied into granted frames, sealed batch by batch."""
+"""LocalPut: pages on their way into a node of this machine: copied into granted frames, sealed batch by batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import fill
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, still_ours
 from kvstore.client.local.node import Mapped
+from kvstore.client.pending import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
@@ -45,11 +46,9 @@ class Batch:
         self.sent_again = False
 
 
-class PendingPut:
-    """A put whose pages are copied and whose seals are on their way. The caller's buffer is free already.
-
-    Ends with ``result``. After a failure: pages whose seal was acknowledged are stored, the frames of the others are
-    forfeit (the node takes them back), and a later put of the same prompt continues where this one stopped.
+class LocalPut(PendingPut):
+    """A put whose pages are copied and whose seals are on their way. After a failure: pages whose seal was acknowledged
+    are stored, the frames of the others are forfeit (the node takes them back).
     """
 
     __slots__ = (
@@ -89,12 +88,7 @@ class PendingPut:
         return self._mapped.counters
 
     def result(self) -> int:
-        """Pages newly stored, once their seals are acknowledged. Fewer than were given: see ``PrefixCache.put``.
-
-        Raises:
-            QuotaExceeded: nothing was stored, because the tenant has all it may have.
-            NodeUnavailable, DeadlineExceeded: the node did not acknowledge in time; some pages may be stored.
-        """
+        """See ``PendingPut.result``."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.buffers import rows_to_fill, rows_to_read
-from kvstore.client.local.grants import PUTS_UNREAD_MAX
-from kvstore.client.local.put import PendingPut
 from kvstore.client.match import ABSENT, Match
+from kvstore.client.pending import PendingPut
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.remote.fetch import Rows, fetch
 from kvstore.client.remote.lease import RemoteLease
@@ -24,32 +23,22 @@ from kvstore.client.remote.reader import RemoteReader
 from kvstore.client.remote.writer import RemoteWriter
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.layout import Layout
-from kvstore.model.prefix import Keys, root_key
-from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 
+PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read
 PREFETCH_GRACE_S = 0.5  # for the answer, after the node has stopped waiting
 
 
 class RemoteCache(PrefixCache):
-    """Pages of one layout, tenant salt and adapter. Made by ``RemoteStore.cache``; lives as long as its store.
-
-    Every verb is as in ``PrefixCache``, with these differences: each is at least one round trip, so that reading too
-    needs the node and raises ``NodeUnavailable`` or ``DeadlineExceeded`` where it does not answer; leases hold copies;
-    a reader gets layers when their pages are sealed.
-    """
+    """A prefix cache whose every verb asks the node: leases hold copies, a reader gets layers when pages are sealed."""
 
     def __init__(self, node: RemoteNode, layout: Layout, salt: str, adapter: str) -> None:
-        self.layout = layout
-        self.salt = salt
-        self.adapter = adapter
-        self.root = root_key(layout, salt, adapter)
-        self.page_bytes = layout.page_bytes
-        self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-        self._page_tokens = layout.page_tokens
+        super().__init__(layout, salt, adapter)
         self._whole = Shard(layout)
-        self._remote = node
+        self._node = node
         self._chain = pb.Pages(layout=pb.Layout(**asdict(layout)), salt=salt, adapter=adapter, whole_pages=True)
         self._puts: deque[PendingPut] = deque()
 
@@ -69,7 +58,7 @@ class RemoteCache(PrefixCache):
 
     def parts(self, keys: Keys) -> Iterator[Keys]:
         """Keys in parts that each fit a request; none where there are none."""
-        most = self._remote.request_bytes // (4 * self._page_tokens + _widest(keys))
+        most = self._node.request_bytes // (4 * self._page_tokens + _widest(keys))
         most = max(1, min(most, REQUEST_PAGES))
         return (keys[start : start + most] for start in range(0, len(keys), most))
 
@@ -91,7 +80,7 @@ class RemoteCache(PrefixCache):
             NodeUnavailable, DeadlineExceeded: the node did not answer in time.
         """
         keys = self._asked(tokens, extras)
-        self._remote.check_open()
+        self._node.check_open()
         return self._match(keys, self._looked_up)
 
     def get(
@@ -134,7 +123,7 @@ class RemoteCache(PrefixCache):
 
     def _read(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool) -> Match:
         """The match's pages, or a shard's part of them, in ``target``; None: in ``match.data``."""
-        node, asked = self._remote, len(keys)
+        node, asked = self._node, len(keys)
         node.check_open()
         if not asked:
             return Match(0, 0, "")
@@ -156,24 +145,24 @@ class RemoteCache(PrefixCache):
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Future[Match]:
         """See ``PrefixCache.get_async``."""
-        return self._remote.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
+        return self._node.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
 
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
         """See ``PrefixCache.prefetch``."""
         if not 0 < timeout_s < 1e6:
             raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
         keys = self._asked(tokens, extras)
-        self._remote.check_open()
+        self._node.check_open()
         deadline = time.monotonic() + timeout_s
 
         def brought(part: Keys) -> pb.LookupReply:
             left_s = max(0.0, deadline - time.monotonic()) + PREFETCH_GRACE_S
-            return self._remote.call("Prefetch", pb.LookupRequest(pages=self.named(part)), pb.LookupReply, left_s)
+            return self._node.call("Prefetch", pb.LookupRequest(pages=self.named(part)), pb.LookupReply, left_s)
 
         return self._match(keys, brought)
 
     def _looked_up(self, keys: Keys) -> pb.LookupReply:
-        return self._remote.call("Lookup", pb.LookupRequest(pages=self.named(keys)), pb.LookupReply)
+        return self._node.call("Lookup", pb.LookupRequest(pages=self.named(keys)), pb.LookupReply)
 
     def _match(self, keys: Keys, ask: Callable[[Keys], pb.LookupReply]) -> Match:
         """What ``ask`` says of all parts, up to the first that is not whole."""
@@ -197,7 +186,7 @@ class RemoteCache(PrefixCache):
         keys = self._named(tokens, extras)
         rows = rows_to_read(pages, self.page_bytes, len(keys))
         new = done = 0
-        self._remote.check_open()
+        self._node.check_open()
         for part in self.parts(keys):
             found, whole = self._put(part, rows[done : done + len(part)])
             new, done = new + found, done + len(part)
@@ -232,8 +221,8 @@ class RemoteCache(PrefixCache):
 
     def _sent(self, keys: Keys, rows: Rows) -> tuple[RemotePut, int]:
         """A put of what is not in DRAM yet, and how many leading pages are there."""
-        self._remote.check_open()
-        put, stored = RemotePut(self._remote), 0
+        self._node.check_open()
+        put, stored = RemotePut(self._node), 0
         if len(keys):
             found = self._looked_up(keys)
             stored = min(found.pages - found.nvme_pages, len(keys))
@@ -241,35 +230,16 @@ class RemoteCache(PrefixCache):
             put.start(pb.WriteBegin(pages=self.named(keys[stored:])), rows[stored:])
         return put, stored
 
-    def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> RemoteLease:
-        """See ``PrefixCache.lease``. The pages are fetched: read-only copies, right whatever happens to the lease."""
-        keys = self._one_call(self._asked(tokens, extras))
-        return RemoteLease(self._remote, self.layout, keys, ttl_s, self.named)
+    # --- leases, and layers -----------------------------------------------------------------------------------------
 
-    def writer(
-        self,
-        tokens: Any,
-        ttl_s: float = 30.0,
-        group: str | int | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        extras: Sequence[bytes] | None = None,
-        stage: int = 0,
-        stages: int = 1,
-    ) -> RemoteWriter:
-        """See ``PrefixCache.writer``. Each layer is one stream, which has arrived when ``write_layer`` returns.
+    def _lease(self, keys: Keys, ttl_s: float) -> RemoteLease:
+        return RemoteLease(self._node, self.layout, self._one_call(keys), ttl_s, self.named)
 
-        Args:
-            group: shards on the node's own machine that are to join must name theirs by the same text.
-        """
-        keys = self._one_call(self._named(tokens, extras))
-        shard = Shard(self.layout, rank, ranks, stage, stages)
-        return RemoteWriter(self._remote, shard, keys, ttl_s, group, self.named)
+    def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> RemoteWriter:
+        return RemoteWriter(self._node, shard, self._one_call(keys), ttl_s, group, self.named)
 
-    def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> RemoteReader:
-        """See ``PrefixCache.reader``. Layers come once their page is sealed; pages are fetched whole and kept."""
-        keys = self._one_call(self._asked(tokens, extras))
-        return RemoteReader(self._remote, self.layout, keys, timeout_s, self.named)
+    def _reader(self, keys: Keys, timeout_s: float) -> RemoteReader:
+        return RemoteReader(self._node, self.layout, self._one_call(keys), timeout_s, self.named)
 
 
 def _widest(keys: Keys) -> int:

@@ -12,9 +12,9 @@ from typing import Any, Final, NoReturn, TypeVar
 import grpc
 import grpc.experimental
 
-from kvstore.client.local.channel import AFTER_FORK
 from kvstore.client.remote.endpoint import Endpoint
 from kvstore.client.remote.trace import traceparent
+from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.pb import store_pb2 as pb

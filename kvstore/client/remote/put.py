@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.client.local.put import PendingPut
+from kvstore.client.pending import PendingPut
 from kvstore.client.remote.fetch import Rows
 from kvstore.client.remote.node import RemoteNode
 from kvstore.errors import DeadlineExceeded, Unavailable
@@ -17,13 +17,9 @@ from kvstore.rpc.data_messages import pack_data
 
 
 class RemotePut(PendingPut):
-    """A put whose pages were handed to the connection. The caller's buffer is free already.
+    """A put whose pages were handed to the connection."""
 
-    Ends with ``result``. After a failure: some leading pages may be stored, and a later put of the same prompt
-    continues where this one stopped.
-    """
-
-    __slots__ = ("_node", "_call", "stored")
+    __slots__ = ("_node", "_call", "_lock", "_new", "_failure", "stored")
 
     def __init__(self, node: RemoteNode) -> None:
         self._node = node
@@ -50,11 +46,7 @@ class RemotePut(PendingPut):
             raise DeadlineExceeded(f"{self._node.endpoint.address}: {rows.nbytes} bytes were not taken in time")
 
     def result(self) -> int:
-        """Pages newly stored, once the node has acknowledged. Fewer than were given: see ``PrefixCache.put``.
-
-        Raises:
-            NodeUnavailable, DeadlineExceeded: the node did not acknowledge in time; some pages may be stored.
-        """
+        """See ``PendingPut.result``."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.objects import object_key_pages
-from kvstore.client.store import Store
+from kvstore.client.local.objects import object_key_pages
+from kvstore.client.local.store import LocalStore
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, pack_data
@@ -33,7 +33,7 @@ class ObjectCalls:
         bytes_max: a value passes through the buffers as a whole, so none is larger.
     """
 
-    def __init__(self, store: Store, buffer_bytes: int) -> None:
+    def __init__(self, store: LocalStore, buffer_bytes: int) -> None:
         self._store = store
         self._patterns = Patterns()
         self.bytes_max = buffer_bytes - streams.BATCH_BYTES

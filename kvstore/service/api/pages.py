@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore.client.layer_verbs import WHOLE_BYTES
+from kvstore.client.local.cache import WHOLE_BYTES
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, QuotaExceeded

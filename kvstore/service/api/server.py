@@ -13,7 +13,7 @@ from typing import Any, Final
 import grpc
 
 from kvstore.client.local.node import LocalNode
-from kvstore.client.store import Store
+from kvstore.client.local.store import LocalStore
 from kvstore.config import NodeConfig
 from kvstore.service.api.admin import AdminCalls
 from kvstore.service.api.holdings import sweep_forever
@@ -64,7 +64,7 @@ class ApiServer(LoopServer):
         self._dispatcher = dispatcher
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        store = Store(LocalNode(self._node.folder, embedded=_Here(self._node, self._dispatcher)))
+        store = LocalStore(LocalNode(self._node.folder, embedded=_Here(self._node, self._dispatcher)))
         ends.callback(store.close)
         self._reservations = Reservations(store, self._node, self.identities)
         self._leases = Leases(store, self._node, self.identities)

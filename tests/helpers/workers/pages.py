@@ -22,7 +22,7 @@ import numpy as np
 
 import kvstore
 from kvstore import Keys, PrefixCache, Store
-from kvstore.client import layer_verbs, prefix_cache
+from kvstore.client.local import cache as copying
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
 from kvstore.model.shard import Shard
 from tests.helpers.content import LAYOUTS, Pages, chain, contents, first_wrong, layer_of
@@ -252,11 +252,11 @@ def race(a: Arguments) -> None:
 
 def stopped_put(a: Arguments) -> None:
     """A put that stops itself (SIGSTOP) when its frames are granted and mapped, nothing is copied; then it goes on."""
-    from kvstore.client.local.put import PendingPut
+    from kvstore.client.local.put import LocalPut
 
-    copy = PendingPut._copy
+    copy = LocalPut._copy
 
-    def stop_and_copy(self: PendingPut, rows: Any, page: int, addresses: Any) -> None:
+    def stop_and_copy(self: LocalPut, rows: Any, page: int, addresses: Any) -> None:
         log("granted", frames=[tuple(address) for address in addresses])
         for extent, _, _ in addresses:  # mapped, as in the middle of a copy
             self._mapped.extent(extent)
@@ -266,12 +266,12 @@ def stopped_put(a: Arguments) -> None:
 
     with opened(a) as (_, cache):
         keys = keys_of(a, a["seed"], a["pages"])
-        PendingPut._copy = stop_and_copy  # type: ignore[method-assign]
+        LocalPut._copy = stop_and_copy  # type: ignore[method-assign]
         try:
             log("sealed", pages=cache.put(keys, bytes_of(a, keys)))
         except Unavailable as error:
             log("refused", error=f"{type(error).__name__}: {error}")
-        PendingPut._copy = copy  # type: ignore[method-assign]
+        LocalPut._copy = copy  # type: ignore[method-assign]
         wait_for_go()
 
 
@@ -298,7 +298,7 @@ def read(a: Arguments) -> None:
 
 def stopped_get(a: Arguments) -> None:
     """A get that stops itself (SIGSTOP) when its pages are proven and nothing is copied; then it goes on."""
-    shard, copying = shard_of(a), prefix_cache if shard_of(a).count == 1 else layer_verbs
+    shard = shard_of(a)
     copy = copying.copy_runs
 
     def stop_and_copy(*args: Any) -> Any:

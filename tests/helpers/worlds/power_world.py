@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore import Layout, Store
+from kvstore import Layout
 from kvstore.client.local.node import LocalNode
+from kvstore.client.local.store import LocalStore
 from kvstore.config import node_config
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import Address, FrameState, Tier
@@ -186,7 +187,7 @@ class World:
         self.node.start()
         while self.node.populate_next():
             pass
-        self.store = Store(LocalNode(self.node.folder, embedded=self.client, timeout_s=5.0))
+        self.store = LocalStore(LocalNode(self.node.folder, embedded=self.client, timeout_s=5.0))
         self.caches = [self.store.cache(layout) for layout in LAYOUTS]
         self.claimed, self.evicted = set(), set()
         self.note_durable()

@@ -1,0 +1,334 @@
+"""LocalCache: the pages of one layout, salt and adapter in a node of this machine."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import failpoint
+from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.local.lease import LocalLease
+from kvstore.client.local.naming import name_root
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.prefetch import bring, have_verified, tell_damaged, tell_read
+from kvstore.client.local.proof import Run, copy_runs, prove, tell_reuse
+from kvstore.client.local.put import LocalPut, checksums_of
+from kvstore.client.local.reader import LocalReader
+from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, stored_pages
+from kvstore.client.local.writer import LocalWriter
+from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Layout
+from kvstore.model.pool_secret import tag_of
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import STAMPED, Tier
+from kvstore.model.shard import Shard
+from kvstore.rpc.control import CHECKSUMS
+from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+
+# x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
+# checksums have to.
+ORDERED = platform.machine() in ("x86_64", "AMD64")
+WHOLE_BYTES: Final = 4 << 20  # of pages that a shard's reader takes whole at a time, where one is not larger
+_STAMPED_BIT = np.uint64(STAMPED << 48)
+
+
+class LocalCache(PrefixCache):
+    """A prefix cache that reads index, records and pages where they lie; only writes, and pages to be brought from
+    NVMe, need the daemon.
+    """
+
+    def __init__(self, node: LocalNode, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
+        super().__init__(layout, salt, adapter)
+        self._node = node
+        self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
+        self._closed = layout.attention == "full"
+        self._verify = verify or not ORDERED
+        self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
+
+    def _tag(self) -> bytes:
+        """What our keys end with in the pool that was mapped last."""
+        return self._tag_in(self._node.last)
+
+    def _tag_in(self, mapped: Mapped | None) -> bytes:
+        if mapped is not None and mapped.secret is not self._pool[0]:
+            self._pool = mapped.secret, tag_of(mapped.secret, self.root)
+        return self._pool[1]
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Match:
+        """See ``PrefixCache.lookup``."""
+        start_ns = time.monotonic_ns()
+        mapped = self._node.mapped()
+        keys = self._asked(tokens, extras)
+        pages, nvme_pages, asked = 0, 0, len(keys.hashes)
+        if mapped is not None:
+            pages = stored_pages(mapped, keys, self._closed)[0]
+            if pages < asked:
+                found, more = stored_beyond(mapped, keys, pages, self._closed)
+                if more and mapped.nvme.readable():
+                    pages, nvme_pages = found, more
+            mapped.counters.took(LOOKUP, start_ns)
+        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, nvme_pages)
+
+    def get(
+        self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
+    ) -> Match:
+        """See ``PrefixCache.get``."""
+        now_ns = time.monotonic_ns()
+        node = self._node
+        timed = False
+        if now_ns > node.check_ns:
+            node.recheck(now_ns)
+            timed = True
+        mapped = node.mapped()
+        keys = self._asked(tokens, extras)
+        asked = len(keys.hashes)
+        target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
+        if mapped is None or not asked:
+            return self._missed(asked)
+        pages, nvme_pages, reason = 0, 0, ""
+        for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
+            runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
+            if target is None or out is None:  # what is found the second time may be more
+                found = proven if not reason else self._found(mapped, keys, proven, reason)
+                target = np.empty((found, self.page_bytes), np.uint8)
+            if failpoint.ACTIVE:
+                failpoint.hit("client.reading")
+            if timed and mapped.counting and not now_ns % REUSE_SAMPLED:
+                tell_reuse(mapped.counters, runs, proven, now_ns)
+            pages, changed = copy_runs(runs, target, now_ns)
+            if self._verify if verify is None else verify:
+                pages, reason = self._verified(mapped, runs, target, pages, reason)
+            if changed:
+                reason = GENERATION
+            if reason != GENERATION:
+                break
+        if reason:
+            if reason in ELSEWHERE and target is not None:
+                checked = self._verify if verify is None else verify
+                pages, nvme_pages, reason = self._beyond(mapped, keys, target, pages, reason, checked)
+            if reason:
+                node.missed(reason)
+            mapped.counters.got(mapped.row(self.frame_class), asked, pages - nvme_pages, nvme_pages, reason)
+        elif mapped.counting:
+            counters, row = self._counted
+            if counters is not mapped.counters:
+                counters, row = self._counted = mapped.counters, mapped.row(self.frame_class)
+            counters.words[row] += ONE_GET + pages
+        if timed and mapped.counting:
+            mapped.counters.timed(mapped.row(self.frame_class), now_ns)
+        data = target[:pages] if out is None and target is not None else None
+        return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
+
+    def get_async(
+        self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
+    ) -> Future[Match]:
+        """See ``PrefixCache.get_async``."""
+        return self._node.workers.submit(self.get, tokens, out, extras=extras, verify=verify)
+
+    def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
+        """See ``PrefixCache.prefetch``."""
+        if not 0 < timeout_s < 1e6:
+            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+        mapped, pages = self._node.mapped(), 0
+        keys = self._asked(tokens, extras)
+        if mapped is not None:
+            pages = stored_pages(mapped, keys, self._closed)[0]
+            if known_on_nvme(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
+                self._name(mapped)
+                bring(mapped, keys, self._closed, time.monotonic() + timeout_s)
+                pages = stored_pages(mapped, keys, self._closed)[0]
+        return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
+
+    def _missed(self, asked: int) -> Match:
+        if asked:
+            self._node.missed(ABSENT)
+        return Match(0, 0, ABSENT if asked else "")
+
+    # --- reading what is not in DRAM --------------------------------------------------------------------------------
+
+    def _found(self, mapped: Mapped, keys: Keys, dram: int, reason: str) -> int:
+        """How many pages a get may bring, where DRAM has the first ``dram`` and then none for that reason."""
+        return stored_beyond(mapped, keys, dram, self._closed)[0] if reason in ELSEWHERE else dram
+
+    def _beyond(
+        self, mapped: Mapped, keys: Keys, target: npt.NDArray[np.uint8], pages: int, reason: str, verify: bool
+    ) -> tuple[int, int, str]:
+        """Go on after ``pages`` that came from DRAM: with NVMe, and with DRAM again where a page moved there meanwhile,
+        or where pages of a layout that is not prefix-closed lie here and there.
+
+        Returns pages, how many of them came from NVMe, and why not more.
+        """
+        limit, nvme_pages, retried = min(len(keys), len(target)), 0, False
+        while reason in ELSEWHERE and pages < limit:
+            rest, rows = keys[pages:limit], target[pages:limit]
+            count, why = self._from_nvme(mapped, rest, rows)
+            pages, nvme_pages = pages + count, nvme_pages + count
+            reason = why if count or why != ABSENT else reason
+            scattered = bool(count) and not self._closed
+            if why not in ELSEWHERE or not (scattered or (why != ABSENT and not retried)):
+                break
+            retried = retried or not scattered
+            rest, rows = rest[count:], rows[count:]
+            runs, _, reason = prove(mapped, rest, self.page_bytes, self._closed)
+            copied, changed = copy_runs(runs, rows, time.monotonic_ns())
+            if verify:
+                copied, reason = self._verified(mapped, runs, rows, copied, reason)
+            pages, reason = pages + copied, GENERATION if changed else reason
+        return pages, nvme_pages, reason or ("" if pages == len(keys) else ABSENT)
+
+    def _from_nvme(self, mapped: Mapped, keys: Keys, rows: npt.NDArray[np.uint8]) -> tuple[int, str]:
+        """Read the leading pages of ``keys`` from NVMe into ``rows``; how many that were, and why not more."""
+        located = locate(mapped, keys[: len(rows)], self._closed)
+        if not located:
+            return 0, ABSENT
+        read = mapped.nvme.start(located, keys, self.frame_class, rows)
+        self._name(mapped, quietly=True)
+        tell_read(mapped, read.addresses)  # while the devices are at it
+        pages, why = read.result(mapped.timeout_s)
+        if read.damaged:
+            tell_damaged(mapped, read.damaged)
+        return pages, why
+
+    def _verified(
+        self, mapped: Mapped, runs: list[Run], target: npt.NDArray[np.uint8], pages: int, reason: str
+    ) -> tuple[int, str]:
+        """Compare what was copied with the records' checksums; the node stamps first those that have none yet."""
+        layers = self.layout.layers
+        for extent, frame, page, count, _ in runs:
+            count = min(count, pages - page)
+            if count <= 0:
+                break
+            stop = frame + count
+            if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not have_verified(mapped, runs):
+                return page, CHECKSUM
+            ours = checksums_of(target[page : page + count], layers)
+            equal = (ours == extent.checksums[frame:stop]).all(axis=1)
+            if not equal.all():
+                have_verified(mapped, runs)  # so that the node finds and drops it
+                return page + int(equal.argmin()), CHECKSUM
+        return pages, reason
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
+        """See ``PrefixCache.put``."""
+        start_ns = time.monotonic_ns()
+        put = self._start_put(tokens, pages, extras, checksum)
+        new = put.result()
+        put.counters.took(PUT, start_ns)
+        return new
+
+    def put_async(
+        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
+    ) -> LocalPut:
+        """See ``PrefixCache.put_async``."""
+        start_ns = time.monotonic_ns()
+        put = self._start_put(tokens, pages, extras, checksum)
+        put.counters.took(PUT_ASYNC, start_ns)
+        put.leave()
+        return put
+
+    def _start_put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None, checksum: bool) -> LocalPut:
+        keys = self._named(tokens, extras)
+        rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
+        mapped = self._node.writable()
+        keys = keys.with_tag(self._tag_in(mapped))
+        self._name(mapped)
+        stored, last = stored_pages(mapped, keys, self._closed)
+        known = known_on_nvme(mapped, keys, stored, self._closed) if stored < len(rows) else ()
+        put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known)
+        if stored < len(rows):
+            if last is not None:
+                mapped.mark_used(last)  # what the new pages hang on must not be what leaves for them
+            put.send(rows, stored)
+        return put
+
+    def _name(self, mapped: Mapped, quietly: bool = False) -> None:
+        name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)
+
+    # --- leases, and layers -----------------------------------------------------------------------------------------
+
+    def _lease(self, keys: Keys, ttl_s: float) -> LocalLease:
+        return LocalLease(self._node, self.layout, keys, ttl_s, self._name)
+
+    def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> LocalWriter:
+        return LocalWriter(self._node, shard, keys, ttl_s, group, self._name)
+
+    def _reader(self, keys: Keys, timeout_s: float) -> LocalReader:
+        return LocalReader(self._node, self.layout, keys, timeout_s, self._name)
+
+    # --- a shard's part of pages ------------------------------------------------------------------------------------
+
+    def get_shard(
+        self,
+        tokens: Any,
+        out: Any = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        stage: int = 0,
+        stages: int = 1,
+        extras: Sequence[bytes] | None = None,
+        verify: bool | None = None,
+    ) -> Match:
+        """See ``PrefixCache.get_shard``."""
+        shard = Shard(self.layout, rank, ranks, stage, stages)
+        keys = self._asked(tokens, extras)
+        asked = len(keys)
+        target = rows_to_fill(out, shard.nbytes, asked, apart=True) if out is not None else None
+        if target is None:  # what is sealed from now on is not looked for
+            keys = keys[: self.lookup(keys).pages]
+            target = np.empty((len(keys), shard.nbytes), np.uint8)
+        node, now_ns = self._node, time.monotonic_ns()
+        if now_ns > node.check_ns:
+            node.recheck(now_ns)
+        mapped, checked = node.mapped(), self._verify if verify is None else verify
+        keys = mapped.in_pool(keys) if mapped is not None else keys
+        pages, nvme_pages, reason = 0, 0, ABSENT
+        if mapped is not None and not checked:
+            pages, reason = self._shard_in_dram(mapped, keys, shard, target, now_ns)
+        if mapped is not None and pages < len(keys) and reason in ELSEWHERE:
+            count, nvme_pages, reason = self._shard_of_whole(keys[pages:], shard, target[pages:], checked)
+            pages += count
+        elif pages < asked:
+            node.missed(reason or ABSENT)
+        reason = "" if pages == asked else reason or ABSENT
+        data = target[:pages] if out is None else None
+        return Match(pages * self.layout.page_tokens, pages, reason, data, nvme_pages)
+
+    def _shard_in_dram(
+        self, mapped: Mapped, keys: Keys, shard: Shard, target: npt.NDArray[np.uint8], now_ns: int
+    ) -> tuple[int, str]:
+        """Copy a shard's part of the leading pages that are in DRAM; how many that were, and why not more."""
+        runs, _, reason = prove(mapped, keys, self.page_bytes, self._closed)
+        pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
+        reason = GENERATION if changed else reason
+        goes_on = reason in ELSEWHERE and pages < len(keys)  # with pages that count when they are got whole
+        if pages or not goes_on:
+            mapped.counters.got(mapped.row(self.frame_class), pages if goes_on else len(keys), pages, 0, reason)
+        return pages, reason
+
+    def _shard_of_whole(
+        self, keys: Keys, shard: Shard, rows: npt.NDArray[np.uint8], verify: bool
+    ) -> tuple[int, int, str]:
+        """The same of pages that are got whole; how many, how many of them came from NVMe, and why not more."""
+        parts = shard.unpacked(rows)
+        step = max(1, WHOLE_BYTES // self.page_bytes)
+        whole = np.empty((min(step, len(keys)), self.page_bytes), np.uint8)
+        pages = nvme_pages = 0
+        while True:
+            match = self.get(keys[pages : pages + step], whole, verify=verify)
+            parts[pages : pages + match.pages] = shard.part(whole[: match.pages])
+            pages, nvme_pages = pages + match.pages, nvme_pages + match.tiers.get(Tier.NVME, 0)
+            if match.reason or pages == len(keys):
+                return pages, nvme_pages, match.reason

@@ -1,0 +1,167 @@
+"""LocalReader: layers read out of this machine's memory, sealed or still being written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.local.node import Extent, LocalNode, Mapped
+from kvstore.client.local.prefetch import wish
+from kvstore.client.local.proof import address_runs, equal_rows
+from kvstore.client.local.stored import known_on_nvme
+from kvstore.client.reader import Reader
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState, Tier
+from kvstore.tier.index import IndexDamaged
+
+WISH_S = 0.05
+
+_RESERVED, _SEALED = int(FrameState.RESERVED), int(FrameState.SEALED)
+_8, _32, _FF = np.uint64(8), np.uint64(32), np.uint64(0xFF)
+_LOW = np.uint64(0xFFFFFFFF)
+
+Words = npt.NDArray[np.uint64]
+
+
+class Span(NamedTuple):
+    """Pages ``page ..`` in frames ``frame ..`` whose identity was proven under these generations, sealed or not."""
+
+    extent: Extent
+    frame: int
+    page: int
+    generations: Words
+
+    @property
+    def stop(self) -> int:
+        """The page after the last one."""
+        return self.page + len(self.generations)
+
+
+class LocalReader(Reader):
+    """A reader that finds pages by the index, also those that are being written. Each is read under one generation:
+    that was the same before and after the copy.
+    """
+
+    PAUSES_S = (20e-6, 1e-3)
+
+    def __init__(
+        self, node: LocalNode, layout: Layout, keys: Keys, timeout_s: float, name: Callable[[Mapped, bool], None]
+    ) -> None:
+        super().__init__(layout, keys, timeout_s)
+        self._node = node
+        self._name = name  # tells the node whose pages these are
+        self._mapped: Mapped | None = None
+        self._spans: list[Span] = []
+        self._wish_s = 0.0  # when to tell the node next what we wait for
+
+    def _read(self, page: int, layer: int, start: int, stop: int, target: npt.NDArray[np.uint8]) -> int:
+        """As far as the span goes that ``page`` is in."""
+        span = self._span(page)
+        if span is None:
+            return 0
+        extent, skip = span.extent, page - span.page
+        frame, generations = span.frame + skip, span.generations[skip:]
+        count = _ready(extent, frame, generations, layer)
+        if count:
+            target[page : page + count] = extent.pages[frame : frame + count, start:stop]
+            extent.last_use[frame : frame + count] = time.monotonic_ns()
+            same = _same(extent, frame, generations[:count])
+        else:
+            same = _same(extent, frame, generations[:1])
+        if same < max(count, 1):
+            self._forget(page + same)
+            count = min(same, count)
+        return count
+
+    def _span(self, page: int) -> Span | None:
+        mapped = self._node.mapped()
+        if mapped is not self._mapped:
+            if mapped is None or self._mapped is None or mapped.incarnation != self._mapped.incarnation:
+                self._spans = []
+            self._mapped = mapped
+            self._keys = mapped.in_pool(self._keys) if mapped is not None else self._keys
+        for span in self._spans:
+            if span.page <= page < span.stop:
+                return span
+        if mapped is not None:
+            self._locate(mapped, page)
+        return self._spans[-1] if self._spans and self._spans[-1].page == page else None
+
+    def _locate(self, mapped: Mapped, page: int) -> None:
+        """Find and prove the run of frames that starts with ``page``."""
+        keys = self._keys.hashes
+        try:
+            found = mapped.index.find_many(Tier.DRAM, keys[page:])
+            raw = []
+            for i, value in enumerate(found):
+                if value is None:
+                    address = mapped.index.find_pending(keys[page + i])
+                    value = np.array([address], ADDRESS_DTYPE).tobytes() if address is not None else None
+                if value is None:
+                    break
+                raw.append(value[:ADDRESS_BYTES])
+        except IndexDamaged:
+            return  # it will be rebuilt under another epoch
+        runs = address_runs(np.frombuffer(b"".join(raw), ADDRESS_DTYPE))
+        if not runs:
+            return
+        number, frame, _, words = runs[0]
+        extent = mapped.extent(number)
+        if extent is None or extent.page_bytes != self._layout.page_bytes:
+            return
+        generations = words >> _8
+        count = _same(extent, frame, generations)
+        width = len(self._keys.identity_bytes) // len(keys)
+        theirs = extent.identity[frame : frame + count].tobytes()
+        ours = self._keys.identity_bytes[page * width : (page + count) * width]
+        if len(theirs) != len(ours):
+            return  # of another page_tokens
+        if theirs != ours:
+            count = equal_rows(theirs, ours, width)
+        count = min(count, _same(extent, frame, generations[:count]))
+        if count:
+            self._spans.append(Span(extent, frame, page, generations[:count]))
+
+    def _waits_for(self, page: int) -> None:
+        """Layers are read in DRAM: a page that is on NVMe only has to come there first."""
+        now_s = time.monotonic()
+        if now_s < self._wish_s:
+            return
+        self._wish_s = now_s + WISH_S
+        if self._mapped is not None and self._span(page) is None:
+            closed = self._layout.attention == "full"
+            if known_on_nvme(self._mapped, self._keys, page, closed):
+                self._name(self._mapped, True)
+            wish(self._mapped, self._keys[page:], closed)
+
+    def _forget(self, page: int) -> None:
+        self._spans = [span for span in self._spans if span.stop <= page]
+
+
+def _same(extent: Extent, frame: int, generations: Words) -> int:
+    """How many leading frames still have these generations, reserved or sealed."""
+    words = extent.words[frame : frame + len(generations)]
+    if len(words) < len(generations):
+        return 0
+    state = words & _FF
+    same = (words >> _8 == generations) & ((state == _SEALED) | (state == _RESERVED))
+    return len(same) if same.all() else int(same.argmin())
+
+
+def _ready(extent: Extent, frame: int, generations: Words, layer: int) -> int:
+    """How many leading frames have this layer written by every shard."""
+    stop = frame + len(generations)
+    words = extent.words[frame:stop].copy()
+    if (words == (generations << _8 | np.uint64(_SEALED))).all():
+        return len(generations)
+    shards = (extent.info[frame:stop] >> _32) & _FF
+    progress = extent.progress[frame:stop]
+    mine = (progress >> _32 == (generations & _LOW)[:, None]) & (progress & _LOW > layer)
+    mine |= np.arange(progress.shape[1]) >= shards[:, None]
+    ready = (words & _FF == _SEALED) | ((words & _FF == _RESERVED) & mine.all(axis=1))
+    return len(ready) if ready.all() else int(ready.argmin())

@@ -1,0 +1,123 @@
+"""LocalStore: a node of this machine, a daemon's or one in this process, through shared memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvstore.client.local.cache import LocalCache
+from kvstore.client.local.channel import SocketChannel
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.objects import LocalObjects
+from kvstore.client.store import Store, check_cache
+from kvstore.errors import DeadlineExceeded, NodeUnavailable
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
+from kvstore.rpc import control
+from kvstore.rpc.control import Op
+from kvstore.tier.folder import list_nodes
+from kvstore.tier.header import DaemonState
+
+ADMIN_TIMEOUT_S = 60.0
+BEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon
+
+
+class LocalStore(Store, LocalObjects):
+    """A store whose reads need no daemon: files in shared memory tell all of it."""
+
+    reads_without_node = True
+
+    def __init__(self, node: LocalNode) -> None:
+        super().__init__()
+        self._node = node
+
+    @property
+    def name(self) -> str:
+        """See ``Store.name``."""
+        return self._node.name
+
+    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> LocalCache:
+        """See ``Store.cache``."""
+        self._node.check_open()
+        mapped = self._node.mapped()
+        check_cache(layout, salt, adapter, mapped.header.extent_bytes if mapped is not None else 0)
+        verify = mapped is not None and bool(mapped.header.verify_reads)
+        return LocalCache(self._node, layout, salt, adapter, verify)
+
+    def stats(self) -> dict[str, Any]:
+        """See ``Store.stats``."""
+        self._node.check_open()
+        try:
+            stats = self._admin("stats") if self._alive() else self._header_stats()
+        except NodeUnavailable:
+            stats = self._header_stats()
+        stats["client"] = {"misses": dict(self._node.misses)}
+        return stats
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """See ``Store.wait_ready``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            mapped = self._node.mapped()
+            if mapped is not None and (
+                self._node.embedded or (mapped.header.state == DaemonState.READY and _beats(mapped) and self._alive())
+            ):
+                return
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{self.name}: not ready after {timeout_s:g} s")
+            time.sleep(0.005)
+
+    def renew_session(self) -> None:
+        """See ``Store.renew_session``."""
+        mapped = self._node.mapped()
+        if mapped is not None and isinstance(mapped.channel, SocketChannel):
+            mapped.channel.ended = True
+            self._node.writable()
+
+    def close(self) -> None:
+        """See ``Store.close``."""
+        self._node.close()
+
+    def in_pool(self, keys: Keys) -> Keys:
+        """The same pages by the keys that the node's listings and events name them by."""
+        mapped = self._node.mapped()
+        return mapped.in_pool(keys) if mapped is not None else keys
+
+    def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer
+        while not self._alive():
+            self._node.check_open()
+            if time.monotonic() >= deadline:
+                raise NodeUnavailable(f"{self.name}: its daemon is not running")
+            time.sleep(0.005)
+        body = (control.pack_json({"call": call, **arguments}),)
+        mapped = self._node.writable()
+        try:
+            message = mapped.exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
+        except NodeUnavailable:
+            renewed = self._node.writable()
+            if renewed is mapped:
+                raise
+            message = renewed.exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
+        return control.unpack_json(message.body)
+
+    def _alive(self) -> bool:
+        """Whether the node's daemon holds its lock."""
+        return dict(list_nodes(self._node.path.parent)).get(self.name, False)
+
+    def _header_stats(self) -> dict[str, Any]:
+        mapped = self._node.mapped()
+        stats: dict[str, Any] = {"name": self.name, "state": "down"}
+        if mapped is not None:
+            header = mapped.header
+            stats["incarnation"] = f"{mapped.incarnation:016x}"
+            stats["pages"], stats["nvme_pages"] = mapped.index.count(Tier.DRAM), mapped.index.count(Tier.NVME)
+            capacity = header.positions * header.extent_bytes
+            stats["tiers"] = {"dram": {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}}
+        return stats
+
+
+def _beats(mapped: Mapped) -> bool:
+    """Whether the daemon gave a sign of late: a stopped one holds its lock, and takes no requests."""
+    return time.monotonic_ns() - mapped.header.heartbeat_ns < BEAT_NS_MAX

@@ -1,0 +1,224 @@
+"""LocalWriter: pages written layer by layer straight into reserved frames of this machine's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.client.buffers import Rows
+from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.prefetch import await_saved
+from kvstore.client.local.proof import address_runs
+from kvstore.client.local.spans import Span, parts_of, unbroken
+from kvstore.client.local.stored import stored_pages
+from kvstore.client.writer import Writer
+from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState, Status
+from kvstore.model.shard import Shard
+from kvstore.rpc.base import PendingReply
+from kvstore.rpc.control import NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+
+_RESERVED = int(FrameState.RESERVED)
+_OURS = (int(Status.OK), int(Status.JOINED))
+_DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BUSY))
+
+
+class LocalWriter(Writer):
+    """A writer that copies each byte once, into its frame, and shows readers its progress by a mark beside it."""
+
+    def __init__(
+        self,
+        node: LocalNode,
+        shard: Shard,
+        keys: Keys,
+        ttl_s: float,
+        group: str | int | None,
+        name: Callable[[Mapped], None],
+    ) -> None:
+        super().__init__(shard, keys, ttl_s, group)
+        layout = shard.layout
+        self._node = node
+        self._name = name  # tells the node whose pages these are
+        self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+        self._mapped: Mapped | None = None
+        self._raw = b""  # addresses of pages_new, end to end
+        self._spans: list[Span] = []
+
+    # --- reserving --------------------------------------------------------------------------------------------------
+
+    def _reserve(self) -> None:
+        self._mapped = mapped = self._node.writable()
+        self._keys = mapped.in_pool(self._keys)
+        self._name(mapped)
+        try:
+            self._ask(mapped)
+            with mapped.channel.copies:
+                self._lay_out(mapped)
+        except BaseException:
+            self._revoke()
+            raise
+
+    def _ask(self, mapped: Mapped) -> None:
+        keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
+        page, last = stored_pages(mapped, keys, self._layout.attention == "full")
+        if last is not None:
+            mapped.mark_used(last)
+        limit = batch_pages(self._class.page_tokens, self._class.layers)
+        number, count = self._shard.number, self._shard.count
+        head = self._group.to_bytes(8, "little") + number.to_bytes(4, "little") + count.to_bytes(4, "little")
+        end = page + mapped.claims.claim(self, self._group, number, keys.hashes[page:])
+        full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
+        while page < end and not full:
+            stop = min(page + limit, end)
+            body = (
+                head,
+                keys.hashes[page - 1] if page else keys.parent,
+                keys.identity_bytes[page * width : stop * width],
+            )
+            # May be asked twice: what this session has reserved for this group and shard already is joined. It is ours,
+            # for no other writer has a claim on it.
+            geometry = pack_class(self._class)
+            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, body=body)
+            statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
+            busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
+            if busy >= 0:  # pages are being saved to make room
+                statuses, stop = statuses[:busy], page + busy
+                full = time.monotonic() >= deadline
+                time.sleep(BUSY_PAUSE_S)
+            for i, status in enumerate(statuses):
+                if status in _OURS:
+                    self.pages_new.append(page + i)
+                    self._raw += bytes(message.body[start + i * ADDRESS_BYTES : start + (i + 1) * ADDRESS_BYTES])
+                elif status != Status.PRESENT:
+                    full, refused = True, refused or status == Status.OVER_QUOTA
+            page = stop
+        if refused and not self.pages_new:
+            raise QuotaExceeded(OVER_QUOTA)
+        if end < len(keys) and not self.pages_new and not full:
+            raise OutOfSpace("no frame could be reserved: another writer here writes as this shard of the group")
+        if full and not self.pages_new:
+            raise OutOfSpace("no frame could be reserved: the store is full of pages that may not leave")
+
+    def _lay_out(self, mapped: Mapped) -> None:
+        addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
+        for number, frame, first, words in address_runs(addresses, _RESERVED):
+            extent = mapped.extent(number)
+            if extent is None:
+                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+            for i, count in unbroken(self.pages_new[first : first + len(words)]):
+                frames = slice(frame + i, frame + i + count)
+                marks = extent.progress[frames, self._shard.number]
+                extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
+                generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
+                page = self.pages_new[first + i]
+                self._spans.append(Span(extent.pages[frames], marks, page, first + i, generations))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def _storing(self) -> AbstractContextManager[None]:
+        self._node.check_open()
+        if self._mapped is None:
+            raise InvalidRequest("writer", "has no frames: the node was not there when it was entered")
+        return self._mapped.channel.copies
+
+    def _store_layer(self, start: int, rows: Rows) -> None:
+        stop = start + self._shard.width
+        for span in self._spans:
+            span.pages[:, start:stop] = rows[span.page : span.page + span.count]
+        if failpoint.ACTIVE:
+            failpoint.hit("client.layer")
+
+    def _store_page(self, page: int, rows: Rows) -> None:
+        span = self._span(page)
+        if span is not None:
+            i = page - span.page
+            self._shard.part(span.pages[i : i + 1])[0] = rows
+
+    def _store_range(self, page: int, offset: int, row: Rows) -> None:
+        span = self._span(page)
+        if span is not None:
+            span.pages[page - span.page, offset : offset + len(row)] = row
+
+    def _span(self, page: int) -> Span | None:
+        return next((span for span in self._spans if 0 <= page - span.page < span.count), None)
+
+    def _show(self, page: int | None) -> None:
+        """Raise this shard's marks to the leading layers that are written."""
+        for span in self._spans:
+            if page is None or 0 <= page - span.page < span.count:
+                written = self._written[span.first : span.first + span.count]
+                leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
+                span.marks[:] = span.generations | leading.astype(np.uint64)
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def _seal(self) -> None:
+        raw, self._raw, self._spans = self._raw, b"", []
+        if self._mapped is None:
+            return
+        try:
+            self._seal_frames(self._mapped, raw)
+        finally:
+            self._mapped.claims.release(self)
+
+    def _seal_frames(self, mapped: Mapped, raw: bytes) -> None:
+        requests = []
+        for part in parts_of(raw):
+            count = len(part) // ADDRESS_BYTES
+            requests.append((part, mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))))
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
+        first, busy = 0, []
+        for part, request in requests:
+            statuses = self._statuses(mapped, part, request)
+            busy += [first + i for i, status in enumerate(statuses) if status == Status.BUSY]
+            first += len(statuses)
+            self.sealed += sum(status in (Status.OK, Status.PARTIAL) for status in statuses)
+            mapped.counters.put(mapped.row(self._class), statuses.count(int(Status.OK)))
+            lost = [i for i, status in enumerate(statuses) if status not in _DONE]
+            self._give_back(b"".join([part[i * ADDRESS_BYTES : (i + 1) * ADDRESS_BYTES] for i in lost]))
+        if busy and self.waits:
+            hashes = [self._keys.hashes[self.pages_new[i]] for i in busy]
+            addresses = np.frombuffer(raw, ADDRESS_DTYPE)[busy]
+            saved = await_saved(mapped, hashes, addresses, time.monotonic() + self._node.timeout_s)
+            self.sealed += saved
+            mapped.counters.put(mapped.row(self._class), saved)
+
+    def _statuses(self, mapped: Mapped, part: bytes, request: PendingReply) -> bytes:
+        """What became of these pages. Asked once more where the daemon went away; sealed pages then answer STALE."""
+        count = len(part) // ADDRESS_BYTES
+        try:
+            return bytes(request.result().body[:count])
+        except NodeUnavailable:
+            again = mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))
+            statuses = bytearray(again.result().body[:count])
+        for i, (number, frame, generation) in enumerate(np.frombuffer(part, ADDRESS_DTYPE).tolist()):
+            extent = mapped.extent(number)
+            word = generation << 8 | int(FrameState.SEALED)
+            if statuses[i] == Status.STALE and extent is not None and int(extent.words[frame]) == word:
+                statuses[i] = Status.OK
+        return bytes(statuses)
+
+    def _revoke(self) -> None:
+        raw, self._raw, self._spans = self._raw, b"", []
+        try:
+            self._give_back(raw)
+        finally:
+            if self._mapped is not None:
+                self._mapped.claims.release(self)
+
+    def _give_back(self, raw: bytes) -> None:
+        """Where the daemon does not hear of it, the frames' deadline does."""
+        mapped = self._mapped
+        for part in parts_of(raw):
+            if mapped is not None:
+                with contextlib.suppress(Unavailable):
+                    count, shard = len(part) // ADDRESS_BYTES, self._shard.number + 1
+                    mapped.channel.request(Op.REVOKE, count=count, a=shard, flags=NO_REPLY, body=(part,))
