@@ -88,7 +88,7 @@ def _run(
 ) -> None:
     from engine.api.server import EngineServer
     from engine.client import EngineClient
-    from engine.shell.core import Engine
+    from engine.shell.engine import Engine
 
     tally = Tally()
     others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it

@@ -20,7 +20,6 @@ import numpy as np
 
 from engine.api.metrics import Tally
 from engine.api.wire import (
-    explain_mismatch,
     pack_piece,
     prefill_reply,
     replies_of,
@@ -30,6 +29,7 @@ from engine.api.wire import (
     tokens_of,
 )
 from engine.config import EngineConfig
+from engine.model.layouts import explain_mismatch
 from engine.model.request import Cancel, Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role
 from engine.text.tokenizer import Tokenizer
 from kvstore.errors import (
@@ -59,7 +59,7 @@ Item = TypeVar("Item")
 
 
 class Engine(Protocol):
-    """What is served. See ``engine.shell.core``."""
+    """What is served. See ``engine.shell.engine``."""
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
         """Answer a prompt."""

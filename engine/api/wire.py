@@ -30,7 +30,6 @@ from engine.model.request import (
     Usage,
 )
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.rpc.data_messages import BYTES, FIXED64, pack_integer, pack_varint
 from kvstore.rpc.data_messages import fields as fields_of
@@ -223,17 +222,6 @@ def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
             pages, cached = tuple(reply.done.pages), dict(reply.done.cached_tokens)
             return Done(HandOff(**{**values, "pages": pages, "cached_tokens": cached}))
     raise Unavailable("the engine asked said something that is no event of a prefill")
-
-
-def explain_mismatch(ours: Layout, theirs: Layout) -> str:
-    """Why KV of the one is of no use to the other: both fingerprints, and every field that differs."""
-    differing = [
-        f"{setting.name}: ours {getattr(ours, setting.name)!r}, theirs {getattr(theirs, setting.name)!r}"
-        for setting in fields(Layout)
-        if getattr(ours, setting.name) != getattr(theirs, setting.name)
-    ]
-    prints = f"fingerprint {ours.fingerprint.hex()} here, {theirs.fingerprint.hex()} there"
-    return f"layouts differ ({prints}): {'; '.join(differing) or 'in nothing'}"
 
 
 def pack_piece(piece: Piece) -> Iterator[bytes]:

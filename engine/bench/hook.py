@@ -24,9 +24,9 @@ from engine.compute.paged_cache import Batch
 from engine.compute.runner import Runner
 from engine.memory.arena import Arena
 from engine.model.request import Request
+from engine.moving.chunk import Chunk
 from engine.moving.store_side import Pool
-from engine.shell.prefill import Chunk
-from engine.shell.sequence import Sequence
+from engine.moving.work import Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
@@ -86,27 +86,27 @@ class Prefiller:
         The limit's chunks are written to the pool as well, out of the way of the clock: ours need their parents.
         """
         request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
-        sequence = Sequence(
-            request, lambda event: None, None, self.scale.page_tokens, self.pool.cache(request.salt, ""), False
-        )
-        sequence.frames = self.arena.take(sequence.pages)
-        assert sequence.frames is not None, "the arena holds one prompt"
+        cache = self.pool.cache(request.salt, "")
+        work = Work(seed, request, lambda event: None, None, self.scale.page_tokens, cache, False)
+        work.frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
+        assert work.frames is not None, "the arena holds one prompt"
         ours, limit = Times(), Times()
         try:
             for number in range(self.tokens // self.scale.step_tokens):
-                self._chunk(sequence, ours, limit, (number + first) % 2 == 0)
+                self._chunk(work, number, ours, limit, (number + first) % 2 == 0)
         finally:
-            self.arena.give_back(sequence.frames)
-        if self.pool.failures or sequence.stored_pages != self.tokens // self.scale.page_tokens:
-            raise BenchFailed(f"{sequence.stored_pages} pages of a prompt were stored, {self.pool.failures} failures")
+            self.arena.give_back(work.frames)
+        if self.pool.failures or work.stored_pages != self.tokens // self.scale.page_tokens:
+            raise BenchFailed(f"{work.stored_pages} pages of a prompt were stored, {self.pool.failures} failures")
         return ours, limit
 
-    def _chunk(self, sequence: Sequence, ours: Times, limit: Times, is_ours: bool) -> None:
-        chunk = Chunk(sequence, self.scale.step_tokens, self.pool)
-        assert sequence.frames is not None
+    def _chunk(self, work: Work, number: int, ours: Times, limit: Times, is_ours: bool) -> None:
+        size = self.scale.step_tokens
+        chunk = Chunk(work, number * size, (number + 1) * size, self.pool)
+        assert work.frames is not None
         page_tokens = self.scale.page_tokens
         first, count = chunk.start // page_tokens, chunk.tokens // page_tokens
-        frame = int(sequence.frames[first])
+        frame = int(work.frames[first])
         self.plain.before(count)
         clock = time.perf_counter
 

@@ -17,6 +17,7 @@ Measure = Callable[[Stage, str, Any], list[Result]]
 
 IDEAL = Bar(1.2, at_least=False)
 STEP = Bar(1.15, at_least=False)
+TURN = Bar(0.0002, at_least=False, of_ratio=False, unit="s")
 
 
 def late(module: str, function: str, **arguments: object) -> Measure:
@@ -55,6 +56,7 @@ ROWS = (
         None,
         late("neighbours", "neighbours"),
     ),
+    Row("turn_64", "deciding a turn of 64 sequences / counting its tokens", TURN, late("turn", "turn", sequences=64)),
     Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", None, late("hook", "hook")),
     *(
         Row(

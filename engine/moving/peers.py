@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
@@ -42,7 +41,6 @@ class Peers:
         self._connect = connect
         self._lock = threading.Lock()
         self._known: dict[str, Peer] = {}
-        self._failed: dict[str, float] = {}
 
     def __getitem__(self, address: str) -> Peer:
         with self._lock:
@@ -51,14 +49,4 @@ class Peers:
             while len(self._known) > PEERS_MAX:
                 forgotten = next(iter(self._known))
                 del self._known[forgotten]
-                self._failed.pop(forgotten, None)
             return peer
-
-    def avoid(self, address: str, seconds: float) -> None:
-        """It did not answer: ask others first for a while."""
-        self._failed[address] = time.monotonic() + seconds
-
-    def usable(self, addresses: tuple[str, ...]) -> list[str]:
-        """Those not to be avoided now."""
-        now = time.monotonic()
-        return [address for address in addresses if self._failed.get(address, 0.0) <= now]

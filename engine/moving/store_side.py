@@ -21,7 +21,7 @@ import numpy.typing as npt
 from engine.memory import staging
 from engine.memory.arena import Arena, runs
 from engine.memory.lossy import Lossy
-from engine.shell.sequence import Sequence
+from engine.moving.work import Work
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
@@ -117,31 +117,31 @@ class Pool:
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence) -> int:
-        """Copy the longest stored prefix of the prompt into the sequence's frames; returns its tokens, at most all.
+    def load(self, work: Work) -> int:
+        """Copy the longest stored prefix of the prompt into the frames; returns its tokens, at most all.
 
         Called in a thread of its own. A pool that cannot be read has nothing.
         """
-        page_tokens = sequence.page_tokens
-        wanted = sequence.prompt // page_tokens
-        if not wanted or sequence.cache is None or not self._readable:
+        page_tokens = work.page_tokens
+        wanted = work.prompt // page_tokens
+        if not wanted or work.cache is None or not self._readable:
             return 0
-        tokens = sequence.tokens[: wanted * page_tokens]
-        pages = self._get(sequence, sequence.cache, sequence.cache.keys(tokens), 0, "")
-        if self.codec is None or not sequence.request.allow_lossy or pages == wanted:
+        tokens = work.tokens[: wanted * page_tokens]
+        pages = self._get(work, work.cache, work.cache.keys(tokens), 0, "")
+        if self.codec is None or not work.request.allow_lossy or pages == wanted:
             return pages * page_tokens
-        lossy = self.cache(sequence.request.salt, sequence.request.adapter, True)
+        lossy = self.cache(work.request.salt, work.request.adapter, True)
         if lossy is not None:
-            more = self._get(sequence, lossy, lossy.keys(tokens), pages, f"-{self.codec.name}")
-            sequence.lossy = sequence.lossy or more > 0
+            more = self._get(work, lossy, lossy.keys(tokens), pages, f"-{self.codec.name}")
+            work.lossy = work.lossy or more > 0
             pages += more
         return pages * page_tokens
 
-    def _get(self, sequence: Sequence, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
+    def _get(self, work: Work, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
         """Load pages from number ``first`` on; how many that were."""
-        assert sequence.frames is not None
+        assert work.frames is not None
         loaded = 0
-        for index, frame, count in runs(sequence.frames[first : len(keys)]):
+        for index, frame, count in runs(work.frames[first : len(keys)]):
             start = first + index
             asked = keys[start : start + count]
             found = Match(0, 0, "")
@@ -154,8 +154,8 @@ class Pool:
                     found = cache.get(asked, out=rows)
             for tier, pages in found.tiers.items():
                 name = f"{tier.name.lower()}{kind}"
-                sequence.spent.cached[name] = sequence.spent.cached.get(name, 0) + pages * sequence.page_tokens
-            sequence.spent.loaded_bytes += found.pages * cache.page_bytes
+                work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
+            work.spent.loaded_bytes += found.pages * cache.page_bytes
             loaded += found.pages
             if found.pages < count:
                 break
@@ -163,51 +163,52 @@ class Pool:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def chunk(self, sequence: Sequence, stop_page: int) -> ChunkWriter | None:
-        """A writer of the pages up to ``stop_page`` that are being computed; None where nothing is to be written."""
-        cache = self._writes_to(sequence)
-        if cache is None or stop_page <= sequence.stored_pages:
+    def chunk(self, work: Work, start_page: int, stop_page: int) -> ChunkWriter | None:
+        """A writer of the pages up to ``stop_page``, of which those from ``start_page`` on are being computed; None
+        where nothing is to be written.
+        """
+        cache = self._writes_to(work)
+        if cache is None or stop_page <= work.stored_pages:
             return None
-        return ChunkWriter(self, cache, sequence, stop_page, self._arena)
+        return ChunkWriter(self, cache, work, start_page, stop_page, self._arena)
 
-    def append(self, sequence: Sequence) -> None:
-        """Write all full pages that are not stored yet, without waiting for the acknowledgement of the last."""
-        cache = self._writes_to(sequence)
-        stop = sequence.cached // sequence.page_tokens
-        if cache is None or stop <= sequence.stored_pages:
+    def append(self, work: Work, pages: int) -> None:
+        """Write those of the first ``pages`` pages that are not stored yet, without waiting for the acknowledgement."""
+        cache = self._writes_to(work)
+        if cache is None or pages <= work.stored_pages:
             return
         with self._forgiven():
-            sequence.stored_pages = self._put(cache, sequence, stop)
+            work.stored_pages = self._put(cache, work, pages)
 
-    def written(self, sequence: Sequence, pages: int) -> int:
+    def written(self, work: Work, pages: int) -> int:
         """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say."""
-        if sequence.cache is None or not pages or not self._readable:
+        if work.cache is None or not pages or not self._readable:
             return 0
         found = 0
         with self._forgiven():
-            found = sequence.cache.lookup(sequence.cache.keys(sequence.tokens[: pages * sequence.page_tokens])).pages
+            found = work.cache.lookup(work.cache.keys(work.tokens[: pages * work.page_tokens])).pages
         return found
 
     @property
     def _readable(self) -> bool:
         return self.up or self._mapped
 
-    def _writes_to(self, sequence: Sequence) -> PrefixCache | None:
-        if sequence.cache is None or not self.up:
+    def _writes_to(self, work: Work) -> PrefixCache | None:
+        if work.cache is None or not self.up:
             return None
         if self.codec is not None:
-            return self.cache(sequence.request.salt, sequence.request.adapter, True)
-        return sequence.cache if not sequence.lossy else None
+            return self.cache(work.request.salt, work.request.adapter, True)
+        return work.cache if not work.lossy else None
 
-    def _put(self, cache: PrefixCache, sequence: Sequence, stop: int) -> int:
+    def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
         """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
-        assert sequence.frames is not None
-        keys = cache.keys(sequence.tokens[: stop * sequence.page_tokens])
+        assert work.frames is not None
+        keys = cache.keys(work.tokens[: stop * work.page_tokens])
         first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
-        for index, frame, count in runs(sequence.frames[first:stop]):
+        for index, frame, count in runs(work.frames[first:stop]):
             start = first + index
             cache.put_async(keys[start : start + count], self.encoded(staging.send(self._arena, frame, count)))
-            sequence.spent.written_bytes += count * cache.page_bytes
+            work.spent.written_bytes += count * cache.page_bytes
         return stop
 
     def encoded(self, rows: Rows) -> Rows:
@@ -238,11 +239,14 @@ class ChunkWriter:
     ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
     """
 
-    def __init__(self, pool: Pool, cache: PrefixCache, sequence: Sequence, stop_page: int, arena: Arena) -> None:
+    def __init__(
+        self, pool: Pool, cache: PrefixCache, work: Work, start_page: int, stop_page: int, arena: Arena
+    ) -> None:
         self._pool = pool
         self._cache = cache
-        self._sequence = sequence
+        self._work = work
         self._arena = arena
+        self._behind = start_page  # pages before the chunk
         self._stop = stop_page
         self._first = 0
         self._keys: Keys | None = None
@@ -251,23 +255,22 @@ class ChunkWriter:
 
     def before(self) -> None:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
-        sequence, page_tokens = self._sequence, self._sequence.page_tokens
+        work, page_tokens = self._work, self._work.page_tokens
         try:
-            self._keys = self._cache.keys(sequence.tokens[: self._stop * page_tokens])
+            self._keys = self._cache.keys(work.tokens[: self._stop * page_tokens])
             if self._cache.lookup(self._keys).pages >= self._stop:  # the last page of a prompt that was all there
-                sequence.stored_pages = self._stop
+                work.stored_pages = self._stop
                 return
-            behind = sequence.cached // page_tokens
-            if behind:
-                sequence.stored_pages = self._pool._put(self._cache, sequence, behind)
-            self._first = max(behind, sequence.stored_pages)
+            if self._behind:
+                work.stored_pages = self._pool._put(self._cache, work, self._behind)
+            self._first = max(self._behind, work.stored_pages)
             if self._first >= self._stop:
                 return
             # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
-            assert sequence.frames is not None
+            assert work.frames is not None
             self._runs = [
                 (frame, count, staging.layers_in_place(self._arena, frame, count))
-                for _, frame, count in runs(sequence.frames[self._first : self._stop])
+                for _, frame, count in runs(work.frames[self._first : self._stop])
             ]
             writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
             writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
@@ -278,7 +281,7 @@ class ChunkWriter:
     def layer(self, layer: int) -> None:
         """One layer is in the frames: write it."""
         writer = self._writer
-        if writer is None or self._sequence.frames is None:
+        if writer is None or self._work.frames is None:
             return
         start_s = time.perf_counter()
         try:
@@ -306,12 +309,12 @@ class ChunkWriter:
             self._writer = writer
             self._abandon()
             return
-        sequence = self._sequence
+        work = self._work
         try:
             writer.__exit__(None, None, None)
             # What was not new is stored, or had no room: the index knows.
-            sequence.stored_pages = self._cache.lookup(self._keys).pages
-            sequence.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
+            work.stored_pages = self._cache.lookup(self._keys).pages
+            work.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
         except KVStoreError as error:
             self._failed(error)
 

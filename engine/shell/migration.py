@@ -6,20 +6,21 @@ are computed again there, fewer than a page. The sampler has no state beside its
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.model.request import Event, Failed, Finished, Request, Role, Token, Usage
-from engine.moving.store_side import Pool
-from engine.shell.sequence import Sequence, State
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
+from engine.moving.work import Work
+from engine.state import events as ev
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
+from kvstore.model.layout import Layout
 
-ASK_S = 10.0
+log = logging.getLogger("kvstore.engine.migration")
 
 
 class Target(Protocol):
@@ -38,115 +39,85 @@ class Target(Protocol):
         ...
 
 
+class Targets(Protocol):
+    """All of them. ``Peers`` is that."""
+
+    def __getitem__(self, address: str) -> Any:
+        """A ``Target``; raises KVStoreError where there can be none of that address."""
+        ...
+
+
+def check_target(target: Target, address: str, layout: Layout) -> None:
+    """Whether the other engine is one that would go on with answers.
+
+    Raises:
+        KVStoreError: it is not there, or would not.
+    """
+    status = target.status()
+    if status["role"] == Role.PREFILL:
+        raise InvalidRequest("target", f"{address} computes prompts for others, and answers none")
+    if status["draining"]:
+        raise NodeUnavailable(f"{address} takes no new requests: it is being drained")
+    theirs, ours = status["layout"]["fingerprint"], layout.fingerprint.hex()
+    if theirs != ours:
+        raise VersionMismatch(f"{address} has pages of another layout: ours {ours}, theirs {theirs}")
+
+
 class Migration:
-    """One request on its way. Until the other engine has said its first word, its frames stay and it can come back."""
+    """One request on its way: ``start`` -> ``NotTaken``, or ``Taken`` and then ``PassedOn``."""
 
-    def __init__(self, target: Any, address: str, pool: Pool) -> None:
-        self._target: Target = target
+    def __init__(self, work: Work, targets: Targets, address: str, post: Callable[[ev.Event], None]) -> None:
+        self._work = work
+        self._targets = targets
         self._address = address
-        self._pool = pool
-        self._id = uuid.uuid4().hex
-
-    def ask(
-        self,
-        sequence: Sequence,
-        post: Callable[[Callable[[], None]], None],
-        left: Callable[[Sequence], None],
-        gone: Callable[[Sequence], None],
-    ) -> bool:
-        """Let it go on there. False where it does not run here (any more). ``left`` and ``gone`` are called by the
-        engine's thread: when its frames are no longer needed, and when its client has been told the end.
-
-        Raises:
-            KVStoreError: the other engine is not there, or does not take it; it goes on here.
-            DeadlineExceeded: it was not taken in time; it goes on here.
-        """
-        self._check()
-        taken: Future[bool] = Future()
-
-        def leave() -> None:
-            if not taken.set_running_or_notify_cancel():
-                return  # whoever asked has given up
-            if sequence.state is not State.DECODING or sequence.arrivals is not None:
-                taken.set_result(False)
-                return
-            self._pool.append(sequence)
-            sequence.state = State.LEFT
-            threading.Thread(target=pass_on, name="engine-migrated", daemon=True).start()
-
-        def pass_on() -> None:
-            try:
-                if self._pass_on(sequence, lambda: post(lambda: left(sequence)), taken):
-                    post(lambda: gone(sequence))
-                else:
-                    post(lambda: _back(sequence))
-            finally:
-                if not taken.done():  # cancelled it cannot be: it is running
-                    taken.set_result(False)
-
-        post(leave)
-        try:
-            return taken.result(ASK_S)
-        except TimeoutError:
-            taken.cancel()
-            self._target.cancel(self._id)  # its stream ends then, and the request comes back
-            raise DeadlineExceeded(f"{self._address} did not take request {sequence.id} within {ASK_S:g} s") from None
-
-    def _check(self) -> None:
-        """Whether the other engine is one that would take it."""
-        status = self._target.status()
-        if status["role"] == Role.PREFILL:
-            raise InvalidRequest("target", f"{self._address} computes prompts for others, and answers none")
-        if status["draining"]:
-            raise NodeUnavailable(f"{self._address} takes no new requests: it is being drained")
-        theirs, ours = status["layout"]["fingerprint"], self._pool.layout.fingerprint.hex()
-        if theirs != ours:
-            raise VersionMismatch(f"{self._address} has pages of another layout: ours {ours}, theirs {theirs}")
-
-    def _pass_on(self, sequence: Sequence, left: Callable[[], None], taken: Future[bool]) -> bool:
-        """Tokens that the other engine makes, as if they were ours. False where it did not begin."""
-        request = replace(
-            sequence.request,
-            id=self._id,
-            tokens=sequence.tokens[: sequence.length].copy(),
-            generated=sequence.generated,
-            deadline_s=max(0.001, sequence.deadline_s - time.monotonic()),
+        self._post = post
+        self._request = replace(
+            work.request,
+            id=uuid.uuid4().hex,
+            tokens=work.tokens[: work.length].copy(),
+            generated=work.generated,
+            deadline_s=max(0.001, work.deadline_s - time.monotonic()),
         )
-        begun = False
+
+    def start(self) -> None:
+        """Let it go on there. Returns at once."""
+        threading.Thread(target=self._run, name="engine-migrated", daemon=True).start()
+
+    def cancel(self) -> None:
+        """End it there. Returns at once."""
+        threading.Thread(target=self._cancel, name="engine-cancel", daemon=True).start()
+
+    def _cancel(self) -> None:
         try:
-            for event in self._target.submit(request):
+            self._targets[self._address].cancel(self._request.id)
+        except KVStoreError as error:
+            log.warning("an answer that went on elsewhere was not cancelled there: %s", error)
+
+    def _run(self) -> None:
+        begun = False
+        failure: KVStoreError | None = None
+        try:
+            for event in self._targets[self._address].submit(self._request):
                 if isinstance(event, Failed):
                     raise event.error
                 if not begun and isinstance(event, Finished) and event.reason == "cancelled":
-                    return False
+                    return
                 if not begun:
                     begun = True
-                    sequence.elsewhere = lambda: self._target.cancel(self._id)
-                    if sequence.cancelled:  # while it was on its way
-                        self._target.cancel(self._id)
-                    left()
-                    if not taken.done():
-                        taken.set_result(True)
+                    self._post(ev.Taken(time.monotonic(), self._work.number))
                 if isinstance(event, Token):
-                    sequence.generated = event.index + 1
-                    sequence.tell(event)
+                    self._work.tell(event)
                 else:
-                    sequence.tell(replace(event, usage=_joined(sequence.usage(), event.usage)))
-                    sequence.state = State.ENDED
-                    return True
+                    self._work.tell(replace(event, usage=_joined(self._work.usage(), event.usage)))
+                    return
             raise NodeUnavailable(f"engine {self._address} ended an answer without a word")
         except KVStoreError as error:
+            failure = error
             if begun:
-                sequence.fail(error)
-            elif not taken.done():
-                taken.set_exception(error)
-            return begun
-
-
-def _back(sequence: Sequence) -> None:
-    """It was not taken: it goes on here."""
-    if sequence.state is State.LEFT:
-        sequence.state = State.DECODING
+                self._work.fail(error)
+        finally:
+            now_s, number = time.monotonic(), self._work.number
+            self._post(ev.PassedOn(now_s, number) if begun else ev.NotTaken(now_s, number, failure))
 
 
 def _joined(here: Usage, there: Usage) -> Usage:

@@ -1,66 +1,63 @@
-"""Step: one forward of an engine, and what follows from it."""
+"""Step: one forward of an engine, and the tokens that are drawn from it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.compute.decode import STALL_S, SideBatches, Waits, in_time, next_token_slice
-from engine.compute.paged_cache import Batch
+from engine.compute.arrivals import Arrivals, Waits
+from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
 from engine.compute.sampling import choose_many
-from engine.compute.speeds import Speeds
-from engine.config import EngineConfig
 from engine.memory.arena import Arena
 from engine.model.observer import Observer
+from engine.moving.chunk import Chunk
 from engine.moving.store_side import Pool
-from engine.shell.prefill import Chunk, Prefills
-from engine.shell.sequence import Sequence, State
+from engine.moving.work import Work
+from engine.state import instructions as do
+from engine.state.events import Stepped
 
-Next = Callable[[Sequence, int], None]
+STALL_S = 0.02  # for layers that were predicted to be there in time
+
+
+def next_token_slice(work: Work) -> Slice:
+    """The one token of an answer whose KV is missing."""
+    assert work.frames is not None
+    return Slice(work.frames, work.length - 1, work.tokens[work.length - 1 : work.length])
+
+
+def draw(works: Sequence[Work], logits: torch.Tensor) -> list[int]:
+    """The next token of each of ``works``, from ``logits [n, vocab]``."""
+    return choose_many(logits, [work.request.sampling for work in works], [work.generated for work in works])
 
 
 class Step:
-    """Decode first: every sequence that can makes its next token; prompt tokens fill what is left of the chunk."""
+    """Runs what the state has put together."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        arena: Arena,
-        pool: Pool,
-        prefills: Prefills,
-        sides: SideBatches,
-        speeds: Speeds,
-    ) -> None:
-        self._config = config
+    def __init__(self, runner: Runner, arena: Arena, pool: Pool, eos: frozenset[int]) -> None:
         self._runner = runner
         self._arena = arena
         self._pool = pool
-        self._prefills = prefills
-        self._sides = sides
-        self._speeds = speeds
+        self._eos = eos
 
-    def run(self, sequences: list[Sequence], next_token: Next, observer: Observer) -> bool:
-        """Whether there was anything to do."""
-        self._pool.between_steps()
-        self._collect(next_token)
-        decoding = self._decoding(sequences)
-        budget = max(self._config.page_tokens, self._config.chunk_tokens - len(decoding))  # or prompts would starve
-        chunks = self._chunks(sequences, budget)
-        if not decoding and not chunks:
-            return False
+    def run(
+        self, step: do.Step, works: Mapping[int, Work], arrivals: Mapping[int, Arrivals], observer: Observer
+    ) -> Stepped:
+        """Compute, write to the pool, draw, and tell clients. ``arrivals``: of KV that is on its way, by sequence."""
+        decoding = [works[number] for number in step.decoding]
+        chunks = [Chunk(works[part.sequence], part.start, part.stop, self._pool) for part in step.parts]
         for chunk in chunks:
             chunk.before()
-        waits = Waits([one for one in decoding if one.arrivals is not None], STALL_S)
+        awaited = {work.number: (arrivals[work.number], work.prompt) for work in decoding if work.number in arrivals}
+        waits = Waits(awaited, STALL_S)
 
         def after(layer: int) -> None:
             for chunk in chunks:
                 chunk.layer(layer)
 
-        slices = [next_token_slice(one) for one in decoding] + [chunk.slice for chunk in chunks]
+        slices = [next_token_slice(work) for work in decoding] + [chunk.slice for chunk in chunks]
         start = time.monotonic()
         succeeded = False
         try:
@@ -70,68 +67,28 @@ class Step:
             for chunk in chunks:
                 chunk.after(succeeded)
         seconds = time.monotonic() - start
-        tokens = sum(chunk.tokens for chunk in chunks)
-        self._speeds.measured(len(decoding), tokens, seconds - waits.waited_s)
-        observer.stepped(len(decoding), tokens, seconds)
+        observer.stepped(len(decoding), sum(chunk.tokens for chunk in chunks), seconds)
         if waits.waited_s:
             observer.stalled(waits.waited_s)
-        self._draw(decoding, chunks, logits, waits, next_token)
-        return True
+        drawing = [(row, work) for row, work in enumerate(decoding) if work.number not in waits.missed]
+        drawing += [
+            (row, chunk.work)
+            for row, (chunk, part) in enumerate(zip(chunks, step.parts, strict=True), len(decoding))
+            if part.draws
+        ]
+        ends = self._drawn(drawing, logits)
+        return Stepped(time.monotonic(), ends, frozenset(waits.missed), seconds, waits.waited_s)
 
-    def _decoding(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those that make their next token in this batch; others are sent aside."""
-        batch = []
-        layers = self._arena.layout.layers
-        for sequence in sequences:
-            if sequence.state is not State.DECODING or sequence in self._sides:
-                continue
-            if sequence.arrivals is None or in_time(sequence, layers, self._speeds.layer_s):
-                batch.append(sequence)
-            elif self._first_layer_there(sequence) and not self._sides.full:
-                self._sides.add(sequence)
-        return batch
-
-    @staticmethod
-    def _first_layer_there(sequence: Sequence) -> bool:
-        arrivals = sequence.arrivals
-        return arrivals is not None and arrivals.failure is None and arrivals.layers_with(sequence.prompt) > 0
-
-    def _chunks(self, sequences: list[Sequence], budget: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        for sequence in sequences:
-            if sequence.state is State.COMPUTING and budget > 0:
-                chunks.append(Chunk(sequence, budget, self._pool))
-                budget -= chunks[-1].tokens
-        return chunks
-
-    def _collect(self, next_token: Next) -> None:
-        """Tokens made aside."""
-        for sequence, logits in self._sides.collect():
-            if logits is not None and sequence.state is State.DECODING:
-                sequence.cached += 1
-                drawn = choose_many(logits[None], [sequence.request.sampling], [sequence.generated])
-                next_token(sequence, drawn[0])
-
-    def _draw(
-        self, decoding: list[Sequence], chunks: list[Chunk], logits: torch.Tensor, waits: Waits, next_token: Next
-    ) -> None:
-        rows: list[int] = []
-        drawing: list[Sequence] = []
-        for row, sequence in enumerate(decoding):
-            if sequence not in waits.missed:
-                sequence.cached += 1
-                rows.append(row)
-                drawing.append(sequence)
-        for row, chunk in enumerate(chunks, len(decoding)):
-            if chunk.sequence.left == 0:
-                rows.append(row)
-                drawing.append(chunk.sequence)
-            elif not chunk.sequence.answers:
-                self._prefills.advanced(chunk.sequence, self._speeds.prefill_tokens_per_s)
-        if not rows:
-            return
-        given = logits if len(rows) == len(logits) else logits[rows]
-        samplings = [sequence.request.sampling for sequence in drawing]
-        drawn = choose_many(given, samplings, [sequence.generated for sequence in drawing])
-        for sequence, token in zip(drawing, drawn, strict=True):
-            next_token(sequence, token)
+    def _drawn(self, drawing: list[tuple[int, Work]], logits: torch.Tensor) -> dict[int, str]:
+        """Draw from those rows; how the answers that this ends have ended."""
+        if not drawing:
+            return {}
+        given = logits if len(drawing) == len(logits) else logits[[row for row, _ in drawing]]
+        works = [work for _, work in drawing]
+        ends = {}
+        for work, token in zip(works, draw(works, given), strict=True):
+            if not work.answers:
+                work.first_token = token
+            elif end := work.token(token, self._eos):
+                ends[work.number] = end
+        return ends

@@ -110,7 +110,7 @@ def run_quick(folder: Path, *rows: str) -> dict[str, dict[str, Any]]:
 
 
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
-    lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer")
+    lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer", "turn_64")
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
         assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
@@ -119,5 +119,6 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
         assert line["ours"] == pytest.approx(line["details"]["ttft_s"] + line["details"]["gap_s"])
     ideals = {name for name, line in lines.items() if line["bar"]}
     assert ideals == {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
+    assert lines["turn_64"]["ratio"] > 1
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
     assert not list(tmp_path.iterdir())

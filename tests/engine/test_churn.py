@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from engine.model.request import Grain, Handoff, Role, Source
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
-from tests.helpers.engines.tokens import Answer, Lab, check_answer, expected, prompt, within
+from tests.helpers.engines.tokens import Answer, Lab, check_answer, expected, is_moving, prompt, within
 from tests.helpers.processes import Machine, check_laws
 
 PRESET = "tiny-llama"
@@ -88,7 +88,7 @@ def test_cancelled_in_every_state(lab: Lab) -> None:
     decode = lab.engine(PRESET, store, role=Role.DECODE, arena=12 * prefill.layout.page_bytes, **asks)
     first = lab.ask(decode, prompt(50, 100), 60)
     waiting = [lab.ask(decode, prompt(51 + i, 150), 30, handoff=handoff) for i, handoff in enumerate(Handoff)]
-    within("it is being moved", lambda: any(known.spent.moved_bytes for known in list(decode._known.values())))
+    within("it is being moved", lambda: is_moving(decode))
     for answer in (*waiting, first, first):
         assert decode.cancel(answer.request.id) or answer is first
         check_beginning(answer)
@@ -134,7 +134,7 @@ def test_roles_change_while_requests_run(lab: Lab) -> None:
         asked += [lab.ask(other, prompt(80 + turn, 90), 25)]
         other.set_role((Role.BOTH, Role.DECODE)[turn % 2])
         one.set_role((Role.BOTH, Role.PREFILL)[turn % 2])
-        if one.role is Role.BOTH:
+        if one.door.role is Role.BOTH:
             asked += [lab.ask(one, prompt(90 + turn, 50), 25)]
         else:
             with pytest.raises(InvalidRequest, match="role"):

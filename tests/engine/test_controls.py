@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.model.request import Finished, Request, Role, Sampling, Token, Usage
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from kvstore import Layout
 from tests.helpers.engines import tokens as engine_tokens
 from tests.helpers.engines.tokens import (

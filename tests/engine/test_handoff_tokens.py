@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.model.request import Grain, Handoff, Role, Source
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
 from tests.helpers.processes import Machine, check_laws
 
@@ -203,7 +203,9 @@ def migrated(lab: Lab, source: Engine, target: Engine, tokens: Tokens) -> Answer
     for _ in range(10):
         answer = lab.ask(source, tokens, LONG)
         answer.wait(3)
-        within("its KV has arrived", lambda: not len(source._routes))
+        within(
+            "its KV has arrived", lambda: not any(one.attempt for one in list(source.state.roster.sequences.values()))
+        )
         moved = source.migrate(answer.request.id, lab.address_of(target))
         check_answer(answer)
         if moved:
@@ -232,7 +234,8 @@ def test_an_answer_moves_many_times_in_a_crowd(lab: Lab) -> None:
         for answer in moving:
             answer.wait(len(answer.tokens) + 5)
         here, there = engines[at], lab.address_of(engines[at + 1])
-        moved = [known.id for known in list(here._known.values()) if known.request.sampling.max_tokens == LONG]
+        works = list(here.performer.works.values())
+        moved = [work.id for work in works if work.request.sampling.max_tokens == LONG]
         for request_id in moved:
             here.migrate(request_id, there)  # False where it has ended meanwhile
     for answer in [*crowd, *moving]:

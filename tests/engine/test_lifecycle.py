@@ -22,11 +22,20 @@ import xxhash
 from engine.memory.compression import lossy_layout
 from engine.model.observer import Observer
 from engine.model.request import Done, Failed, Piece, PrefillEvent, Request, Role, Sampling, Source
-from engine.shell.core import Engine
-from engine.shell.sequence import State
+from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
-from tests.helpers.engines.tokens import Answer, InProcess, Lab, Tokens, check_answer, expected, prompt, within
+from tests.helpers.engines.tokens import (
+    Answer,
+    InProcess,
+    Lab,
+    Tokens,
+    check_answer,
+    expected,
+    is_moving,
+    prompt,
+    within,
+)
 from tests.helpers.processes import Machine
 
 PRESET = "tiny-llama"
@@ -89,7 +98,7 @@ def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 @contextmanager
 def gated(one: Engine, free: int = 0) -> Iterator[Callable[[], None]]:
     """Forwards of an engine wait, the first after ``free`` others, until this is left. Yields what waits for that."""
-    runner, number, entered, left = one._step._runner, count(), threading.Event(), threading.Event()
+    runner, number, entered, left = one.performer._step._runner, count(), threading.Event(), threading.Event()
     forward = runner.forward
 
     def late(batch: Any) -> Any:
@@ -113,7 +122,7 @@ def _late(forward: Callable[[Any], Any], batch: Any) -> Any:
 def slowed(*engines: Engine) -> None:
     """Every forward of them takes longer."""
     for one in engines:
-        one._step._runner.forward = partial(_late, one._step._runner.forward)  # type: ignore[method-assign]
+        one.performer._step._runner.forward = partial(_late, one.performer._step._runner.forward)  # type: ignore[method-assign]
 
 
 def prefill(one: Engine, request_id: str, tokens: Tokens, hold_s: float = GATE_S) -> list[PrefillEvent]:
@@ -129,8 +138,8 @@ def ends(told: list[PrefillEvent]) -> list[PrefillEvent]:
 
 def all_free(one: Engine) -> None:
     """Its frames are back, soon, and it is alive."""
-    within("all frames are back", lambda: one.arena.frames_free == one.arena.frames_total and not one._known)
-    assert one._thread.is_alive()
+    within("all frames are back", lambda: not one.remains())
+    assert one.alive
 
 
 def check_beginning(answer: Answer) -> None:
@@ -151,7 +160,7 @@ def test_a_prefill_is_released(lab: Bench, when: str) -> None:
             within("it is held", lambda: ends(told))
         else:
             reached()
-        assert one._known["x"].state is {"waiting": State.WAITING, "held": State.HELD}.get(when, State.COMPUTING)
+        assert one.status()["requests"][when if when in ("waiting", "held") else "computing"] == 1
         assert one.release("x")
     within("who asked is told", lambda: ends(told))
     one.release("other")
@@ -215,7 +224,7 @@ def test_an_id_asked_again_right_after_its_end(lab: Bench) -> None:
     for turn in range(3):
         lab.holding = True
         first = lab.ask_as(decode, "x", prompt(7, 100), salt="one")
-        within("it is being moved", lambda: any(one.spent.moved_bytes for one in list(decode._known.values())))
+        within("it is being moved", lambda: is_moving(decode))
         assert decode.cancel("x")
         assert first.wait().reason == "cancelled"
         second = lab.ask_as(decode, "x", prompt(8 + turn, 100), salt="two")
@@ -276,7 +285,7 @@ def test_a_sequence_that_waits_aside_is_cancelled(lab: Bench) -> None:
     lab.sends = lab.trickle
     _, decode = lab.pair(PRESET, chunk_tokens=512)
     answer = lab.ask(decode, prompt(13, 100), 6).wait(1)
-    within("it is aside", lambda: len(decode._sides._inside) == 1)
+    within("it is aside", lambda: decode.state.aside == 1)
     assert decode.cancel(answer.request.id)
     check_beginning(answer)
     all_free(decode)
@@ -362,7 +371,7 @@ def test_prompts_do_not_starve_beside_a_large_batch(lab: Bench) -> None:
     slowed(one)
     running = [lab.ask(one, LONG[: 4 + i], 500).wait(2) for i in range(5)]
     check_answer(lab.ask(one, prompt(9, 50), 4))
-    assert len(one._known) == 5, "they have not ended"
+    assert len(one.door.known) == 5, "they have not ended"
     for answer in running:
         one.cancel(answer.request.id)
 

@@ -11,10 +11,21 @@ import numpy as np
 import pytest
 
 from engine.model.request import Handoff, Source
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.model.replica import Tier
-from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
+from tests.helpers.engines.tokens import (
+    MAIN,
+    Answer,
+    Lab,
+    Tokens,
+    check_answer,
+    is_moving,
+    keys_of,
+    prompt,
+    to_nvme,
+    within,
+)
 from tests.helpers.nvme.nodes import reboot
 from tests.helpers.processes import Machine, check_laws, wait_until
 
@@ -218,7 +229,7 @@ def test_node_killed_during_a_handoff(lab: Lab, handoff: Handoff, source: Source
     asked = [lab.ask(decode, prompt(60 + i, 200 + 50 * i), 8) for i in range(3)]
 
     def moving() -> bool:
-        return any(one.spent.moved_bytes for one in list(decode._known.values()))
+        return is_moving(decode)
 
     killed_at(lab, "some of it has come", moving)
     for answer in asked:

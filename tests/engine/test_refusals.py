@@ -12,7 +12,7 @@ import pytest
 from engine.compute import presets
 from engine.compute.models import Model, load_model
 from engine.model.request import Done, Request, Role, Sampling
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls, VersionMismatch
 from tests.helpers.engines.tokens import InProcess, Lab, check_answer, prompt, served, within
 from tests.helpers.processes import Machine

@@ -11,7 +11,7 @@ import pytest
 
 from engine.model.observer import Observer
 from engine.model.request import Usage
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.tokens import (

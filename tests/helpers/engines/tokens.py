@@ -37,7 +37,7 @@ from engine.model.request import (
     Token,
     Usage,
 )
-from engine.shell.core import Engine
+from engine.shell.engine import Engine
 from kvstore import Keys, Layout, Store
 from kvstore.client.local import grants
 from tests.helpers.processes import Machine, wait_settled, wait_until
@@ -346,9 +346,9 @@ class Lab:
         """Every engine is idle and has all its frames; nobody of them holds anything in a store."""
         for address, one in self.engines.items():
             try:
-                wait_until(f"{address} is idle", lambda one=one: not _left(one), SETTLE_S)
+                wait_until(f"{address} is idle", lambda one=one: not one.remains(), SETTLE_S)
             except AssertionError as late:
-                raise AssertionError(f"{late}: {_left(one)}") from None
+                raise AssertionError(f"{late}: {one.remains()}") from None
             one.arena.check()
             one.check()
         for store in self.stores:
@@ -365,19 +365,9 @@ class Lab:
                 store.close()
 
 
-def _left(one: Engine) -> dict[str, int]:
-    """What an idle engine has none of."""
-    held = {
-        "known": len(one._known),
-        "active": len(one._active),
-        "leaving": len(one._leaving),
-        "parked": len(one._parked),
-        "waiting": len(one._admission),
-        "hand-offs": len(one._routes),
-        "held": len(one.prefills),
-        "frames": one.arena.frames_total - one.arena.frames_free,
-    }
-    return {name: count for name, count in held.items() if count}
+def is_moving(one: Engine) -> bool:
+    """Whether KV of a request is on its way here."""
+    return any(work.spent.moved_bytes for work in list(one.performer.works.values()))
 
 
 def keys_of(one: Engine, store: Store, tokens: Tokens) -> Keys:

@@ -1,15 +1,10 @@
-"""Admission: what an engine accepts, and who gets frames next."""
+"""Checks: what no engine of this model and memory can ever serve."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
 from engine.compute.models import Model
 from engine.compute.sampling import check
-from engine.memory.arena import Arena
 from engine.model.request import Request
-from engine.shell.sequence import Sequence
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
@@ -54,42 +49,3 @@ def check_request(request: Request, model: Model, layout: Layout, frames: int, a
         raise InvalidRequest("adapter", "this engine runs its model without adapters")
     if not 0 < request.deadline_s < 1e6:
         raise InvalidRequest("deadline_s", f"must be positive seconds, not {request.deadline_s!r}")
-
-
-class Admission:
-    """Sequences that wait for frames, first come, first served: a large one is not overtaken for ever."""
-
-    def __init__(self, arena: Arena, batch_max: int) -> None:
-        self._arena = arena
-        self._batch_max = batch_max
-        self._waiting: deque[Sequence] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, sequence: Sequence) -> None:
-        """Wait."""
-        self._waiting.append(sequence)
-
-    def admit(self, active: int) -> Iterator[Sequence]:
-        """Those that get frames now, where ``active`` sequences have some already."""
-        while self._waiting and active < self._batch_max:
-            frames = self._arena.take(self._waiting[0].pages)
-            if frames is None:
-                return
-            sequence = self._waiting.popleft()
-            sequence.frames = frames
-            active += 1
-            yield sequence
-
-    def drop(self, now_s: float) -> Iterator[Sequence]:
-        """Those that need not wait any more: cancelled, or too late."""
-        gone = [one for one in self._waiting if one.cancelled or one.expired(now_s)]
-        for sequence in gone:
-            self._waiting.remove(sequence)
-            yield sequence
-
-    def drain(self) -> Iterator[Sequence]:
-        """All of them."""
-        while self._waiting:
-            yield self._waiting.popleft()

@@ -1,0 +1,100 @@
+"""Arrivals: how far the KV of one sequence is that threads bring, and how a forward waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from engine.state.events import Arriving
+from kvstore.errors import KVStoreError
+
+
+class Arrivals:
+    """How many tokens of each layer are in the frames, where another thread brings them.
+
+    Life: made -> ``reached`` per piece -> complete, or ``failed`` with the reason; both wake whoever waits.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._tokens = [0] * layers
+        self._changed = threading.Condition()
+        self.failure: KVStoreError | None = None
+        self.late = False  # a step waited for it in vain
+        self.layer_s = 0.0  # how long a layer takes to arrive, smoothed; 0: unknown
+        self._last_s = 0.0
+
+    def reached(self, layer: int, tokens: int) -> None:
+        """All of the first ``tokens`` tokens of ``layer`` are there."""
+        now = time.monotonic()
+        with self._changed:
+            self._tokens[layer] = max(self._tokens[layer], tokens)
+            if self._last_s:
+                gap = now - self._last_s
+                self.layer_s = gap if not self.layer_s else 0.7 * self.layer_s + 0.3 * gap
+            self._last_s = now
+            self._changed.notify_all()
+
+    def all_reached(self, tokens: int) -> None:
+        """The same for all layers, where they came together."""
+        with self._changed:
+            self._tokens = [max(tokens, there) for there in self._tokens]
+            self._changed.notify_all()
+
+    def fail(self, error: KVStoreError) -> None:
+        """No more will come."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def tokens(self, layer: int) -> int:
+        """Tokens of that layer that are there."""
+        return self._tokens[layer]
+
+    def tokens_min(self) -> int:
+        """Tokens that are there in every layer."""
+        return min(self._tokens)
+
+    def layers_with(self, tokens: int) -> int:
+        """Leading layers that have that many."""
+        return next((i for i, there in enumerate(self._tokens) if there < tokens), len(self._tokens))
+
+    def so_far(self, tokens: int) -> Arriving:
+        """What a decision about the next step wants to know, of a prompt of ``tokens`` tokens."""
+        return Arriving(self.layers_with(tokens), self.layer_s, self.late)
+
+    def wait(self, layer: int, tokens: int, deadline_s: float) -> bool:
+        """Whether that many are there, by ``deadline_s`` of ``time.monotonic`` at the latest."""
+        with self._changed:
+            while self._tokens[layer] < tokens:
+                left_s = deadline_s - time.monotonic()
+                if self.failure is not None or left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+            return True
+
+
+@dataclass
+class Waits:
+    """The waiting of one forward for layers: bounded in sum, and nobody is waited for twice.
+
+    Attributes:
+        awaited: arrivals and tokens, by the number of a sequence.
+        missed: numbers of those that were waited for in vain.
+    """
+
+    awaited: dict[int, tuple[Arrivals, int]]
+    budget_s: float
+    missed: set[int] = field(default_factory=set)
+    waited_s: float = 0.0
+
+    def before(self, layer: int) -> None:
+        """Called before the layer's KV is read."""
+        for number, (arrivals, tokens) in self.awaited.items():
+            if number in self.missed or arrivals.tokens(layer) >= tokens:
+                continue
+            start = time.monotonic()
+            if not arrivals.wait(layer, tokens, start + self.budget_s - self.waited_s):
+                self.missed.add(number)
+                arrivals.late = True
+            self.waited_s += time.monotonic() - start

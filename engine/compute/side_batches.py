@@ -1,0 +1,55 @@
+"""Side batches: steps of single sequences whose KV is still arriving, where they wait without keeping anybody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from engine.compute.arrivals import Arrivals, Waits
+from engine.compute.paged_cache import Batch, Slice
+from engine.compute.runner import Runner
+from engine.memory.arena import Arena
+
+Done = Callable[[torch.Tensor | BaseException | None], None]
+
+
+class SideBatches:
+    """Steps of single sequences, each in a thread of its own, ``threads`` at once.
+
+    Ends with ``stop``, which waits for what runs; its waits end with the sequences' deadlines at the latest.
+
+    Attributes:
+        steps: how many there were.
+    """
+
+    def __init__(self, runner: Runner, arena: Arena, threads: int) -> None:
+        self._runner = runner
+        self._arena = arena
+        self._threads = ThreadPoolExecutor(threads, "engine-side")
+        self.steps = 0
+
+    def add(self, part: Slice, arrivals: Arrivals, tokens: int, deadline_s: float, done: Done) -> None:
+        """Compute ``part`` once ``tokens`` tokens have arrived. ``done`` is called, by a thread, with its logits
+        ``[vocab]``, None where they did not come, or what the step raised.
+        """
+        self.steps += 1
+        self._threads.submit(self._step, part, Waits({0: (arrivals, tokens)}, 0.0), deadline_s, done)
+
+    def stop(self) -> None:
+        """Wait for all."""
+        self._threads.shutdown(wait=True)
+
+    def _step(self, part: Slice, waits: Waits, deadline_s: float, done: Done) -> None:
+        outcome: torch.Tensor | BaseException | None = None
+        waits.budget_s = max(0.0, deadline_s - time.monotonic())
+        try:
+            given = self._runner.forward(Batch(self._arena, [part], waits.before))
+            outcome = None if waits.missed else given[0]
+        except BaseException as error:
+            outcome = error
+            raise
+        finally:
+            done(outcome)

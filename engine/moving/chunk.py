@@ -1,0 +1,51 @@
+"""Chunk: the next tokens of a prompt, computed in one forward and written to the pool while that goes on."""
+
+from __future__ import annotations
+
+from engine.compute.paged_cache import Slice
+from engine.moving.store_side import ChunkWriter, Pool
+from engine.moving.work import Work
+
+
+class Chunk:
+    """Tokens of a prompt in one forward. Its pages are written to the pool layer by layer from the forward's own hook,
+    so that readers in other processes are at most one layer behind the computation.
+
+    Life: made -> ``before`` the forward -> ``layer`` per layer from its hook -> ``after``, which seals.
+    """
+
+    def __init__(self, work: Work, start: int, stop: int, pool: Pool) -> None:
+        assert work.frames is not None
+        self.work = work
+        self.start = start
+        self.stop = stop
+        self.slice = Slice(work.frames, start, work.tokens[start:stop])
+        self._writer: ChunkWriter | None = None
+        self._pool = pool
+
+    @property
+    def tokens(self) -> int:
+        """How many it computes."""
+        return self.stop - self.start
+
+    def before(self) -> None:
+        """Reserve frames in the pool."""
+        page_tokens = self.work.page_tokens
+        self._writer = self._pool.chunk(self.work, self.start // page_tokens, self.stop // page_tokens)
+        if self._writer is not None:
+            self._writer.before()
+
+    def layer(self, layer: int) -> None:
+        """The layer's KV of this chunk is in the frames."""
+        if self._writer is not None:
+            self._writer.layer(layer)
+        if self.work.progress is not None:
+            self.work.progress.reached(layer, self.stop)
+
+    def after(self, succeeded: bool = True) -> None:
+        """The forward is over."""
+        if self._writer is not None:
+            self._writer.after(succeeded)
+        if succeeded:
+            prompt = self.work.prompt
+            self.work.spent.computed += min(self.stop, prompt) - min(self.start, prompt)

@@ -1,0 +1,143 @@
+"""Serve: what other engines pull of the prompts that are computed for them, layer by layer while that goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from engine.compute.arrivals import Arrivals
+from engine.memory import staging
+from engine.memory.arena import Arena, runs
+from engine.memory.lossy import Lossy
+from engine.model.request import Piece
+from engine.moving.work import Work
+from engine.state import events as ev
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+
+PIECE_BYTES = 1 << 20
+
+
+@dataclass
+class _Prefill:
+    work: Work
+    pulls: int = 0  # transfers out of its frames under way
+    released: bool = False
+    closed: bool = False
+
+
+class Prefills:
+    """Prompts computed for other engines: from their admission until ``PullsEnded``.
+
+    Threads of the service pull and release; the engine's thread does the rest.
+    """
+
+    def __init__(self, arena: Arena, codecs: Mapping[str, Lossy | None], post: Callable[[ev.Event], None]) -> None:
+        self._arena = arena
+        self._layout = arena.layout
+        self._codecs = codecs
+        self._post = post
+        self._lock = threading.Lock()
+        self._known: dict[str, _Prefill] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, work: Work) -> None:
+        """Know it from now on; its id is no other's."""
+        work.progress = Arrivals(self._layout.layers)
+        with self._lock:
+            self._known[work.id] = _Prefill(work)
+
+    def release(self, request_id: str) -> Work | None:
+        """Whoever asked has everything, or wants no more of it: nobody begins to pull. Any thread. None: unknown."""
+        with self._lock:
+            prefill = self._known.get(request_id)
+            if prefill is None:
+                return None
+            prefill.released = True
+            return prefill.work
+
+    def close(self, work: Work) -> None:
+        """It is over. ``PullsEnded`` follows when nobody pulls any more; who waits for a layer that is not there is
+        told that it will not come.
+        """
+        assert work.progress is not None
+        work.progress.fail(NodeUnavailable("it was cancelled, or too late"))
+        with self._lock:
+            prefill = self._known[work.id]
+            prefill.released = prefill.closed = True
+        self._look(prefill)
+
+    def _look(self, prefill: _Prefill) -> None:
+        with self._lock:
+            over = prefill.closed and not prefill.pulls and self._known.pop(prefill.work.id, None) is not None
+        if over:
+            self._post(ev.PullsEnded(time.monotonic(), prefill.work.number))
+
+    # --- pulling: threads of the service ------------------------------------------------------------------------------
+
+    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Generator[Piece, None, None]:
+        """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed.
+
+        Raises:
+            InvalidRequest: no such prefill, a start inside a page or beyond the prompt, an unknown codec.
+            NodeUnavailable: the prefill failed or was given up.
+            DeadlineExceeded: a layer was not ready within ``timeout_s``.
+        """
+        if codec not in self._codecs:
+            raise InvalidRequest("codec", f"{codec!r} is not one of {', '.join(self._codecs)}")
+        with self._lock:
+            prefill = self._known.get(request_id)
+            if prefill is None or prefill.released:
+                raise InvalidRequest("request_id", f"no prefill {request_id!r} is held here")
+            work = prefill.work
+            if token_start % work.page_tokens or not 0 <= token_start < work.prompt:
+                raise InvalidRequest("token_start", f"{token_start} begins no page of this prompt")
+            prefill.pulls += 1
+        try:
+            yield from self._pieces(work, token_start, self._codecs[codec], time.monotonic() + timeout_s)
+        finally:
+            with self._lock:
+                prefill.pulls -= 1
+            self._look(prefill)
+
+    def _pieces(self, work: Work, position: int, codec: Lossy | None, deadline_s: float) -> Iterator[Piece]:
+        progress = work.progress
+        assert progress is not None
+        layers = self._layout.layers
+        while position < work.prompt:
+            self._await(work, 0, position + 1, deadline_s)
+            stop = min(progress.tokens(0), work.prompt)
+            for layer in range(layers):
+                self._await(work, layer, stop, deadline_s)
+                yield from self._layer(work, layer, position, stop, codec)
+            position = stop
+
+    def _await(self, work: Work, layer: int, tokens: int, deadline_s: float) -> None:
+        progress = work.progress
+        assert progress is not None
+        if not progress.wait(layer, tokens, deadline_s):
+            if progress.failure is not None:
+                raise NodeUnavailable(f"prefill {work.id} was given up: {progress.failure}")
+            raise DeadlineExceeded(f"layer {layer} of {tokens} tokens of {work.id} was not computed in time")
+
+    def _layer(self, work: Work, layer: int, start: int, stop: int, codec: Lossy | None) -> Iterator[Piece]:
+        assert work.frames is not None
+        page_tokens = work.page_tokens
+        first, last = start // page_tokens, stop // page_tokens
+        step = max(1, PIECE_BYTES // self._layout.layer_bytes)
+        for index, frame, count in runs(work.frames[first:last]):
+            for done in range(0, count, step):
+                some = min(step, count - done)
+                rows = staging.send_layer(self._arena, frame + done, some, layer)
+                data = (rows if codec is None else codec.encode(rows)).tobytes()
+                token_start = (first + index + done) * page_tokens
+                yield Piece(layer, token_start, some * page_tokens, data, xxhash.xxh3_64_intdigest(data))
+        if rest := stop - last * page_tokens:
+            rows = staging.send_tail(self._arena, int(work.frames[last]), layer, rest)
+            data = (rows if codec is None else codec.encode(rows)).tobytes()
+            yield Piece(layer, last * page_tokens, rest, data, xxhash.xxh3_64_intdigest(data))

@@ -1,0 +1,162 @@
+"""Work: one request's tokens, frames and client. What is decided about it is known to ``engine.state`` alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.compute.arrivals import Arrivals
+from engine.model.request import Failed, Finished, Request, Token, Usage
+from engine.text.detokenizer import Detokenizer
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.errors import KVStoreError
+
+
+@dataclass
+class Spent:
+    """What a request has cost so far; becomes a ``Usage``."""
+
+    cached: dict[str, int] = field(default_factory=dict)
+    computed: int = 0
+    loaded_bytes: int = 0
+    moved_bytes: int = 0
+    written_bytes: int = 0
+    prefill_engine: str = ""
+    prefill_cached: dict[str, int] = field(default_factory=dict)
+
+
+class Work:
+    """One request here. Belongs to the engine's thread; a thread that was told to load or to move has its frames,
+    ``spent`` and ``lossy`` until it is done. Any thread may tell its client.
+
+    Attributes:
+        number: what ``engine.state`` knows it by.
+        prompt: tokens it came with.
+        tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
+        frames: int64 page table; None while it has none.
+        stored_pages: leading pages that are known to be in the pool.
+        lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
+        progress: of a prefill for another engine: what that may pull.
+        first_token: of such a prefill, once it is drawn.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        emit: Callable[[Any], None],
+        text: Detokenizer | None,
+        page_tokens: int,
+        cache: PrefixCache | None,
+        answers: bool = True,
+    ) -> None:
+        self.number = number
+        self.request = request
+        self.id = request.id
+        self.answers = answers
+        self.begun_s = time.monotonic()
+        self.deadline_s = self.begun_s + request.deadline_s
+        self.page_tokens = page_tokens
+        self.prompt = self.length = len(request.tokens)
+        left = max(1, request.sampling.max_tokens - request.generated) if answers else 1
+        self.tokens: npt.NDArray[np.uint32] = np.empty(self.prompt + left, np.uint32)
+        self.tokens[: self.prompt] = request.tokens
+        self._text = text
+        if text is not None:  # what another engine has told already
+            for token in request.tokens[request.prompt_tokens :].tolist():
+                text.feed(token)
+        self.frames: torch.Tensor | None = None
+        self.cache = cache
+        self.stored_pages = 0
+        self.lossy = False
+        self.spent = Spent()
+        self.progress: Arrivals | None = None
+        self.first_token = 0
+        self._emit = emit
+        self._telling = threading.Lock()
+        self._ended = False
+        self._first_s = self._second_s = self._last_s = 0.0
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer that are known, another engine's among them."""
+        return self.request.generated + self.length - self.prompt
+
+    @property
+    def stopped(self) -> bool:
+        """Whether what was told holds a stop string."""
+        return self._text is not None and self._text.stopped is not None
+
+    def since_first_s(self) -> float:
+        """Seconds since its first token was drawn."""
+        return time.monotonic() - self._first_s
+
+    # --- telling its client -----------------------------------------------------------------------------------------
+
+    def tell(self, event: Any) -> None:
+        """Pass an event on. A client that was told an end is told nothing more."""
+        with self._telling:
+            if not self._ended:
+                self._ended = isinstance(event, Finished | Failed)
+                self._emit(event)
+
+    def token(self, token: int, eos: frozenset[int]) -> str:
+        """One more token was drawn; tells the client. Returns "eos" or "stop" where it ends the answer, else ""."""
+        now = time.monotonic()
+        if not self._first_s:
+            self._first_s = now
+        elif not self._second_s:
+            self._second_s = now
+        self._last_s = now
+        index = self.generated
+        self.tokens[self.length] = token
+        self.length += 1
+        if token in eos and not self.request.sampling.ignore_eos:
+            return "eos"
+        self.tell(Token(token, index, self._text.feed(token) if self._text is not None else ""))
+        return "stop" if self.stopped else ""
+
+    def finish(self, reason: str) -> None:
+        """The last event."""
+        rest = self._text.flush() if self._text is not None else ""
+        # Where a stop string is met only now, its last character was held back.
+        self.tell(Finished("stop" if self.stopped else reason, self.usage(), rest))
+
+    def fail(self, error: KVStoreError) -> None:
+        """The other last event."""
+        self.tell(Failed(error))
+
+    # --- what it cost -----------------------------------------------------------------------------------------------
+
+    def recompute_last(self) -> None:
+        """The last token of a prompt that was loaded is computed all the same: it counts as computed."""
+        loaded = self.spent.cached
+        if sum(loaded.values()) == self.prompt:
+            loaded[next(reversed(loaded))] -= 1  # pages came in their order: the tier of the last one
+
+    def usage(self) -> Usage:
+        """What it cost until now."""
+        made = self.length - self.prompt
+        first, second = self._first_s or time.monotonic(), self._second_s
+        spent = self.spent
+        return Usage(
+            prompt_tokens=self.request.prompt_tokens,
+            completion_tokens=self.generated,
+            cached_tokens=dict(spent.cached),
+            computed_tokens=spent.computed,
+            prefill_engine=spent.prefill_engine,
+            prefill_cached_tokens=dict(spent.prefill_cached),
+            ttft_ms=1e3 * (first - self.begun_s),
+            gap_ms=1e3 * (second - first) if second else 0.0,
+            tpot_ms=1e3 * (self._last_s - second) / (made - 2) if second and made > 2 else 0.0,
+            loaded_bytes=spent.loaded_bytes,
+            moved_bytes=spent.moved_bytes,
+            written_bytes=spent.written_bytes,
+        )

@@ -1,0 +1,297 @@
+"""Engine: one thread that computes, and the calls that reach it.
+
+Each turn of the thread handles what has been posted, then asks ``engine.state`` what to run: who gets frames, and one
+forward, the next token of every sequence that decodes and as many prompt tokens as fit beside them. The role decides
+what is accepted, not how it is run. Other threads load from the pool, bring hand-offs, and serve pulls; they reach the
+computing thread through its inbox alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.compute.models import Model
+from engine.compute.runner import Runner
+from engine.config import EngineConfig
+from engine.memory.arena import Arena
+from engine.memory.lossy import codecs
+from engine.model.layouts import explain_mismatch
+from engine.model.observer import Observer
+from engine.model.request import Cancel, Emit, Handoff, Piece, PrefillEvent, Request, Role
+from engine.moving.peers import Peer, Peers
+from engine.moving.serve import Prefills
+from engine.moving.store_side import Pool
+from engine.moving.work import Work
+from engine.shell.checks import check_request, memory_frames
+from engine.shell.inbox import Inbox
+from engine.shell.migration import check_target
+from engine.shell.performer import Performer
+from engine.shell.status import describe
+from engine.state import events as ev
+from engine.state import integrity
+from engine.state.door import Door
+from engine.state.engine_state import EngineState
+from engine.state.passing import TAKE_S
+from engine.state.rules import Rules
+from engine.text.detokenizer import Detokenizer
+from kvstore.client.store import Store
+from kvstore.errors import DeadlineExceeded, KVStoreError, VersionMismatch
+from kvstore.model.layout import Layout
+
+IDLE_S = 0.05
+QUIET_S = 2.0  # for threads that still touch frames when the engine ends
+STOP_S = 30.0
+
+log = logging.getLogger("kvstore.engine")
+
+
+class Engine:
+    """Life: made (memory taken, nothing runs) -> ``start`` -> requests -> ``stop``, which fails what is still running.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        store: Store | None,
+        connect: Callable[[str], Peer],
+        observer: Observer | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.layout = model.layout(config.page_tokens)
+        self.observer = observer or Observer()
+        frames = memory_frames(config.arena, self.layout)
+        self.arena = Arena(self.layout, frames, model.k_dim, str(model.device))
+        self.pool = Pool(store, self.layout, self.arena, config.compress)
+        self.pool.check()
+        forms = codecs(self.layout)
+        self.inbox = Inbox()
+        self.prefills = Prefills(self.arena, forms, self.inbox.post)
+        self.door = Door(config.role, config.requests_max)
+        self._entry = threading.Lock()  # of the door
+        self.state = EngineState(
+            Rules(
+                frames=frames,
+                layers=self.layout.layers,
+                page_tokens=config.page_tokens,
+                chunk_tokens=config.chunk_tokens,
+                batch_max=config.batch_max,
+                local_prefill_tokens=config.local_prefill_tokens,
+                prefill=config.prefill,
+            )
+        )
+        self._peers = Peers(connect)
+        self.performer = Performer(
+            config,
+            model.vocab_size,
+            frozenset(model.eos_ids),
+            forms,
+            self.state,
+            Runner(model, self.arena),
+            self.arena,
+            self.pool,
+            self._peers,
+            self.prefills,
+            self.observer,
+            self._forget,
+            self.inbox,
+        )
+        self._numbers = itertools.count(1)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Compute from now on."""
+        self.pool.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Fail what still runs, and end all threads."""
+        self._stopping = self.door.draining = True
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
+        self.performer.stop()
+        self.pool.stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it computes."""
+        return self._thread.is_alive()
+
+    def check(self) -> None:
+        """What must hold in an engine that is idle; among it that all frames that nobody has are free."""
+        self.arena.check()
+        integrity.check(self.state)
+        assert self.arena.frames_free == self.state.roster.frames_free
+
+    def remains(self) -> dict[str, int]:
+        """What is here that an idle engine has none of."""
+        counts = {
+            "known": len(self.door.known),
+            "sequences": len(self.state.roster.sequences),
+            "held": len(self.prefills),
+            "frames": self.arena.frames_total - self.arena.frames_free,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    # --- what is asked of it ------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, emit: Emit) -> Cancel:
+        """Answer a prompt. ``emit`` is called for every event by a thread of the engine, which it must not keep.
+        Returns what cancels this request, and no later one of the same id.
+
+        Raises:
+            InvalidRequest: see ``check_request``; or the role is prefill, or the id is in use.
+            TooManyCalls: as many requests as may be are here already.
+            NodeUnavailable: the engine ends or is being drained.
+        """
+        return self._enter(request, emit, 0.0, answers=True)
+
+    def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
+        """Compute a prompt for another engine, whose pages are of ``layout``. Returns what gives it up.
+
+        Raises:
+            VersionMismatch: the layouts differ; says in which fields.
+            InvalidRequest, TooManyCalls, NodeUnavailable: as ``submit``; or the role is decode.
+        """
+        if layout.fingerprint != self.layout.fingerprint:
+            raise VersionMismatch(explain_mismatch(self.layout, layout))
+        most_s = self.config.hold_s
+        return self._enter(request, emit, min(hold_s, most_s) if hold_s > 0 else most_s, answers=False)
+
+    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Generator[Piece, None, None]:
+        """See ``Prefills.pull``."""
+        return self.prefills.pull(request_id, token_start, codec, timeout_s)
+
+    def release(self, request_id: str) -> bool:
+        """A prefill is not needed any more. Whether there was one."""
+        work = self.prefills.release(request_id)
+        if work is not None:
+            self._cancel(work.number)
+        return work is not None
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request. Whether there was one."""
+        number = self.door.known.get(request_id)
+        if number is not None:
+            self._cancel(number)
+        return number is not None
+
+    def _cancel(self, number: int) -> None:
+        self.inbox.post(ev.Cancelled(time.monotonic(), number))
+
+    def status(self) -> dict[str, Any]:
+        """What the engine is, how busy, and how fast; plain values, ready for JSON."""
+        steps = self.performer.sides.steps
+        return describe(self.model, self.arena, self.pool, self.door, self.state, self.prefills, steps)
+
+    def set_role(self, role: Role) -> None:
+        """Accept other requests from now on; ends a drain."""
+        self.door.role, self.door.draining = role, False
+
+    def migrate(self, request_id: str, target: str) -> bool:
+        """Have the engine at ``target`` go on with a request; its client sees no difference. Whether there was one.
+
+        Raises:
+            KVStoreError: the other engine is not there, or does not take it; it goes on here.
+            DeadlineExceeded: it was not taken in time; it goes on here.
+        """
+        number = self.door.known.get(request_id)
+        if number is None:
+            return False
+        self._check_target(target)
+        call, answer = next(self._numbers), Future[bool]()
+        self.performer.calls[call] = answer
+        self.inbox.post(ev.Migrate(time.monotonic(), number, target, call))
+        try:
+            return answer.result(2 * TAKE_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"this engine did not get to it within {2 * TAKE_S:g} s") from None
+        finally:
+            self.performer.calls.pop(call, None)
+
+    def drain(self, target: str | None, timeout_s: float) -> int:
+        """Accept nothing more; wait for what runs, moved to ``target`` where there is one. How many still run then."""
+        self.door.draining = True
+        deadline = time.monotonic() + timeout_s
+        if target is not None and self.door.known:
+            try:
+                self._check_target(target)
+                self.inbox.post(ev.Drain(time.monotonic(), target))
+            except KVStoreError as error:
+                log.warning("what runs here stays, %s does not take it: %s", target, error)
+        while self.door.draining and self.door.known and time.monotonic() < deadline:
+            time.sleep(IDLE_S)
+        self.inbox.post(ev.Drain(time.monotonic(), None))
+        return len(self.door.known)
+
+    def _check_target(self, address: str) -> None:
+        target: Any = self._peers[address]
+        check_target(target, address, self.layout)
+
+    def _enter(self, request: Request, emit: Callable[[Any], None], hold_s: float, answers: bool) -> Cancel:
+        self.door.check(answers)
+        check_request(request, self.model, self.layout, self.arena.frames_total, answers)
+        text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
+        cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
+        work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers)
+        stored = 0
+        if answers and request.prefill is None and self.config.prefill:
+            stored = self.pool.written(work, work.prompt // work.page_tokens) * work.page_tokens
+        with self._entry:
+            self.door.enter(request.id, work.number)
+        self.performer.works[work.number] = work
+        if not answers:
+            self.prefills.add(work)
+        self.inbox.post(
+            ev.Submitted(
+                work.begun_s,
+                work.number,
+                request.id,
+                prompt=work.prompt,
+                generated=request.generated,
+                tokens_max=request.sampling.max_tokens,
+                deadline_s=work.deadline_s,
+                role=self.door.role,
+                answers=answers,
+                hold_s=hold_s,
+                engines=request.prefill,
+                stored=stored,
+                lazy=(request.handoff or self.config.handoff) is Handoff.LAZY,
+                stopped=work.stopped,
+            )
+        )
+        return partial(self._cancel, work.number)
+
+    def _forget(self, request_id: str) -> None:
+        with self._entry:
+            self.door.leave(request_id)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        idle_s = 0.0
+        while not self._stopping:
+            for event in self.inbox.take(idle_s):
+                self.performer.handle(event)
+            idle_s = 0.0 if self.performer.turn() else IDLE_S
+        self.performer.handle(ev.Stop(time.monotonic()))
+        until_s = time.monotonic() + QUIET_S
+        while self.remains() and time.monotonic() < until_s:
+            for event in self.inbox.take(IDLE_S):
+                self.performer.handle(event)
+        log.info("ended; %d of %d frames free", self.arena.frames_free, self.arena.frames_total)

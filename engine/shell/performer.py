@@ -1,0 +1,273 @@
+"""Performer: does what the state of an engine has decided, and tells it what came of that."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from engine.compute.runner import Runner
+from engine.compute.side_batches import SideBatches
+from engine.config import EngineConfig
+from engine.memory.arena import Arena
+from engine.memory.lossy import Lossy
+from engine.model.observer import Observer
+from engine.model.request import Admitted, Done, HandOff, Progress
+from engine.moving.fetch import Fetch
+from engine.moving.link import parse_link
+from engine.moving.peers import Peers
+from engine.moving.serve import Prefills
+from engine.moving.store_side import Pool
+from engine.moving.work import Work
+from engine.shell.inbox import Inbox
+from engine.shell.migration import Migration
+from engine.shell.step import Step, draw, next_token_slice
+from engine.state import events as ev
+from engine.state import instructions as do
+from engine.state.engine_state import EngineState
+from engine.state.sequence import Phase
+from kvstore.errors import KVStoreError
+
+LOADERS = 2
+
+log = logging.getLogger("kvstore.engine")
+
+
+class Performer:
+    """Used by the engine's thread alone, but for ``works``, which others fill before they post ``Submitted``.
+
+    Attributes:
+        works: what the shell has of every sequence, by number, until it is dropped.
+        calls: who waits for a ``Reply``, by the number of the call.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        eos: frozenset[int],
+        codecs: Mapping[str, Lossy | None],
+        state: EngineState,
+        runner: Runner,
+        arena: Arena,
+        pool: Pool,
+        peers: Peers,
+        prefills: Prefills,
+        observer: Observer,
+        forget: Callable[[str], None],
+        inbox: Inbox,
+    ) -> None:
+        self.works: dict[int, Work] = {}
+        self.calls: dict[int, Future[bool]] = {}
+        self.sides = SideBatches(runner, arena, state.rules.side_max)
+        self._config = config
+        self._vocab_size = vocab_size
+        self._state = state
+        self._arena = arena
+        self._pool = pool
+        self._peers = peers
+        self._prefills = prefills
+        self._codecs = codecs
+        self._eos = eos
+        self._observer = observer
+        self._forget = forget
+        self._inbox = inbox
+        self._step = Step(runner, arena, pool, eos)
+        self._link = parse_link(config.link)
+        self._fetches: dict[int, Fetch] = {}
+        self._migrations: dict[int, Migration] = {}
+        self._loaders = ThreadPoolExecutor(LOADERS, "engine-load")
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            do.Load: self._load,
+            do.Ask: self._ask,
+            do.Move: lambda it: self._fetches[it.sequence].move(it.start),
+            do.GiveUp: lambda it: self._fetches.pop(it.sequence).give_up(),
+            do.Settle: self._settle,
+            do.Dismiss: self._dismiss,
+            do.Step: self._run_step,
+            do.Aside: self._aside,
+            do.Draw: self._draw,
+            do.Recompute: lambda it: self.works[it.sequence].recompute_last(),
+            do.Store: lambda it: self._pool.append(self.works[it.sequence], it.pages),
+            do.TellAdmitted: self._tell_admitted,
+            do.TellProgress: self._tell_progress,
+            do.Hold: self._hold,
+            do.Close: lambda it: self._prefills.close(self.works[it.sequence]),
+            do.PassOn: self._pass_on,
+            do.Left: lambda it: self._observer.ended("migrated", self.works[it.sequence].usage()),
+            do.CancelThere: lambda it: self._migrations[it.sequence].cancel(),
+            do.Reply: self._reply,
+            do.Forget: lambda it: self._forget(self.works[it.sequence].id),
+            do.Finish: self._finish,
+            do.Fail: self._fail,
+            do.GiveBack: self._give_back,
+            do.Drop: self._drop,
+        }
+
+    def handle(self, event: ev.Event) -> None:
+        """Have the state decide about an event, and do what it says."""
+        for instruction in self._state.handle(event):
+            self._verbs[type(instruction)](instruction)
+
+    def turn(self) -> bool:
+        """Run what is to be run next. Whether there was anything."""
+        self._pool.between_steps()
+        arriving = {}
+        for number, fetch in self._fetches.items():
+            if self._state.roster.sequences[number].phase is Phase.DECODING:
+                arriving[number] = fetch.arrivals.so_far(self.works[number].prompt)
+        steps = self._state.steps
+        self.handle(ev.Turn(time.monotonic(), arriving))
+        return self._state.steps > steps
+
+    def stop(self) -> None:
+        """End the threads; what they are at has a deadline."""
+        self.sides.stop()
+        self._loaders.shutdown(wait=True)
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def _load(self, it: do.Load) -> None:
+        work = self.works[it.sequence]
+        work.frames = self._arena.take(it.pages)
+        assert work.frames is not None, "the arena has fewer frames than the state thinks"
+
+        def load() -> None:
+            try:
+                tokens = self._pool.load(work)
+            except BaseException as error:
+                self._inbox.post(error)
+                raise
+            work.stored_pages = 0 if work.lossy else tokens // work.page_tokens
+            self._inbox.post(ev.Loaded(time.monotonic(), work.number, tokens))
+
+        self._loaders.submit(load)
+
+    def _run_step(self, it: do.Step) -> None:
+        arrivals = {number: fetch.arrivals for number, fetch in self._fetches.items()}
+        self.handle(self._step.run(it, self.works, arrivals, self._observer))
+
+    def _aside(self, it: do.Aside) -> None:
+        work = self.works[it.sequence]
+
+        def done(given: torch.Tensor | BaseException | None) -> None:
+            if isinstance(given, BaseException):
+                self._inbox.post(given)
+                return
+            token = None if given is None else draw([work], given[None])[0]
+            self._inbox.post(ev.SideStepped(time.monotonic(), work.number, token))
+
+        arrivals = self._fetches[it.sequence].arrivals
+        self.sides.add(next_token_slice(work), arrivals, work.prompt, work.deadline_s, done)
+
+    def _draw(self, it: do.Draw) -> None:
+        work, fetch = self.works[it.sequence], self._fetches.get(it.sequence)
+        if fetch is not None and fetch.admitted is not None:
+            work.spent.prefill_engine = fetch.address
+            work.spent.prefill_cached = dict(fetch.admitted.cached_tokens)
+        self.handle(ev.Drawn(time.monotonic(), it.sequence, work.token(it.token, self._eos)))
+
+    # --- hand-offs --------------------------------------------------------------------------------------------------
+
+    def _ask(self, it: do.Ask) -> None:
+        work = self.works[it.sequence]
+        request, config = work.request, self._config
+        name = config.compress if request.allow_lossy else "none"
+        fetch = self._fetches[it.sequence] = Fetch(
+            work,
+            it.attempt,
+            it.engine,
+            self._peers,
+            self._arena,
+            self._link,
+            (name, self._codecs[name]),
+            request.source or config.source,
+            request.grain or config.grain,
+            config.chunk_tokens,
+            self._vocab_size,
+            self._inbox.post,
+        )
+        fetch.begin(self._pool.layout, config.hold_s)
+
+    def _settle(self, it: do.Settle) -> None:
+        work, fetch = self.works[it.sequence], self._fetches.pop(it.sequence)
+        assert fetch.handoff is not None
+        work.lossy = work.lossy or fetch.lossy
+        work.stored_pages = 0 if work.lossy else fetch.handoff.stored
+        self._observer.handed_off(work.spent.moved_bytes, work.since_first_s())
+
+    def _dismiss(self, it: do.Dismiss) -> None:
+        work, fetch = self.works[it.sequence], self._fetches.pop(it.sequence)
+        log.warning("prefill of %s by %s failed: %s", work.id, it.engine, it.error)
+        work.lossy = work.lossy or fetch.lossy
+        work.spent.prefill_engine, work.spent.prefill_cached = "", {}
+
+    def _tell_admitted(self, it: do.TellAdmitted) -> None:
+        work = self.works[it.sequence]
+        assert work.progress is not None
+        work.progress.all_reached(it.cached // work.page_tokens * work.page_tokens)  # pages, whole
+        work.tell(Admitted(work.prompt, dict(work.spent.cached), work.lossy))
+
+    def _tell_progress(self, it: do.TellProgress) -> None:
+        self.works[it.sequence].tell(Progress(it.tokens, self._state.speeds.prefill_tokens_per_s))
+
+    def _hold(self, it: do.Hold) -> None:
+        work = self.works[it.sequence]
+        self._observer.ended("prefilled", work.usage())
+        pages = work.prompt // work.page_tokens
+        keys = work.cache.keys(work.tokens[: work.prompt]).links if work.cache and pages else []
+        handoff = HandOff(
+            request_id=work.id,
+            pages=tuple(keys),
+            stored=self._pool.written(work, pages),
+            tail_tokens=work.prompt - pages * work.page_tokens,
+            first_token=work.first_token,
+            generated=work.generated + 1,
+            cached_tokens=dict(work.spent.cached),
+            computed_tokens=work.spent.computed,
+            prefill_ms=1e3 * (time.monotonic() - work.begun_s),
+        )
+        work.tell(Done(handoff))
+
+    # --- another engine goes on ---------------------------------------------------------------------------------------
+
+    def _pass_on(self, it: do.PassOn) -> None:
+        work = self.works[it.sequence]
+        migration = self._migrations[it.sequence] = Migration(work, self._peers, it.target, self._inbox.post)
+        migration.start()
+
+    def _reply(self, it: do.Reply) -> None:
+        call = self.calls.pop(it.call, None)
+        if isinstance(it.result, KVStoreError):
+            if call is not None:
+                call.set_exception(it.result)
+            else:
+                log.warning("what runs here stays: %s", it.result)
+        elif call is not None:
+            call.set_result(it.result)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _finish(self, it: do.Finish) -> None:
+        work = self.works[it.sequence]
+        self._observer.ended(it.reason, work.usage())
+        work.finish(it.reason)
+
+    def _fail(self, it: do.Fail) -> None:
+        work = self.works[it.sequence]
+        self._observer.ended("cancelled" if it.cancelled else "failed", work.usage())
+        work.fail(it.error)
+
+    def _give_back(self, it: do.GiveBack) -> None:
+        work = self.works[it.sequence]
+        assert work.frames is not None
+        self._arena.give_back(work.frames)
+        work.frames = None
+
+    def _drop(self, it: do.Drop) -> None:
+        del self.works[it.sequence]
+        self._migrations.pop(it.sequence, None)

@@ -1,0 +1,257 @@
+"""EngineState: everything an engine decides about its requests. ``handle(event) -> [instruction]``.
+
+It knows phases, lengths and how many frames are free; the shell has the tokens, the frames themselves, the threads and
+the clients. One event per call, per step, and per thing that a thread has finished, never one per layer.
+
+::
+
+    Submitted ── Ask? ── frames free ── Load ── Loaded ─┬─ Ask, Move ── Computed ── Draw ── Moved ── Settle
+                                                        └─ Step(parts) ── Stepped ... Step(decoding) ── Stepped ...
+    the end:  Forget, Finish or Fail ── nobody touches the frames ── GiveBack, Drop
+
+``Turn`` comes when all else is handled: it ends what is late, admits who gets frames, and says what the next step is.
+
+Worked example, pages of 16 tokens, a prompt of 40 tokens of which 32 are in the pool, an answer of 2 tokens::
+
+    Submitted(prompt=40)  -> []                        Loaded(32)        -> []
+    Turn                  -> [Load(3 frames)]          Turn              -> [Step(parts: 32 to 40, draws)]
+    Stepped               -> [Store(2 pages)]          Turn              -> [Step(decoding)]
+    Stepped               -> [Store, Forget, Finish("length"), GiveBack, Drop]
+
+What holds after every event is in ``integrity.check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.state import events as ev
+from engine.state import instructions as do
+from engine.state.batching import decoding, parts
+from engine.state.instructions import Instruction
+from engine.state.passing import Passes
+from engine.state.roster import Roster
+from engine.state.routes import Routes
+from engine.state.rules import Rules
+from engine.state.sequence import Phase, Sequence
+from engine.state.speeds import Speeds
+from kvstore.errors import DeadlineExceeded, NodeUnavailable
+
+
+class EngineState:
+    """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event.
+
+    Attributes:
+        step: what was told to be run, until it is ``Stepped``; ``steps``: how many there were.
+        aside: sequences that make their next token aside.
+        stopped: it ends, and takes nothing more.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.roster = Roster(rules)
+        self.speeds = Speeds(rules.layers)
+        self.step: do.Step | None = None
+        self.steps = 0
+        self.aside = 0
+        self.stopped = False
+        self._routes = Routes(self.roster)
+        self._passes = Passes(self.roster)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Submitted: self._submitted,
+            ev.Cancelled: self._cancelled,
+            ev.Migrate: self._passes.migrate,
+            ev.Drain: self._passes.drain,
+            ev.Stop: self._stop,
+            ev.Loaded: self._loaded,
+            ev.Computed: self._routes.computed,
+            ev.AskFailed: self._routes.ask_failed,
+            ev.Moved: self._routes.moved,
+            ev.SideStepped: self._side_stepped,
+            ev.PullsEnded: self._pulls_ended,
+            ev.Taken: self._passes.taken,
+            ev.NotTaken: self._passes.not_taken,
+            ev.PassedOn: self._passes.passed_on,
+            ev.Turn: self._turn,
+            ev.Stepped: self._stepped,
+            ev.Drawn: self._drawn,
+        }
+
+    def handle(self, event: ev.Event) -> list[Instruction]:
+        """Decide about one event."""
+        self.roster.out = []
+        self._handlers[type(event)](event)
+        return self.roster.out
+
+    # --- until it has its prompt ------------------------------------------------------------------------------------
+
+    def _submitted(self, event: ev.Submitted) -> None:
+        capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
+        sequence = Sequence(
+            number=event.sequence,
+            name=event.name,
+            prompt=event.prompt,
+            length=event.prompt,
+            generated=event.generated,
+            tokens_max=event.tokens_max,
+            pages=-(-capacity // self.rules.page_tokens),
+            answers=event.answers,
+            begun_s=event.now_s,
+            deadline_s=event.deadline_s,
+            hold_s=event.hold_s,
+            pulled=not event.answers,  # from now on others may
+        )
+        self.roster.sequences[event.sequence] = sequence
+        if self.stopped:
+            self.roster.fail(sequence, NodeUnavailable("this engine has ended"))
+        elif event.stopped:  # all was told by the engine that died
+            self.roster.finish(sequence, "stop")
+        else:
+            if event.answers:
+                sequence.engines = self._routes.choose(event)
+            if not (event.lazy and self._routes.ask(sequence)):
+                self.roster.waiting.append(sequence)
+
+    def _loaded(self, event: ev.Loaded) -> None:
+        sequence = self.roster.sequences[event.sequence]
+        sequence.loading = False
+        if sequence.phase is Phase.ENDED:
+            self.roster.leave(sequence)
+            return
+        sequence.cached = event.tokens
+        if not sequence.answers:
+            self.roster.compute_rest(sequence)
+            self.roster.out.append(do.TellAdmitted(sequence.number, sequence.cached))
+        else:
+            self._routes.go(sequence)
+
+    # --- turns and steps --------------------------------------------------------------------------------------------
+
+    def _turn(self, event: ev.Turn) -> None:
+        assert self.step is None
+        self._sweep(event.now_s)
+        self._passes.next_drained(event.now_s)
+        self.roster.admit()
+        active = self.roster.active
+        batch, aside = decoding(active.values(), self.rules, event.arriving, self.speeds.layer_s, self.aside)
+        for number in aside:
+            active[number].aside = True
+            self.aside += 1
+            self.roster.out.append(do.Aside(number))
+        # No less than a page, or prompts would starve beside a large batch.
+        budget = max(self.rules.page_tokens, self.rules.chunk_tokens - len(batch))
+        chunks = parts(active.values(), budget, self.rules.page_tokens)
+        if batch or chunks:
+            self.step = do.Step(batch, chunks)
+            self.steps += 1
+            self.roster.out.append(self.step)
+
+    def _stepped(self, event: ev.Stepped) -> None:
+        step, self.step = self.step, None
+        assert step is not None
+        tokens = sum(part.stop - part.start for part in step.parts)
+        self.speeds.measured(len(step.decoding), tokens, event.seconds - event.waited_s)
+        for number in step.decoding:
+            if number not in event.missed:
+                sequence = self.roster.active[number]
+                sequence.cached += 1
+                self._drew(sequence, event.ends.get(number, ""), event.now_s)
+        for part in step.parts:
+            sequence = self.roster.active[part.sequence]
+            sequence.cached = part.stop
+            if part.draws:
+                self._drew(sequence, event.ends.get(part.sequence, ""), event.now_s)
+            elif not sequence.answers:
+                self.roster.out.append(do.TellProgress(part.sequence, part.stop))
+
+    def _side_stepped(self, event: ev.SideStepped) -> None:
+        sequence = self.roster.sequences[event.sequence]
+        sequence.aside = False
+        self.aside -= 1
+        if sequence.phase is Phase.ENDED:
+            self.roster.leave(sequence)
+            return
+        if event.token is not None:
+            sequence.cached += 1
+            self.roster.out.append(do.Draw(event.sequence, event.token))
+        else:
+            self._routes.resolve(sequence, event.now_s)
+
+    def _drawn(self, event: ev.Drawn) -> None:
+        sequence = self.roster.sequences[event.sequence]
+        self._drew(sequence, event.end, event.now_s)
+        self._routes.resolve(sequence, event.now_s)
+
+    def _drew(self, sequence: Sequence, end: str, now_s: float) -> None:
+        """One more token of it is known; ``end`` says why it was the last one, or ""."""
+        if not sequence.answers:
+            sequence.phase, sequence.held_until_s = Phase.HELD, now_s + sequence.hold_s
+            del self.roster.active[sequence.number]
+            self.roster.out.append(do.Hold(sequence.number))
+            return
+        sequence.phase = Phase.DECODING
+        sequence.length += 1
+        sequence.generated += 1
+        if not end and sequence.generated >= sequence.tokens_max:
+            end = "length"
+        if end or sequence.cached == sequence.prompt or sequence.cached % self.rules.page_tokens == 0:
+            self.roster.store(sequence)
+        if end:
+            self.roster.finish(sequence, end)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, now_s: float) -> None:
+        """End what is late."""
+        late = []
+        for sequence in self.roster.sequences.values():
+            match sequence.phase:
+                case Phase.ENDED:
+                    pass
+                case Phase.HELD:
+                    if sequence.held_until_s <= now_s:
+                        late.append(sequence)
+                case Phase.LEFT:
+                    if sequence.passing is not None and not sequence.passing.taken:
+                        self._passes.look(sequence, now_s)
+                        if sequence.deadline_s < now_s:
+                            late.append(sequence)
+                case _:
+                    if sequence.deadline_s < now_s:
+                        late.append(sequence)
+        for sequence in late:
+            if sequence.phase is Phase.HELD:
+                self.roster.let_go(sequence)
+            else:
+                what = f"request {sequence.name} was not answered"
+                allowed_s = sequence.deadline_s - sequence.begun_s
+                self.roster.fail(sequence, DeadlineExceeded(f"{what} within {allowed_s:g} s"))
+
+    def _cancelled(self, event: ev.Cancelled) -> None:
+        sequence = self.roster.sequences.get(event.sequence)
+        if sequence is None or sequence.phase is Phase.ENDED:
+            return
+        if sequence.phase is Phase.HELD:
+            self.roster.let_go(sequence)
+        elif sequence.passing is not None and sequence.passing.taken:
+            self.roster.out.append(do.CancelThere(sequence.number))
+        elif sequence.answers:
+            self.roster.finish(sequence, "cancelled")
+        else:
+            self.roster.fail(sequence, NodeUnavailable(f"prefill {sequence.name} was given up"), cancelled=True)
+
+    def _stop(self, event: ev.Stop) -> None:
+        self.stopped = True
+        error = NodeUnavailable("this engine has ended")
+        for sequence in list(self.roster.sequences.values()):
+            if sequence.phase is Phase.HELD:
+                self.roster.let_go(sequence)
+            elif sequence.phase is not Phase.ENDED:
+                self.roster.fail(sequence, error)
+
+    def _pulls_ended(self, event: ev.PullsEnded) -> None:
+        sequence = self.roster.sequences[event.sequence]
+        sequence.pulled = False
+        self.roster.out.append(do.Forget(event.sequence))
+        self.roster.leave(sequence)

@@ -1,0 +1,55 @@
+"""What holds in an engine after every event. Run when it is idle, and by the simulated engines of the tests."""
+
+from __future__ import annotations
+
+from engine.state.engine_state import EngineState
+from engine.state.sequence import Phase, Sequence
+
+ACTIVE = frozenset((Phase.LOADING, Phase.MOVING, Phase.COMPUTING, Phase.DECODING))
+
+
+def check(state: EngineState) -> None:
+    """Frames free and held are all there are; every sequence is where its phase says, and can go on from there."""
+    roster = state.roster
+    sequences = roster.sequences.values()
+    held = sum(sequence.pages for sequence in sequences if sequence.holds)
+    assert roster.frames_free >= 0 and roster.frames_free + held == state.rules.frames, (
+        roster.frames_free,
+        held,
+    )
+    assert len(roster.active) <= state.rules.batch_max
+    assert state.aside == sum(sequence.aside for sequence in sequences)
+    assert len({one.number for one in roster.waiting}) == len(roster.waiting)
+    for sequence in sequences:
+        _check(state, sequence)
+    for number, sequence in roster.active.items():
+        assert roster.sequences[number] is sequence and sequence.holds, sequence
+
+
+def _check(state: EngineState, sequence: Sequence) -> None:
+    roster = state.roster
+    phase, attempt = sequence.phase, sequence.attempt
+    active, waiting = sequence.number in roster.active, sequence in roster.waiting
+    assert sequence.cached <= sequence.length and sequence.generated <= sequence.tokens_max, sequence
+    assert not sequence.touched or sequence.holds or not sequence.answers, sequence
+    assert not sequence.moving or attempt is not None or phase is Phase.ENDED, sequence
+    match phase:
+        case Phase.WAITING:
+            asked = attempt is not None and attempt.first_token is None
+            assert waiting != asked and not active and not sequence.holds, sequence
+        case Phase.LOADING:
+            assert active and sequence.loading, sequence
+        case Phase.MOVING:
+            assert active and attempt is not None and attempt.first_token is None, sequence
+        case Phase.COMPUTING:
+            assert active and attempt is None and sequence.cached < sequence.length, sequence
+        case Phase.DECODING:
+            first = sequence.cached == sequence.length == sequence.prompt  # of a hand-off, being drawn
+            assert active and (first or sequence.cached == sequence.length - 1), sequence
+        case Phase.HELD:
+            assert not active and sequence.holds and sequence.pulled and not sequence.answers, sequence
+        case Phase.LEFT:
+            assert sequence.passing is not None and active == sequence.holds != sequence.passing.taken, sequence
+        case Phase.ENDED:
+            assert not active and not waiting and attempt is None, sequence
+            assert sequence.touched or sequence.passing is not None, sequence

@@ -1,0 +1,114 @@
+"""Roster: who is here, who has frames, and how each of them ends."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.state import instructions as do
+from engine.state.instructions import Instruction
+from engine.state.rules import Rules
+from engine.state.sequence import Phase, Sequence
+from kvstore.errors import KVStoreError
+
+
+class Roster:
+    """The sequences of an engine, and what it has decided to do (``out``) about the event that it is handling.
+
+    Attributes:
+        sequences: all that have not ended, or whose frames somebody may still touch, by number.
+        active: those of them that take part in steps, or soon will, in the order in which they got their frames.
+        waiting: for frames: first come, first served, so that a large one is not overtaken for ever.
+        frames_free: frames that no sequence holds.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.sequences: dict[int, Sequence] = {}
+        self.active: dict[int, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.frames_free = rules.frames
+        self.out: list[Instruction] = []
+
+    def admit(self) -> None:
+        """Those that come next get frames, as far as there are any."""
+        while self.waiting and len(self.active) < self.rules.batch_max:
+            sequence = self.waiting[0]
+            if sequence.pages > self.frames_free:
+                return
+            self.waiting.popleft()
+            self.frames_free -= sequence.pages
+            self.active[sequence.number] = sequence
+            sequence.phase, sequence.holds, sequence.loading = Phase.LOADING, True, True
+            self.out.append(do.Load(sequence.number, sequence.pages))
+
+    def compute_rest(self, sequence: Sequence) -> None:
+        """What is not in the frames is computed here. Where all of it is, the last token is computed again, into its
+        own frame: nobody keeps logits.
+        """
+        if sequence.cached == sequence.length:
+            sequence.cached -= 1
+            self.out.append(do.Recompute(sequence.number))
+        sequence.phase = Phase.COMPUTING
+
+    def store(self, sequence: Sequence) -> None:
+        """Write its full pages, unless their KV is still arriving."""
+        pages = sequence.cached // self.rules.page_tokens
+        if pages and sequence.attempt is None and sequence.holds:
+            self.out.append(do.Store(sequence.number, pages))
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """An answer is over."""
+        self._end(sequence)
+        self.out.append(do.Forget(sequence.number))  # first: its client may ask again under the same id
+        self.out.append(do.Finish(sequence.number, reason))
+        self.leave(sequence)
+
+    def fail(self, sequence: Sequence, error: KVStoreError, cancelled: bool = False) -> None:
+        """There will be no (whole) answer, or prefill."""
+        self._end(sequence)
+        if sequence.answers:
+            self.out.append(do.Forget(sequence.number))
+        self.out.append(do.Fail(sequence.number, error, cancelled))
+        if not sequence.answers:
+            self.out.append(do.Close(sequence.number))
+        self.leave(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """A prefill that is complete is over: it was fetched, or held for long enough."""
+        assert sequence.phase is Phase.HELD
+        sequence.phase = Phase.ENDED
+        self.out.append(do.Close(sequence.number))
+
+    def reply(self, sequence: Sequence, result: bool | KVStoreError) -> None:
+        """Tell who asked for it to be passed on, once. Of a drain, errors alone are told."""
+        passing = sequence.passing
+        if passing is not None and (passing.call or isinstance(result, KVStoreError)):
+            self.out.append(do.Reply(passing.call, result))
+            passing.call = 0
+
+    def leave(self, sequence: Sequence) -> None:
+        """It needs its frames no longer: they are free once nobody may touch them."""
+        if sequence.touched:
+            return
+        if sequence.holds:
+            sequence.holds = False
+            self.frames_free += sequence.pages
+            self.out.append(do.GiveBack(sequence.number))
+        if sequence.phase is Phase.ENDED and sequence.passing is None:
+            del self.sequences[sequence.number]
+            self.out.append(do.Drop(sequence.number))
+
+    def _end(self, sequence: Sequence) -> None:
+        """It has no more part in anything."""
+        if self.active.pop(sequence.number, None) is None and sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.phase = Phase.ENDED
+        sequence.engines = []
+        if sequence.attempt is not None:
+            sequence.attempt = None
+            self.out.append(do.GiveUp(sequence.number))
+        if sequence.passing is not None and not sequence.passing.taken:
+            self.reply(sequence, False)
+            self.out.append(do.CancelThere(sequence.number))

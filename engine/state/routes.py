@@ -1,0 +1,141 @@
+"""Routes: where the prompt of a request is computed, here or by another engine, and what becomes of that.
+
+A sequence is asked for at one engine after the other, until one has computed its prompt or none is left; then it is
+computed here, from where the KV that came ends.
+"""
+
+from __future__ import annotations
+
+from engine.model.request import Role
+from engine.state import events as ev
+from engine.state import instructions as do
+from engine.state.roster import Roster
+from engine.state.sequence import Attempt, Phase, Sequence
+from kvstore.errors import Unavailable, VersionMismatch
+
+AVOID_S = 5.0
+AVOIDED_MAX = 64  # addresses; clients may name any
+
+
+class Routes:
+    """The hand-offs, and which engines did not answer lately."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._avoided: dict[str, float] = {}
+
+    def choose(self, event: ev.Submitted) -> list[str]:
+        """Engines to ask, none where it is computed here. Where the pool has almost all, the rest is computed here."""
+        asked, rules = event.engines, self._roster.rules
+        addresses = asked if asked is not None else rules.prefill if event.role is Role.DECODE else ()
+        if asked is None and max(1, event.prompt - event.stored) <= rules.local_prefill_tokens:
+            return []
+        return [address for address in addresses if self._avoided.get(address, 0.0) <= event.now_s]
+
+    def ask(self, sequence: Sequence) -> bool:
+        """Ask the next engine. Whether there is one."""
+        if not sequence.engines:
+            return False
+        sequence.attempts += 1
+        sequence.attempt = Attempt(sequence.attempts, sequence.engines.pop(0))
+        self._roster.out.append(do.Ask(sequence.number, sequence.attempt.number, sequence.attempt.engine))
+        return True
+
+    def go(self, sequence: Sequence) -> None:
+        """It has frames, and in them what the pool had: the rest is brought from where it is computed, or computed
+        here.
+        """
+        if sequence.attempt is None and not self.ask(sequence):
+            self._roster.compute_rest(sequence)
+            return
+        attempt = sequence.attempt
+        assert attempt is not None and not sequence.moving
+        sequence.phase, sequence.moving, attempt.begun = Phase.MOVING, True, True
+        self._roster.out.append(do.Move(sequence.number, attempt.number, sequence.cached))
+        if attempt.first_token is not None:
+            self._first(sequence, attempt.first_token)
+
+    def _first(self, sequence: Sequence, token: int) -> None:
+        """The first token comes before the last layer."""
+        sequence.phase, sequence.cached = Phase.DECODING, sequence.prompt
+        self._roster.out.append(do.Draw(sequence.number, token))
+
+    def computed(self, event: ev.Computed) -> None:
+        """The other engine has done its part; of a lazy hand-off, the KV waits there for frames here."""
+        sequence = self._of_attempt(event.sequence, event.attempt)
+        if sequence is None or sequence.attempt is None or sequence.attempt.error is not None:
+            return
+        sequence.attempt.first_token = event.first_token
+        if sequence.phase is Phase.WAITING:
+            self._roster.waiting.append(sequence)
+        elif sequence.phase is Phase.MOVING:
+            self._first(sequence, event.first_token)
+
+    def ask_failed(self, event: ev.AskFailed) -> None:
+        """The other engine has not."""
+        sequence = self._of_attempt(event.sequence, event.attempt)
+        if sequence is None or sequence.attempt is None:
+            return
+        sequence.attempt.error = sequence.attempt.error or event.error
+        if sequence.phase is Phase.WAITING and sequence.attempt.first_token is None:
+            self._dismiss(sequence, event.now_s)
+            if sequence.phase is Phase.WAITING:
+                self._roster.waiting.append(sequence)
+        else:
+            self.resolve(sequence, event.now_s)
+
+    def moved(self, event: ev.Moved) -> None:
+        """Nobody writes to its frames any more."""
+        sequence = self._roster.sequences[event.sequence]
+        sequence.moving = False
+        if sequence.phase is Phase.ENDED:
+            self._roster.leave(sequence)
+            return
+        attempt = sequence.attempt
+        assert attempt is not None and attempt.number == event.attempt
+        attempt.tokens, attempt.moved = event.tokens, event.error is None
+        attempt.error = attempt.error or event.error
+        self.resolve(sequence, event.now_s)
+
+    def resolve(self, sequence: Sequence, now_s: float) -> None:
+        """What has become of its attempt, once nobody is in the frames."""
+        attempt = sequence.attempt
+        if attempt is None or not sequence.holds or sequence.loading or sequence.moving or sequence.aside:
+            return
+        if attempt.error is not None:
+            self._dismiss(sequence, now_s)
+            if sequence.phase is Phase.ENDED:
+                return
+            # Where no token was drawn another engine may still do all of it.
+            if sequence.length > sequence.prompt:
+                self._roster.compute_rest(sequence)
+            else:
+                self.go(sequence)
+        elif attempt.moved and attempt.first_token is not None:
+            sequence.attempt = None
+            self._roster.out.append(do.Settle(sequence.number))
+            self._roster.store(sequence)
+
+    def _dismiss(self, sequence: Sequence, now_s: float) -> None:
+        """The attempt is over. What it did not bring is still to be computed; what came as whole pages stays. Engines
+        that do not fit are a mistake to show; any other failure costs time only.
+        """
+        attempt = sequence.attempt
+        assert attempt is not None and attempt.error is not None
+        if attempt.begun:
+            whole = attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
+            sequence.cached = sequence.prompt if attempt.tokens >= sequence.prompt else whole
+        sequence.attempt = None
+        self._roster.out.append(do.Dismiss(sequence.number, attempt.engine, attempt.error))
+        if isinstance(attempt.error, Unavailable):
+            if len(self._avoided) >= AVOIDED_MAX:
+                del self._avoided[next(iter(self._avoided))]
+            self._avoided[attempt.engine] = now_s + AVOID_S
+        elif isinstance(attempt.error, VersionMismatch):
+            self._roster.fail(sequence, attempt.error)
+
+    def _of_attempt(self, number: int, attempt: int) -> Sequence | None:
+        sequence = self._roster.sequences.get(number)
+        if sequence is None or sequence.attempt is None or sequence.attempt.number != attempt:
+            return None  # it has ended, or another engine is asked by now
+        return sequence

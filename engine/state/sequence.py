@@ -1,0 +1,99 @@
+"""Sequence: what the decisions need to know of one request. Its tokens, frames and client are the shell's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvstore.errors import KVStoreError
+
+
+class Phase(Enum):
+    """Where a sequence is.
+
+    ::
+
+        WAITING -> LOADING -> COMPUTING ------------> DECODING -> ENDED
+                        `---> MOVING -> DECODING      DECODING <-> LEFT -> ENDED
+                                                      COMPUTING -> HELD -> ENDED    computed for another engine
+    """
+
+    WAITING = auto()  # for frames
+    LOADING = auto()  # a thread reads its prefix from the pool
+    MOVING = auto()  # another engine computes its prompt; threads bring the KV
+    COMPUTING = auto()  # chunk by chunk
+    DECODING = auto()
+    HELD = auto()  # computed for another engine, which has not fetched everything yet
+    LEFT = auto()  # another engine goes on with it, this one passes its tokens on
+    ENDED = auto()
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A prompt that one other engine was asked to compute.
+
+    Life: asked -> computed, moved (either may be first) -> settled; or ``error``, and the next engine is asked.
+    """
+
+    number: int
+    engine: str
+    first_token: int | None = None  # known once it is computed
+    begun: bool = False  # frames may have been written to
+    tokens: int = 0  # of the prompt that are in the frames, once the mover has ended
+    moved: bool = False  # all of it is
+    error: KVStoreError | None = None
+
+
+@dataclass(slots=True)
+class Passing:
+    """A sequence on its way to another engine; ``call`` is who asked, 0 where a drain did, or once it was answered."""
+
+    call: int
+    until_s: float
+    drained: bool
+    taken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request. Written by ``EngineState`` alone.
+
+    Attributes:
+        prompt: tokens it came with: what there is to prefill.
+        length: tokens that are known: the prompt, then what was drawn.
+        cached: leading tokens whose KV is in the frames, or arriving there.
+        pages: frames that it needs; it has all of them (``holds``) or none.
+        answers: False where it is computed for another engine.
+        engines: those that may still be asked for the prompt.
+        loading, moving, aside, pulled: who may touch its frames beside the step: a loader, a mover, a side batch, other
+            engines that pull. The frames return when nobody does.
+    """
+
+    number: int
+    name: str
+    prompt: int
+    generated: int
+    tokens_max: int
+    pages: int
+    answers: bool
+    begun_s: float
+    deadline_s: float
+    hold_s: float = 0.0
+    length: int = 0
+    cached: int = 0
+    phase: Phase = Phase.WAITING
+    holds: bool = False
+    loading: bool = False
+    moving: bool = False
+    aside: bool = False
+    pulled: bool = False
+    held_until_s: float = 0.0
+    engines: list[str] = field(default_factory=list)
+    attempts: int = 0
+    attempt: Attempt | None = None
+    passing: Passing | None = None
+
+    @property
+    def touched(self) -> bool:
+        """Whether somebody may read or write its frames outside of a step."""
+        return self.loading or self.moving or self.aside or self.pulled
