@@ -33,6 +33,7 @@ class Batch:
         held_dram, held_nvme: what is held in either tier, one entry per hold.
         leaves: sources that were about to leave DRAM, with their last use (ms) when they were set aside.
         waits_for: keys that loaded pages will hang on, which are on their way themselves, in an earlier batch.
+        late: a device of it does not answer now: others need not wait for it.
     """
 
     pages: list[ev.Copying]
@@ -41,6 +42,7 @@ class Batch:
     held_nvme: list[Address] = field(default_factory=list)
     leaves: dict[Address, int] = field(default_factory=dict)
     waits_for: set[bytes] = field(default_factory=set)
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class Copies:
         self.staging: dict[int, Batch] = {}  # pages that are saved out of frames they were never sealed in
         self.down: set[bytes] = set()  # keys of what is being saved
         self.up: set[bytes] = set()  # and loaded
+        self._late_loads: set[int] = set()  # positions
         self._next = 1
 
     def start_saving(self, batch: Batch, out: list[ev.Instruction]) -> None:
@@ -106,6 +109,30 @@ class Copies:
         number, self._next = self._next, self._next + 1
         self.erasing[number] = pages
         out.append(ev.Erase(number, pages))
+
+    def late(self, saves: set[int], loads: set[int]) -> None:
+        """What is written to, or read from, these positions takes long: see ``Batch.late``."""
+        self._late_loads = loads
+        place = {number: extent.position for number, extent in self.nvme.segment.extents.items()}
+        for batch in (*self.saving.values(), *self.staging.values(), *self.carrying.values()):
+            batch.late = any(place[page.target.extent] in saves for page in batch.pages)
+        for batch in self.loading.values():
+            batch.late = any(place.get(page.source.extent) in loads for page in batch.pages)
+
+    def is_late(self, source: Address) -> bool:
+        """The device of this page of NVMe does not answer: nobody begins to load it."""
+        extent = self.nvme.segment.extents.get(source.extent)
+        return extent is not None and extent.position in self._late_loads
+
+    @property
+    def is_saving(self) -> bool:
+        """A batch is on its way down that others wait for."""
+        return any(not batch.late for batch in self.saving.values())
+
+    def behind(self, anchor: bytes) -> bool:
+        """A page of this key is on its way down in a batch that is late."""
+        batches = (*self.saving.values(), *self.staging.values())
+        return anchor in self.down and any(b.late and any(p.key == anchor for p in b.pages) for b in batches)
 
     @property
     def busy(self) -> bool:

@@ -150,7 +150,7 @@ class Demotion:
     # --- deciding ---------------------------------------------------------------------------------------------------
 
     def demote(self, event: ev.Demote) -> list[ev.Instruction]:
-        """See ``events.Demote``; at most one batch is on its way down."""
+        """See ``events.Demote``; at most one batch is on its way down, but for those that are late."""
         out: list[ev.Instruction] = []
         size = self.begin_day(event.bytes_max, event.day_bytes_left)
         pools = list(enumerate(self.dram.segment.pools.values()))
@@ -159,7 +159,7 @@ class Demotion:
                 self._refused.discard(pool.frame_class)
             if not self.takes(pool.frame_class):
                 self.give_up(pool)
-            elif not self.copies.saving:
+            elif not self.copies.is_saving:
                 if self._is_crowded(pool):
                     everything = self.rules.demote_at == 0
                     self._look_ahead(pool, pool.frames if everything else -(-pool.frames // AHEAD_SHARE))
@@ -236,6 +236,8 @@ class Demotion:
                 break
             if not climb.pages:
                 pool.ready[slot] = pool.unsaved.pop(slot)
+                continue
+            if self.copies.behind(climb.anchor):
                 continue
             wanted = climb.count(room)
             owner = self.copies.owner(self.dram, climb.leaf)

@@ -53,6 +53,7 @@ __all__ = [
     "Damaged",
     "Delete",
     "Demote",
+    "DevicesLate",
     "Drop",
     "Erase",
     "ErasePins",
@@ -423,6 +424,16 @@ class Unpin:
 
 
 @dataclass(slots=True)
+class DevicesLate:
+    """These positions, and no others, are of devices that do not answer now: those that are being written to
+    (``saves``), and those that are read (``loads``). Others go on without what lies there. Never of all devices."""
+
+    now_ns: int
+    saves: list[int]
+    loads: list[int]
+
+
+@dataclass(slots=True)
 class Tick:
     """Time went on."""
 
@@ -472,6 +483,7 @@ Event = (
     | Adopt
     | Adopted
     | TierFailed
+    | DevicesLate
     | Tick
     | NameRoot
     | Pin

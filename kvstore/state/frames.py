@@ -35,6 +35,7 @@ class Extent:
         self.sealed = 0
         self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
         self.leaving = False  # it is being emptied, see ``clearing``: nothing is granted
+        self.late = False  # its device does not answer now: nothing is granted until it does
 
     def count(self, state: FrameState) -> int:
         """Frames in ``state``."""
@@ -56,12 +57,17 @@ class Extent:
     @property
     def grants(self) -> bool:
         """Its free frames may be granted."""
-        return not self.closed and not self.leaving
+        return not (self.closed or self.leaving or self.late)
 
     def close(self) -> None:
         """From here on no frame of it is granted."""
         self.closed = True
         self.pool.roomy.pop(self.number, None)
+
+    def wait(self, late: bool) -> None:
+        """Its device does not answer, so that no frame of it is granted; or it answers again."""
+        self.late = late
+        self.restore(list(self.free))
 
     def leave(self, leaving: bool) -> None:
         """It is about to be emptied, so that no frame of it is granted; or it stays after all."""

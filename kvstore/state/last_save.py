@@ -54,12 +54,12 @@ class LastSave:
         self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
 
     def save(self, event: ev.SaveAll) -> list[ev.Instruction]:
-        """See ``events.SaveAll``; at most one batch is on its way down."""
+        """See ``events.SaveAll``; at most one batch is on its way down, but for those that are late."""
         out: list[ev.Instruction] = []
         size = self._demotion.begin_day(event.bytes_max, event.day_bytes_left)
         if self._leaves is None:
             self._leaves = deque(leaves_hottest_first(self._dram.records))
-        if not self._copies.saving:
+        if not self._copies.is_saving:
             batch = self._choose(self._leaves, size, out)
             if batch is not None:
                 self._copies.start_saving(batch, out)
@@ -127,7 +127,7 @@ class LastSave:
         """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
         pool, used_ms = self._nvme.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
         wanted = climb.count(room)
-        if not wanted:
+        if not wanted or self._copies.behind(climb.anchor):
             return
         there = pool.free + len(self._nvme.segment.vacant & self._nvme.segment.populated) * pool.frames_per_extent
         if there < wanted and ((coldest_ms := pool.policy.coldest_ms()) is None or coldest_ms >= used_ms):

@@ -22,7 +22,7 @@ class Promotion:
         self.writing = writing
         self.counters = counters
         self.promote_after = promote_after
-        self._loading_bytes = 0
+        self.early: dict[int, ev.Loaded] = {}  # loads that are done before those that they hang on, by number
         self._reads: dict[int, bytearray] = {}  # NVMe extent -> reads of each page since it was last copied
 
     def prefetch(self, event: ev.Prefetch) -> list[ev.Instruction]:
@@ -34,7 +34,8 @@ class Promotion:
         for place, address in enumerate(event.addresses):
             status, key = self._judge(address, event.hint, wanted)
             statuses.append(status)
-            if status == Status.BUSY and key not in self.copies.up and key not in wanted:
+            late = self.copies.is_late(address)
+            if status == Status.BUSY and key not in self.copies.up and key not in wanted and not late:
                 wanted[key] = place, address
         pages = [(key, address) for key, (_, address) in wanted.items()]
         started = self._load(pages, out) if pages else 0
@@ -99,15 +100,23 @@ class Promotion:
                 batch.held_dram.append(anchor)
             elif parent in self.copies.up:
                 batch.waits_for.add(parent)
-        self._loading_bytes += len(pages) * frame_class.page_bytes
         self.copies.start_loading(batch, out)
         return len(pages)
 
     def loaded(self, event: ev.Loaded) -> list[ev.Instruction]:
         """See ``events.Loaded``: what was read and proven becomes a page of DRAM, up to the first that was not."""
         out: list[ev.Instruction] = []
+        self.early[event.number] = event
+        while (number := next(filter(self._is_due, self.early), None)) is not None:
+            self._arrived(self.early.pop(number), out)
+        return out
+
+    def _is_due(self, number: int) -> bool:
+        """What it hangs on is there, or will not come: another device may have been faster."""
+        return self.copies.loading[number].waits_for.isdisjoint(self.copies.up)
+
+    def _arrived(self, event: ev.Loaded, out: list[ev.Instruction]) -> None:
         batch = self.copies.loading.pop(event.number)
-        self._loading_bytes -= len(batch.pages) * batch.frame_class.page_bytes
         self.copies.up.difference_update(page.key for page in batch.pages)
         arrival = self.copies.arrive(batch, self.nvme, self.dram, event.rows, event.failed)
         places = arrival.places
@@ -126,7 +135,12 @@ class Promotion:
         for reason in event.failed.values():
             self.counters[f"load_failed_{reason}"] += 1
         self.copies.end(batch, arrival.unused, self.dram, out)
-        return out
+
+    @property
+    def _loading_bytes(self) -> int:
+        """On their way up, without what is late: that keeps nothing else from being loaded."""
+        batches = (batch for batch in self.copies.loading.values() if not batch.late)
+        return sum(len(batch.pages) * batch.frame_class.page_bytes for batch in batches)
 
     def _hold_for_others(self, arrived: dict[bytes, Address]) -> None:
         """Batches that follow hang on pages that have just arrived."""

@@ -82,6 +82,7 @@ class Space(Pages):
         in_flight: extents whose pages must keep their addresses now.
         ages: pages that left, by the bit length of the whole seconds since their last use; ``ages_sum_s`` of them all.
         waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
+        late: some devices do not answer now; what is free there may be had when they do.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Space(Pages):
         self.ages: Counter[int] = Counter()
         self.ages_sum_s = 0
         self.waiting = False
+        self.late = False
         self._stolen = False  # once per event: what was moved is in no record yet and must not be evicted by it
 
     def begin(self, now_ns: int) -> None:
@@ -125,6 +127,7 @@ class Space(Pages):
             elif self._stolen or not self.segment.may_carve(pool) or not self._steal(pool, out):
                 if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
                     self._evict_from(pool, short, "space", out)
+                self.waiting = self.waiting or (self.late and count > pool.free)
                 break
         return self.grant(pool, count)
 
@@ -269,7 +272,7 @@ class Space(Pages):
     def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[ev.Instruction]) -> int:
         """Up to ``count`` pages without children, by the policy; leased ones are passed over once each.
 
-        Pages of a device that takes no more writes leave in their turn, but make no room: a bounded number at a time.
+        Pages of a device that takes no writes leave in their turn, but make no room: a bounded number at a time.
         """
         leaving = self.leaving()
         leased: list[int] = []
@@ -283,7 +286,7 @@ class Space(Pages):
                 leased.append(slot)
                 continue
             self.leave(extent, frame, leaving)
-            room += not extent.closed
+            room += not (extent.closed or extent.late)
         for slot in leased:
             pool.offer(slot, self.page(pool, slot)._replace(used_ms=self.now_ns // 1_000_000))
         self.left(leaving, reason, out)

@@ -70,6 +70,7 @@ class Tiering:
             ev.Adopt: self.adopt,
             ev.Adopted: self.adopted,
             ev.TierFailed: self.failed,
+            ev.DevicesLate: self.late,
         }
 
     @property
@@ -153,6 +154,17 @@ class Tiering:
         if self.pins is not None:
             self.pins.scanned()
         return out
+
+    def late(self, event: ev.DevicesLate) -> list[ev.Instruction]:
+        """See ``events.DevicesLate``."""
+        segment, saves = self.nvme.segment, set(event.saves)
+        segment.populated = set(range(segment.positions)) - saves
+        for extent in segment.extents.values():
+            if extent.late != (extent.position in saves):
+                extent.wait(not extent.late)
+        self.nvme.late = bool(saves)
+        self.copies.late(saves, set(event.loads))
+        return []
 
     def failed(self, event: ev.TierFailed) -> list[ev.Instruction]:
         """See ``events.TierFailed``: what is there is read on, nothing is written there any more."""

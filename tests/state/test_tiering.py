@@ -16,7 +16,7 @@ from kvstore.state.pages import standings_of
 from kvstore.state.tiering import NODE_SESSION, TieringRules
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
-from tests.helpers.worlds.tiered_world import TieredWorld
+from tests.helpers.worlds.tiered_world import Flight, TieredWorld
 from tests.helpers.worlds.world import MS, Chain
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
@@ -1069,4 +1069,116 @@ def test_a_page_waits_no_longer_than_the_copy_of_one_that_was_given_up() -> None
     world.settle()
     assert chain.keys[:3] == keys and world.nvme_pages(chain) == 5, "B's pages wait for their deadline"
     assert not world.state.pending
+    world.check()
+
+
+# --- devices that do not answer -------------------------------------------------------------------------------------
+
+
+def position_of_page(world: TieredWorld, key: bytes) -> int:
+    """Where on NVMe this page is, or is about to be."""
+    assert world.state.tiering is not None
+    copies = world.state.tiering.copies
+    targets = {page.key: page.target for batch in copies.saving.values() for page in batch.pages}
+    return world.shell.tables[(targets.get(key) or world.shell.nvme_index[key]).extent].position
+
+
+def go_on(world: TieredWorld) -> None:
+    """The mover does what devices that answer let it do."""
+    for _ in range(4):
+        world.demote()
+        while world.move_on():
+            pass
+
+
+def two_devices() -> tuple[TieredWorld, dict[int, list[bytes]]]:
+    """A node with a device per position, and a chain of four pages on each, which DRAM does not have."""
+    world, found = node(demote_at=0.0, nvme_positions=2), dict[int, list[bytes]]()
+    for number in (100, 200):
+        keys = put(world, *range(number, number + 4))
+        go_on(world)
+        found[position_of_page(world, keys[0])] = keys
+        other = next(iter(found))
+        world.answer_late({other}, set())  # so that the next chain lies on the other one
+        assert world.evict(pages=4) == 4
+    world.answer_late(set(), set())
+    assert sorted(found) == [0, 1] and all(position_of_page(world, k) == at for at, keys in found.items() for k in keys)
+    return world, found
+
+
+def test_saves_go_on_beside_a_device_that_does_not_answer() -> None:
+    world, found = two_devices()
+    first = put(world, 1, 2)
+    world.demote()
+    silent = position_of_page(world, first[0])
+    second = put(world, 11, 12)
+    world.demote()
+    assert not world.shell.nvme_index.keys() & {*first, *second}, "one batch at a time"
+    world.answer_late({silent}, set())
+    hanging = put(world, 1, 2, 3)
+    go_on(world)
+    assert all(position_of_page(world, key) == 1 - silent for key in second)
+    assert not world.shell.nvme_index.keys() & set(hanging), "what hangs on a late page waits for it"
+    world.check()
+    world.settle()
+    assert {*hanging, *second} <= world.shell.nvme_index.keys()
+    assert sorted(found) == [0, 1]
+
+
+def test_nothing_is_given_up_while_only_a_late_device_has_room() -> None:
+    world, found = two_devices()
+    for at in (0, 1):
+        world.fail({at})
+        world.answer_late({at}, set())
+    keys = put(world, 1, 2)
+    world.demote()
+    assert not world.shell.copies
+    assert world.evict(pages=2) == 2, "no device takes writes: they leave as they are"
+    assert not world.shell.nvme_index.keys() & set(keys)
+    world, found = two_devices()
+    world.fail({0})
+    world.answer_late({1}, set())
+    keys = put(world, 1, 2)
+    world.demote()
+    assert not world.shell.copies and world.evict(pages=2) == 0, "they wait until the device answers"
+    world.settle()
+    assert set(keys) <= world.shell.nvme_index.keys() and sorted(found) == [0, 1]
+
+
+def test_loads_of_another_device_come_first_where_one_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "LOADING_BYTES_MAX", 4 * SMALL.page_bytes)
+    world, found = two_devices()
+    (silent, theirs), (_, others) = sorted(found.items())
+    assert prefetch(world, *theirs)[0] == [Status.BUSY] * 4
+    assert prefetch(world, *others)[0] == [Status.BUSY] * 4
+    while world.shell.copies:  # taken up, and nothing read yet
+        world.flights.append(Flight(world.shell.copies.popleft()))
+    assert world.state.tiering is not None and len(world.state.tiering.copies.loading) == 1, "there is no room for more"
+    world.answer_late(set(), {silent})
+    assert prefetch(world, *others)[0] == [Status.BUSY] * 4
+    while world.move_on():
+        pass
+    assert set(others) <= world.shell.index.keys() and not set(theirs) & world.shell.index.keys()
+    assert prefetch(world, *others)[0] == [Status.OK] * 4
+    world.check()
+    world.settle()
+    assert set(theirs) <= world.shell.index.keys()
+
+
+def test_a_load_that_is_done_before_the_one_it_hangs_on_waits_for_it() -> None:
+    world, found = two_devices()
+    keys = next(iter(found.values()))
+    assert prefetch(world, *keys[:2])[0] == [Status.BUSY] * 2
+    assert prefetch(world, *keys)[0] == [Status.BUSY] * 4
+    while world.shell.copies:
+        world.flights.append(Flight(world.shell.copies.popleft()))
+    first, second = world.flights
+    world.flights = [second]
+    while world.flights:
+        world.move_on()
+    assert not set(keys) & world.shell.index.keys()
+    world.flights = [first]
+    while world.flights:
+        world.move_on()
+    assert set(keys) <= world.shell.index.keys()
     world.check()

@@ -73,11 +73,20 @@ class TierSimulation(Simulation):
             self._reboot()
         if self.random.random() < 0.002 and self.world.scan is None:
             self.world.forget_tables()
+        if self.random.random() < 0.03:
+            device, none = self._device(), set[int]()
+            self.world.answer_late(
+                *self.random.choice([(none, none), (device, none), (none, device), (device, device)])
+            )
         if self.random.random() < 0.01:
             self.world.written_today = 0
         if not self.lossless and self.random.random() < 0.001:
-            half = self.world.disk.positions // 2
-            self.world.fail(set(self.random.choice([range(half), range(half, self.world.disk.positions)])))
+            self.world.fail(self._device())
+
+    def _device(self) -> set[int]:
+        """The positions of one of two devices."""
+        half = self.world.disk.positions // 2
+        return set(self.random.choice([range(half), range(half, self.world.disk.positions)]))
 
     def _populate(self) -> None:
         missing = [i for i in range(POSITIONS) if i not in self.world.state.segment.populated]

@@ -68,6 +68,7 @@ class TieredWorld(World):
         self.rotten: set[bytes] = set()  # their copies on the disk were altered, or cannot be trusted
         self.chance = random.Random(7)
         self.copies_fail = 0.0  # share of pages that cannot be copied
+        self.late: tuple[set[int], set[int]] = set(), set()  # positions that do not answer now: written to, and read
         self.written_today = 0
         self.nvme_evicted = 0
         self.reboots = 0
@@ -101,6 +102,7 @@ class TieredWorld(World):
     def restart(self) -> None:
         """See ``World.restart``: the mover and the scanner die with the daemon."""
         self.flights.clear()
+        self.late = set(), set()
         self.disk.stale.clear()  # what was not forgotten is found again
         self.disk.starts += 1
         for extent in self.disk.extents.values():
@@ -125,8 +127,9 @@ class TieredWorld(World):
         copies = self.state.tiering.copies
         flying = len(self.flights) + len(self.shell.copies)
         deciding = len(copies.saving) + len(copies.loading) + len(copies.carrying) + len(copies.erasing)
+        deciding -= len(self.state.tiering.promotion.early)
         assert deciding + len(copies.staging) == flying, "a copy is under way that nobody makes"
-        assert len(copies.saving) <= 1 and len(copies.carrying) <= 1
+        assert sum(not batch.late for batch in copies.saving.values()) <= 1 and len(copies.carrying) <= 1
         going_down = (*copies.saving.values(), *copies.staging.values())
         assert copies.down == {page.key for batch in going_down for page in batch.pages}
         assert copies.up == {page.key for batch in copies.loading.values() for page in batch.pages}
@@ -144,9 +147,10 @@ class TieredWorld(World):
         """One of the copies under way gets one step further. False: there is none."""
         while self.shell.copies:
             self.flights.append(Flight(self.shell.copies.popleft()))
-        if not self.flights:
+        flights = [flight for flight in self.flights if not self._is_late(flight.copy)]
+        if not flights:
             return False
-        flight = self.chance.choice(self.flights)
+        flight = self.chance.choice(flights)
         if isinstance(flight.copy, ev.Save):
             self._save(flight, flight.copy)
         elif isinstance(flight.copy, ev.Load):
@@ -158,8 +162,28 @@ class TieredWorld(World):
         flight.stage += 1
         return True
 
+    def _is_late(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> bool:
+        """A device of this copy does not answer."""
+        saves, loads = self.late
+        if isinstance(copy, ev.Erase):
+            written, read = {address.extent for _, address in copy.pages}, set()
+        else:
+            written = set() if isinstance(copy, ev.Load) else {page.target.extent for page in copy.pages}
+            read = set() if isinstance(copy, ev.Save) else {page.source.extent for page in copy.pages}
+        tables = self.shell.tables
+        return any(tables[number].position in saves for number in written if number in tables) or any(
+            tables[number].position in loads for number in read if number in tables
+        )
+
+    def answer_late(self, saves: set[int], loads: set[int]) -> None:
+        """These positions, and no others, do not answer from now on."""
+        self.late = saves, loads
+        self.send(ev.DevicesLate(self.now_ns, sorted(saves), sorted(loads)))
+
     def settle(self) -> None:
-        """The mover works until there is nothing to do."""
+        """The mover works until there is nothing to do, and all devices answer."""
+        if any(self.late):
+            self.answer_late(set(), set())
         for _ in range(ROUNDS_MAX):
             while self.move_on():
                 pass
@@ -401,6 +425,7 @@ class TieredWorld(World):
     def reboot(self) -> None:
         """The machine loses its memory, and the node starts again from the disk."""
         self.reboots += 1
+        self.unread = set()
         durable = (self.shell.nvme_index.keys() | self.hidden) - self.rotten
         self.clients.clear()
         self.pins.clear()
