@@ -1,6 +1,7 @@
-"""Clearing: an extent of NVMe that another class needs is emptied while the node goes on.
+"""Clearing: an extent of a tier below that another class needs is emptied while the node goes on.
 
-Its pages cannot be moved by the decision itself, as those of DRAM are: a device may take long, or never answer. So the
+Its pages cannot be moved by the decision itself, as those of the first tier are: a device may take long, or never
+answer. So the
 extent grants nothing from then on (``Extent.leaving``), and what is still wanted of it is carried into other extents
 of its class, a batch at a time::
 
@@ -28,10 +29,10 @@ FREE, SEALED = FrameState.FREE, FrameState.SEALED
 class Clearing:
     """Empties one extent at a time (``space.Clears``). Part of ``Tiering``."""
 
-    def __init__(self, copies: Copies, nvme: Space) -> None:
+    def __init__(self, copies: Copies, space: Space) -> None:
         self.taker: ClassPool | None = None
         self._copies = copies
-        self._nvme = nvme
+        self._space = space
         self._extent: Extent | None = None
 
     def begin(self, extent: Extent, taker: ClassPool, out: list[ev.Instruction]) -> None:
@@ -44,20 +45,20 @@ class Clearing:
     def go_on(self, out: list[ev.Instruction]) -> None:
         """A copy has ended, or frames were erased: carry what is left, or drop the extent."""
         extent = self._extent
-        if extent is None or self._copies.carrying:
+        if extent is None or any(batch.source is self._space for batch in self._copies.carrying.values()):
             return
         if extent.closed:
             self._end()
             return
-        most = max(1, CARRY_BYTES_MAX // extent.pool.frame_class.nvme_stride)
+        most = max(1, CARRY_BYTES_MAX // self._space.segment.stride(extent.pool.frame_class))
         short = min(most, extent.sealed) - extent.pool.free
         if short > 0:  # others were saved there since
-            self._nvme.evict_for(extent.pool, short, out)
+            self._space.evict_for(extent.pool, short, out)
         if extent.count(FREE) == extent.frames:
             self._end()
-            self._nvme.drop_extent(extent, out)
+            self._space.drop_extent(extent, out)
             return
-        copied = set(self._copies.held(self._nvme))
+        copied = set(self._copies.held(self._space))
         sealed = (f for f in range(extent.frames) if extent.state[f] == SEALED)
         sources = [Address(extent.number, frame, extent.generation[frame]) for frame in sealed]
         sources = [source for source in sources if source not in copied][:most]
@@ -71,34 +72,34 @@ class Clearing:
 
     def _carry(self, pool: ClassPool, sources: list[Address], out: list[ev.Instruction]) -> bool:
         """Have these pages copied, as many as there is room for. False: there is none."""
-        nvme = self._nvme
-        targets = nvme.grant(pool, len(sources))
-        keys = [nvme.records.key(source.extent, source.frame) for source in sources]
+        space = self._space
+        targets = space.grant(pool, len(sources))
+        keys = [space.records.key(source.extent, source.frame) for source in sources]
         pages = [ev.Copying(*page) for page in zip(keys, sources, targets, strict=False)]
         if pages:
-            self._copies.start_carrying(Batch(pages, pool.frame_class), out)
+            self._copies.start_carrying(Batch(pages, pool.frame_class, self._space, self._space), out)
         return bool(pages)
 
     def carried(self, event: ev.Carried) -> list[ev.Instruction]:
         """See ``events.Carried``: what was copied, and still is where it was, has moved."""
         out: list[ev.Instruction] = []
         batch = self._copies.carrying.pop(event.number)
-        nvme, copied = self._nvme, Counter(self._copies.held(self._nvme))
+        space, copied = self._space, Counter(self._copies.held(self._space))
         unused: dict[Address, bytes] = {}
         wiped: list[tuple[bytes, Address]] = []
         for i, page in enumerate(batch.pages):
-            there = nvme.sealed(page.source)
+            there = space.sealed(page.source)
             if there:
-                nvme.unhold(page.source)
+                space.unhold(page.source)
             if i in event.failed or not there or copied[page.source]:
                 unused[page.target] = page.key
                 continue
-            key, freed = nvme.move(page.source, page.target, out)
-            if nvme.segment.extents[freed.extent].state[freed.frame] != FREE:
+            key, freed = space.move(page.source, page.target, out)
+            if space.segment.extents[freed.extent].state[freed.frame] != FREE:
                 wiped.append((key, freed))
         if wiped:
             self._copies.start_erasing(wiped, out)
-        nvme.free(list(unused), out, unused)
+        space.free(list(unused), out, unused)
         for reason in event.failed.values():
             self._copies.counters[f"move_failed_{reason}"] += 1
         if event.failed and self._extent is not None:

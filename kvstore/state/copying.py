@@ -1,4 +1,4 @@
-"""Copies: pages on their way between DRAM and NVMe, or on NVMe, and what is held for them meanwhile.
+"""Copies: pages on their way between two tiers, or within one, and what is held for them meanwhile.
 
 A batch lives from the decision (``Save``, ``Load``, ``Carry``) to its report (``Saved``, ``Loaded``, ``Carried``), and
 its pages end in one of two ways: *arrived*, sealed under the frame that was RESERVED for them; or not, that frame free
@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstore.model.replica import Address, FrameClass
+from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.state import events as ev
 from kvstore.state.space import Space
-from kvstore.state.tenants import Tenants
 from kvstore.state.views import Rows
 
 NODE_SESSION = (1 << 64) - 1  # writer of frames that pages are copied into: no client has it, and it dies with the node
@@ -30,16 +29,18 @@ class Batch:
     """Pages of one class on their way, parents before their children. See the module.
 
     Attributes:
-        held_dram, held_nvme: what is held in either tier, one entry per hold.
-        leaves: sources that were about to leave DRAM, with their last use (ms) when they were set aside.
+        source, target: the tiers they are copied from and to.
+        held: what is held in either tier, one entry per hold.
+        leaves: sources that were about to leave their tier, with their last use (ms) when they were set aside.
         waits_for: keys that loaded pages will hang on, which are on their way themselves, in an earlier batch.
         late: a device of it does not answer now: others need not wait for it.
     """
 
     pages: list[ev.Copying]
     frame_class: FrameClass
-    held_dram: list[Address] = field(default_factory=list)
-    held_nvme: list[Address] = field(default_factory=list)
+    source: Space
+    target: Space
+    held: list[Address] = field(default_factory=list)
     leaves: dict[Address, int] = field(default_factory=dict)
     waits_for: set[bytes] = field(default_factory=set)
     late: bool = False
@@ -56,53 +57,52 @@ class Arrival:
 
 
 class Copies:
-    """All batches under way. Part of ``Tiering``."""
+    """All batches under way between the tiers of a node, or within one. Part of ``Tiering``."""
 
-    def __init__(self, dram: Space, nvme: Space, tenants: Tenants, counters: Counter[str]) -> None:
-        self.tenants = tenants
+    def __init__(self, tiers: Iterable[Tier], counters: Counter[str]) -> None:
         self.counters = counters
-        self.dram = dram
-        self.nvme = nvme
         self.saving: dict[int, Batch] = {}
         self.loading: dict[int, Batch] = {}
-        self.carrying: dict[int, Batch] = {}  # from one extent of NVMe to others
-        self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames of NVMe, and the keys of what was there
+        self.carrying: dict[int, Batch] = {}  # from one extent of a tier to others
+        self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames, and the keys of what was there
         self.staging: dict[int, Batch] = {}  # pages that are saved out of frames they were never sealed in
-        self.down: set[bytes] = set()  # keys of what is being saved
-        self.up: set[bytes] = set()  # and loaded
-        self._late_loads: set[int] = set()  # positions
+        self.down: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys of what is being saved there
+        self.up: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # and loaded there
+        self._late_loads: dict[Tier, set[int]] = {}  # positions
         self._next = 1
 
     def start_saving(self, batch: Batch, out: list[ev.Instruction]) -> None:
-        """Hold the sources of these pages and have them saved; their NVMe frames were just taken."""
-        for page in batch.pages:  # a branch may leave a chain anywhere, so each source is held by itself
-            self.dram.hold(page.source)
-            batch.held_dram.append(page.source)
+        """Hold the sources of these pages and have them saved; their frames below were just taken."""
+        # A branch may leave a chain anywhere, so each source is held by itself.
+        self._hold_sources(batch)
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.saving, batch), batch.pages))
 
     def start_staged(self, batch: Batch, out: list[ev.Instruction]) -> None:
-        """Have pages saved whose reserved frames nobody writes to any more; their NVMe frames were just taken."""
+        """Have pages saved whose reserved frames nobody writes to any more; their frames below were just taken."""
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.staging, batch), batch.pages))
 
     def start_loading(self, batch: Batch, out: list[ev.Instruction]) -> None:
-        """Hold the sources of these pages and have them loaded; their DRAM frames were just taken."""
+        """Hold the sources of these pages and have them loaded; their frames above were just taken."""
+        self._hold_sources(batch)
         for page in batch.pages:
-            self.nvme.hold(page.source)
-            batch.held_nvme.append(page.source)
-            self.up.add(page.key)
-            self.dram.expect([page.target], self.owner(self.nvme, page.source))
+            self.up[batch.target.tier].add(page.key)
+            batch.target.expect([page.target], self.owner(batch.source, page.source))
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Load(self._enter(self.loading, batch), batch.pages))
 
     def start_carrying(self, batch: Batch, out: list[ev.Instruction]) -> None:
-        """Hold these pages and have them copied; their new frames, on NVMe too, were just taken."""
-        for page in batch.pages:
-            self.nvme.hold(page.source)
-            batch.held_nvme.append(page.source)
+        """Hold these pages and have them copied; their new frames, in the same tier, were just taken."""
+        self._hold_sources(batch)
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Carry(self._enter(self.carrying, batch), batch.pages))
+
+    @staticmethod
+    def _hold_sources(batch: Batch) -> None:
+        for page in batch.pages:
+            batch.source.hold(page.source)
+            batch.held.append(page.source)
 
     def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[ev.Instruction]) -> None:
         """Have these frames erased, which are RETIRING."""
@@ -110,29 +110,31 @@ class Copies:
         self.erasing[number] = pages
         out.append(ev.Erase(number, pages))
 
-    def late(self, saves: set[int], loads: set[int]) -> None:
-        """What is written to, or read from, these positions takes long: see ``Batch.late``."""
-        self._late_loads = loads
-        place = {number: extent.position for number, extent in self.nvme.segment.extents.items()}
+    def late(self, space: Space, saves: set[int], loads: set[int]) -> None:
+        """What is written to, or read from, these positions of a tier takes long: see ``Batch.late``."""
+        self._late_loads[space.tier] = loads
+        place = {number: extent.position for number, extent in space.segment.extents.items()}
         for batch in (*self.saving.values(), *self.staging.values(), *self.carrying.values()):
-            batch.late = any(place[page.target.extent] in saves for page in batch.pages)
+            if batch.target is space:
+                batch.late = any(place[page.target.extent] in saves for page in batch.pages)
         for batch in self.loading.values():
-            batch.late = any(place.get(page.source.extent) in loads for page in batch.pages)
+            if batch.source is space:
+                batch.late = any(place.get(page.source.extent) in loads for page in batch.pages)
 
-    def is_late(self, source: Address) -> bool:
-        """The device of this page of NVMe does not answer: nobody begins to load it."""
-        extent = self.nvme.segment.extents.get(source.extent)
-        return extent is not None and extent.position in self._late_loads
+    def is_late(self, space: Space, source: Address) -> bool:
+        """The device of this page of a tier does not answer: nobody begins to load it."""
+        extent = space.segment.extents.get(source.extent)
+        return extent is not None and extent.position in self._late_loads.get(space.tier, ())
 
-    @property
-    def is_saving(self) -> bool:
-        """A batch is on its way down that others wait for."""
-        return any(not batch.late for batch in self.saving.values())
+    def is_saving(self, source: Space) -> bool:
+        """A batch of pages of this tier is on its way down that others wait for."""
+        return any(batch.source is source and not batch.late for batch in self.saving.values())
 
-    def behind(self, anchor: bytes) -> bool:
-        """A page of this key is on its way down in a batch that is late."""
+    def behind(self, target: Space, anchor: bytes) -> bool:
+        """A page of this key is on its way down to that tier in a batch that is late."""
         batches = (*self.saving.values(), *self.staging.values())
-        return anchor in self.down and any(b.late and any(p.key == anchor for p in b.pages) for b in batches)
+        late = (batch for batch in batches if batch.target is target and batch.late)
+        return anchor in self.down[target.tier] and any(page.key == anchor for batch in late for page in batch.pages)
 
     @property
     def busy(self) -> bool:
@@ -144,7 +146,8 @@ class Copies:
         whose it was: until that is done, it may be any."""
         moved = {page.key for batch in self.carrying.values() for page in batch.pages}
         wiped = {key for pages in self.erasing.values() for key, _ in pages}
-        return b"" in wiped or any(not keys.isdisjoint(busy) for busy in (self.down, self.up, moved, wiped))
+        copied = (*self.down.values(), *self.up.values(), moved, wiped)
+        return b"" in wiped or any(not keys.isdisjoint(busy) for busy in copied)
 
     @staticmethod
     def owner(space: Space, address: Address) -> int:
@@ -156,11 +159,12 @@ class Copies:
         table[number] = batch
         return number
 
-    def arrive(self, batch: Batch, source: Space, target: Space, heads: Rows, failed: Iterable[int]) -> Arrival:
-        """Seal what was copied whole, still is the page that was chosen, and has its parent in ``target``.
+    def arrive(self, batch: Batch, heads: Rows, failed: Iterable[int]) -> Arrival:
+        """Seal what was copied whole, still is the page that was chosen, and has its parent in the target tier.
 
         The caller writes the instructions, offers chain ends (``Space.leaf``), and calls ``end``.
         """
+        source, target = batch.source, batch.target
         arrival = Arrival()
         lost = set(failed)
         data = heads[:, :32].tobytes()
@@ -181,42 +185,36 @@ class Copies:
             arrival.standings.append(info)
         return arrival
 
-    def end(self, batch: Batch, unused: list[Address], target: Space, out: list[ev.Instruction]) -> None:
+    @staticmethod
+    def end(batch: Batch, unused: list[Address], out: list[ev.Instruction]) -> None:
         """Frames that came to nothing are free again, and nothing is held any more."""
-        keys = {page.target: page.key for page in batch.pages}
-        target.free(unused, out, keys)
-        for address in batch.held_dram:
-            if self.dram.sealed(address):
-                saved = address in batch.leaves and self._is_saved(address)
-                self.dram.unhold(address, batch.leaves[address] if saved else None)
-        for address in batch.held_nvme:
-            if self.nvme.sealed(address):
-                self.nvme.unhold(address)
-
-    def _is_saved(self, address: Address) -> bool:
-        return self.nvme.find(self.dram.records.key(address.extent, address.frame)) is not None
+        source, target = batch.source, batch.target
+        target.free(unused, out, {page.target: page.key for page in batch.pages})
+        for address in batch.held:
+            if source.sealed(address):
+                left = address in batch.leaves and target.find(source.records.key(*address[:2])) is not None
+                source.unhold(address, batch.leaves[address] if left else None)
+            elif target.sealed(address):
+                target.unhold(address)
 
     def _batches(self) -> tuple[Batch, ...]:
         return (*self.saving.values(), *self.loading.values(), *self.carrying.values(), *self.staging.values())
 
     # --- what is on its way -----------------------------------------------------------------------------------------
 
-    def moving(self, frame_class: FrameClass) -> bool:
-        """Pages of this class are on their way, either way."""
+    def moving(self, frame_class: FrameClass, space: Space) -> bool:
+        """Pages of this class are on their way into that tier, or out of it."""
         batches = (*self.saving.values(), *self.loading.values(), *self.staging.values())
-        return any(batch.frame_class == frame_class for batch in batches)
+        return any(batch.frame_class == frame_class and space in (batch.source, batch.target) for batch in batches)
 
     def frames(self) -> list[Address]:
-        """RESERVED frames of either tier that pages are being copied into."""
+        """RESERVED frames of all tiers that pages are being copied into."""
         return [page.target for batch in self._batches() for page in batch.pages]
 
     def extents(self) -> set[int]:
         """Extents with pages that are held: their pages keep their addresses."""
-        batches = self._batches()
-        return {address.extent for batch in batches for address in (*batch.held_dram, *batch.held_nvme)}
+        return {address.extent for batch in self._batches() for address in batch.held}
 
     def held(self, space: Space) -> list[Address]:
         """Sealed pages that are held in ``space``, one entry per hold."""
-        batches = self._batches()
-        held = (batch.held_dram if space is self.dram else batch.held_nvme for batch in batches)
-        return [address for addresses in held for address in addresses if space.sealed(address)]
+        return [address for batch in self._batches() for address in batch.held if space.sealed(address)]

@@ -1,11 +1,11 @@
-"""Demotion: which pages of DRAM are saved to NVMe, and when.
+"""Demotion: which pages of a tier are saved to the one below, and when.
 
 A leaf that is about to leave waits in ``ClassPool.unsaved``. Its chain is saved from the front, so that what reaches
-the disk is usable after a reboot: the pages from the leaf up to the first that NVMe has are looked up once, then taken
+the disk is usable after a reboot: the pages from the leaf up to the first that it has are looked up once, then taken
 from that end, as many as a batch may hold::
 
-    NVMe has  A B        climb, leaf first:  F E D C       batches:  C D | E F
-    DRAM has  A B C D E F
+    below has  A B        climb, leaf first:  F E D C       batches:  C D | E F
+    above has  A B C D E F
 
 The classes take turns, one batch each, one at a time.
 """
@@ -13,6 +13,7 @@ The classes take turns, one batch each, one at a time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvstore.model.replica import Address, FrameClass
@@ -20,7 +21,7 @@ from kvstore.state import events as ev
 from kvstore.state.copying import Batch, Copies
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool
-from kvstore.state.space import UNSAVED_MAX
+from kvstore.state.space import UNSAVED_MAX, Space
 
 ADMISSIONS = ("all", "reused")
 AHEAD_SHARE = 8  # this part of a class's frames is kept ready to leave
@@ -30,12 +31,14 @@ CLIMB_MAX = 4096  # pages of one chain looked at per step; what is longer takes 
 
 @dataclass(frozen=True, slots=True)
 class TieringRules:
-    """How a node uses its NVMe tier.
+    """How a node uses a tier below its first one.
 
     Args:
-        demote_at: share of a DRAM class's frames in use above which cold pages are saved ahead; 0: all pages at once.
-        promote_after: reads from NVMe after which a page is loaded into DRAM.
-        admission: "all" saves every page that leaves DRAM, "reused" only those of chains used by a later request.
+        demote_at: share of a class's frames above in use from which on cold pages are saved ahead; 0: all pages at
+            once.
+        promote_after: reads after which a page is loaded into the tier above.
+        admission: "all" saves every page that leaves the tier above, "reused" only those of chains used by a later
+            request.
         write_bytes_per_day: bytes that may be written per day; 0: no limit.
     """
 
@@ -46,21 +49,22 @@ class TieringRules:
 
 
 class Climb:
-    """The way from a leaf up to the first page of its chain that NVMe has, or will have after this batch.
+    """The way from a leaf up to the first page of its chain that the tier below has, or will have after this batch.
 
     ``pages`` (key, address) leaf first; the last of them hangs on ``anchor`` (b"": it starts the chain).
     """
 
-    def __init__(self, leaf: Address, copies: Copies) -> None:
+    def __init__(self, leaf: Address, upper: Space, lower: Space, down: Collection[bytes]) -> None:
         self.leaf = leaf
         self.pages: list[tuple[bytes, Address]] = []
         self.anchor = b""
-        self._copies = copies
+        self._upper, self._lower = upper, lower
+        self._down = down  # keys of what is on its way there
         self._next: Address | None = leaf
 
     def go_on(self) -> bool:
         """Look at the next pages; whether the top is reached."""
-        dram, records = self._copies.dram, self._copies.dram.records
+        upper, records = self._upper, self._upper.records
         for _ in range(CLIMB_MAX):
             if self._next is None:
                 break
@@ -68,12 +72,12 @@ class Climb:
             key = records.key(extent, frame)
             if self._is_there(key):
                 self.anchor, self._next = key, None
-                if key not in self._copies.down and self._copies.nvme.find_in(records.root(extent, frame), key) is None:
+                if key not in self._down and self._lower.find_in(records.root(extent, frame), key) is None:
                     self.pages.clear()  # another root's page has this key there: nothing of ours can hang on it
                 break
             self.pages.append((key, self._next))
             parent = records.parent(extent, frame)
-            self._next = None if parent == records.root(extent, frame) else dram.find(parent)
+            self._next = None if parent == records.root(extent, frame) else upper.find(parent)
         return self._next is None
 
     def still_holds(self) -> bool:
@@ -81,13 +85,13 @@ class Climb:
         while self.pages and self._is_there(self.pages[-1][0]):
             self.anchor = self.pages.pop()[0]
         top = self.pages[-1][1] if self.pages else self.leaf
-        upwards = self._next is None or self._copies.dram.sealed(self._next)
-        return upwards and self._copies.dram.sealed(top) and (not self.anchor or self._is_there(self.anchor))
+        upwards = self._next is None or self._upper.sealed(self._next)
+        return upwards and self._upper.sealed(top) and (not self.anchor or self._is_there(self.anchor))
 
     def count(self, most: int) -> int:
         """How many of the topmost pages, up to ``most``, are still where they were found: at least one, if any."""
         top = self.pages[: -most - 1 : -1]
-        return next((i for i, (_, address) in enumerate(top) if not self._copies.dram.sealed(address)), len(top))
+        return next((i for i, (_, address) in enumerate(top) if not self._upper.sealed(address)), len(top))
 
     def take(self, count: int) -> list[tuple[bytes, Address]]:
         """The topmost ``count`` pages, parents first."""
@@ -96,30 +100,30 @@ class Climb:
         return taken
 
     def _is_there(self, key: bytes) -> bool:
-        return key in self._copies.down or self._copies.nvme.find(key) is not None
+        return key in self._down or self._lower.find(key) is not None
 
 
 class Demotion:
-    """Decides about saves. Part of ``Tiering``; what DRAM asks of the tier below it (``space.Below``)."""
+    """Decides about saves. Part of ``Tiering``; what a tier asks of the one below it (``space.Below``)."""
 
-    def __init__(self, copies: Copies, counters: Counter[str], rules: TieringRules) -> None:
+    def __init__(self, copies: Copies, upper: Space, lower: Space, counters: Counter[str], rules: TieringRules) -> None:
         self.copies = copies
-        self.dram = copies.dram
-        self.nvme = copies.nvme
+        self.upper = upper
+        self.lower = lower
         self.counters = counters
         self.rules = rules
-        self.find_in = self.nvme.find_in  # see ``space.Below``
+        self.find_in = self.lower.find_in  # see ``space.Below``
         self._climb: Climb | None = None  # of a chain that was too long for one batch
-        self._refused: set[FrameClass] = set()  # NVMe had no frame for these, and none that could be made free
+        self._refused: set[FrameClass] = set()  # below there was no frame for these, and none that could be made free
         self._tails: dict[FrameClass, dict[int, int]] = {}  # of leaves set aside, by slot: see ``_tail``
         self._turn = 0  # place of the class that is looked at first
         self._day_bytes_left = rules.write_bytes_per_day
 
-    # --- what DRAM asks: see ``space.Below`` ------------------------------------------------------------------------
+    # --- what the tier above asks: see ``space.Below`` --------------------------------------------------------------
 
     def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
         """See ``Below.may_leave``."""
-        return not self.admits(page) or self.nvme.find(key) is not None or not self.takes(pool.frame_class)
+        return not self.admits(page) or self.lower.find(key) is not None or not self.takes(pool.frame_class)
 
     def admits(self, page: Page) -> bool:
         """The page is worth a write."""
@@ -127,24 +131,24 @@ class Demotion:
 
     def coming(self, pool: ClassPool) -> bool:
         """See ``Below.coming``."""
-        return bool(pool.unsaved) or self.copies.moving(pool.frame_class)
+        return bool(pool.unsaved) or self.copies.moving(pool.frame_class, self.upper)
 
     def held(self) -> list[Address]:
         """See ``Below.held``."""
-        return self.copies.held(self.dram)
+        return self.copies.held(self.upper)
 
     @property
     def writable(self) -> bool:
         """A device is up, and today's writes are not used up."""
         if self.rules.write_bytes_per_day and self._day_bytes_left <= 0:
             return False
-        segment = self.nvme.segment
+        segment = self.lower.segment
         return bool(segment.vacant) or any(not extent.closed for extent in segment.extents.values())
 
     def takes(self, frame_class: FrameClass) -> bool:
-        """NVMe takes pages of this class: one fits an extent and into what may be written today, and there is room."""
-        capped = self.rules.write_bytes_per_day and self._day_bytes_left < frame_class.nvme_stride
-        fits = self.nvme.segment.frames_per_extent(frame_class) > 0 and frame_class not in self._refused
+        """The tier below takes pages of this class: one fits an extent and today's writes, and there is room."""
+        capped = self.rules.write_bytes_per_day and self._day_bytes_left < self.lower.segment.stride(frame_class)
+        fits = self.lower.segment.frames_per_extent(frame_class) > 0 and frame_class not in self._refused
         return fits and self.writable and not capped
 
     # --- deciding ---------------------------------------------------------------------------------------------------
@@ -153,17 +157,17 @@ class Demotion:
         """See ``events.Demote``; at most one batch is on its way down, but for those that are late."""
         out: list[ev.Instruction] = []
         size = self.begin_day(event.bytes_max, event.day_bytes_left)
-        pools = list(enumerate(self.dram.segment.pools.values()))
+        pools = list(enumerate(self.upper.segment.pools.values()))
         for place, pool in pools[self._turn :] + pools[: self._turn]:
             if pool.frame_class in self._refused and self._has_room(pool.frame_class):
                 self._refused.discard(pool.frame_class)
             if not self.takes(pool.frame_class):
                 self.give_up(pool)
-            elif not self.copies.is_saving:
+            elif not self.copies.is_saving(self.upper):
                 if self._is_crowded(pool):
                     everything = self.rules.demote_at == 0
                     self._look_ahead(pool, pool.frames if everything else -(-pool.frames // AHEAD_SHARE))
-                batch = self._choose(pool, max(1, size // pool.frame_class.nvme_stride), out)
+                batch = self._choose(pool, max(1, size // self.lower.segment.stride(pool.frame_class)), out)
                 if batch.pages:
                     self.copies.start_saving(batch, out)
                     self._turn = place + 1
@@ -175,11 +179,11 @@ class Demotion:
         return min(bytes_max, day_bytes_left) if self.rules.write_bytes_per_day else bytes_max
 
     def _has_room(self, frame_class: FrameClass) -> bool:
-        return self.nvme.could_take(self.nvme.segment.pool(frame_class))
+        return self.lower.could_take(self.lower.segment.pool(frame_class))
 
     def device_failed(self) -> None:
         """There are fewer devices now: what cannot be saved any more may leave as it is."""
-        for pool in self.dram.segment.pools.values():
+        for pool in self.upper.segment.pools.values():
             if not self._has_room(pool.frame_class):
                 self._refused.add(pool.frame_class)
             if not self.takes(pool.frame_class):
@@ -191,7 +195,7 @@ class Demotion:
         pool.unsaved.clear()
 
     def _is_crowded(self, pool: ClassPool) -> bool:
-        room = len(self.dram.segment.vacant) * pool.frames_per_extent
+        room = len(self.upper.segment.vacant) * pool.frames_per_extent
         return pool.free + room < (1 - self.rules.demote_at) * (pool.frames + room)
 
     def _look_ahead(self, pool: ClassPool, pages: int) -> None:
@@ -204,7 +208,7 @@ class Demotion:
         ahead = sum(tails.values())
         pages = min(pages, ahead + CLIMB_MAX)
         for _ in range(LEAVES_PER_STEP):
-            if ahead >= pages or len(tails) >= UNSAVED_MAX or (slot := self.dram.next_cold(pool)) is None:
+            if ahead >= pages or len(tails) >= UNSAVED_MAX or (slot := self.upper.next_cold(pool)) is None:
                 break
             tails[slot] = self._tail(pool, slot, pages - ahead)
             ahead += tails[slot]
@@ -212,23 +216,23 @@ class Demotion:
 
     def _tail(self, pool: ClassPool, slot: int, most: int) -> int:
         """Pages that can leave one after the other with this leaf, up to ``most``: those nothing else hangs on."""
-        dram, records = self.dram, self.dram.records
+        upper, records = self.upper, self.upper.records
         extent, frame = pool.locate(slot)
         for length in range(1, most):
             parent_key = records.parent(extent.number, frame)
             at_root = parent_key == records.root(extent.number, frame)
-            parent = None if at_root else dram.find(parent_key)
+            parent = None if at_root else upper.find(parent_key)
             if parent is None:
                 return length
-            extent, frame = dram.segment.extents[parent.extent], parent.frame
+            extent, frame = upper.segment.extents[parent.extent], parent.frame
             if extent.children[frame] != 1:
                 return length
         return most
 
     def _choose(self, pool: ClassPool, pages_max: int, out: list[ev.Instruction]) -> Batch:
-        """Whole chains, coldest first, each from its front; frames for them are taken in NVMe."""
-        batch = Batch([], pool.frame_class)
-        nvme_pool = self.nvme.segment.pool(pool.frame_class)
+        """Whole chains, coldest first, each from its front; frames for them are taken below."""
+        batch = Batch([], pool.frame_class, self.upper, self.lower)
+        lower_pool = self.lower.segment.pool(pool.frame_class)
         for slot, aside_ms in list(pool.unsaved.items()):
             room = pages_max - len(batch.pages)
             climb = self._climbed(pool, slot) if room else None
@@ -237,21 +241,21 @@ class Demotion:
             if not climb.pages:
                 pool.ready[slot] = pool.unsaved.pop(slot)
                 continue
-            if self.copies.behind(climb.anchor):
+            if self.copies.behind(self.lower, climb.anchor):
                 continue
             wanted = climb.count(room)
-            owner = self.copies.owner(self.dram, climb.leaf)
-            fits = self.nvme.quotas.fit(owner, pool.frame_class, wanted, climb.anchor, out, aside_ms)
+            owner = self.copies.owner(self.upper, climb.leaf)
+            fits = self.lower.quotas.fit(owner, pool.frame_class, wanted, climb.anchor, out, aside_ms)
             if wanted and not fits:
-                if self.nvme.holdings.roots[owner].share.coming:  # when this batch is there, it can make room
+                if self.lower.holdings.roots[owner].share.coming:  # when this batch is there, it can make room
                     continue
                 # Its tenant may have no more there: it leaves as it is.
                 pool.ready[slot] = pool.unsaved.pop(slot)
                 self.counters["save_refused_quota"] += 1
                 continue
-            targets = self.nvme.take_after(climb.anchor, nvme_pool, fits, out)
+            targets = self.lower.take_after(climb.anchor, lower_pool, fits, out)
             if not targets:
-                if not batch.pages and not self.nvme.waiting:  # full of what may not leave: nothing can be saved now
+                if not batch.pages and not self.lower.waiting:  # full of what may not leave: nothing can be saved now
                     self._refused.add(pool.frame_class)
                     self.counters["save_refused_space"] += len(pool.unsaved)
                     self.give_up(pool)
@@ -269,35 +273,39 @@ class Demotion:
         leaf = Address(extent.number, frame, extent.generation[frame])
         climb, self._climb = self._climb, None
         if climb is None or climb.leaf != leaf or not climb.still_holds():
-            climb = Climb(leaf, self.copies)
+            climb = self.climb(leaf)
         if not climb.go_on():
             self._climb = climb
             return None
         return climb
 
+    def climb(self, leaf: Address) -> Climb:
+        """The way up from this leaf, from its beginning."""
+        return Climb(leaf, self.upper, self.lower, self.copies.down[self.lower.tier])
+
     def add(self, batch: Batch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
-        """These pages, which hang on ``anchor``, are part of the batch, and will be in these frames of NVMe."""
-        held = self.nvme.find(anchor) if anchor else None
+        """These pages, which hang on ``anchor``, are part of the batch, and will be in these frames below."""
+        held = self.lower.find(anchor) if anchor else None
         if held is not None:  # else it starts the chain, or hangs on a page of this very batch
-            self.nvme.hold(held)
-            batch.held_nvme.append(held)
+            self.lower.hold(held)
+            batch.held.append(held)
         for (key, source), target in zip(chain, targets, strict=True):
             batch.pages.append(ev.Copying(key, source, target))
-            self.nvme.expect([target], self.copies.owner(self.dram, source))
-            self.copies.down.add(key)
+            self.lower.expect([target], self.copies.owner(self.upper, source))
+            self.copies.down[self.lower.tier].add(key)
 
     def saved(self, event: ev.Saved) -> list[ev.Instruction]:
-        """See ``events.Saved``: what was written and still is wanted becomes a page of NVMe."""
+        """See ``events.Saved``: what was written and still is wanted becomes a page of the tier below."""
         out: list[ev.Instruction] = []
         batch = self.copies.saving.pop(event.number)
-        self.copies.down.difference_update(page.key for page in batch.pages)
-        arrival = self.copies.arrive(batch, self.dram, self.nvme, event.heads, event.failed)
+        self.copies.down[self.lower.tier].difference_update(page.key for page in batch.pages)
+        arrival = self.copies.arrive(batch, event.heads, event.failed)
         arrived = [batch.pages[i] for i in arrival.places]
         if arrived:
             targets, keys = [page.target for page in arrived], [page.key for page in arrived]
-            used_ns = [self.dram.records.last_use_ns(*page.source[:2]) for page in arrived]
+            used_ns = [self.upper.records.last_use_ns(*page.source[:2]) for page in arrived]
             for page, used in zip(arrived, used_ns, strict=True):
-                self.nvme.leaf(page.target, page.key, used // 1_000_000)
+                self.lower.leaf(page.target, page.key, used // 1_000_000)
             out.append(ev.WriteUse(targets, used_ns))
             heads = event.heads[arrival.places]
             out.append(ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save"))
@@ -305,5 +313,5 @@ class Demotion:
             self.counters["bytes_saved"] += len(arrived) * batch.frame_class.page_bytes
         for reason in event.failed.values():
             self.counters[f"save_failed_{reason}"] += 1
-        self.copies.end(batch, arrival.unused, self.nvme, out)
+        self.copies.end(batch, arrival.unused, out)
         return out

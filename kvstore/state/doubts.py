@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState, Tier
+from kvstore.model.replica import Address, FrameState
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
 
@@ -24,8 +24,6 @@ def hold_back(found: list[ExtentFound], living: Collection[int], out: list[ev.In
         return
     known = np.array(sorted(living), np.uint64)
     for table in found:
-        if table.tier is not Tier.DRAM:
-            continue
         words = table.snapshot.words
         states = words & _STATE
         broken = ~table.sound & ((states == FrameState.SEALED) | (states == FrameState.RETIRING))

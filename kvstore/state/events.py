@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.replica import Address, FrameClass
+from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.state.instructions import (
     Carry,
     Carve,
@@ -109,8 +110,25 @@ __all__ = [
 ]
 
 
+ClassOf = Callable[[Address], FrameClass | None]
+"""The class of the frame at an address; None where there is no such frame."""
+
+
+class Happening:
+    """What every event is."""
+
+    __slots__ = ()
+
+    def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
+        """Of which class, and how many, frames the decision may take where clients write; None: it takes none.
+
+        Their memory is had before the decision, see ``service.node.room``.
+        """
+        return None
+
+
 @dataclass(slots=True)
-class SessionOpened:
+class SessionOpened(Happening):
     """A client said hello (again, after a restart of the daemon)."""
 
     now_ns: int
@@ -118,7 +136,7 @@ class SessionOpened:
 
 
 @dataclass(slots=True)
-class SessionLost:
+class SessionLost(Happening):
     """A client's connection ended; its process may live on."""
 
     now_ns: int
@@ -126,7 +144,7 @@ class SessionLost:
 
 
 @dataclass(slots=True)
-class SessionDead:
+class SessionDead(Happening):
     """A client's session lock is free: its process is gone and can write nothing more."""
 
     now_ns: int
@@ -134,7 +152,7 @@ class SessionDead:
 
 
 @dataclass(slots=True)
-class Grant:
+class Grant(Happening):
     """Frames wanted ahead of need, not bound to keys yet."""
 
     now_ns: int
@@ -144,9 +162,13 @@ class Grant:
     ahead: bool = False  # beyond what is needed now: only a small share of the class
     anchor: bytes = b""  # key of the page that the new ones will hang on: not to be evicted for them
 
+    def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
+        """See ``Happening``."""
+        return self.frame_class, self.count
+
 
 @dataclass(slots=True)
-class SealGranted:
+class SealGranted(Happening):
     """Consecutive pages of one chain were written into granted frames. ``rows`` are identity rows ``[n, ...]``."""
 
     now_ns: int
@@ -161,15 +183,15 @@ class SealGranted:
 
 
 @dataclass(slots=True)
-class Delete:
-    """Objects whose heads are at these addresses are deleted, from both tiers."""
+class Delete(Happening):
+    """Objects whose heads are at these addresses are deleted, from all tiers."""
 
     now_ns: int
     addresses: list[Address]
 
 
 @dataclass(slots=True)
-class Reserve:
+class Reserve(Happening):
     """Frames for consecutive pages of one chain, to be written by ``shards`` writers of one group."""
 
     now_ns: int
@@ -182,9 +204,13 @@ class Reserve:
     parent: bytes
     rows: Rows
 
+    def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
+        """See ``Happening``."""
+        return self.frame_class, len(self.rows)
+
 
 @dataclass(slots=True)
-class Seal:
+class Seal(Happening):
     """One shard has written its part of these reserved pages."""
 
     now_ns: int
@@ -194,7 +220,7 @@ class Seal:
 
 
 @dataclass(slots=True)
-class Revoke:
+class Revoke(Happening):
     """A writer gives frames back unsealed, and will not write into them again."""
 
     now_ns: int
@@ -204,7 +230,7 @@ class Revoke:
 
 
 @dataclass(slots=True)
-class TakeLease:
+class TakeLease(Happening):
     """Keep these pages' frames until ``now_ns + ttl_ns``."""
 
     now_ns: int
@@ -215,7 +241,7 @@ class TakeLease:
 
 
 @dataclass(slots=True)
-class RenewLease:
+class RenewLease(Happening):
     """Move a lease's deadline."""
 
     now_ns: int
@@ -225,7 +251,7 @@ class RenewLease:
 
 
 @dataclass(slots=True)
-class ReleaseLease:
+class ReleaseLease(Happening):
     """End a lease now."""
 
     now_ns: int
@@ -234,7 +260,7 @@ class ReleaseLease:
 
 
 @dataclass(slots=True)
-class Damaged:
+class Damaged(Happening):
     """Something about this sealed page does not hold. It and its descendants must go.
 
     ``key`` is what the index calls it: the record itself may be what is damaged.
@@ -247,7 +273,7 @@ class Damaged:
 
 
 @dataclass(slots=True)
-class Stamped:
+class Stamped(Happening):
     """The checksums of this sealed page were computed."""
 
     now_ns: int
@@ -256,7 +282,7 @@ class Stamped:
 
 
 @dataclass(slots=True)
-class Evict:
+class Evict(Happening):
     """An operator wants space: that many pages or bytes, coldest first."""
 
     now_ns: int
@@ -265,7 +291,7 @@ class Evict:
 
 
 @dataclass(slots=True)
-class EvictChosen:
+class EvictChosen(Happening):
     """An operator wants these pages of one tier to leave: leaves first, children before their parents.
 
     ``save``: of DRAM only what the tier below has, or would not take; the rest is set aside to be saved.
@@ -277,17 +303,19 @@ class EvictChosen:
 
 
 @dataclass(slots=True)
-class Demote:
-    """Decide what to save to the tier below now: at most ``bytes_max``; today ``day_bytes_left`` may be written."""
+class Demote(Happening):
+    """Decide what to save to ``tier`` now: at most ``bytes_max``; today ``day_bytes_left`` may be written there."""
 
     now_ns: int
+    tier: Tier
     bytes_max: int
     day_bytes_left: int = 0
 
 
 @dataclass(slots=True)
-class SaveAll:
-    """DRAM is about to go: decide what to save next of all that is only there, hottest chains first, as ``Demote``.
+class SaveAll(Happening):
+    """The first tier is about to go: decide what to save next of all that is only there, as ``Demote``, hottest chains
+    first.
 
     The reply's detail tells how many ``chains`` have not been looked at, or not to their end.
     """
@@ -298,7 +326,7 @@ class SaveAll:
 
 
 @dataclass(slots=True)
-class Saved:
+class Saved(Happening):
     """A ``Save`` was carried out and what it wrote is durable. ``failed``: why a page was not written, by its place.
 
     ``heads`` ``[pages, 48]`` are the identity heads (key, root, extra) of what was written.
@@ -311,17 +339,22 @@ class Saved:
 
 
 @dataclass(slots=True)
-class Prefetch:
-    """Pages of one chain, in order, are wanted in DRAM; ``hint``: they were just read from NVMe."""
+class Prefetch(Happening):
+    """Pages of one chain, in order, are wanted in the tier above; ``hint``: they were just read."""
 
     now_ns: int
     session: int
     addresses: list[Address]
     hint: bool = False
 
+    def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
+        """See ``Happening``."""
+        frame_class = class_of(self.addresses[0]) if self.addresses else None
+        return (frame_class, len(self.addresses)) if frame_class is not None else None
+
 
 @dataclass(slots=True)
-class Loaded:
+class Loaded(Happening):
     """A ``Load`` was carried out: ``rows`` and ``checksums`` of the pages read, ``[pages, ...]``; see ``Saved``."""
 
     now_ns: int
@@ -332,7 +365,7 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Carried:
+class Carried(Happening):
     """A ``Carry`` was carried out; see ``Saved``. What is in ``failed`` is where it was."""
 
     now_ns: int
@@ -341,7 +374,7 @@ class Carried:
 
 
 @dataclass(slots=True)
-class Erased:
+class Erased(Happening):
     """An ``Erase`` was carried out, but for the places in ``failed``, whose device takes no more writes."""
 
     now_ns: int
@@ -350,7 +383,7 @@ class Erased:
 
 
 @dataclass(slots=True)
-class Adopt:
+class Adopt(Happening):
     """Pages that a start found on the disk, in frames that wait QUARANTINED; parents before their children.
 
     ``heads`` ``[pages, 48]``; the addresses have the generations that the pages were written under.
@@ -364,7 +397,7 @@ class Adopt:
 
 
 @dataclass(slots=True)
-class Adopted:
+class Adopted(Happening):
     """Everything that was found in this extent has been offered: what is left holds nothing."""
 
     now_ns: int
@@ -372,15 +405,16 @@ class Adopted:
 
 
 @dataclass(slots=True)
-class TierFailed:
-    """The device behind these NVMe positions takes no more writes."""
+class TierFailed(Happening):
+    """The device behind these positions of a tier takes no more writes."""
 
     now_ns: int
+    tier: Tier
     positions: list[int]
 
 
 @dataclass(slots=True)
-class NameRoot:
+class NameRoot(Happening):
     """A client said whose a root is: ``about`` has its salt, adapter, model, fingerprint and layout."""
 
     now_ns: int
@@ -389,7 +423,7 @@ class NameRoot:
 
 
 @dataclass(slots=True)
-class Pin:
+class Pin(Happening):
     """Keep what is stored of these consecutive pages, from the first on, until ``until_ns``.
 
     ``pin``: its number, 0 for a new one. ``asked``: its last page when it was asked for, which names it.
@@ -405,7 +439,7 @@ class Pin:
 
 
 @dataclass(slots=True)
-class RestorePins:
+class RestorePins(Happening):
     """For start: these were granted by the daemon before, under their numbers. What of their pages is not there, and
     may be found by the scan of NVMe, is waited for."""
 
@@ -414,7 +448,7 @@ class RestorePins:
 
 
 @dataclass(slots=True)
-class Unpin:
+class Unpin(Happening):
     """End this pin, or the one of that root and these pages."""
 
     now_ns: int
@@ -424,24 +458,25 @@ class Unpin:
 
 
 @dataclass(slots=True)
-class DevicesLate:
-    """These positions, and no others, are of devices that do not answer now: those that are being written to
+class DevicesLate(Happening):
+    """These positions of a tier, and no others, are of devices that do not answer now: those that are being written to
     (``saves``), and those that are read (``loads``). Others go on without what lies there. Never of all devices."""
 
     now_ns: int
+    tier: Tier
     saves: list[int]
     loads: list[int]
 
 
 @dataclass(slots=True)
-class Tick:
+class Tick(Happening):
     """Time went on."""
 
     now_ns: int
 
 
 @dataclass(slots=True)
-class Populated:
+class Populated(Happening):
     """The memory of these positions is allocated; frames may lie there."""
 
     now_ns: int
@@ -449,7 +484,7 @@ class Populated:
 
 
 @dataclass(slots=True)
-class PopulationFailed:
+class PopulationFailed(Happening):
     """The memory of these positions cannot be had, or was given back: the node goes on with less."""
 
     now_ns: int

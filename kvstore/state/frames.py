@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvstore.model.replica import FrameClass, FrameState
 from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page, make_policy
@@ -163,6 +164,7 @@ class Segment:
 
     Args:
         frames_in: frames of a class in an extent; by default frames lie side by side and nothing else does.
+        stride: bytes that a page of a class takes there, with what stands before it; by default those of its frame.
         numbers: where extent numbers come from; the tiers of a node share one.
         policy: name of the eviction policy of every class.
     """
@@ -173,6 +175,7 @@ class Segment:
         positions: int,
         *,
         frames_in: Callable[[int, FrameClass], int] | None = None,
+        stride: Callable[[FrameClass], int] = attrgetter("frame_bytes"),
         numbers: ExtentNumbers | None = None,
         policy: str = POLICY_DEFAULT,
     ) -> None:
@@ -181,6 +184,7 @@ class Segment:
         self.policy = policy
         self.numbers = numbers if numbers is not None else ExtentNumbers()
         self._frames_in = frames_in or frames_side_by_side
+        self.stride = stride
         self.populated: set[int] = set()
         self.failed: set[int] = set()
         self.tables: dict[FrameClass, int] = {}  # extents of a class that this event may carve; absent: any number

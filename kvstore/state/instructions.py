@@ -162,7 +162,7 @@ class Copying:
 
 @dataclass(slots=True)
 class Save:
-    """Write these pages to NVMe, parents before children, make them durable, and report ``Saved``."""
+    """Write these pages to the tier below, parents before children, make them durable, and report ``Saved``."""
 
     number: int
     pages: list[Copying]
@@ -170,7 +170,7 @@ class Save:
 
 @dataclass(slots=True)
 class Load:
-    """Read these pages from NVMe into their DRAM frames and report ``Loaded``."""
+    """Copy these pages into their frames in the tier above and report ``Loaded``."""
 
     number: int
     pages: list[Copying]
@@ -178,7 +178,7 @@ class Load:
 
 @dataclass(slots=True)
 class Carry:
-    """Copy these pages of NVMe into other frames there, make them durable, and report ``Carried``."""
+    """Copy these pages into other frames of their tier, make them durable, and report ``Carried``."""
 
     number: int
     pages: list[Copying]
@@ -186,7 +186,10 @@ class Carry:
 
 @dataclass(slots=True)
 class Erase:
-    """Make what lies in these frames of NVMe (key, where known, and address) unreadable, durably; report ``Erased``."""
+    """Make what lies in these frames of a lower tier (key, where known, and address) unreadable, durably.
+
+    Report ``Erased``.
+    """
 
     number: int
     pages: list[tuple[bytes, Address]]

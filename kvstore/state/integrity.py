@@ -22,7 +22,7 @@ SEALED = FrameState.SEALED
 def check(state: NodeState, tier: Tier, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
     """All laws of DESIGN section 3 that concern one tier of a node. ``snapshots`` and ``index`` as of this moment."""
     space = state.spaces[tier]
-    tables = _tables(state) if tier == Tier.DRAM else _copies(state, space)
+    tables = _tables(state) if space is state.space else _copies(state, space)
     found = [
         *_frames(space, snapshots),
         *_tenants(state, space, snapshots),
@@ -71,7 +71,7 @@ def _tables(state: NodeState) -> list[str]:
     """Reserved and quarantined frames are exactly the granted and the pending ones; nothing leased is free."""
     wrong: list[str] = []
     granted = [a for session in state.sessions.values() for a in session.granted]
-    flying = state.tiering.copies.frames() if state.tiering is not None else []
+    flying = state.tiering.copies.frames()
     loading = [address for address in flying if address.extent in state.segment.extents]
     named = granted + list(state.pending.by_address) + loading
     if len(set(named)) != len(named):
@@ -134,12 +134,12 @@ def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
 
 
 def _copies(state: NodeState, space: Space) -> list[str]:
-    """Reserved frames of NVMe are exactly those that pages are being copied into, retiring ones those being erased."""
-    flying = state.tiering.copies.frames() if state.tiering is not None else []
+    """Reserved frames of a lower tier are exactly those being copied into, retiring ones those being erased."""
+    flying = state.tiering.copies.frames()
     saving = [address for address in flying if address.extent in space.segment.extents]
     reserved = sum(extent.count(FrameState.RESERVED) for extent in space.segment.extents.values())
-    wrong = [f"{reserved} frames are reserved, {len(saving)} are being saved into"] if reserved != len(saving) else []
-    erasing = state.tiering.copies.erasing.values() if state.tiering is not None else ()
+    wrong = [f"{reserved} frames are reserved, {len(saving)} are being copied into"] if reserved != len(saving) else []
+    erasing = state.tiering.copies.erasing.values()
     wiped = {address for pages in erasing for _, address in pages}
     for number, extent in space.segment.extents.items():
         for frame in (f for f in range(extent.frames) if extent.state[f] == FrameState.RETIRING and not extent.closed):
@@ -148,7 +148,7 @@ def _copies(state: NodeState, space: Space) -> list[str]:
     for address in saving:
         extent = space.segment.extents[address.extent]
         if extent.generation[address.frame] != address.generation:
-            wrong.append(f"{address}: saved into under a generation the frame does not have")
+            wrong.append(f"{address}: copied into under a generation the frame does not have")
     return wrong
 
 
@@ -164,8 +164,7 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
         wrong.append(f"{links.address(i)}: a second sealed page has its key")
     counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent))
     holds = Counter(state.writing.held() if space is state.space else ())
-    if state.tiering is not None:
-        holds.update(state.tiering.copies.held(space))
+    holds.update(state.tiering.copies.held(space))
     holds.update(state.pins.held(space))
     for i, count in enumerate(counts.tolist()):
         address = links.address(i)

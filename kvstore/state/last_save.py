@@ -47,8 +47,8 @@ class LastSave:
     def __init__(self, demotion: Demotion) -> None:
         self._demotion = demotion
         self._copies = demotion.copies
-        self._dram = demotion.dram
-        self._nvme = demotion.nvme
+        self._upper = demotion.upper
+        self._lower = demotion.lower
         self._leaves: deque[Address] | None = None
         self._climb: Climb | None = None  # of a chain that was too long for one batch
         self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
@@ -58,8 +58,8 @@ class LastSave:
         out: list[ev.Instruction] = []
         size = self._demotion.begin_day(event.bytes_max, event.day_bytes_left)
         if self._leaves is None:
-            self._leaves = deque(leaves_hottest_first(self._dram.records))
-        if not self._copies.is_saving:
+            self._leaves = deque(leaves_hottest_first(self._upper.records))
+        if not self._copies.is_saving(self._upper):
             batch = self._choose(self._leaves, size, out)
             if batch is not None:
                 self._copies.start_saving(batch, out)
@@ -77,21 +77,23 @@ class LastSave:
             leaf = self._climb.leaf if self._climb is not None else leaves[0] if leaves else None
             if leaf is None:
                 break
-            if not self._dram.sealed(leaf):
+            if not self._upper.sealed(leaf):
                 self._next(leaves)
                 continue
-            frame_class = self._dram.segment.extents[leaf.extent].pool.frame_class
+            frame_class = self._upper.segment.extents[leaf.extent].pool.frame_class
             if batch is not None and batch.frame_class != frame_class:
                 break
-            room = max(1, size // frame_class.nvme_stride) - (len(batch.pages) if batch is not None else 0)
+            room = max(1, size // self._lower.segment.stride(frame_class)) - (
+                len(batch.pages) if batch is not None else 0
+            )
             if room <= 0:
                 break
             climb = self._climbed(leaf, frame_class, leaves)
             if climb is None:
                 continue
-            batch = batch if batch is not None else Batch([], frame_class)
+            batch = batch if batch is not None else Batch([], frame_class, self._upper, self._lower)
             self._take(climb, batch, room, out)
-            if self._climb is not None and self._nvme.waiting:
+            if self._climb is not None and self._lower.waiting:
                 break  # an extent is being emptied: there is room when that is done
         return batch if batch is not None and batch.pages else None
 
@@ -108,7 +110,7 @@ class LastSave:
         if climb is None:
             leaves.popleft()
             wanted = frame_class not in self._full and self._demotion.takes(frame_class) and self._is_admitted(leaf)
-            climb = Climb(leaf, self._copies) if wanted else None
+            climb = self._demotion.climb(leaf) if wanted else None
         elif not climb.still_holds():
             climb = None
         if climb is None:
@@ -119,26 +121,26 @@ class LastSave:
         return climb if climb.pages else None
 
     def _is_admitted(self, leaf: Address) -> bool:
-        extent = self._dram.segment.extents[leaf.extent]
-        page = self._dram.page(extent.pool, extent.slot_base + leaf.frame)
+        extent = self._upper.segment.extents[leaf.extent]
+        page = self._upper.page(extent.pool, extent.slot_base + leaf.frame)
         return self._demotion.admits(page)
 
     def _take(self, climb: Climb, batch: Batch, room: int, out: list[ev.Instruction]) -> None:
         """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
-        pool, used_ms = self._nvme.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
+        pool, used_ms = self._lower.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
         wanted = climb.count(room)
-        if not wanted or self._copies.behind(climb.anchor):
+        if not wanted or self._copies.behind(self._lower, climb.anchor):
             return
-        there = pool.free + len(self._nvme.segment.vacant & self._nvme.segment.populated) * pool.frames_per_extent
+        there = pool.free + len(self._lower.segment.vacant & self._lower.segment.populated) * pool.frames_per_extent
         if there < wanted and ((coldest_ms := pool.policy.coldest_ms()) is None or coldest_ms >= used_ms):
             wanted = there  # what could leave there is hotter
             if not wanted:
                 self._full.add(batch.frame_class)
                 return
-        owner = self._copies.owner(self._dram, climb.leaf)
-        fits = self._nvme.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
-        targets = self._nvme.take_after(climb.anchor, pool, fits, out) if fits else []
-        if not targets and self._nvme.waiting:
+        owner = self._copies.owner(self._upper, climb.leaf)
+        fits = self._lower.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
+        targets = self._lower.take_after(climb.anchor, pool, fits, out) if fits else []
+        if not targets and self._lower.waiting:
             self._climb = climb
             return
         if not targets:
@@ -148,4 +150,4 @@ class LastSave:
         self._climb = climb if climb.pages else None
 
     def _used_ms(self, leaf: Address) -> int:
-        return self._dram.records.last_use_ns(*leaf[:2]) // 1_000_000
+        return self._upper.records.last_use_ns(*leaf[:2]) // 1_000_000

@@ -1,18 +1,19 @@
-"""NodeState: everything a node decides about its DRAM frames. ``handle(event) -> [instruction]``; see ``events``.
+"""NodeState: everything a node decides about its frames. ``handle(event) -> [instruction]``; see ``events``.
 
-Three tables and a segment: which frames are free (``frames.Segment``), which pages are being written
-(``writing.Writing``), which are leased (``leases.LeaseTable``). Sealed pages are known by the index and the
+Its tiers are a row, the fastest first: clients write into the first one and lease there, the node copies between
+neighbours (``tiering``). Which frames are free is in each tier's ``frames.Segment``, which pages are being written in
+``writing.Writing``, which are leased in ``leases.LeaseTable``. Sealed pages are known by the index and the
 records alone, read through ``PageIndex`` and ``RecordView``: a million pages cost no Python objects here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import Address, Status, Tier, position_of
+from kvstore.model.replica import Address, FrameClass, Status, Tier, position_of
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
 from kvstore.state.eviction import Page
@@ -45,66 +46,62 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class NvmeParts:
-    """A node's NVMe tier as its state needs it; ``generation``: none below this one was used."""
+class TierParts:
+    """A tier of a node as its state needs it. ``generation``: none below this one was used; ``rules``: how pages come
+    there from the tier above."""
 
     segment: Segment
     index: PageIndex
     records: RecordView
-    generation: int
-    rules: TieringRules
+    generation: int = 1
+    rules: TieringRules = field(default_factory=TieringRules)
 
 
 class NodeState:
-    """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event."""
+    """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event.
+
+    Attributes:
+        spaces: its tiers, in the order of ``tiers``.
+        space: the first of them.
+    """
 
     def __init__(
         self,
-        segment: Segment,
-        index: PageIndex,
-        records: RecordView,
+        tiers: Mapping[Tier, TierParts],
         *,
-        generation: int = 1,
         lease_ttl_ns_max: int = 3600 * 10**9,
         sessions_max: int = 256,
-        nvme: NvmeParts | None = None,
         quotas: Iterable[Quota] = (),
         named: Iterable[tuple[bytes, dict[str, Any]]] = (),
         pins_share_max: float = 0.5,
     ) -> None:
-        self.segment = segment
-        self.records = records
         self.sessions: dict[int, Session] = {}
         self.leases = LeaseTable()
         self.counters: Counter[str] = Counter()
         self.lease_ttl_ns_max = lease_ttl_ns_max
         self.sessions_max = sessions_max
         self._checked = 0
-        tiers = (Tier.DRAM, Tier.NVME) if nvme is not None else (Tier.DRAM,)
         self.tenants = Tenants(tiers, quotas)
         for root, about in named:
             self.tenants.restore(root, about)
-        dram = self.tenants.holdings[Tier.DRAM]
-        self.space = Space(segment, index, records, self.leases, self.counters, generation, Tier.DRAM, dram)
+        self.spaces: dict[Tier, Space] = {}
+        for tier, parts in tiers.items():
+            counters = Counter[str]() if self.spaces else self.counters  # those of the first tier are the node's
+            held = self.tenants.holdings[tier]
+            there = parts.segment, parts.index, parts.records
+            self.spaces[tier] = Space(*there, self.leases, counters, parts.generation, tier, held)
+        self.space = next(iter(self.spaces.values()))
+        self.segment, self.records = self.space.segment, self.space.records
         self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)
-        self.nvme: Space | None = None
-        self.tiering: Tiering | None = None
-        self.spaces = {Tier.DRAM: self.space}
-        if nvme is not None:
-            parts = nvme.segment, nvme.index, nvme.records
-            held = self.tenants.holdings[Tier.NVME]
-            self.nvme = Space(*parts, self.leases, Counter(), nvme.generation, Tier.NVME, held)
-            self.tiering = Tiering(self.space, self.nvme, self.writing, self.tenants, self.counters, nvme.rules)
-            self.spaces[Tier.NVME] = self.nvme
-        self.objects = Objects(self, self._seal_granted)
-        self.pins = Pins(self.spaces, self.tenants, pins_share_max)
-        if self.tiering is not None:
-            self.tiering.pins = self.pins
+        rules = {tier: parts.rules for tier, parts in tiers.items()}
+        self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
+        self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
+        self.pins = self.tiering.pins = Pins(self.spaces, self.tenants, pins_share_max)
         self._handlers = self._table()
 
     def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
         """Who decides about which event."""
-        handlers: dict[type, Callable[[Any], list[ev.Instruction]]] = {
+        return {
             ev.SealGranted: self._seal,
             ev.Delete: self.objects.delete,
             ev.Grant: self._grant,
@@ -128,10 +125,8 @@ class NodeState:
             ev.Unpin: self.pins.unpin,
             ev.Populated: self._populated,
             ev.PopulationFailed: self._population_failed,
+            **self.tiering.handlers(),
         }
-        if self.tiering is not None:
-            handlers |= self.tiering.handlers()
-        return handlers
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
@@ -147,9 +142,16 @@ class NodeState:
         return book + out
 
     def space_of(self, extent: int) -> Space:
-        """The space that an extent belongs to; DRAM's where there is none of that number."""
-        nvme = self.nvme
-        return nvme if nvme is not None and extent in nvme.segment.extents else self.space
+        """The tier that an extent belongs to; the first one where there is none of that number."""
+        return next((space for space in self.spaces.values() if extent in space.segment.extents), self.space)
+
+    def frames_needed(self, event: ev.Event) -> tuple[FrameClass, int] | None:
+        """Of which class, and how many, frames of the first tier the decision about this event may take."""
+        return event.frames_needed(self._class_of)
+
+    def _class_of(self, address: Address) -> FrameClass | None:
+        extent = self.space_of(address.extent).segment.extents.get(address.extent)
+        return extent.pool.frame_class if extent is not None else None
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -350,13 +352,11 @@ class NodeState:
             self.counters[f"damaged_{event.reason}"] += 1
             family = space.family(event.address, event.key)
             held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
-            if self.tiering is not None:
-                held += self.tiering.copies.held(space)
+            held += self.tiering.copies.held(space)
             self.pins.lost(space, family.values())
             held += self.pins.held(space)
             space.drop(family, held, out, event.reason)
-            if space is self.nvme:
-                self.space.reconsider(set(family.values()))
+            self.tiering.lost(space, set(family.values()))
             self.counters["pages_dropped"] += len(family)
         out.append(ev.Reply())
         return out

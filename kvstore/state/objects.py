@@ -1,36 +1,53 @@
 """Objects: what the node decides about opaque objects; see ``model.objects``. Part of ``NodeState``.
 
-Unlike a page, an object has contents that its key does not name. So both tiers together hold one version of it at most:
-a head is sealed only where neither has one, or where the one that is there is the one to be replaced.
+Unlike a page, an object has contents that its key does not name. So all tiers together hold one version of it at most:
+a head is sealed only where none has one, or where the one that is there is the one to be replaced.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvstore.model import objects
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG, is_object_class, read_row
-from kvstore.model.replica import Address, FrameState, Status
+from kvstore.model.replica import Address, FrameState, Status, Tier
 from kvstore.state import events as ev
+from kvstore.state.copying import Copies
 from kvstore.state.space import Space
-
-if TYPE_CHECKING:
-    from kvstore.state.node_state import NodeState
 
 Seal = Callable[[ev.SealGranted], list[ev.Instruction]]
 NOWHERE = Address(0, 0, 0)
+
+
+class Writer(Protocol):
+    """A client process: the frames that it was granted ahead."""
+
+    granted: set[Address]
+
+
 LOOSE_MAX = 4096  # pieces of that many unfinished objects are remembered; others leave as they get cold
 
 
 class Objects:
-    """Seals and deletes whole objects. ``seal_chain`` is how the node seals pages of one chain."""
+    """Seals and deletes whole objects. ``spaces``: the node's tiers, the first of which clients write into;
+    ``seal_chain`` is how the node seals pages of one chain."""
 
-    def __init__(self, state: NodeState, seal_chain: Seal) -> None:
-        self._state = state
+    def __init__(
+        self,
+        spaces: Mapping[Tier, Space],
+        sessions: Mapping[int, Writer],
+        copies: Copies,
+        counters: Counter[str],
+        seal_chain: Seal,
+    ) -> None:
+        self._spaces = tuple(spaces.values())
+        self._sessions = sessions
+        self._copies = copies
+        self._counters = counters
         self._seal_chain = seal_chain
-        self._scanning = state.nvme is not None
+        self._scanning = len(self._spaces) > 1
         self._loose: OrderedDict[bytes, int] = (
             OrderedDict()
         )  # last pieces whose head is yet to come, and who is putting them
@@ -39,7 +56,7 @@ class Objects:
         """A head, ``event.replaces`` being the head it replaces, if any.
 
         Per head: OK, PRESENT (another is there), NO_SPACE (a page of another root has its key), BUSY (what it replaces
-        is on its way, or not erased yet, or it is not known yet what NVMe holds), NO_PARENT, STALE.
+        is on its way, or not erased yet, or it is not known yet what lower tiers hold), NO_PARENT, STALE.
         """
         key, root = event.rows[0, :16].tobytes(), event.rows[0, 16:32].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
@@ -52,7 +69,7 @@ class Objects:
             return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "this is no object's head"})]
         if self._scans():
             status = Status.BUSY
-        elif current is not None and self._state.space_of(current.extent).root_of(current) != root:
+        elif current is not None and self._space_of(current).root_of(current) != root:
             status = Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
         elif (current or NOWHERE) != event.replaces:
             status = Status.PRESENT
@@ -60,7 +77,7 @@ class Objects:
             status = Status.BUSY
         if status != Status.OK:
             return [ev.Reply(statuses=[int(status)])]
-        space, granted = self._state.space, self._state.sessions.get(event.session)
+        space, granted = self._spaces[0], self._sessions.get(event.session)
         parent_ok = event.parent == root or space.find_in(root, event.parent) is not None
         mine = granted is not None and event.addresses[0] in granted.granted
         out: list[ev.Instruction] = []
@@ -87,11 +104,11 @@ class Objects:
                 self._drop(key, out)
 
     def delete(self, event: ev.Delete) -> list[ev.Instruction]:
-        """The chain that ends with each of these pages goes, in both tiers, as far as nothing else hangs on it."""
+        """The chain that ends with each of these pages goes, in all tiers, as far as nothing else hangs on it."""
         out: list[ev.Instruction] = []
         statuses = []
         for address in event.addresses:
-            space = self._state.space_of(address.extent)
+            space = self._space_of(address)
             status = Status.OK
             if not space.sealed(address) or not self._is_objects(space, address):
                 status = Status.STALE
@@ -104,7 +121,7 @@ class Objects:
                     status = Status.STALE
                 else:
                     self._drop(key, out)
-                    self._state.counters["objects_deleted"] += 1
+                    self._counters["objects_deleted"] += 1
             statuses.append(int(status))
         out.append(ev.Reply(statuses=statuses))
         return out
@@ -118,15 +135,19 @@ class Objects:
         return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)
 
     def _find(self, key: bytes) -> Address | None:
-        found = self._state.space.find(key)
-        return found if found is not None or self._state.nvme is None else self._state.nvme.find(key)
+        return next(filter(None, (space.find(key) for space in self._spaces)), None)
+
+    def _space_of(self, address: Address) -> Space:
+        first, *lower = self._spaces
+        return next((space for space in lower if address.extent in space.segment.extents), first)
 
     def _scans(self) -> bool:
-        """It is not known yet which objects NVMe holds: one that would be deleted now could be found later."""
-        if self._scanning and self._state.nvme is not None:
+        """It is not known yet which objects lower tiers hold: one that would be deleted now could be found later."""
+        if self._scanning:
             self._scanning = any(
                 is_object_class(extent.pool.frame_class) and extent.count(FrameState.QUARANTINED)
-                for extent in self._state.nvme.segment.extents.values()
+                for space in self._spaces[1:]
+                for extent in space.segment.extents.values()
             )
         return self._scanning
 
@@ -143,15 +164,14 @@ class Objects:
 
     def _moving(self, key: bytes) -> bool:
         """A page of this object is on its way, or what was stored under its key is not erased yet."""
-        tiering = self._state.tiering
-        if tiering is None or not tiering.copies.busy:
+        if not self._copies.busy:
             return False
-        keys = {one for space in self._state.spaces.values() for one in self._chain(space, key)}
-        return tiering.copies.touches(keys | {key})
+        keys = {one for space in self._spaces for one in self._chain(space, key)}
+        return self._copies.touches(keys | {key})
 
     def _drop(self, key: bytes, out: list[ev.Instruction]) -> None:
-        """The object goes from both tiers, NVMe first: what is left of it then is found by no reboot."""
-        spaces = [space for space in (self._state.nvme, self._state.space) if space is not None]
+        """The object goes from all tiers, the lowest first: what is left of it then is found by no reboot."""
+        spaces = self._spaces[::-1]
         keys = max((self._chain(space, key) for space in spaces), key=len)
         for space in spaces:
             gone: list[bytes] = []

@@ -142,9 +142,10 @@ class Pins:
             self.book.append(_written(number, pin))
 
     def _is_scanned(self) -> bool:
-        """There is nothing left on NVMe of which nobody knows yet what it is."""
-        nvme = self.spaces.get(Tier.NVME)
-        return nvme is None or not any(e.count(FrameState.QUARANTINED) for e in nvme.segment.extents.values())
+        """There is nothing left in lower tiers of which nobody knows yet what it is."""
+        _, *lower = self.spaces.values()
+        extents = (extent for space in lower for extent in space.segment.extents.values())
+        return not any(extent.count(FrameState.QUARANTINED) for extent in extents)
 
     def _measured(self, event: ev.Pin) -> Pin:
         name = event.root, event.asked or event.keys[-1]

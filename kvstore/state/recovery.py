@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameState, Tier
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameState
 from kvstore.state import closure, doubts
 from kvstore.state import events as ev
 from kvstore.state.copying import NODE_SESSION
@@ -51,8 +51,9 @@ def recover(
         space.begin(now_ns)
     doubts.hold_back(found, living, out)
     for table in found:
-        _carve(state.spaces[table.tier], state.tenants, table, out)
-        if table.tier == Tier.DRAM:
+        space = state.spaces[table.tier]
+        _carve(space, space is state.space, state.tenants, table, out)
+        if space is state.space:
             _writers(state, table, living, out)
             _retiring_and_leased(state, table, now_ns, out)
     for space in state.spaces.values():
@@ -64,9 +65,10 @@ def recover(
     return out
 
 
-def _carve(space: Space, tenants: Tenants, table: ExtentFound, out: list[ev.Instruction]) -> None:
-    """An extent as its words say. On NVMe nobody but the dead daemon wrote, so a frame that is neither sealed nor
-    waiting for the scan (QUARANTINED) holds nothing; in DRAM one whose word says nothing may be somebody's."""
+def _carve(space: Space, shared: bool, tenants: Tenants, table: ExtentFound, out: list[ev.Instruction]) -> None:
+    """An extent as its words say. Where clients write (``shared``), a frame whose word says nothing may be somebody's;
+    elsewhere only the dead daemon wrote: one that is neither sealed nor waits for the scan (QUARANTINED) holds
+    nothing."""
     segment = space.segment
     extent = segment.carve(segment.pool(table.frame_class), table.position, table.number)
     segment.populated.add(table.position)
@@ -77,7 +79,7 @@ def _carve(space: Space, tenants: Tenants, table: ExtentFound, out: list[ev.Inst
     if table.position >= segment.bound:
         extent.close()
     ended = np.zeros(0, int)
-    if space.tier == Tier.NVME:
+    if not shared:
         ended = np.flatnonzero((words & np.uint64(0xFF) > QUARANTINED) | (states == RESERVED) | (states == RETIRING))
     elif len(unclear):
         addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in unclear.tolist()]
@@ -111,9 +113,8 @@ def settle(state: NodeState) -> None:
     for page in state.pending.by_address.values():
         hangs = not page.doomed and not page.at_root
         page.holds_parent = hangs and state.space.find_in(page.root, page.parent) is not None
-    state.space.recount(state.writing.held())
-    if state.nvme is not None:
-        state.nvme.recount([])
+    for space in state.spaces.values():
+        space.recount(state.writing.held() if space is state.space else [])
 
 
 def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out: list[ev.Instruction]) -> None:
@@ -190,7 +191,7 @@ def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out:
     gone = closure.doomed(links, links.duplicate | unsound)
     orphaned = closure.doomed(links, (links.parent == -2) & ~gone) & ~gone
     scanning = any((table.snapshot.words & np.uint64(0xFF) == QUARANTINED).any() for table in found)
-    if space.tier == Tier.NVME and scanning:  # the scan may find what they hang on
+    if space is not state.space and scanning:  # the scan may find what they hang on
         waiting = [links.address(i) for i in np.flatnonzero(orphaned).tolist()]
         for address in waiting:
             space.quarantine(address)

@@ -179,10 +179,7 @@ class Tenants:
 
     def __init__(self, tiers: Iterable[Tier], quotas: Iterable[Quota] = ()) -> None:
         quotas = list(quotas)
-        sizes = {
-            Tier.DRAM: {quota.salt: quota.dram for quota in quotas},
-            Tier.NVME: {quota.salt: quota.nvme for quota in quotas},
-        }
+        sizes = {tier: {quota.salt: getattr(quota, tier, None) for quota in quotas} for tier in tiers}
         self._empty: OrderedDict[int, None] = OrderedDict()
         self.holdings = {tier: Holdings(tier, sizes[tier], self._empty) for tier in tiers}
         self.named = Names(NAMES_BYTES_MAX)  # stand in the book

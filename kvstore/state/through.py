@@ -41,8 +41,8 @@ class Through:
 
     def __init__(self, copies: Copies, writing: Writing, demotion: Demotion, counters: Counter[str]) -> None:
         self.copies = copies
-        self.dram = copies.dram
-        self.nvme = copies.nvme
+        self.upper = demotion.upper
+        self.lower = demotion.lower
         self.writing = writing
         self.pending = writing.pending
         self.demotion = demotion
@@ -58,14 +58,14 @@ class Through:
         staged = self._live(key)
         if staged is not None:
             return staged.root == root
-        address = self.nvme.find_in(root, key)
-        return address is not None and self.demotion.takes(self.nvme.segment.extents[address.extent].pool.frame_class)
+        address = self.lower.find_in(root, key)
+        return address is not None and self.demotion.takes(self.lower.segment.extents[address.extent].pool.frame_class)
 
     def _live(self, key: bytes) -> Pending | None:
         staged = self._staged.get(key)
         if staged is None or self._waits(staged):
             return staged
-        if key not in self.copies.down:
+        if key not in self.copies.down[self.lower.tier]:
             del self._staged[key]
         return None
 
@@ -75,58 +75,58 @@ class Through:
 
     def has(self, root: bytes, key: bytes) -> bool:
         """NVMe has that page."""
-        return self.nvme.find_in(root, key) is not None
+        return self.lower.find_in(root, key) is not None
 
     def room(self, pool: ClassPool, anchor: bytes, count: int) -> int:
         """How many frames may be granted for pages after ``anchor``; all of ``count`` where they will stay in DRAM."""
-        if not anchor or self.dram.find(anchor) is not None:
+        if not anchor or self.upper.find(anchor) is not None:
             return count
-        if self._live(anchor) is None and self.nvme.find(anchor) is None:
+        if self._live(anchor) is None and self.lower.find(anchor) is None:
             return count
         there = sum(self._class_of(page) is pool for page in self._staged.values() if self._waits(page))
         room = max(0, min(count, self.most(pool) - there))
-        self.dram.waiting = self.dram.waiting or not room
+        self.upper.waiting = self.upper.waiting or not room
         return room
 
     def most(self, pool: ClassPool) -> int:
         """How many frames of a class pages that go through may fill."""
-        frames = pool.frames + len(self.dram.segment.vacant) * pool.frames_per_extent
+        frames = pool.frames + len(self.upper.segment.vacant) * pool.frames_per_extent
         return max(1, frames // SHARE)
 
     def _class_of(self, page: Pending) -> ClassPool:
-        return self.dram.segment.extents[page.address.extent].pool
+        return self.upper.segment.extents[page.address.extent].pool
 
     def shorten(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> int:
         """Nothing else may leave for pages after ``anchor``: the end of their own chain does, where NVMe has it.
 
         Returns how many pages left; where the end has to be saved first, that begins (``Space.waiting``).
         """
-        dram = self.dram
-        page = dram.find(anchor) if anchor else None
+        upper = self.upper
+        page = upper.find(anchor) if anchor else None
         if page is None or not count or is_object_class(pool.frame_class) or not self.demotion.takes(pool.frame_class):
             return 0
-        left, leaving = 0, dram.leaving()
+        left, leaving = 0, upper.leaving()
         while page is not None and left < count:
-            extent, frame = dram.segment.extents[page.extent], page.frame
+            extent, frame = upper.segment.extents[page.extent], page.frame
             slot = extent.slot_base + frame
-            if extent.pool is not pool or extent.children[frame] or dram.leases.holds(extent.number, frame):
+            if extent.pool is not pool or extent.children[frame] or upper.leases.holds(extent.number, frame):
                 break
-            parent, root = dram.records.parent(extent.number, frame), dram.records.root(extent.number, frame)
-            if dram.is_moved(extent.number, frame):
+            parent, root = upper.records.parent(extent.number, frame), upper.records.root(extent.number, frame)
+            if upper.is_moved(extent.number, frame):
                 break
-            if not self.has(root, dram.records.key(extent.number, frame)):
-                dram.waiting = dram.waiting or not dram.may_leave(pool, slot)
+            if not self.has(root, upper.records.key(extent.number, frame)):
+                upper.waiting = upper.waiting or not upper.may_leave(pool, slot)
                 break
-            page = dram.find(parent) if parent != root else None
-            dram.leave(extent, frame, leaving)
+            page = upper.find(parent) if parent != root else None
+            upper.leave(extent, frame, leaving)
             left += 1
-        dram.left(leaving, "space", out)
+        upper.left(leaving, "space", out)
         return left
 
     def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
         """Up to ``count`` frames for what a put goes on with after ``anchor``, where there were none."""
-        left = 0 if self.dram.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
-        return self.dram.take(pool, left, out) if left else []
+        left = 0 if self.upper.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
+        return self.upper.take(pool, left, out) if left else []
 
     def room_for(
         self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[ev.Instruction]
@@ -134,21 +134,21 @@ class Through:
         """Frames for ``count`` reservations after ``anchor``, which need them all at once, where only these were to be
         had. None at all where the chain would have to leave for the others, and cannot yet: reservations would hold it.
         """
-        page = self.dram.find(anchor) if anchor else None
+        page = self.upper.find(anchor) if anchor else None
         if page is None:
             return taken
-        held = self.dram.segment.extents[page.extent].children[page.frame] > 0
-        if held and not self.copies.moving(pool.frame_class):  # by another page, and not by a copy alone
+        held = self.upper.segment.extents[page.extent].children[page.frame] > 0
+        if held and not self.copies.moving(pool.frame_class, self.upper):  # by another page, and not by a copy alone
             return taken
-        left = 0 if self.dram.waiting else self.shorten(anchor, pool, count - len(taken), out)
-        if self.dram.waiting:
+        left = 0 if self.upper.waiting else self.shorten(anchor, pool, count - len(taken), out)
+        if self.upper.waiting:
             if taken:
                 out.append(ev.WriteGranted(taken, NODE_SESSION))  # no record says yet that they were taken
-                self.dram.free(taken, out)
+                self.upper.free(taken, out)
             return []
-        fits = self.dram.quotas.fit(owner, pool.frame_class, left, b"", out) if left else 0
-        more = self.dram.take(pool, fits, out) if fits else []
-        self.dram.expect(more, owner)
+        fits = self.upper.quotas.fit(owner, pool.frame_class, left, b"", out) if left else 0
+        more = self.upper.take(pool, fits, out) if fits else []
+        self.upper.expect(more, owner)
         return taken + more
 
     # --- what is written ----------------------------------------------------------------------------------------------
@@ -173,14 +173,14 @@ class Through:
                 statuses.append(Status.PRESENT if ours else Status.OK)
             elif (staged := self._live(key)) is not None and staged.root == root:
                 statuses.append(Status.BUSY)
-            elif not ours or staged is not None or self.nvme.find(key) is not None or self.dram.find(key) is not None:
+            elif not ours or staged is not None or self.lower.find(key) is not None or self.upper.find(key) is not None:
                 break  # it was given up; or another root's page has that key, which was forged
             else:
                 new.append(i)
                 statuses.append(Status.BUSY)
-        fits = self.dram.quotas.fit(number, event.frame_class, len(new), b"", out) if new else 0
+        fits = self.upper.quotas.fit(number, event.frame_class, len(new), b"", out) if new else 0
         if fits < len(new):
-            wait = self.dram.waiting or bool(self._staged)
+            wait = self.upper.waiting or bool(self._staged)
             statuses[new[fits] :] = [Status.BUSY if wait else Status.OVER_QUOTA] * (len(statuses) - new[fits])
         pages = self._stage(event, keys, new[:fits], granted, number, out)
         self.start(out)
@@ -208,9 +208,9 @@ class Through:
         addresses = [event.addresses[i] for i in places]
         parents = [keys[i - 1] if i else event.parent for i in places]
         granted.difference_update(addresses)
-        pool = self.dram.segment.extents[addresses[0].extent].pool
+        pool = self.upper.segment.extents[addresses[0].extent].pool
         pool.granted_ahead -= len(addresses)
-        self.dram.expect(addresses, number)
+        self.upper.expect(addresses, number)
         until_ns = event.now_ns + TTL_NS
         group = GROUP | addresses[0].generation
         out.append(ev.WriteReserved(addresses, event.rows[places], parents, event.session, group, 0, 1, until_ns))
@@ -237,7 +237,8 @@ class Through:
             return False
         if self._live(page.key) is None:  # a copy of one that was given up may still be on its way: see ``saved``
             self._staged[page.key] = page
-        flies = page.key in self.copies.down or self._staged[page.key] is not page  # as this page, or as another's
+        saved = page.key in self.copies.down[self.lower.tier]  # as this page, or as another's
+        flies = saved or self._staged[page.key] is not page
         if not flies and (self._live(page.parent) is None or page.parent in self._chosen):  # else it waits for that one
             self._chosen[page.key] = page
         return True
@@ -265,20 +266,20 @@ class Through:
 
     def _save(self, chain: list[Pending], out: list[ev.Instruction]) -> None:
         root, anchor = chain[0].root, chain[0].parent
-        frame_class, owner = self._class_of(chain[0]).frame_class, self.copies.owner(self.dram, chain[0].address)
+        frame_class, owner = self._class_of(chain[0]).frame_class, self.copies.owner(self.upper, chain[0].address)
         targets: list[Address] = []
         if self.has(root, anchor) and self.demotion.takes(frame_class):
-            fits = self.nvme.quotas.fit(owner, frame_class, len(chain), anchor, out)
-            pool = self.nvme.segment.pool(frame_class)
-            targets = self.nvme.take_after(anchor, pool, fits, out) if fits else []
-            if not targets and (self.nvme.waiting or self.nvme.holdings.roots[owner].share.coming):
+            fits = self.lower.quotas.fit(owner, frame_class, len(chain), anchor, out)
+            pool = self.lower.segment.pool(frame_class)
+            targets = self.lower.take_after(anchor, pool, fits, out) if fits else []
+            if not targets and (self.lower.waiting or self.lower.holdings.roots[owner].share.coming):
                 self._later += chain
                 return
-        held = self.nvme.find_in(root, anchor)
+        held = self.lower.find_in(root, anchor)
         if targets and held is not None:
-            self.nvme.hold(held)
-            batch = Batch([], frame_class, held_nvme=[held])
-            info = standing(*self.nvme.standing_after(held, chain[0].continues))
+            self.lower.hold(held)
+            batch = Batch([], frame_class, self.upper, self.lower, [held])
+            info = standing(*self.lower.standing_after(held, chain[0].continues))
             standings = {anchor: standing(position_of(info) - 1, turns_of(info))}
             for page, target in zip(chain, targets, strict=False):
                 before = standings[page.parent]
@@ -286,8 +287,8 @@ class Through:
                 source = page.address
                 copying = ev.Copying(page.key, source, target, FrameState.RESERVED, standings[page.key])
                 batch.pages.append(copying)
-                self.nvme.expect([target], owner)
-                self.copies.down.add(page.key)
+                self.lower.expect([target], owner)
+                self.copies.down[self.lower.tier].add(page.key)
             self.copies.start_staged(batch, out)
         self.fail(chain[len(targets) :], out)
 
@@ -309,7 +310,7 @@ class Through:
         """See ``events.Saved``: what was written becomes pages of NVMe, and its frames in DRAM are free."""
         out: list[ev.Instruction] = []
         batch = self.copies.staging.pop(event.number)
-        self.copies.down.difference_update(page.key for page in batch.pages)
+        self.copies.down[self.lower.tier].difference_update(page.key for page in batch.pages)
         done: list[Pending] = []
         failed: list[Pending] = []
         heirs: list[Pending] = []
@@ -326,23 +327,23 @@ class Through:
                     heirs.append(staged)
                 continue
             source = self._waits(staged) and staged.address == page.source
-            whole = i not in event.failed and key == page.key and self.nvme.find(key) is None
+            whole = i not in event.failed and key == page.key and self.lower.find(key) is None
             if source and (self.has(root, key) or (whole and self.has(root, staged.parent))):
                 done.append(staged)
             elif source:
                 failed.append(staged)
-            if not whole or not (source or self.dram.sealed(page.source)):
+            if not whole or not (source or self.upper.sealed(page.source)):
                 unused.append(page.target)
                 continue
-            parent = self.nvme.find_in(root, staged.parent)
+            parent = self.lower.find_in(root, staged.parent)
             if parent is None:
                 unused.append(page.target)
                 continue
-            self.nvme.seal(page.target, key, root, parent, page.standing)
+            self.lower.seal(page.target, key, root, parent, page.standing)
             places.append(i)
             parents.append(staged.parent)
         self._arrived(event, batch, places, parents, out)
-        self.copies.end(batch, unused, self.nvme, out)
+        self.copies.end(batch, unused, out)
         for staged in done:
             self.writing.stored_below(staged, out)
         self.fail(failed, out)
@@ -359,9 +360,9 @@ class Through:
             return
         pages = [batch.pages[i] for i in places]
         targets, keys = [page.target for page in pages], [page.key for page in pages]
-        used_ns = [self.dram.records.last_use_ns(*page.source[:2]) for page in pages]
+        used_ns = [self.upper.records.last_use_ns(*page.source[:2]) for page in pages]
         for page, used in zip(pages, used_ns, strict=True):
-            self.nvme.leaf(page.target, page.key, used // 1_000_000)
+            self.lower.leaf(page.target, page.key, used // 1_000_000)
         out.append(ev.WriteUse(targets, used_ns))
         standings = [page.standing for page in pages]
         out.append(ev.WriteSealed(targets, keys, standings, event.heads[places], parents, cause="through"))

@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.config import NodeConfig, NvmeTarget
-from kvstore.model.replica import FrameClass, FrameState, nvme_frames
+from kvstore.model.replica import FrameClass, FrameState, Tier, nvme_frames
 from kvstore.service.operator import stats as module
 from kvstore.service.operator.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
@@ -170,7 +170,7 @@ class FakeNode:
         counted = {"counters": Counter(evicted_space=2, other=1), "ages": Counter({0: 2}), "ages_sum_s": 0}
         space = SimpleNamespace(segment=segment, **counted)
         counters = Counter(pages_saved=5, bytes_saved=5 * 4096, pages_promoted=1, bytes_promoted=4096)
-        self.state: Any = SimpleNamespace(nvme=space, counters=counters)
+        self.state: Any = SimpleNamespace(spaces={Tier.NVME: space}, counters=counters)
 
     def stats(self) -> dict[str, Any]:
         clients = {"read_nvme_bytes": 8192, "hit_nvme": 2, "pages_asked": 8}
@@ -249,7 +249,8 @@ def test_nvme_target_that_takes_no_more_writes() -> None:
 
 def test_no_nvme_target_works() -> None:
     node = FakeNode()
-    node.nvme = node.state.nvme = None
+    node.nvme = None
+    node.state.spaces.clear()
     node.nvme_failures = {"/d0": "gone", "/d1": "gone, too"}
     found = node.stats()
     assert found["state"] == "/d0 failed: gone; /d1 failed: gone, too"

@@ -56,7 +56,7 @@ def put(world: TieredWorld, *path: int, frame_class: FrameClass = SMALL) -> list
 
 def demote(world: TieredWorld, bytes_max: int = 1 << 20, day_bytes_left: int = 0) -> list[ev.Instruction]:
     """What the mover is told to save."""
-    return world.decide(ev.Demote(world.now_ns, bytes_max, day_bytes_left))
+    return world.decide(ev.Demote(world.now_ns, Tier.NVME, bytes_max, day_bytes_left))
 
 
 def saves(instructions: list[ev.Instruction]) -> list[list[bytes]]:
@@ -477,7 +477,7 @@ def test_nvme_evicts_its_own_tails_for_what_comes() -> None:
     assert [i.tier for i in out if isinstance(i, ev.Unindex)] == [Tier.NVME]
     fly(world)
     assert set(world.shell.nvme_index) == {*first[2:], *second}
-    assert world.state.nvme is not None and world.state.nvme.counters["evicted_space"] == 2
+    assert world.state.spaces[Tier.NVME].counters["evicted_space"] == 2
 
 
 def test_what_a_save_hangs_on_stays_in_nvme() -> None:
@@ -505,7 +505,7 @@ def test_what_nvme_has_no_room_for_leaves_as_it_is() -> None:
     leave(world, 16)
     for keys in chains:
         world.prefetch(A, Chain(SMALL, (chains.index(keys),) * 2))
-    assert len(world.state.tiering.copies.loading) == 8  # type: ignore[union-attr]
+    assert len(world.state.tiering.copies.loading) == 8
     extra = put(world, 90, 91, 92)
     evict(world, 9)
     assert saves(demote(world)) == []
@@ -729,14 +729,14 @@ def test_loads_that_follow_each_other_hold_what_they_hang_on() -> None:
     prefetch(world, *keys)
     first, second = world.shell.copies
     assert ([p.key for p in first.pages], [p.key for p in second.pages]) == (keys[:1], keys[1:])
-    copies = world.state.tiering.copies  # type: ignore[union-attr]
+    copies = world.state.tiering.copies
     batch: Batch = copies.loading[second.number]
-    assert batch.waits_for == {keys[0]} and not batch.held_dram
+    assert batch.waits_for == {keys[0]} and world.shell.index.get(keys[0]) not in batch.held
     world.move_on()
     while first.number in copies.loading:
         world.move_on()
         world.check()
-    assert not batch.waits_for and batch.held_dram == [world.shell.index[keys[0]]]
+    assert not batch.waits_for and world.shell.index[keys[0]] in batch.held
     assert evict(world, 9) == 0
     fly(world)
     assert list(world.shell.index) == keys
@@ -805,7 +805,7 @@ def test_a_failed_device_is_read_on_and_dram_goes_on() -> None:
     fly(world)
     assert set(keys) <= world.shell.index.keys()
     assert len(set(new) & world.shell.index.keys()) == 4
-    assert world.state.tiering is not None and not world.state.tiering.writable
+    assert not world.state.tiering.pairs[Tier.NVME].demotion.writable
 
 
 def test_pages_of_a_failed_device_leave_in_their_turn() -> None:
@@ -820,7 +820,7 @@ def test_pages_of_a_failed_device_leave_in_their_turn() -> None:
     world.settle()
     assert world.state.counters["save_refused_space"] == 0
     assert len([key for key in keys if key in world.shell.nvme_index]) == 16, "what the other device holds"
-    assert world.state.tiering is not None and world.state.tiering.writable
+    assert world.state.tiering.pairs[Tier.NVME].demotion.writable
     world.check()
 
 
@@ -1006,8 +1006,7 @@ def test_integrity_sees_what_is_wrong_below() -> None:
         return integrity.check(world.state, Tier.NVME, shell.snapshots(Tier.NVME), shell.nvme_index.items())
 
     assert findings() == []
-    assert world.state.nvme is not None
-    extent = world.state.nvme.segment.extents[address.extent]
+    extent = world.state.spaces[Tier.NVME].segment.extents[address.extent]
     extent.children[address.frame] += 1
     assert any("children" in finding for finding in findings())
     extent.children[address.frame] -= 1
@@ -1035,9 +1034,8 @@ def test_the_cost_of_a_save_does_not_depend_on_how_many_pages_there_are() -> Non
             return MemoryShell.key(shell, extent, frame)
 
         shell.key = counted  # type: ignore[method-assign]
-        assert world.state.nvme is not None
         world.state.handle(ev.Grant(world.now_ns, A, SMALL, 4))
-        world.state.handle(ev.Demote(world.now_ns, 1 << 20))
+        world.state.handle(ev.Demote(world.now_ns, Tier.NVME, 1 << 20))
         costs.append(reads)
     assert costs[0] == costs[1]
 

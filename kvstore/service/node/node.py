@@ -132,13 +132,9 @@ class Node:
         with self._mutex:
             if self._performer is None:
                 return ev.Reply()  # a thread that was late for the stop
-            if type(event) is ev.Grant or type(event) is ev.Reserve:
-                count = event.count if isinstance(event, ev.Grant) else len(event.rows)
-                self._make_room(event.frame_class, count)
-            elif type(event) is ev.Prefetch and event.addresses:
-                extent = self.state.space_of(event.addresses[0].extent).segment.extents.get(event.addresses[0].extent)
-                if extent is not None:
-                    self._make_room(extent.pool.frame_class, len(event.addresses))
+            needed = self.state.frames_needed(event)
+            if needed is not None:
+                self._make_room(*needed)
             instructions = self.state.handle(event)
             self.state.segment.tables.clear()
             erases = _taken_out(instructions) if _deletes(event) else []
@@ -288,7 +284,7 @@ class Node:
         """Decide what to save now; it waits in ``Performer.copies``. Not where the tables have no room to grow."""
         with self._mutex:
             if self._performer is not None and self._nvme_tables_fit():
-                event = ev.Demote(time.monotonic_ns(), bytes_max, day_bytes_left)
+                event = ev.Demote(time.monotonic_ns(), Tier.NVME, bytes_max, day_bytes_left)
                 self._performer.perform(self.state.handle(event))
 
     def save_all(self, bytes_max: int, day_bytes_left: int) -> int | None:
@@ -318,7 +314,7 @@ class Node:
                 self.nvme_failures[path] = str(error)
                 said = "device failed: it takes no more writes, the node goes on without"
                 logs.event(log, logging.ERROR, said, path=path, reason=str(error))
-                self.handle(ev.TierFailed(time.monotonic_ns(), nvme.devices.neighbours(position)))
+                self.handle(ev.TierFailed(time.monotonic_ns(), Tier.NVME, nvme.devices.neighbours(position)))
 
     def nvme_tables(self) -> list[ExtentTable]:
         """The tables of all extents on NVMe."""

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Segment
-from kvstore.state.node_state import NodeState, NvmeParts
+from kvstore.state.node_state import NodeState, TierParts
 from kvstore.state.tiering import TieringRules
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.folder import NodeFolder
@@ -216,13 +217,15 @@ def _state(config: NodeConfig, header: Header, performer: Performer, named: Iter
         raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
     segment = Segment(header.extent_bytes, performer.segment.positions, policy=config.eviction)
     segment.limit(header.positions)
-    parts = None
+    view = TierView(performer, Tier.DRAM)
+    tiers = {Tier.DRAM: TierParts(segment, view, view)}
     if performer.nvme is not None:
         devices, view = performer.nvme.devices, TierView(performer, Tier.NVME)
         below = Segment(
             devices.extent_bytes,
             devices.positions,
             frames_in=nvme_frames,
+            stride=attrgetter("nvme_stride"),
             numbers=segment.numbers,
             policy=config.eviction,
         )
@@ -230,15 +233,11 @@ def _state(config: NodeConfig, header: Header, performer: Performer, named: Iter
         rules = TieringRules(
             config.demote_at, config.promote_after, config.nvme_admission, config.nvme_write_bytes_per_day
         )
-        parts = NvmeParts(below, view, view, performer.nvme.generation, rules)
-    view = TierView(performer, Tier.DRAM)
+        tiers[Tier.NVME] = TierParts(below, view, view, performer.nvme.generation, rules)
     return NodeState(
-        segment,
-        view,
-        view,
+        tiers,
         lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
         sessions_max=config.sessions_max,
-        nvme=parts,
         quotas=config.quotas,
         named=named,
         pins_share_max=config.pins_share_max,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from kvstore.model.replica import FRAME_ALIGN, FrameState
+from kvstore.model.replica import FRAME_ALIGN, FrameState, Tier
 from kvstore.service.node.answers import fitted
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
@@ -136,7 +136,7 @@ def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 
 def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
     """``{"nvme": {...}}``; nothing where the node has no targets. Where none works it has a tier of no size."""
-    config, space, counters = node.config, node.state.nvme, node.state.counters
+    config, space, counters = node.config, node.state.spaces.get(Tier.NVME), node.state.counters
     if not config.nvme:
         return {}
     written = node.nvme.devices.written_today(today()) if node.nvme is not None else 0

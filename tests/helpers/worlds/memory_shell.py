@@ -13,6 +13,7 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Segment
-from kvstore.state.node_state import NodeState, NvmeParts
+from kvstore.state.node_state import NodeState, TierParts
 from kvstore.state.tiering import NODE_SESSION, TieringRules
 from kvstore.state.views import Snapshot
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
@@ -81,25 +82,27 @@ class Nvme:
     policy: str = "lru"
 
 
-class NvmeView:
-    """What the state reads back of NVMe: the same tables, another index."""
+class TierView:
+    """What the state reads back of a tier: its index, and its records."""
 
-    def __init__(self, shell: MemoryShell) -> None:
+    def __init__(self, shell: MemoryShell, tier: Tier) -> None:
         self._shell = shell
+        self._tier = tier
         self.key, self.parent, self.root, self.extra = shell.key, shell.parent, shell.root, shell.extra
         self.standing, self.last_use_ns = shell.standing, shell.last_use_ns
 
     def find(self, key: bytes) -> Address | None:
         """See ``PageIndex``."""
-        return self._shell.nvme_index.get(key)
+        return self._shell.indexes[self._tier].get(key)
 
     def absent(self, keys: Sequence[bytes]) -> int:
         """See ``PageIndex``."""
-        return next((i for i, key in enumerate(keys) if key in self._shell.nvme_index), len(keys))
+        index = self._shell.indexes[self._tier]
+        return next((i for i, key in enumerate(keys) if key in index), len(keys))
 
     def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""
-        return self._shell.snapshots(Tier.NVME)
+        return self._shell.snapshots(self._tier)
 
 
 class MemoryShell:
@@ -114,8 +117,7 @@ class MemoryShell:
         self.now_ns = 0
         self.scarce: Scarce | None = None
         self.tables: dict[int, Table] = {}
-        self.index: dict[bytes, Address] = {}
-        self.nvme_index: dict[bytes, Address] = {}
+        self.indexes: dict[Tier, dict[bytes, Address]] = {tier: {} for tier in Tier}
         self.content: dict[tuple[int, int], object] = {}  # what lies in a DRAM frame: of a page its key
         self.copies: deque[ev.Save | ev.Load | ev.Carry | ev.Erase] = deque()  # decided, not carried out
         self.pend: dict[bytes, Address] = {}
@@ -154,15 +156,17 @@ class MemoryShell:
             ev.Reply: self._reply,
         }
 
-    # --- reading back: PageIndex and RecordView ---------------------------------------------------------------------
+    # --- reading back: RecordView, and an index per tier ------------------------------------------------------------
 
-    def find(self, key: bytes) -> Address | None:
-        """See ``PageIndex``."""
-        return self.index.get(key)
+    @property
+    def index(self) -> dict[bytes, Address]:
+        """Of DRAM."""
+        return self.indexes[Tier.DRAM]
 
-    def absent(self, keys: Sequence[bytes]) -> int:
-        """See ``PageIndex``."""
-        return next((i for i, key in enumerate(keys) if key in self.index), len(keys))
+    @property
+    def nvme_index(self) -> dict[bytes, Address]:
+        """Of NVMe."""
+        return self.indexes[Tier.NVME]
 
     def key(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
@@ -192,10 +196,6 @@ class MemoryShell:
         """See ``RecordView``."""
         return [table.snapshot() for table in self.tables.values() if table.tier == tier]
 
-    def index_of(self, tier: Tier) -> dict[bytes, Address]:
-        """The index of a tier's sealed pages."""
-        return self.index if tier == Tier.DRAM else self.nvme_index
-
     def is_sealed(self, address: Address, state: FrameState = SEALED) -> bool:
         """The record says so, or that it has that other state."""
         table = self.tables.get(address.extent)
@@ -222,9 +222,9 @@ class MemoryShell:
         for verb, key, address, tier in self.ops:
             if verb == "put":
                 assert address is not None
-                self.index_of(tier)[key] = address
+                self.indexes[tier][key] = address
             elif verb == "delete":
-                self.index_of(tier).pop(key, None)
+                self.indexes[tier].pop(key, None)
             elif verb == "pend":
                 assert address is not None
                 self.pend[key] = address
@@ -528,20 +528,22 @@ class MemoryShell:
     def state(self, **options: Any) -> NodeState:
         """A fresh state over empty segments."""
         segment = Segment(self.extent_bytes, self.positions, policy=self.policy)
-        parts = None
+        tiers = {Tier.DRAM: TierParts(segment, *[TierView(self, Tier.DRAM)] * 2)}
         if self.nvme is not None:
             disk = self.nvme.disk
             below = Segment(
                 disk.extent_bytes,
                 disk.positions,
                 frames_in=nvme_frames,
+                stride=attrgetter("nvme_stride"),
                 numbers=segment.numbers,
                 policy=self.policy,
             )
             below.populated.update(range(disk.positions))
-            parts = NvmeParts(below, NvmeView(self), NvmeView(self), disk.starts << 32, self.nvme.rules)
+            views = [TierView(self, Tier.NVME)] * 2
+            tiers[Tier.NVME] = TierParts(below, *views, disk.starts << 32, self.nvme.rules)
         named = [(bytes.fromhex(root), about) for root, about in self.names.items()]
-        return NodeState(segment, self, self, nvme=parts, named=named, **options)
+        return NodeState(tiers, named=named, **options)
 
     def found(self) -> list[ExtentFound]:
         """What the daemon sees of the tables when it starts."""
@@ -550,7 +552,8 @@ class MemoryShell:
     def rebooted(self) -> None:
         """Everything but the disk is gone; NVMe's tables are made again from it."""
         assert self.nvme is not None
-        self.tables, self.index, self.nvme_index, self.pend, self.content = {}, {}, {}, {}, {}
+        self.tables, self.pend, self.content = {}, {}, {}
+        self.indexes = {tier: {} for tier in Tier}
         self.names, self.pins = {}, {}
         self.copies.clear()
         self.next_extent = 1
@@ -578,7 +581,7 @@ class MemoryShell:
         self.perform(instructions, steps)
         if steps is not None and steps < self.count_stores(instructions):
             return None
-        self.index, self.nvme_index = (self._indexed(tier) for tier in (Tier.DRAM, Tier.NVME))
+        self.indexes = {tier: self._indexed(tier) for tier in Tier}
         self.pend = {}
         for number, table in self.tables.items():
             for frame in range(table.frames):
@@ -607,7 +610,7 @@ class MemoryShell:
         """``integrity.check``, and what it does not know: what readers are shown of pending pages."""
         wrong = []
         for tier in state.spaces:
-            wrong += integrity.check(state, tier, self.snapshots(tier), self.index_of(tier).items())
+            wrong += integrity.check(state, tier, self.snapshots(tier), self.indexes[tier].items())
         live = [page for page in state.pending.by_address.values() if not page.doomed]
         for key, address in self.pend.items():
             page = state.pending.by_address.get(address)

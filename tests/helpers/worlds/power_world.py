@@ -248,11 +248,10 @@ class World:
 
     def _count(self) -> None:
         state = self.node.state
-        assert state.nvme is not None
         for name in ("pages_saved", "pages_promoted", "pages_adopted", "pages_not_adopted", "pages_dropped_at_start"):
             self.happened[name] += state.counters[name]
         for name in ("extents_reclaimed", "pages_moved", "evicted_space"):
-            self.happened[f"nvme {name}"] += state.nvme.counters[name]
+            self.happened[f"nvme {name}"] += state.spaces[Tier.NVME].counters[name]
         self.happened["demoted"] += state.counters["demoted"]
 
     def _reboot(self) -> None:
@@ -401,9 +400,8 @@ class World:
                 for state in (FrameState.RESERVED, FrameState.QUARANTINED, FrameState.RETIRING)
             )
             granted = sum(len(session.granted) for session in self.node.state.sessions.values())
-            flying = self.node.state.tiering
-            assert flying is not None
-            assert waiting == granted + len(flying.copies.frames()), "frames hold nothing, and are not free"
+            flying = self.node.state.tiering.copies.frames()
+            assert waiting == granted + len(flying), "frames hold nothing, and are not free"
         for kind, prompt in sorted(self.prompts):
             there = self.read(kind, prompt)
             if self.roomy:

@@ -123,7 +123,6 @@ class TieredWorld(World):
             assert proven or key in self.rotten, f"{address} is not on the disk"
             assert not proven or (written is not None and written.payload == key), f"{address} holds another page"
         assert self.shell.nvme_index.keys() <= self.tried
-        assert self.state.tiering is not None
         copies = self.state.tiering.copies
         flying = len(self.flights) + len(self.shell.copies)
         deciding = len(copies.saving) + len(copies.loading) + len(copies.carrying) + len(copies.erasing)
@@ -131,8 +130,8 @@ class TieredWorld(World):
         assert deciding + len(copies.staging) == flying, "a copy is under way that nobody makes"
         assert sum(not batch.late for batch in copies.saving.values()) <= 1 and len(copies.carrying) <= 1
         going_down = (*copies.saving.values(), *copies.staging.values())
-        assert copies.down == {page.key for batch in going_down for page in batch.pages}
-        assert copies.up == {page.key for batch in copies.loading.values() for page in batch.pages}
+        assert copies.down[Tier.NVME] == {page.key for batch in going_down for page in batch.pages}
+        assert copies.up[Tier.DRAM] == {page.key for batch in copies.loading.values() for page in batch.pages}
 
     # --- the mover --------------------------------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class TieredWorld(World):
         if self.chance.random() < 0.5:
             self.disk.tidy()
         cap = self.nvme.rules.write_bytes_per_day
-        self.send(ev.Demote(self.now_ns, bytes_max, max(0, cap - self.written_today) if cap else 0))
+        self.send(ev.Demote(self.now_ns, Tier.NVME, bytes_max, max(0, cap - self.written_today) if cap else 0))
 
     def move_on(self) -> bool:
         """One of the copies under way gets one step further. False: there is none."""
@@ -178,7 +177,7 @@ class TieredWorld(World):
     def answer_late(self, saves: set[int], loads: set[int]) -> None:
         """These positions, and no others, do not answer from now on."""
         self.late = saves, loads
-        self.send(ev.DevicesLate(self.now_ns, sorted(saves), sorted(loads)))
+        self.send(ev.DevicesLate(self.now_ns, Tier.NVME, sorted(saves), sorted(loads)))
 
     def settle(self) -> None:
         """The mover works until there is nothing to do, and all devices answer."""
@@ -245,7 +244,7 @@ class TieredWorld(World):
             if self.send(ev.Saved(self.now_ns, save.number, heads, flight.failed)) is not None:
                 self.disk.shut(flight.positions)
             if self.disk.failed & flight.positions.keys():
-                self.send(ev.TierFailed(self.now_ns, sorted(self.disk.failed)))
+                self.send(ev.TierFailed(self.now_ns, Tier.NVME, sorted(self.disk.failed)))
 
     def _load(self, flight: Flight, load: ev.Load) -> None:
         tables = self.shell.tables
@@ -312,7 +311,7 @@ class TieredWorld(World):
                 for key, source in flight.damaged:
                     self.send(ev.Damaged(self.now_ns, source, "data", key))
             if self.disk.failed & flight.positions.keys():
-                self.send(ev.TierFailed(self.now_ns, sorted(self.disk.failed)))
+                self.send(ev.TierFailed(self.now_ns, Tier.NVME, sorted(self.disk.failed)))
 
     def _erase(self, flight: Flight, erase: ev.Erase) -> None:
         if flight.stage == 0:
@@ -403,7 +402,7 @@ class TieredWorld(World):
     def fail(self, positions: set[int]) -> None:
         """A device takes no more writes."""
         self.disk.failed |= positions
-        self.send(ev.TierFailed(self.now_ns, sorted(positions)))
+        self.send(ev.TierFailed(self.now_ns, Tier.NVME, sorted(positions)))
 
     # --- checkpoints, reboots, the scan -----------------------------------------------------------------------------
 
