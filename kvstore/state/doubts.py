@@ -24,6 +24,8 @@ def hold_back(found: list[ExtentFound], living: Collection[int], out: list[ev.In
         return
     known = np.array(sorted(living), np.uint64)
     for table in found:
+        if not len(table.writers):  # only the node writes there
+            continue
         words = table.snapshot.words
         states = words & _STATE
         broken = ~table.sound & ((states == FrameState.SEALED) | (states == FrameState.RETIRING))

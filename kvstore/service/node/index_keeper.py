@@ -163,6 +163,10 @@ class IndexKeeper:
         """All entries of the index about one tier, by key."""
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan(tier))
 
+    def pending(self) -> Iterator[tuple[bytes, Address]]:
+        """All entries about pages that are being written, by key."""
+        return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan_pending())
+
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
         """All entries, key and raw address, as of now however late they are read; see ``Index.hold``."""
         return self._index.hold()

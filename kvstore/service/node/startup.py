@@ -194,7 +194,7 @@ def _recover_tiers(
     else:
         remove(folder.nvme)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
-    found = [_found(table) for table in performer.tables.values()]
+    found = [extent_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
@@ -260,7 +260,8 @@ def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
     return index
 
 
-def _found(table: ExtentTable) -> ExtentFound:
+def extent_found(table: ExtentTable) -> ExtentFound:
+    """What a start finds of an extent, for recovery to judge."""
     fmt = table.fmt
 
     def words(offset: int) -> Any:
@@ -268,7 +269,7 @@ def _found(table: ExtentTable) -> ExtentFound:
 
     none = np.zeros((table.frames, SHARDS_MAX), np.uint64)
     groups, writers = none[:, 0], none
-    if table.tier == Tier.DRAM:
+    if fmt.tail:
         groups = words(fmt.group)
         writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
     sound = np.array(table.identity_sums(slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)

@@ -581,6 +581,18 @@ class MemoryShell:
         self.perform(instructions, steps)
         if steps is not None and steps < self.count_stores(instructions):
             return None
+        self.reindex()
+        recovery.settle(state)
+        pins = []
+        for number, pin in self.pins.items():
+            until_ns = int(pin.until_s * 1e9)  # there is one clock here
+            if until_ns > now_ns:
+                pins.append(ev.Pin(now_ns, number, pin.keys, pin.root, until_ns, pin.until_s, pin.asked))
+        self.perform(state.handle(ev.RestorePins(now_ns, pins)))
+        return state
+
+    def reindex(self) -> None:
+        """Make the index agree with the records."""
         self.indexes = {tier: self._indexed(tier) for tier in Tier}
         self.pend = {}
         for number, table in self.tables.items():
@@ -590,14 +602,6 @@ class MemoryShell:
                     address = Address(number, frame, table.generation(frame))
                     if key not in self.pend or address.generation < self.pend[key].generation:
                         self.pend[key] = address
-        recovery.settle(state)
-        pins = []
-        for number, pin in self.pins.items():
-            until_ns = int(pin.until_s * 1e9)  # there is one clock here
-            if until_ns > now_ns:
-                pins.append(ev.Pin(now_ns, number, pin.keys, pin.root, until_ns, pin.until_s, pin.asked))
-        self.perform(state.handle(ev.RestorePins(now_ns, pins)))
-        return state
 
     def _indexed(self, tier: Tier) -> dict[bytes, Address]:
         links = closure.link(self.snapshots(tier))

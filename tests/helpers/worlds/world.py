@@ -8,6 +8,7 @@ records; what the client was told decides what it may believe afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -99,6 +100,7 @@ class World:
     """See the module. ``check`` after every verb; a false promise is an AssertionError."""
 
     may_lose: tuple[type, ...] = MAY_LOSE
+    make_shell: Callable[..., MemoryShell] = MemoryShell
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class World:
         self.now_ns = now_ns
         self.clients: dict[int, Client] = {}
         self.claims: dict[tuple[int, int], set[int]] = {}  # frame -> sessions that may store into it
-        self.shell = MemoryShell(extent_bytes, positions, self, nvme)
+        self.shell = self.make_shell(extent_bytes, positions, self, nvme)
         self.options = {"lease_ttl_ns_max": LEASE_TTL_NS_MAX, "sessions_max": sessions_max}
         self.state = self.shell.state(**self.options)
         self.stored: set[bytes] = set()  # acknowledged, and not known to be evicted or damaged
