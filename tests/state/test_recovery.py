@@ -42,7 +42,7 @@ def test_sealed_pages_stay_where_they_are() -> None:
     world = node()
     index = dict(world.shell.index)
     assert started(world) == [], "nothing has to be written"
-    world.shell.index = {}
+    world.shell.index.clear()
     world.restart()
     assert world.shell.index == index
     assert world.evict(pages=1) == 1

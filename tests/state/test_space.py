@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
 from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment
@@ -445,8 +445,9 @@ def counting(shell: MemoryShell) -> Counter[str]:
 
         return call
 
+    view = shell.views[Tier.DRAM]
     for name in ("key", "parent", "root", "standing", "last_use_ns", "snapshots", "find"):
-        setattr(shell, name, counted(name, getattr(shell, name)))
+        setattr(view, name, counted(name, getattr(view, name)))
     return reads
 
 

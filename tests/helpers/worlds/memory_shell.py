@@ -88,8 +88,9 @@ class TierView:
     def __init__(self, shell: MemoryShell, tier: Tier) -> None:
         self._shell = shell
         self._tier = tier
-        self.key, self.parent, self.root, self.extra = shell.key, shell.parent, shell.root, shell.extra
-        self.standing, self.last_use_ns = shell.standing, shell.last_use_ns
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shell, name)  # records are read the same way whatever the tier
 
     def find(self, key: bytes) -> Address | None:
         """See ``PageIndex``."""
@@ -118,6 +119,7 @@ class MemoryShell:
         self.scarce: Scarce | None = None
         self.tables: dict[int, Table] = {}
         self.indexes: dict[Tier, dict[bytes, Address]] = {tier: {} for tier in Tier}
+        self.views = {tier: TierView(self, tier) for tier in Tier}
         self.content: dict[tuple[int, int], object] = {}  # what lies in a DRAM frame: of a page its key
         self.copies: deque[ev.Save | ev.Load | ev.Carry | ev.Erase] = deque()  # decided, not carried out
         self.pend: dict[bytes, Address] = {}
@@ -528,7 +530,7 @@ class MemoryShell:
     def state(self, **options: Any) -> NodeState:
         """A fresh state over empty segments."""
         segment = Segment(self.extent_bytes, self.positions, policy=self.policy)
-        tiers = {Tier.DRAM: TierParts(segment, *[TierView(self, Tier.DRAM)] * 2)}
+        tiers = {Tier.DRAM: TierParts(segment, *[self.views[Tier.DRAM]] * 2)}
         if self.nvme is not None:
             disk = self.nvme.disk
             below = Segment(
@@ -540,7 +542,7 @@ class MemoryShell:
                 policy=self.policy,
             )
             below.populated.update(range(disk.positions))
-            views = [TierView(self, Tier.NVME)] * 2
+            views = [self.views[Tier.NVME]] * 2
             tiers[Tier.NVME] = TierParts(below, *views, disk.starts << 32, self.nvme.rules)
         named = [(bytes.fromhex(root), about) for root, about in self.names.items()]
         return NodeState(tiers, named=named, **options)
