@@ -75,12 +75,7 @@ class Promotion:
             return Status.NO_PARENT, key  # of another chain
         parent = records.parent(address.extent, address.frame)
         at_root = parent == root
-        if (
-            at_root
-            or parent in wanted
-            or parent in self._up
-            or self.upper.find_in(root, parent) is not None
-        ):
+        if at_root or parent in wanted or parent in self._up or self.upper.find_in(root, parent) is not None:
             return Status.BUSY, key
         return Status.NO_PARENT, key
 
