@@ -126,7 +126,7 @@ class TieredWorld(World):
         copies = self.state.tiering.copies
         flying = len(self.flights) + len(self.shell.copies)
         deciding = len(copies.saving) + len(copies.loading) + len(copies.carrying) + len(copies.erasing)
-        deciding -= len(self.state.tiering.promotion.early)
+        deciding -= len(self.state.tiering.pairs[Tier.NVME].promotion.early)
         assert deciding + len(copies.staging) == flying, "a copy is under way that nobody makes"
         assert sum(not batch.late for batch in copies.saving.values()) <= 1 and len(copies.carrying) <= 1
         going_down = (*copies.saving.values(), *copies.staging.values())
