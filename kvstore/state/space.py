@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvstore.model.replica import Address, FrameState, Tier, standing
 from kvstore.state import events as ev
@@ -24,7 +24,7 @@ from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import FREE, RETIRING, SEALED, Pages
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import Holdings
-from kvstore.state.vacating import Vacated, must_erase
+from kvstore.state.vacating import Leaving, Vacated, must_erase
 from kvstore.state.views import PageIndex, RecordView
 
 RESERVED = FrameState.RESERVED
@@ -62,15 +62,6 @@ class Clears(Protocol):
     def begin(self, extent: Extent, taker: ClassPool, out: list[ev.Instruction]) -> None:
         """Empty this extent, and drop it then."""
         ...
-
-
-class Leaving(NamedTuple):
-    """Pages that leave by one decision: their frames; keys; roots; copies below, with the use they inherit."""
-
-    vacated: Vacated
-    keys: list[bytes]
-    roots: list[bytes]
-    copies: list[tuple[Address, int]]
 
 
 class Space(Pages):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.model.objects import HEAD_TAG, is_object_class
 from kvstore.model.replica import Address, FrameState
@@ -37,6 +37,15 @@ class Vacated:
 
     free: list[Address] = field(default_factory=list)
     wiped: list[tuple[bytes, Address]] = field(default_factory=list)
+
+
+class Leaving(NamedTuple):
+    """Pages that leave by one decision: their frames; keys; roots; copies below, with the use they inherit."""
+
+    vacated: Vacated
+    keys: list[bytes]
+    roots: list[bytes]
+    copies: list[tuple[Address, int]]
 
 
 def must_erase(tier: Vacating, address: Address) -> bool:

@@ -49,7 +49,7 @@ log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeDevice:
-    """One device (a ``FrameStore``). Made by ``open``; ends with ``close``, the pages being kept. Any thread may call.
+    """One device as it lies on disk. Made by ``open``; ends with ``close``, the pages being kept. Any thread may call.
 
     An extent's life on it::
 
@@ -57,7 +57,7 @@ class NvmeDevice:
           ^─────────────────────────────drop────────────────────────────────────────────┘
 
     Attributes:
-        incarnation, extent_bytes, positions: as in ``FrameStore``.
+        incarnation, extent_bytes, positions: as in ``TierStore``.
         disk: where it lies.
         starts: how often it was opened by an owner, this time included. Numbers that begin with it are new.
         extents: what is carved, by position. Replaced, never changed.
@@ -140,15 +140,15 @@ class NvmeDevice:
     # --- extents ----------------------------------------------------------------------------------------------------
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         return nvme_frames(self.extent_bytes, frame_class)
 
     def header_bytes(self, frame_class: FrameClass) -> int:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         return frame_class.nvme_header_bytes
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """See ``FrameStore``. Durable when it returns; opened for writing it is not.
+        """See ``TierStore``. Durable when it returns; opened for writing it is not.
 
         Raises:
             OSError: it is not carved; the next start may find it so, and empty.
@@ -159,7 +159,7 @@ class NvmeDevice:
             self._change({position: ExtentOnDisk(position, number, frame_class, frames, clean=False)})
 
     def drop(self, position: int) -> None:
-        """See ``FrameStore``. Durable when it returns.
+        """See ``TierStore``. Durable when it returns.
 
         Raises:
             OSError: it is still carved; the next start may find it so or not.
@@ -218,7 +218,7 @@ class NvmeDevice:
     # --- frames -----------------------------------------------------------------------------------------------------
 
     def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         self.write_run(position, frame, frame_class, header.reshape(1, -1), (page,))
 
     def write_run(
@@ -237,7 +237,7 @@ class NvmeDevice:
         self._unsynced = True  # not before: whoever syncs meanwhile does not sync this
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         self.read_run(position, frame, frame_class, header.reshape(1, -1), (page,))
 
     def read_run(
@@ -272,7 +272,7 @@ class NvmeDevice:
         self._unsynced = True
 
     def sync(self) -> None:
-        """See ``FrameStore``. Costs nothing where nothing was written since.
+        """See ``TierStore``. Costs nothing where nothing was written since.
 
         Raises:
             OSError: what was written since the last one must be given up; so must the device, which writes no more.

@@ -29,7 +29,7 @@ log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeDevices:
-    """Several devices (a ``FrameStore``). Made by ``join``; ends with ``close``, which closes all. Any thread may call.
+    """Several devices as it lies on disk. Made by ``join``; ends with ``close``, which closes all. Any thread may call.
 
     Every verb is the device's of that position, see ``NvmeDevice``; an OSError has the failed device's ``filename``,
     and ``neighbours`` tells what else lies there.
@@ -117,11 +117,11 @@ class NvmeDevices:
         return [p for p, (other, _) in enumerate(self._row) if other == at]
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         return self.devices[0].frames_of(frame_class)
 
     def header_bytes(self, frame_class: FrameClass) -> int:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         return frame_class.nvme_header_bytes
 
     def header_incarnation(self, position: int) -> int:
@@ -129,12 +129,12 @@ class NvmeDevices:
         return self.place(position)[0].incarnation
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """See ``FrameStore`` and ``NvmeDevice``."""
+        """See ``TierStore`` and ``NvmeDevice``."""
         device, local = self.place(position)
         device.carve(local, number, frame_class)
 
     def drop(self, position: int) -> None:
-        """See ``FrameStore`` and ``NvmeDevice``."""
+        """See ``TierStore`` and ``NvmeDevice``."""
         device, local = self.place(position)
         device.drop(local)
 
@@ -161,7 +161,7 @@ class NvmeDevices:
         return device.version(local)
 
     def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         device, local = self.place(position)
         device.write_page(local, frame, frame_class, header, page)
 
@@ -173,7 +173,7 @@ class NvmeDevices:
         device.write_run(local, first, frame_class, headers, pages)
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``FrameStore``."""
+        """See ``TierStore``."""
         device, local = self.place(position)
         device.read_page(local, frame, frame_class, header, page)
 
@@ -190,7 +190,7 @@ class NvmeDevices:
         device.read_header(local, frame, frame_class, header)
 
     def sync(self) -> None:
-        """See ``FrameStore``: of every device that was written to."""
+        """See ``TierStore``: of every device that was written to."""
         for device in self.devices:
             device.sync()
 

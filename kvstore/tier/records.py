@@ -35,7 +35,8 @@ _HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
 _COPIES_AT: Final = (0, 2048)  # of the head; the second one is zeros where version 0.1 made the table
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
-_MARKS_BYTES: Final = {Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}  # per frame
+# Per frame: where clients write, their progress; elsewhere the last use alone.
+_MARKS_BYTES: Final = {Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8, Tier.HBM: 8}
 
 Words = npt.NDArray[np.uint64]
 
@@ -154,7 +155,7 @@ class ExtentTable:
 
     def forget_writers(self, frames: Any) -> None:
         """These frames are free: their records name nobody who might write there."""
-        if self.tier is not Tier.NVME:
+        if self.fmt.tail:
             self.rows[frames, self.fmt.group : self.fmt.writers + 8 * SHARDS_MAX] = 0
 
     @staticmethod
@@ -302,7 +303,7 @@ def _sound_head(
 
 
 def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:
-    return frame_class.lean if tier is Tier.NVME else frame_class.record
+    return frame_class.record if tier is Tier.DRAM else frame_class.lean
 
 
 def _map(path: Path, writable: bool) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""One suite over every store of frames: DRAM, NVMe in memory and on files, through the page cache, several devices."""
+"""One suite over every tier's store: DRAM, one of a test, NVMe in memory and on files, on several devices."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.model.replica import FrameClass
-from kvstore.tier.base import Bytes, FrameStore
+from kvstore.model.replica import FrameClass, Tier
+from kvstore.service.node.nvme_store import NvmeStore
+from kvstore.tier.base import Bytes, TierStore
 from kvstore.tier.disk import Disk, FileDisk, MemoryDisk, aligned_buffer
 from kvstore.tier.dram import SegmentFile
+from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
+from tests.helpers.memory_store import MemoryStore
 from tests.helpers.nvme.faulty_disk import refuse_direct
 
 EXTENT_BYTES = 1 << 20
@@ -26,76 +28,8 @@ HUGE = FrameClass(page_bytes=EXTENT_BYTES + 1, page_tokens=1, layers=1)
 WHOLE = FrameClass(page_bytes=EXTENT_BYTES - 8192, page_tokens=1, layers=1)
 
 
-class DramStore:
-    """A DRAM segment as a ``FrameStore``: frames are mapped, nothing stands before them."""
-
-    def __init__(self, folder: NodeFolder, segment: SegmentFile, incarnation: int) -> None:
-        self.incarnation = incarnation
-        self.extent_bytes = segment.extent_bytes
-        self.positions = segment.positions
-        self._folder = folder
-        self._segment = segment
-        self._carved: dict[int, FrameClass] = {}
-
-    def frames_of(self, frame_class: FrameClass) -> int:
-        return self.extent_bytes // frame_class.frame_bytes
-
-    def header_bytes(self, frame_class: FrameClass) -> int:
-        return 0
-
-    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        assert position not in self._carved and self.frames_of(frame_class)
-        self._segment.populate(position)
-        self._carved[position] = frame_class
-
-    def drop(self, position: int) -> None:
-        del self._carved[position]
-        self._segment.give_back(position)
-
-    def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        self._frame(position, frame, frame_class)[:] = page
-
-    def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        page[:] = self._frame(position, frame, frame_class)
-
-    def sync(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._segment.close()
-
-    def _frame(self, position: int, frame: int, frame_class: FrameClass) -> Bytes:
-        frames = self.frames_of(frame_class)
-        assert 0 <= frame < frames, frame
-        return self._segment.frame_view(position, frame_class.frame_bytes, frames)[frame]
-
-
-class OpenStore(NvmeDevice):
-    """An NVMe device whose every position is open for writing as soon as it is carved."""
-
-    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        super().carve(position, number, frame_class)
-        self.open_for_writing([position])
-
-    def drop(self, position: int) -> None:
-        self.close_for_writing([position])
-        super().drop(position)
-
-
-class OpenStores(NvmeDevices):
-    """The same for several devices."""
-
-    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        super().carve(position, number, frame_class)
-        self.open_for_writing([position])
-
-    def drop(self, position: int) -> None:
-        self.close_for_writing([position])
-        super().drop(position)
-
-
-Opener = Callable[[bool], FrameStore]
-KINDS = ["dram", "memory", "file", "file through the page cache", "tmpfs file", "three devices"]
+Opener = Callable[[bool], TierStore]
+KINDS = ["dram", "a test's", "memory", "file", "file through the page cache", "tmpfs file", "three devices"]
 
 
 @pytest.fixture(params=KINDS)
@@ -106,6 +40,9 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     with tempfile.TemporaryDirectory(dir=shm) as home:
         if kind == "dram":
             yield dram_opener(NodeFolder(home, "n"))
+            return
+        if kind == "a test's":
+            yield testing_opener()
             return
         if kind == "file through the page cache":
             refuse_direct(monkeypatch)
@@ -118,10 +55,8 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             paths = [Path(home) / f"nvme-{at}" for at in range(len(sizes))]
             return [FileDisk.open(p, device_bytes(n), create=True) for p, n in zip(paths, sizes, strict=True)]
 
-        def open_store(anew: bool) -> FrameStore:
-            if kind == "three devices":
-                return OpenStores.open(disks(), "n", EXTENT_BYTES, format=anew)
-            return OpenStore.open(disks()[0], "n", EXTENT_BYTES, format=anew)
+        def open_store(anew: bool) -> TierStore:
+            return NvmeStore(NvmeDevices.open(disks(), "n", EXTENT_BYTES, format=anew))
 
         yield open_store
 
@@ -131,12 +66,34 @@ def dram_opener(folder: NodeFolder) -> Opener:
     incarnations = iter(range(1, 100))
     current = [0]
 
-    def open_store(anew: bool) -> FrameStore:
+    def open_store(anew: bool) -> TierStore:
         segment = None if anew else SegmentFile.open(folder, current[0])
         if segment is None:
             current[0] = next(incarnations)
             segment = SegmentFile.create(folder, current[0], EXTENT_BYTES, POSITIONS)
-        return DramStore(folder, segment, current[0])
+        found = carved if not anew else {}
+        carved.clear()
+        return Remembered(segment, current[0], found)
+
+    carved: dict[int, FrameClass] = {}
+
+    class Remembered(DramStore):
+        """As a start finds it: the tables say what is carved."""
+
+        def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+            super().carve(position, number, frame_class)
+            carved[position] = frame_class
+
+    return open_store
+
+
+def testing_opener() -> Opener:
+    stores: list[MemoryStore] = []
+
+    def open_store(anew: bool) -> TierStore:
+        if anew:
+            stores.append(MemoryStore(Tier.HBM, len(stores) + 1, EXTENT_BYTES, POSITIONS))
+        return stores[-1]
 
     return open_store
 
@@ -152,13 +109,15 @@ def page(frame_class: FrameClass, seed: int) -> Bytes:
     return buffer
 
 
-def write(store: FrameStore, position: int, frame: int, frame_class: FrameClass, seed: int) -> None:
+def write(store: TierStore, position: int, frame: int, frame_class: FrameClass, seed: int) -> None:
     header = aligned_buffer(store.header_bytes(frame_class))
     header[:] = seed % 251
+    store.open_for_writing([position])
     store.write_page(position, frame, frame_class, header, page(frame_class, seed))
+    store.close_for_writing([position])
 
 
-def holds(store: FrameStore, position: int, frame: int, frame_class: FrameClass, seed: int) -> bool:
+def holds(store: TierStore, position: int, frame: int, frame_class: FrameClass, seed: int) -> bool:
     header = aligned_buffer(store.header_bytes(frame_class))
     found = aligned_buffer(frame_class.frame_bytes)
     store.read_page(position, frame, frame_class, header, found)

@@ -23,7 +23,7 @@ from kvstore.service.node.erasing import erase_all
 from kvstore.service.node.event_log import EventLog
 from kvstore.service.node.folder_memory import INDEX_HEADROOM_BYTES, FolderMemory, shm_free_bytes
 from kvstore.service.node.nvme_pages import NvmePages
-from kvstore.service.node.performer import Performer
+from kvstore.service.node.performer import MOVED, Performer
 from kvstore.service.node.room import make_room
 from kvstore.serving import logs
 from kvstore.state import events as ev
@@ -137,7 +137,7 @@ class Node:
                 self._make_room(*needed)
             instructions = self.state.handle(event)
             self.state.segment.tables.clear()
-            erases = _taken_out(instructions) if _deletes(event) else []
+            erases = _taken_out(instructions, self._performer.tables) if _deletes(event) else []
             nvme = self._performer.nvme
             reply = self._performer.perform(instructions)
             while self._performer.sessions_to_check:
@@ -276,30 +276,36 @@ class Node:
     # --- NVMe: for the mover and the scanner ------------------------------------------------------------------------
 
     @property
+    def relayed(self) -> list[Tier]:
+        """Tiers that ``upkeep.relay`` carries pages to."""
+        return [tier for tier in self._performer.stores if tier not in MOVED] if self._performer is not None else []
+
+    @property
     def nvme(self) -> NvmePages | None:
         """The pages on NVMe; None where the node has no such tier, or is not started."""
         return self._performer.nvme if self._performer is not None else None
 
-    def demote(self, bytes_max: int, day_bytes_left: int) -> None:
-        """Decide what to save now; it waits in ``Performer.copies``. Not where the tables have no room to grow."""
+    def demote(self, bytes_max: int, day_bytes_left: int, tier: Tier = Tier.NVME) -> None:
+        """Decide what to save to a tier now; it waits in ``Performer.copies``, or ``relays``. Not where the tables have
+        no room to grow."""
         with self._mutex:
-            if self._performer is not None and self._nvme_tables_fit():
-                event = ev.Demote(time.monotonic_ns(), Tier.NVME, bytes_max, day_bytes_left)
+            if self._performer is not None and self._tables_fit(tier):
+                event = ev.Demote(time.monotonic_ns(), tier, bytes_max, day_bytes_left)
                 self._performer.perform(self.state.handle(event))
 
     def save_all(self, bytes_max: int, day_bytes_left: int) -> int | None:
         """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet, None where
         nothing can be saved."""
         with self._mutex:
-            if self._performer is None or not self._nvme_tables_fit():
+            if self._performer is None or not self._tables_fit(Tier.NVME):
                 return None
             reply = self._performer.perform(
                 self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left))
             )
             return int(reply.detail["chains"]) if reply is not None else None
 
-    def _nvme_tables_fit(self) -> bool:
-        frames = [pool.frames_per_extent for pool in self.state.spaces[Tier.NVME].segment.pools.values()]
+    def _tables_fit(self, tier: Tier) -> bool:
+        frames = [pool.frames_per_extent for pool in self.state.spaces[tier].segment.pools.values()]
         tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
         return shm_free_bytes(self.folder) > tables_bytes + INDEX_HEADROOM_BYTES
 
@@ -362,8 +368,12 @@ def _deletes(event: ev.Event) -> bool:
     return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
 
 
-def _taken_out(instructions: list[ev.Instruction]) -> list[ev.Erase]:
-    """The erasures among these instructions, which are left without them."""
-    erases = [instruction for instruction in instructions if type(instruction) is ev.Erase]
-    instructions[:] = [instruction for instruction in instructions if type(instruction) is not ev.Erase]
+def _taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable]) -> list[ev.Erase]:
+    """The erasures on NVMe among these instructions, which are left without them."""
+    erases = [
+        instruction
+        for instruction in instructions
+        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == Tier.NVME
+    ]
+    instructions[:] = [instruction for instruction in instructions if instruction not in erases]
     return erases

@@ -27,7 +27,7 @@ from kvstore.model.replica import (
     info_word,
     standing_of,
 )
-from kvstore.service.node.nvme_extents import NvmeExtents
+from kvstore.service.node.nvme_store import NvmeStore
 from kvstore.state.events import Copying
 from kvstore.state.views import Rows
 from kvstore.tier import frame_header
@@ -42,7 +42,6 @@ log = logging.getLogger("kvstore.nvme")
 
 THREADS, WRITES = 6, 3  # runs in work, and how many of them are written at a time: the others are copied and proven
 RUN_BYTES = 1 << 20  # of consecutive frames in one system call: larger pages go one by one
-START_SHIFT = 32  # of a generation's 56 bits: four thousand million pages per start, sixteen million starts
 IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
 EMPTY = "empty"  # all zeros: nothing was ever written there
 
@@ -68,32 +67,21 @@ class Copied:
     open_positions: set[int] = field(default_factory=set)
 
 
-class NvmePages:
+class NvmePages(NvmeStore):
     """The daemon's hand on its devices. Lives with the ``Performer``; one thread saves, one loads, anyone reads."""
 
     def __init__(self, devices: NvmeDevices) -> None:
-        self.devices = devices
+        super().__init__(devices)
         self.io = IoThreads(THREADS)
         self._writes = threading.Semaphore(WRITES)
         self._bounces = Bounces()
-        self.extents = NvmeExtents(devices)
         self.bytes_written = 0
         self.bytes_read = 0
-
-    @property
-    def generation(self) -> int:
-        """Below every generation that this start may draw, above all that earlier ones drew."""
-        return self.devices.starts << START_SHIFT
-
-    @property
-    def incarnation(self) -> int:
-        """Of the set of devices: tables that name another one are void."""
-        return self.devices.incarnation
 
     def close(self) -> None:
         """Let go of the devices. What is stored stays."""
         self.io.close()
-        self.devices.close()
+        super().close()
 
     # --- down: DRAM to NVMe -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,10 @@ from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.spare_tables import SpareTables
 from kvstore.state import events as ev
 from kvstore.state.views import Rows
+from kvstore.tier.base import TierStore
 from kvstore.tier.dram import SegmentFile
+from kvstore.tier.dram_store import DramStore
+from kvstore.tier.environment import ALWAYS_THERE
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index
@@ -40,6 +43,9 @@ from kvstore.tier.records import ExtentTable
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
 UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+
+MOVED = frozenset((Tier.DRAM, Tier.NVME))
+"""Tiers that ``upkeep.tier_mover`` copies between, whole runs at a time; ``upkeep.relay`` copies to and from others."""
 
 Work = ev.Save | ev.Carry | ev.Erase
 """What waits for a device: nothing of it is carried out here."""
@@ -54,22 +60,20 @@ class Performer:
         self,
         folder: NodeFolder,
         header: Header,
-        segment: SegmentFile,
+        stores: Mapping[Tier, TierStore],
         index: Index,
         index_bytes: int,
         now_ns: Callable[[], int],
-        nvme: NvmePages | None = None,
-        tiers: Sequence[Tier] = (Tier.DRAM, Tier.NVME),
     ) -> None:
         self.folder = folder
         self.header = header
-        self.segment = segment
-        self.nvme = nvme
+        self.stores = dict(stores)
         self.copies: deque[Work] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
         self.loads: deque[ev.Load] = deque()  # the same
+        self.relays: deque[Work | ev.Load] = deque()  # the same, of tiers that the mover has no hand on
         self.tables: dict[int, ExtentTable] = {}
         self.spares = SpareTables(folder)
-        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, tiers)
+        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, (*ALWAYS_THERE, *stores))
         self.sessions_to_check: list[int] = []
         self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.events = EventLog(staged=True)
@@ -98,11 +102,25 @@ class Performer:
             ev.WritePins: lambda all_: self.book.pins(all_.pins),
             ev.ErasePins: lambda over: self.book.unpin(over.numbers),
             ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
-            ev.Save: self.copies.append,
-            ev.Load: self.loads.append,
-            ev.Carry: self.copies.append,
-            ev.Erase: self.copies.append,
+            ev.Save: self._copy,
+            ev.Load: self._copy,
+            ev.Carry: self._copy,
+            ev.Erase: self._copy,
         }
+
+    @property
+    def segment(self) -> SegmentFile:
+        """The memory that clients map."""
+        dram = self.stores[Tier.DRAM]
+        assert isinstance(dram, DramStore)
+        return dram.segment
+
+    @property
+    def nvme(self) -> NvmePages | None:
+        """The pages on NVMe; None where the node has no such tier."""
+        nvme = self.stores.get(Tier.NVME)
+        assert nvme is None or isinstance(nvme, NvmePages)
+        return nvme
 
     # --- reading back -----------------------------------------------------------------------------------------------
 
@@ -147,9 +165,8 @@ class Performer:
         self.index.close()
         for table in self.tables.values():
             table.close()
-        self.segment.close()
-        if self.nvme is not None:
-            self.nvme.close()
+        for store in self.stores.values():
+            store.close()
         self.header.close()
         if not keep_name:
             self.folder.close()
@@ -179,37 +196,39 @@ class Performer:
         return reply
 
     def _carve(self, instruction: ev.Carve) -> None:
-        number = instruction.extent
+        number, store = instruction.extent, self.stores[instruction.tier]
         self.header.next_extent = number + 1  # stored first: a number is never used twice
         self.tables[number] = ExtentTable.create(
             self.folder,
             number,
             instruction.position,
             instruction.frame_class,
-            self.header.incarnation if instruction.tier == Tier.DRAM else self._nvme.incarnation,
+            store.incarnation,
             instruction.frames,
             tier=instruction.tier,
-            files=self.spares.take(instruction.frame_class) if instruction.tier == Tier.DRAM else None,
+            files=self.spares.take(instruction.tier, instruction.frame_class),
         )
-        if instruction.tier == Tier.NVME:
-            self._nvme.extents.carve(instruction.position, number, instruction.frame_class)
-
-    @property
-    def _nvme(self) -> NvmePages:
-        assert self.nvme is not None, "NVMe is decided about where there is none"
-        return self.nvme
+        store.carve(instruction.position, number, instruction.frame_class)
 
     def _drop(self, instruction: ev.Drop) -> None:
         table = self.tables.pop(instruction.extent)
         table.unlink()
-        if table.tier == Tier.NVME:
-            self._nvme.extents.drop(table.position)
+        self.stores[table.tier].drop(table.position)
+
+    def _copy(self, instruction: Work | ev.Load) -> None:
+        addresses = [address for page in instruction.pages for address in _ends(page)]
+        if not {self.tables[address.extent].tier for address in addresses} <= MOVED:
+            self.relays.append(instruction)
+        elif isinstance(instruction, ev.Load):
+            self.loads.append(instruction)
+        else:
+            self.copies.append(instruction)
 
     def _write_granted(self, instruction: ev.WriteGranted) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
             fmt = table.fmt
             table.rows[frames, 8:24] = 0
-            if table.tier == Tier.DRAM:
+            if fmt.tail:
                 words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
                 table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = _tail(words)
             self._write_words(table, frames, instruction.addresses, places, RESERVED)
@@ -236,7 +255,8 @@ class Performer:
     ) -> None:
         """Everything of these records between the word and the tail, in one store."""
         fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
-        data, width = rows.tobytes(), rows.shape[1]
+        width = fmt.identity.stop - fmt.identity.start  # lean records keep no token ids
+        data = rows[:, :width].tobytes()
         pad = bytes(fmt.parent.start - fmt.identity.stop)
         lease = until_ns.to_bytes(8, "little")
         bodies: list[bytes] = []
@@ -257,7 +277,7 @@ class Performer:
             fmt = table.fmt
             plain = info_word(table.frame_class.page_bytes, flags=STAMPED if sums is not None else 0, position=0)
             infos = [plain | info for info in _of(instruction.standings, places)]
-            if sums is not None:
+            if sums is not None and fmt.tail:
                 table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
             if instruction.rows is not None and instruction.parents is not None:
                 parents = _of(instruction.parents, places)
@@ -274,7 +294,7 @@ class Performer:
         self._index_ops.append((tier, instruction.keys, addresses))
         root = self.root(addresses[0].extent, addresses[0].frame)
         self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)
-        if sums is None and tier == Tier.DRAM:
+        if sums is None and self.tables[addresses[0].extent].fmt.tail:
             self.unstamped.extend(addresses)
 
     def _write_shards(self, instruction: ev.WriteShards) -> None:
@@ -324,10 +344,10 @@ class Performer:
             self.book.names(instruction.lines)
 
     def _move(self, instruction: ev.Move) -> None:
-        """Data (of NVMe it is there already) and body first, then the new word, then the index; the old word last."""
+        """Data (not mapped, it is there already) and body first, the new word, the index; the old word last."""
         source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
         old, new = instruction.source.frame, instruction.target.frame
-        if instruction.tier == Tier.DRAM:
+        if self.stores[instruction.tier].mapped:
             self.frames_of(target)[new] = self.frames_of(source)[old]
         target.rows[new, 8:] = source.rows[old, 8:]
         target.marks[new] = source.marks[old]
@@ -357,6 +377,11 @@ class Performer:
 
 def _info_bytes(info: int, identity_sum: int) -> bytes:
     return (info | identity_sum << 64).to_bytes(16, "little")
+
+
+def _ends(page: ev.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
+    """The frames that a copy, or an erasure, is about."""
+    return (page.source, page.target) if isinstance(page, ev.Copying) else page[1:]
 
 
 def _tail(words: tuple[int, ...]) -> Rows:

@@ -12,8 +12,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Tier, nvme_frames
+from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, FrameClass, Tier
 from kvstore.service.node import book, resize
 from kvstore.service.node.index_keeper import snapshot
 from kvstore.service.node.nvme_pages import NvmePages
@@ -32,10 +33,12 @@ from kvstore.state import events as ev
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
 from kvstore.state.extent_found import ExtentFound
-from kvstore.state.frames import Segment
+from kvstore.state.frames import ExtentNumbers, Segment
 from kvstore.state.node_state import NodeState, TierParts
 from kvstore.state.tiering import TieringRules
+from kvstore.tier.base import TierStore
 from kvstore.tier.dram import SegmentFile, check_space
+from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState, Header, boot_id
 from kvstore.tier.index import Index, IndexDamaged
@@ -155,33 +158,53 @@ def _give_up(
     return now
 
 
+@dataclass(frozen=True)
+class LowerTier:
+    """A tier below DRAM: how its store is opened (None where there is none, see ``open_nvme``), and its rules."""
+
+    open: Callable[[NodeConfig, NodeFolder, dict[str, str], bytes | None], TierStore | None]
+    rules: Callable[[NodeConfig], TieringRules]
+
+
+def nvme_rules(config: NodeConfig) -> TieringRules:
+    """How pages come to NVMe and back."""
+    admission, cap = config.nvme_admission, config.nvme_write_bytes_per_day
+    return TieringRules(config.demote_at, config.promote_after, admission, cap)
+
+
+LOWER_TIERS: dict[Tier, LowerTier] = {Tier.NVME: LowerTier(open_nvme, nvme_rules)}
+"""The tiers below DRAM, the fastest first. Another one is a class (``TierStore``) and a row here."""
+
+
 def _recover(
     config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, failures: dict[str, str]
 ) -> tuple[Performer, NodeState]:
-    nvme = open_nvme(config, folder, failures, read_secret(folder, header.incarnation))
-    try:
-        return _recover_tiers(config, folder, header, segment_file, nvme)
-    except BaseException:
-        if nvme is not None:
-            nvme.close()
-        raise
+    with contextlib.ExitStack() as stack:
+        stores: dict[Tier, TierStore] = {Tier.DRAM: DramStore(segment_file, header.incarnation)}
+        for tier, about in LOWER_TIERS.items():
+            store = about.open(config, folder, failures, read_secret(folder, header.incarnation))
+            if store is not None:
+                stack.callback(store.close)
+                stores[tier] = store
+        recovered = _recover_tiers(config, folder, header, stores)
+        stack.pop_all()
+        return recovered
 
 
 def _recover_tiers(
-    config: NodeConfig, folder: NodeFolder, header: Header, segment_file: SegmentFile, nvme: NvmePages | None
+    config: NodeConfig, folder: NodeFolder, header: Header, stores: dict[Tier, TierStore]
 ) -> tuple[Performer, NodeState]:
-    # The smallest frame there is takes a block, on NVMe two.
-    frames_max = segment_file.positions * header.extent_bytes // FRAME_ALIGN
-    if nvme is not None:
-        frames_max += nvme.devices.positions * nvme.devices.extent_bytes // (2 * FRAME_ALIGN)
+    # The smallest frame there is takes a block, and where pages have headers another one.
+    blocks = [store.positions * store.extent_bytes // FRAME_ALIGN for store in stores.values()]
+    frames_max = blocks[0] + sum(blocks[1:]) // 2
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
-    performer = Performer(folder, header, segment_file, index, map_bytes, time.monotonic_ns, nvme)
+    performer = Performer(folder, header, stores, index, map_bytes, time.monotonic_ns)
+    nvme, segment_file = performer.nvme, performer.segment
     living, lost = living_ids(folder), list[int]()
     for number in folder.extents():
-        table = ExtentTable.open(folder, number, header.incarnation, writable=True)
-        if table is None and nvme is not None:
-            table = ExtentTable.open(folder, number, nvme.incarnation, writable=True)
+        opened = (ExtentTable.open(folder, number, store.incarnation, writable=True) for store in stores.values())
+        table = next(filter(None, opened), None)
         taken = {(t.tier, t.position) for t in performer.tables.values()}
         if table is not None and (table.tier, table.position) not in taken:
             performer.tables[number] = table
@@ -193,6 +216,8 @@ def _recover_tiers(
         nvme.devices.write_map(folder)
     else:
         remove(folder.nvme)
+    mapped = [(table.position, table.frame_class) for table in performer.tables.values() if table.tier == Tier.DRAM]
+    performer.stores[Tier.DRAM] = DramStore(segment_file, header.incarnation, mapped)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     found = [extent_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)
@@ -215,25 +240,24 @@ def _recover_tiers(
 def _state(config: NodeConfig, header: Header, performer: Performer, named: Iterable[Any]) -> NodeState:
     if config.eviction not in POLICIES:
         raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
-    segment = Segment(header.extent_bytes, performer.segment.positions, policy=config.eviction)
-    segment.limit(header.positions)
-    view = TierView(performer, Tier.DRAM)
-    tiers = {Tier.DRAM: TierParts(segment, view, view)}
-    if performer.nvme is not None:
-        devices, view = performer.nvme.devices, TierView(performer, Tier.NVME)
-        below = Segment(
-            devices.extent_bytes,
-            devices.positions,
-            frames_in=nvme_frames,
-            stride=attrgetter("nvme_stride"),
-            numbers=segment.numbers,
+    tiers: dict[Tier, TierParts] = {}
+    numbers = ExtentNumbers()
+    for tier, store in performer.stores.items():
+        segment = Segment(
+            store.extent_bytes,
+            store.positions,
+            frames_in=partial(_frames_in, store),
+            stride=partial(_stride, store),
+            numbers=numbers,
             policy=config.eviction,
         )
-        below.populated.update(range(devices.positions))
-        rules = TieringRules(
-            config.demote_at, config.promote_after, config.nvme_admission, config.nvme_write_bytes_per_day
-        )
-        tiers[Tier.NVME] = TierParts(below, view, view, performer.nvme.generation, rules)
+        rules = LOWER_TIERS[tier].rules(config) if tier in LOWER_TIERS else TieringRules()
+        if tiers:
+            segment.populated.update(range(store.positions))
+        else:
+            segment.limit(header.positions)
+        view = TierView(performer, tier)
+        tiers[tier] = TierParts(segment, view, view, store.generation, rules)
     return NodeState(
         tiers,
         lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
@@ -242,6 +266,15 @@ def _state(config: NodeConfig, header: Header, performer: Performer, named: Iter
         named=named,
         pins_share_max=config.pins_share_max,
     )
+
+
+def _frames_in(store: TierStore, extent_bytes: int, frame_class: FrameClass) -> int:
+    assert extent_bytes == store.extent_bytes
+    return store.frames_of(frame_class)
+
+
+def _stride(store: TierStore, frame_class: FrameClass) -> int:
+    return store.header_bytes(frame_class) + frame_class.frame_bytes
 
 
 def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
+from kvstore.service.node.performer import MOVED
+from kvstore.service.node.startup import LOWER_TIERS
+from kvstore.service.upkeep.relay import Relay
 from kvstore.service.upkeep.scanner import Scanner
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.service.upkeep.stop_save import StopSave
@@ -32,6 +35,8 @@ class Background:
         work = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
             work |= {"mover": self._move, "loader": self._load, "scanner": self._scan}
+        if LOWER_TIERS.keys() - MOVED:
+            work["relay"] = self._relay
         self._threads = [
             threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()
         ]
@@ -81,6 +86,12 @@ class Background:
         while not self._stopped.is_set():
             if not self.mover.load_step():
                 self.mover.wait_for_loads()
+
+    def _relay(self) -> None:
+        relay = Relay(self._node)
+        while not self._stopped.is_set():
+            if not relay.step():
+                self._stopped.wait(TICK_S)
 
     def _scan(self) -> None:
         self.scanner.run(self._stopped)

@@ -213,7 +213,7 @@ class World:
         for session in self.client.sessions:
             self.node.sessions.leave(session.session)
         self.store.close()
-        self.node.performer.nvme = None  # a dead process closes no device
+        del self.node.performer.stores[Tier.NVME]  # a dead process closes no device
         self.node.stop()
         if how == "power":
             self._reboot()
@@ -229,7 +229,7 @@ class World:
         self.note_durable()
         self.happened["end stop"] += 1
         self._count()
-        nvme, self.node.performer.nvme = self.node.performer.nvme, None
+        nvme = self.node.performer.stores.pop(Tier.NVME)
         self.node.stop()
         assert nvme is not None
         reboot = self.random.random() < 0.7

@@ -20,8 +20,10 @@ from kvstore.service.node.performer import Performer
 from kvstore.service.node.startup import extent_found
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
+from kvstore.tier.base import TierStore
 from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.dram import SegmentFile
+from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index
@@ -75,16 +77,18 @@ class TwinShell(MemoryShell):
         segment = SegmentFile.open(self.folder, header.incarnation)
         assert segment is not None
         index = Index.open_writer(self.folder, header.epoch, INDEX_BYTES, fresh=False)
-        nvme = None
+        stores: dict[Tier, TierStore] = {Tier.DRAM: DramStore(segment, header.incarnation)}
         if self.nvme is not None:  # decided about, never written to: the world has a disk of its own
             disk = self.nvme.disk
             size_bytes = (disk.positions + 8) * disk.extent_bytes
-            nvme = NvmePages(NvmeDevices.open([MemoryDisk(size_bytes, "/d0")], "twin", disk.extent_bytes))
-        real = Performer(self.folder, header, segment, index, INDEX_BYTES, lambda: self.now_ns, nvme)
+            stores[Tier.NVME] = NvmePages(NvmeDevices.open([MemoryDisk(size_bytes, "/d0")], "twin", disk.extent_bytes))
+        real = Performer(self.folder, header, stores, index, INDEX_BYTES, lambda: self.now_ns)
         for number in self.folder.extents():
             table = ExtentTable.open(self.folder, number, header.incarnation, writable=True)
             assert table is not None, "an extent's tables are damaged"
             real.tables[number] = table
+        mapped = [(table.position, table.frame_class) for table in real.tables.values()]
+        real.stores[Tier.DRAM] = DramStore(segment, header.incarnation, mapped)
         return real
 
     def close(self) -> None:

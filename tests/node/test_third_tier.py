@@ -1,0 +1,150 @@
+"""A tier more is a class and a row: pages go down to it, are found and read there, and come up again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.config import NodeConfig, NvmeTarget
+from kvstore.model.replica import Address, FrameClass, Status, Tier
+from kvstore.service.node import startup
+from kvstore.service.node.node import Node
+from kvstore.service.upkeep.relay import Relay
+from kvstore.service.upkeep.tier_mover import Mover
+from kvstore.state import events as ev
+from kvstore.state.tiering import TieringRules
+from kvstore.tier import frame_header
+from kvstore.tier.disk import aligned_buffer
+from kvstore.tier.frame_header import FrameHeader
+from tests.helpers.memory_store import MemoryStore
+from tests.helpers.worlds.world import Chain, root_of
+
+FAR = Tier.HBM  # the one name of a tier that no store has yet; here it is the lowest
+SMALL = FrameClass(page_bytes=8000, page_tokens=2, layers=4)
+EXTENT_BYTES = 1 << 20
+A = 1
+CHAIN = Chain(SMALL, (1, 2, 3, 4, 5, 6))
+
+
+class Pool:
+    """A node of three tiers, without threads."""
+
+    def __init__(self, node: Node, far: MemoryStore) -> None:
+        self.node = node
+        self.far = far
+        self.mover, self.relay = Mover(node), Relay(node)
+
+    def where(self, tier: Tier, key: bytes) -> Address | None:
+        """What the index says."""
+        return self.node.performer.index.find(tier, key)
+
+    def pages(self, tier: Tier) -> int:
+        """Stored there."""
+        return sum(extent.sealed for extent in self.node.state.spaces[tier].segment.extents.values())
+
+    def settle(self) -> None:
+        """Whatever was decided is carried out."""
+        while self.mover.step() | self.relay.step():
+            pass
+        assert self.node.verify() == []
+
+    def put(self, chain: Chain, data: np.ndarray) -> None:
+        """As a client does."""
+        count, now_ns = len(chain.keys), time.monotonic_ns
+        addresses = self.node.handle(ev.Grant(now_ns(), A, SMALL, count)).addresses
+        for page, address in zip(data, addresses, strict=True):
+            frames = self.node.performer.frames_of(self.node.performer.tables[address.extent])
+            frames[address.frame, : SMALL.page_bytes] = page
+        sealed = self.node.handle(ev.SealGranted(now_ns(), A, SMALL, root_of(SMALL), addresses, chain.rows))
+        assert sealed.statuses == [Status.OK] * count
+
+    def leaves(self, tier: Tier, chain: Chain) -> None:
+        """An operator has these pages leave that tier."""
+        addresses = [address for key in reversed(chain.keys) if (address := self.where(tier, key)) is not None]
+        reply = self.node.handle(ev.EvictChosen(time.monotonic_ns(), addresses))
+        assert len(reply.detail["gone"]) == len(addresses) > 0, reply.detail
+
+    def prefetch(self, tier: Tier, chain: Chain) -> list[int]:
+        """Somebody wants these pages one tier further up."""
+        addresses = [address for key in chain.keys if (address := self.where(tier, key)) is not None]
+        return self.node.handle(ev.Prefetch(time.monotonic_ns(), A, addresses)).statuses
+
+
+@pytest.fixture
+def shm_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvtest-", dir="/dev/shm") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def pool(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    far = MemoryStore(FAR, 77, EXTENT_BYTES, 4)
+    row = startup.LowerTier(lambda *_: far, lambda _: TieringRules(demote_at=0.0, promote_after=1))
+    monkeypatch.setitem(startup.LOWER_TIERS, FAR, row)
+    target = NvmeTarget(tmp_path / "nvme", 8 << 20)
+    node = Node(NodeConfig(name="n", shm_dir=shm_dir, dram=4 << 20, nvme=(target,), demote_at=0.0))
+    node.start()
+    while node.populate_next():
+        pass
+    yield Pool(node, far)
+    node.stop(remove=True)
+
+
+def test_pages_go_down_to_the_third_tier_and_come_up_again(pool: Pool) -> None:
+    data = np.random.default_rng(1).integers(0, 256, (len(CHAIN.keys), SMALL.page_bytes), np.uint8)
+    pool.put(CHAIN, data)
+    pool.settle()
+    assert [pool.pages(tier) for tier in (Tier.DRAM, Tier.NVME, FAR)] == [6, 6, 6]
+    for page, key in zip(data, CHAIN.keys, strict=True):
+        address = pool.where(FAR, key)
+        assert address is not None
+        position = pool.node.performer.tables[address.extent].position
+        header, found = aligned_buffer(pool.far.header_bytes(SMALL)), aligned_buffer(SMALL.frame_bytes)
+        pool.far.read_page(position, address.frame, SMALL, header, found)
+        proof = frame_header.unpack(header, SMALL, pool.far.incarnation, *address)
+        assert isinstance(proof, FrameHeader) and proof.key == key
+        assert frame_header.is_payload_sound(found, SMALL, proof.payload_sum)
+        assert (found[: SMALL.page_bytes] == page).all()
+    pool.leaves(Tier.DRAM, CHAIN)
+    pool.leaves(Tier.NVME, CHAIN)
+    pool.settle()
+    assert [pool.pages(tier) for tier in (Tier.DRAM, Tier.NVME, FAR)] == [0, 0, 6]
+    for tier, above in ((FAR, Tier.NVME), (Tier.NVME, Tier.DRAM)):
+        assert pool.prefetch(tier, CHAIN) == [Status.BUSY] * 6
+        pool.settle()
+        assert pool.pages(above) == 6
+    for page, key in zip(data, CHAIN.keys, strict=True):
+        address = pool.where(Tier.DRAM, key)
+        assert address is not None
+        table = pool.node.performer.tables[address.extent]
+        assert (pool.node.performer.frames_of(table)[address.frame, : SMALL.page_bytes] == page).all()
+
+
+def test_a_damaged_page_of_the_third_tier_is_dropped_and_not_promoted(pool: Pool) -> None:
+    pool.put(CHAIN, np.zeros((len(CHAIN.keys), SMALL.page_bytes), np.uint8))
+    pool.settle()
+    pool.leaves(Tier.DRAM, CHAIN)
+    pool.leaves(Tier.NVME, CHAIN)
+    address = pool.where(FAR, CHAIN.keys[3])
+    assert address is not None
+    _, page = pool.far.pages[pool.node.performer.tables[address.extent].position, address.frame]
+    page[100] ^= 1
+    pool.prefetch(FAR, CHAIN)
+    pool.settle()
+    assert [pool.pages(tier) for tier in (Tier.NVME, FAR)] == [3, 3]
+
+
+def test_a_daemon_that_starts_again_knows_nothing_of_another_stores_pages(pool: Pool) -> None:
+    pool.put(CHAIN, np.zeros((len(CHAIN.keys), SMALL.page_bytes), np.uint8))
+    pool.settle()
+    pool.node.stop()
+    pool.far.incarnation += 1
+    pool.far.carved.clear()
+    pool.node.start()
+    assert pool.node.verify() == []
+    assert [pool.pages(tier) for tier in (Tier.DRAM, Tier.NVME, FAR)] == [6, 6, 0]
