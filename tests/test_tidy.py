@@ -89,7 +89,6 @@ STORE_KINDS = ("local", "remote", "memory")
 CIRCLES_LEFT: list[set[str]] = [
     {"kvstore.state.quotas", "kvstore.state.space"},
     {"kvstore.state.through", "kvstore.state.writing"},
-    {"kvstore.state.node_state", "kvstore.state.objects"},
     {"kvstore.service.node.erasing", "kvstore.service.node.node"},
 ]
 

@@ -24,7 +24,7 @@ STEP_S = 0.01
 
 @dataclass(slots=True)
 class _Counted:
-    cached: int = 0
+    tokens: int = 0
     length: int = 0
     generated: int = 0
 
@@ -76,7 +76,7 @@ def turn(stage: Stage, name: str, bar: Bar | None, sequences: int) -> list[Resul
                 raise BenchFailed("not all of the sequences decoded")
             middle = time.perf_counter()
             for one in counted:
-                one.cached += 1
+                one.tokens += 1
                 one.length += 1
                 one.generated += 1
             turns.append(middle - start)
