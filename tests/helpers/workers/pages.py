@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import kvstore
-from kvstore import Keys, PrefixCache, Store
+from kvstore import Keys, PrefixCache, Store, Tier
 from kvstore.client.local import cache as copying
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
 from kvstore.model.shard import Shard
@@ -408,7 +408,7 @@ def stopped_in_index(a: Arguments) -> None:
         mapped = store._node.mapped()
         assert mapped is not None
         index = mapped.index
-        transaction = index._begin(index._sealed)
+        transaction = index._begin(index._tables.of(Tier.DRAM))
         keys = store.in_pool(keys)
         before = [transaction.get(key) for key in keys.hashes]
         log("inside", epoch=mapped.epoch)
