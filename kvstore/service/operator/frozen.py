@@ -99,7 +99,7 @@ def freeze(node: Node) -> Frozen:
 
 
 def _frozen(performer: Performer, state: NodeState, before: dict[int, _Records]) -> Frozen:
-    shared: dict[int, Any] = {id(kept): kept for kept in (performer, performer.index)}
+    shared: dict[int, Any] = {id(kept): kept for kept in (performer, performer.index, *performer.stores.values())}
     for space in state.spaces.values():
         shared |= {id(kept): kept for kept in (space.index, space.records)}
         # Number by number ``deepcopy`` would take a second for a million free frames.
