@@ -93,8 +93,11 @@ class Served(Protocol):
     """What has to be known of the model."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
-    def layout(self, page_tokens: int) -> Layout: ...
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+
+    def layout(self, page_tokens: int) -> Layout:
+        """Of pages of so many tokens."""
 
 
 class Mailbox(Generic[Item]):

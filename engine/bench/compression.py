@@ -178,7 +178,7 @@ class Continued:
         assert self.prompt % PAGE_TOKENS == 0, "all pages of the prompt are full"
         self.tokens = np.asarray(tokens, np.int64)
         pages = -(-len(tokens) // PAGE_TOKENS)
-        self.arena = Arena(self.layout, pages * (1 + len(codecs)), model.k_dim)
+        self.arena = Arena(self.layout, pages * (1 + len(codecs)), model.geometry.k_dim)
         self.runner = Runner(model, self.arena)
         self.frames = [self._take(pages) for _ in range(1 + len(codecs))]
         exact = self.frames[0]

@@ -91,13 +91,13 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
     needed = 2 * batch * pages * layout.page_bytes
     if needed > 0.8 * free_bytes(stage.settings.shm_dir):
         raise BenchFailed(f"{name} needs {needed >> 20} MiB of memory")
-    arena = Arena(layout, batch * pages, nets.model.k_dim)
+    arena = Arena(layout, batch * pages, nets.model.geometry.k_dim)
     runner = Runner(nets.model, arena)
     assert arena.take(batch * pages) is not None
     _fill(arena)
     frames = torch.randperm(arena.frames_total, generator=torch.Generator().manual_seed(1)).view(batch, pages)
     held = _contiguous(arena, frames, context)
-    tokens = torch.arange(batch) % nets.model.vocab_size
+    tokens = torch.arange(batch) % nets.model.geometry.vocab_size
     position = torch.full((batch, 1), context - 1)
 
     def paged(_: None) -> torch.Tensor:

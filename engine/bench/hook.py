@@ -74,7 +74,7 @@ class Prefiller:
         model = load_model(self.scale.model)
         self.layout = model.layout(self.scale.page_tokens)
         self.tokens = self.scale.handed // self.scale.step_tokens * self.scale.step_tokens
-        self.arena = Arena(self.layout, self.tokens // self.scale.page_tokens + 1, model.k_dim)
+        self.arena = Arena(self.layout, self.tokens // self.scale.page_tokens + 1, model.geometry.k_dim)
         self.runner = Runner(model, self.arena)
         self.pool = Pool(store, self.layout, self.arena)
         chunk_pages = self.scale.step_tokens // self.scale.page_tokens

@@ -69,52 +69,25 @@ class Model:
     weights_digest: str
     rope: str
 
-    @property
-    def vocab_size(self) -> int:
-        return self.geometry.vocab_size
-
-    @property
-    def layers(self) -> int:
-        return self.geometry.layers
-
-    @property
-    def kv_heads(self) -> int:
-        return self.geometry.kv_heads
-
-    @property
-    def k_dim(self) -> int:
-        return self.geometry.k_dim
-
-    @property
-    def v_dim(self) -> int:
-        return self.geometry.v_dim
-
-    @property
-    def is_mla(self) -> bool:
-        return self.geometry.is_mla
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        return self.geometry.windows
-
     def layout(self, page_tokens: int) -> Layout:
         """Layout of this model's pages of so many tokens.
 
         Raises:
             InvalidRequest: pages of that size cannot be, see `kvstore.Layout`.
         """
+        kv = self.geometry
         return Layout(
             model=self.name,
             revision=self.revision,
             weights_digest=self.weights_digest,
             rope=self.rope,
             dtype=self.dtype,
-            layers=self.layers,
-            kv_heads=self.kv_heads,
+            layers=kv.layers,
+            kv_heads=kv.kv_heads,
             page_tokens=page_tokens,
-            head_dim=0 if self.is_mla else self.k_dim,
-            mla_latent=self.k_dim if self.is_mla else 0,
-            mla_rope=self.v_dim if self.is_mla else 0,
+            head_dim=0 if kv.is_mla else kv.k_dim,
+            mla_latent=kv.k_dim if kv.is_mla else 0,
+            mla_rope=kv.v_dim if kv.is_mla else 0,
         )
 
 

@@ -32,9 +32,9 @@ def check_request(request: Request, model: Model, layout: Layout, frames: int, a
     tokens = request.tokens
     if not len(tokens):
         raise InvalidRequest("tokens", "must not be empty")
-    if int(tokens.max()) >= model.vocab_size:
+    if int(tokens.max()) >= model.geometry.vocab_size:
         where = int(tokens.argmax())
-        raise InvalidRequest("tokens", f"id {tokens[where]} at {where} is not in 0..{model.vocab_size - 1}")
+        raise InvalidRequest("tokens", f"id {tokens[where]} at {where} is not in 0..{model.geometry.vocab_size - 1}")
     if not 0 <= request.generated < len(tokens):
         raise InvalidRequest("generated", f"{request.generated} of {len(tokens)} tokens leave no prompt")
     if answers and request.generated >= request.sampling.max_tokens:

@@ -73,7 +73,7 @@ class Engine:
         self.layout = model.layout(config.page_tokens)
         self.observer = observer or Observer()
         frames = memory_frames(config.arena, self.layout)
-        self.arena = Arena(self.layout, frames, model.k_dim, str(model.device))
+        self.arena = Arena(self.layout, frames, model.geometry.k_dim, str(model.device))
         self.pool = Pool(store, self.layout, self.arena, config.compress)
         self.pool.check()
         forms = codecs(self.layout)
@@ -95,7 +95,7 @@ class Engine:
         self._peers = Peers(connect)
         self.performer = Performer(
             config,
-            model.vocab_size,
+            model.geometry.vocab_size,
             frozenset(model.eos_ids),
             forms,
             self.state,

@@ -22,11 +22,15 @@ WINDOW_TOKENS_MAX, WINDOW_TOKENS_MIN = 24, 8
 
 
 class TextStream(Protocol):
-    """Text of one answer, token by token. ``feed`` returns what no later token can change; ``flush`` the rest."""
+    """Text of one answer, token by token."""
 
-    def feed(self, token: int) -> str: ...
+    def feed(self, token: int) -> str:
+        """Takes one more token; returns the text that no later one can change."""
+        ...
 
-    def flush(self) -> str: ...
+    def flush(self) -> str:
+        """The rest: nothing follows. A character that was not finished is U+FFFD."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -42,11 +46,17 @@ class Tokenizer(Protocol):
         """Ids that end an answer."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of an answer: of ids at its start."""
+        ...
 
-    def stream(self) -> TextStream: ...
+    def stream(self) -> TextStream:
+        """A new stream, at the start of an answer."""
+        ...
 
 
 class ByteTokenizer:

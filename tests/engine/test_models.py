@@ -86,7 +86,7 @@ def greedy(model: Model, text: str, count: int) -> list[int]:
 def test_a_tiny_preset_is_a_model_whose_answers_depend_on_the_prompt(name):
     model = load_model(name)
     assert model.name == name and model.dtype == "float32" and model.device == torch.device("cpu")
-    assert model.vocab_size == ByteTokenizer.vocab_size and model.eos_ids == (ByteTokenizer.EOS,)
+    assert model.geometry.vocab_size == ByteTokenizer.vocab_size and model.eos_ids == (ByteTokenizer.EOS,)
     assert model.context_tokens_max >= 8192
     assert not model.net.training and not any(weights.requires_grad for weights in model.net.parameters())
     one, other = greedy(model, TEXT, 48), greedy(model, TEXT.replace("store", "stare"), 48)
@@ -107,14 +107,14 @@ def test_weights_are_wide_and_activations_are_not(name):
 
 
 def test_geometry_is_what_the_cache_is_given():
-    llama, qwen3, mla = (load_model(name) for name in ("tiny-llama", "tiny-qwen3", "tiny-mla"))
+    llama, qwen3, mla = (load_model(name).geometry for name in ("tiny-llama", "tiny-qwen3", "tiny-mla"))
     assert (llama.layers, llama.kv_heads, llama.k_dim, llama.v_dim, llama.is_mla) == (3, 2, 16, 16, False)
     assert (qwen3.layers, qwen3.kv_heads, qwen3.k_dim, qwen3.v_dim, qwen3.is_mla) == (3, 4, 32, 32, False)
     assert (mla.layers, mla.kv_heads, mla.k_dim, mla.v_dim, mla.is_mla) == (3, 1, 32, 16, True)
     assert llama.windows == (0, 0, 0)
-    assert load_model("tiny-mistral").windows == (40, 40, 40)
-    assert load_model("tiny-gemma2").windows == (40, 0, 40, 0)
-    assert load_model("tiny-gpt-oss").windows == (24, 0, 24, 0)
+    assert load_model("tiny-mistral").geometry.windows == (40, 40, 40)
+    assert load_model("tiny-gemma2").geometry.windows == (40, 0, 40, 0)
+    assert load_model("tiny-gpt-oss").geometry.windows == (24, 0, 24, 0)
 
 
 def test_a_layout_is_the_models_geometry_and_names_its_weights():
@@ -145,7 +145,7 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others():
 def test_a_small_preset_has_50_million_parameters():
     model = load_model("small-llama")
     assert sum(weights.numel() for weights in model.net.parameters()) >= 50_000_000
-    assert model.context_tokens_max >= 16384 and model.layers == 12
+    assert model.context_tokens_max >= 16384 and model.geometry.layers == 12
 
 
 # --- Directories -----------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def plain_logits(net: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def arena_for(model: Model, page_tokens: int, tokens: int) -> Arena:
-    return Arena(model.layout(page_tokens), -(-tokens // page_tokens), model.k_dim)
+    return Arena(model.layout(page_tokens), -(-tokens // page_tokens), model.geometry.k_dim)
 
 
 class Scheduler:
@@ -203,7 +203,7 @@ def test_layers_that_arrive_while_the_forward_runs_are_as_good_as_if_they_had_be
             order.append(("after", layer))
 
         assert torch.equal(runner.forward(Batch(arena, [part], before, after)), expected)
-        layers = range(world.model.layers)
+        layers = range(world.model.geometry.layers)
         assert order == [(when, layer) for layer in layers for when in ("before", "after")]
 
 
