@@ -10,9 +10,9 @@ from pathlib import Path
 
 from engine.simulator.cache import Access, CacheSimulation, accesses
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
+from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import Request
 from kvstore.errors import InvalidRequest
-from kvstore.state.eviction import POLICIES, make_policy
 
 CAPACITY_MAX = 1 << 24  # pages; a simulated one takes some hundred bytes
 

@@ -20,7 +20,7 @@ from kvstore.bench.stage import MIB, Stage
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
-from kvstore.state.eviction import POLICY_DEFAULT, Page, make_policy
+from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, Page
 
 FEW, MANY, MANY_QUICK = 10_000, 1_000_000, 20_000
 GEOMETRY = "4k"
@@ -119,7 +119,7 @@ class _Turning:
     """A policy full of leaves that were used at various times, one of which leaves for every one that comes."""
 
     def __init__(self, leaves: int) -> None:
-        self._policy = make_policy(POLICY_DEFAULT, leaves)
+        self._policy = POLICIES[POLICY_DEFAULT](leaves)
         self._marks = [0] * leaves
         self._random = random.Random(leaves)
         self._now_ms = 10 * leaves

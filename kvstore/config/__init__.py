@@ -117,7 +117,7 @@ class NodeConfig:
     """How many clients may be connected at once."""
     verify_reads: bool = setting(False, parse_switch, "Verify checksums on reads from DRAM too.")
     """Whether every DRAM read verifies checksums, and not only those from other tiers and machines."""
-    eviction: str = setting("gittins", parse_text, "Policy by which pages leave: gittins, lru, slru, s3fifo or arc.")
+    eviction: str = setting("gittins", parse_text, "Policy by which pages leave: gittins or lru.")
     """Name of the policy by which pages leave DRAM and NVMe when frames are needed."""
     nvme: tuple[NvmeTarget, ...] = setting(
         (), parse_nvme, "A file or block device below DRAM; may repeat.", metavar="PATH:SIZE", repeats=True

@@ -9,33 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from kvstore.errors import InvalidRequest
 from kvstore.state.policy_base import STALE_MAX, EvictionPolicy, Page
 from kvstore.state.policy_gittins import Gittins
 from kvstore.state.policy_lru import Lru
-from kvstore.state.policy_queues import Arc, S3Fifo, Slru
 
-__all__ = ["POLICIES", "POLICY_DEFAULT", "STALE_MAX", "EvictionPolicy", "Lru", "Page", "make_policy"]
+__all__ = ["POLICIES", "POLICY_DEFAULT", "STALE_MAX", "EvictionPolicy", "Lru", "Page"]
 
 # By name: made with the pages the class holds, as far as known (see ``EvictionPolicy.resize``).
-POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
-    {
-        "lru": Lru,
-        "slru": Slru,
-        "s3fifo": S3Fifo,
-        "arc": Arc,
-        "gittins": Gittins,
-    }
-)
+POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType({"lru": Lru, "gittins": Gittins})
 POLICY_DEFAULT = "gittins"
-
-
-def make_policy(name: str, capacity_pages: int) -> EvictionPolicy:
-    """A policy by name.
-
-    Raises:
-        InvalidRequest: there is none of that name.
-    """
-    if name not in POLICIES:
-        raise InvalidRequest("policy", f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
-    return POLICIES[name](capacity_pages)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kvstore.model.replica import FrameClass, FrameState
-from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page, make_policy
+from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page
 
 _FREE = FrameState.FREE
 
@@ -208,7 +208,7 @@ class Segment:
                 for other in [other for other, pool in self.pools.items() if not pool.extents][:-CLASSES_KEPT]:
                     del self.pools[other]
             frames = self.frames_per_extent(frame_class)
-            policy = make_policy(self.policy, 0)  # grows with its extents: a class that clients only name has none
+            policy = POLICIES[self.policy](0)  # grows with its extents: a class that clients only name has none
             pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
         return pool
 

@@ -5,10 +5,11 @@ classes: *fresh* (the end of a request, nothing was trimmed off it) or trimmed, 
 
 *What counts as a use.* Readers store the time of a use into the page's mark and say nothing, so uses are noticed when
 the page is about to be evicted or is offered again. Inner pages are not offered, yet how often they were used follows
-from their last child, when that leaves: see ``policy_queues``. Pages that were evicted are remembered by some bits of
-their key and how often they had been used, and one that comes back goes on from there (*ghosts*). Every fourth page of
-a chain is enough: what is known of a page holds for all before it. Few bits would not be: one page in the middle of a
-chain that is taken for another, much used, keeps all those before it.
+from their last child, when that leaves: every use of a child is a use of its parent, a child that was stored by a later
+request means one more, and so does a mark younger than the child's. Pages that were evicted are remembered by some bits
+of their key and how often they had been used, and one that comes back goes on from there (*ghosts*). Every fourth page
+of a chain is enough: what is known of a page holds for all before it. Few bits would not be: one page in the middle of
+a chain that is taken for another, much used, keeps all those before it.
 
 *Work.* The index of a page changes with time, so no queue stays in order. Instead every sixteenth eviction looks at
 1,024 leaves, evenly spread over all (up to that many: at all of them); the sixteen lowest are the next to go, each if

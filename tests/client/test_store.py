@@ -260,6 +260,13 @@ def test_bad_cache_arguments(store: kvstore.Store, arguments: tuple[Any, ...], f
         store.cache(*arguments)
 
 
+@pytest.mark.parametrize("name", ["arc", "fifo"])
+def test_a_policy_that_no_node_runs(shm: str, name: str) -> None:
+    """The refusal names those that a node runs; what only the simulator runs is not among them."""
+    with pytest.raises(InvalidRequest, match=f"^eviction: there is no policy '{name}'; there are lru, gittins$"):
+        kvstore.open(dram="8MiB", shm_dir=shm, eviction=name)
+
+
 @pytest.mark.parametrize(
     ("call", "field"),
     [({}, "evict"), ({"pages": 0}, "pages"), ({"bytes": -1}, "bytes"), ({"pages": 1, "bytes": 1}, "evict")],

@@ -17,10 +17,10 @@ from engine.simulator.compare import BELADY, BELADY_BLOCKS, LRU_BLOCKS, Half, co
 from engine.simulator.generate import ConversationShape, conversations
 from engine.simulator.mixtures import AgentShape, ScanShape, ShiftShape, agents, scans, shifts
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
+from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import Request, statistics, write_trace
 from kvstore.cli.main import run
 from kvstore.errors import InvalidRequest
-from kvstore.state.eviction import POLICIES, make_policy
 from tests.helpers.traces import assert_well_formed, digest
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=40)

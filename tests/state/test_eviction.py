@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.simulator.policies import POLICIES, Arc, S3Fifo, Slru, make_policy
 from kvstore.errors import InvalidRequest
-from kvstore.state import policy_gittins, policy_worth
-from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page, make_policy
+from kvstore.state import eviction, policy_gittins, policy_worth
+from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page
 from kvstore.state.policy_base import heap_pop, heap_push
 from kvstore.state.policy_gittins import Ghosts, Gittins, step_of
 from kvstore.state.policy_lru import Lru
-from kvstore.state.policy_queues import Arc, S3Fifo, Slru
 from kvstore.state.policy_worth import BINS, CLASSES, PRIOR, Ledger, bin_of, bins_of, gittins
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
@@ -193,7 +193,7 @@ def test_there_is_no_such_policy() -> None:
     with pytest.raises(InvalidRequest) as refused:
         make_policy("fifo", 10)
     assert refused.value.field == "policy" and all(name in str(refused.value) for name in POLICIES)
-    assert POLICY_DEFAULT in POLICIES
+    assert POLICY_DEFAULT in eviction.POLICIES
 
 
 @QUIET
