@@ -191,8 +191,8 @@ class NodeState:
         pool, count = self.segment.pool(event.frame_class), event.count
         if event.ahead:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
-        elif (through := self.writing.through) is not None:
-            count = through.room(pool, event.anchor, count)
+        else:
+            count = self.writing.through.room(pool, event.anchor, count)
         fits = self._fit(event, count, out) if self.space.holdings.limited and event.anchor else count
         addresses = self._grant_frames(event, pool, fits, out)
         none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
@@ -213,7 +213,7 @@ class NodeState:
 
     def _grant_frames(self, event: ev.Grant, pool: ClassPool, fits: int, out: list[ev.Instruction]) -> list[Address]:
         addresses = self.space.take_after(event.anchor, pool, fits, out) if fits else []
-        if not addresses and not event.ahead and self.writing.through is not None:
+        if not addresses and not event.ahead:
             addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
         if addresses:
             self.sessions.setdefault(event.session, Session()).granted.update(addresses)
@@ -240,7 +240,7 @@ class NodeState:
             return [named_twice()]
         root = data[16:32]
         first, parent = self.space.leading(root, event.parent, keys)
-        if parent is None and event.parent != root and self.writing.through is not None:
+        if parent is None and event.parent != root:
             below = self.writing.through.seal(event, granted, keys, self.tenants.number(root))
             if below is not None:
                 return below

@@ -1,8 +1,8 @@
 """Quotas: a tenant that has all it may have makes room for itself, and for nobody else.
 
 Its own coldest tails leave first; never what the new pages will hang on. Where a tail has to be saved to the tier below
-first, it is set aside for that and whoever asks is told to ask again (``Space.waiting``). What still does not fit is
-refused.
+first, it is set aside for that and whoever asks is told to ask again (``Departures.waiting``). What still does not fit
+is refused.
 
 A tenant can come to have more than it may without storing anything: the node was started with a smaller quota, a scan
 found pages again, or somebody said late whose they are. Then its tails leave by and by (``trim``).
@@ -11,17 +11,14 @@ found pages again, or somebody said late whose they are. Then its tails leave by
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.state import events as ev
+from kvstore.state.departures import Departures
 from kvstore.state.frames import Extent
 from kvstore.state.tenants import Leaf, Share
-
-if TYPE_CHECKING:
-    from kvstore.state.space import Space
 
 TRIM_LOOKS = 256  # leaves of a tenant that are looked at by one ``trim``
 LEAVES_SPARE = 64  # outdated entries of a tenant's heap that are not worth looking for
@@ -31,7 +28,7 @@ SEALED = int(FrameState.SEALED)
 class Quotas:
     """What tenants may add to one tier. Part of ``Space``."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Departures) -> None:
         self.space = space
 
     def fit(

@@ -18,39 +18,19 @@ from typing import Protocol
 
 from kvstore.model.replica import Address, FrameState, Tier, standing
 from kvstore.state import events as ev
-from kvstore.state.eviction import Page
+from kvstore.state.departures import Departures
 from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.leases import LeaseTable
-from kvstore.state.pages import FREE, RETIRING, SEALED, Pages
+from kvstore.state.pages import FREE, RETIRING, SEALED
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import Holdings
-from kvstore.state.vacating import Leaving, Vacated, must_erase
+from kvstore.state.vacating import must_erase
 from kvstore.state.views import PageIndex, RecordView
 
 RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
 CLOSED_MAX = 1024  # pages of failed devices that may leave beside those that make room
 UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a time
-
-
-class Below(Protocol):
-    """The tier below, as a tier needs it."""
-
-    def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
-        """The page is saved there, or not worth it, or cannot be; otherwise it has to be saved first."""
-        ...
-
-    def find_in(self, root: bytes, key: bytes) -> Address | None:
-        """Its copy of the page."""
-        ...
-
-    def coming(self, pool: ClassPool) -> bool:
-        """Pages of this class wait for being saved, or are on their way: frames may be free soon."""
-        ...
-
-    def held(self) -> list[Address]:
-        """Pages that may not leave while they, or what will hang on them, are on their way."""
-        ...
 
 
 class Clears(Protocol):
@@ -64,15 +44,12 @@ class Clears(Protocol):
         ...
 
 
-class Space(Pages):
+class Space(Departures):
     """Frames of one tier under closure. Part of ``NodeState``; every change leaves as instructions in ``out``.
 
     Attributes:
-        below: the tier that pages are saved to before they leave; None: those that leave are gone.
         clears: where pages take their time to move; None: they are moved at once.
         in_flight: extents whose pages must keep their addresses now.
-        ages: pages that left, by the bit length of the whole seconds since their last use; ``ages_sum_s`` of them all.
-        waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
         late: some devices do not answer now; what is free there may be had when they do.
     """
 
@@ -84,25 +61,20 @@ class Space(Pages):
         leases: LeaseTable,
         counters: Counter[str],
         generation: int,
-        tier: Tier = Tier.DRAM,
-        holdings: Holdings | None = None,
+        tier: Tier,
+        holdings: Holdings,
     ) -> None:
-        holdings = holdings if holdings is not None else Holdings(tier, {})
         super().__init__(segment, index, records, leases, counters, generation, tier, holdings)
         self.quotas = Quotas(self)
-        self.below: Below | None = None
         self.clears: Clears | None = None
         self.in_flight: Callable[[], set[int]] = set
-        self.ages: Counter[int] = Counter()
-        self.ages_sum_s = 0
-        self.waiting = False
         self.late = False
         self._stolen = False  # once per event: what was moved is in no record yet and must not be evicted by it
 
     def begin(self, now_ns: int) -> None:
         """See ``Pages.begin``."""
         super().begin(now_ns)
-        self.waiting = self._stolen = False
+        self._stolen = False
 
     # --- taking -----------------------------------------------------------------------------------------------------
 
@@ -288,58 +260,6 @@ class Space(Pages):
     def evict_for(self, pool: ClassPool, count: int, out: list[ev.Instruction]) -> None:
         """Make room for pages of this class that move."""
         self._evict_from(pool, count, "reclaim", out)
-
-    def leaving(self) -> Leaving:
-        """Pages that leave by one decision, none yet."""
-        return Leaving(Vacated(), [], [], [])
-
-    def leave(self, extent: Extent, frame: int, leaving: Leaving) -> None:
-        """This page, that nothing hangs on and no lease holds, leaves. ``left`` has to follow."""
-        pool = extent.pool
-        key = self.records.key(extent.number, frame)
-        used_ns = self.records.last_use_ns(extent.number, frame)
-        age_s = max(0, self.now_ns - used_ns) // 10**9
-        self.ages[age_s.bit_length()] += 1
-        self.ages_sum_s += age_s
-        parent_key, root = self.records.parent(extent.number, frame), self.records.root(extent.number, frame)
-        copy = self.below.find_in(root, key) if self.below is not None else None
-        if copy is not None:
-            leaving.copies.append((copy, used_ns))
-        leaving.keys.append(key)
-        at_root = parent_key == root
-        leaving.roots.append(root)
-        pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
-        self.vacate(Address(extent.number, frame, extent.generation[frame]), key, leaving.vacated)
-        parent = None if at_root else self.find(parent_key)
-        if parent is not None:
-            self.unhold(parent)
-
-    def left(self, leaving: Leaving, reason: str, out: list[ev.Instruction]) -> None:
-        """Write down what ``leave`` decided."""
-        copies = leaving.copies
-        if copies:
-            out.append(ev.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
-            self.counters["demoted"] += len(copies)
-        if leaving.keys:
-            self.vacated(leaving.vacated, out)
-            self.waiting |= bool(leaving.vacated.wiped)
-            out.append(ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots))
-            self.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
-
-    def may_leave(self, pool: ClassPool, slot: int) -> bool:
-        """A page that nothing hangs on may leave at once; otherwise it is set aside to be saved first."""
-        if self.below is None or slot in pool.ready:
-            return True
-        extent, frame = pool.locate(slot)
-        page = self.page(pool, slot)
-        if slot not in pool.unsaved and not self.below.may_leave(pool, self.records.key(extent.number, frame), page):
-            pool.policy.remove(slot)
-            pool.unsaved[slot] = page.used_ms
-        return slot not in pool.unsaved
-
-    def is_moved(self, extent: int, frame: int) -> bool:
-        """The page came there by this very event: nothing can be read there yet."""
-        return (extent, frame) in self._moved
 
     def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
         """See ``Pages.listed``."""

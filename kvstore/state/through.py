@@ -15,26 +15,24 @@ gone (STALE). After a kill pages on their way are in no index, and their frames 
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 from kvstore.model.objects import is_object_class
 from kvstore.model.replica import Address, FrameState, Status, position_of, standing, turns_of
 from kvstore.state import events as ev
+from kvstore.state.behind import Behind
 from kvstore.state.copying import NODE_SESSION, Batch, Copies
+from kvstore.state.demotion import Demotion
 from kvstore.state.frames import ClassPool
 from kvstore.state.pending import Pending
-
-if TYPE_CHECKING:
-    from kvstore.state.demotion import Demotion
-    from kvstore.state.writing import Writing
+from kvstore.state.writing import Writing
 
 SHARE = 8  # this part of a class's frames may be filled by pages that go through
 TTL_NS = 60 * 10**9  # of a page that cannot be saved yet
 GROUP = 1 << 63  # of pages that were written into granted frames; the rest of the number is the frame's generation
 
 
-class Through:
-    """Decides about such pages. Part of ``Tiering``; what ``Writing`` asks about pages without a parent in DRAM.
+class Through(Behind):
+    """Decides about such pages. Part of ``Tiering``.
 
     Life of a page here: complete in the pending table -> chosen, in a batch -> on NVMe, its frame free; or doomed.
     """
@@ -54,7 +52,7 @@ class Through:
     # --- what is below, and on its way there --------------------------------------------------------------------------
 
     def holds(self, root: bytes, key: bytes) -> bool:
-        """NVMe has that page, or is about to have it, and takes more pages of its class."""
+        """See ``Behind``."""
         staged = self._live(key)
         if staged is not None:
             return staged.root == root
@@ -74,11 +72,11 @@ class Through:
         return not page.doomed and self.pending.by_address.get(page.address) is page
 
     def has(self, root: bytes, key: bytes) -> bool:
-        """NVMe has that page."""
+        """See ``Behind``."""
         return self.lower.find_in(root, key) is not None
 
     def room(self, pool: ClassPool, anchor: bytes, count: int) -> int:
-        """How many frames may be granted for pages after ``anchor``; all of ``count`` where they will stay in DRAM."""
+        """See ``Behind``."""
         if not anchor or self.upper.find(anchor) is not None:
             return count
         if self._live(anchor) is None and self.lower.find(anchor) is None:
@@ -99,7 +97,7 @@ class Through:
     def shorten(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> int:
         """Nothing else may leave for pages after ``anchor``: the end of their own chain does, where NVMe has it.
 
-        Returns how many pages left; where the end has to be saved first, that begins (``Space.waiting``).
+        Returns how many pages left; where the end has to be saved first, that begins (``waiting``).
         """
         upper = self.upper
         page = upper.find(anchor) if anchor else None
@@ -124,16 +122,15 @@ class Through:
         return left
 
     def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
-        """Up to ``count`` frames for what a put goes on with after ``anchor``, where there were none."""
+        """See ``Behind``."""
         left = 0 if self.upper.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
         return self.upper.take(pool, left, out) if left else []
 
     def room_for(
         self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[ev.Instruction]
     ) -> list[Address]:
-        """Frames for ``count`` reservations after ``anchor``, which need them all at once, where only these were to be
-        had. None at all where the chain would have to leave for the others, and cannot yet: reservations would hold it.
-        """
+        """See ``Behind``. None at all where the chain would have to leave for the others, and cannot yet: reservations
+        would hold it."""
         page = self.upper.find(anchor) if anchor else None
         if page is None:
             return taken
@@ -156,7 +153,7 @@ class Through:
     def seal(
         self, event: ev.SealGranted, granted: set[Address], keys: list[bytes], number: int
     ) -> list[ev.Instruction] | None:
-        """A put whose pages hang on one that is not in DRAM. None where it is not on NVMe either.
+        """See ``Behind``.
 
         Per page: BUSY on its way, OK stored (its frame is gone), PRESENT stored by another, else why not.
         ``number``: of the root.
@@ -226,10 +223,7 @@ class Through:
         return pages
 
     def takes(self, page: Pending) -> bool:
-        """This page is complete and has no parent in DRAM: whether it goes through. ``start`` has to follow.
-
-        Not where its own writers are about to have the parent in DRAM.
-        """
+        """See ``Behind``. Not where its own writers are about to have the parent in DRAM."""
         coming = self.pending.find(page.root, page.parent, page.group)
         if coming is not None and self._staged.get(page.parent) is not coming:
             return False
@@ -246,7 +240,7 @@ class Through:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def again(self, out: list[ev.Instruction]) -> None:
-        """Try once more what NVMe had no room for."""
+        """See ``Behind``."""
         if self._later:
             self._chosen |= {page.key: page for page in self._later if self._live(page.key) is page}
             self._later = []

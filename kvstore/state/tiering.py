@@ -63,7 +63,7 @@ class Tiering:
 
     Attributes:
         pairs: neighbours, by the tier of the lower one.
-        through: for pages whose parent only the second tier has; None where there is none.
+        through: for pages whose parent only the second tier has.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Tiering:
             lower.tier: Pair(copies, upper, lower, writing, counters, rules[lower.tier])
             for upper, lower in pairwise(spaces.values())
         }
-        self.through: Through | None = None
         if self.pairs:
             first = next(iter(self.pairs.values()))
-            self.through = writing.through = Through(copies, writing, first.demotion, counters)
+            writing.through = Through(copies, writing, first.demotion, counters)
+        self.through = writing.through
         for space in spaces.values():
             space.in_flight = copies.extents
 
@@ -120,8 +120,7 @@ class Tiering:
     def demote(self, event: ev.Demote) -> list[ev.Instruction]:
         """See ``events.Demote``."""
         again: list[ev.Instruction] = []
-        if self.through is not None:
-            self.through.again(again)
+        self.through.again(again)
         return again + self.pairs[event.tier].demotion.demote(event)
 
     def save_all(self, event: ev.SaveAll) -> list[ev.Instruction]:
@@ -140,7 +139,7 @@ class Tiering:
         staged = self.copies.staging.get(event.number)
         batch = staged or self.copies.saving[event.number]
         self._other_pages(batch)
-        if staged is not None and self.through is not None:
+        if staged is not None:
             out = self.through.saved(event)
         else:
             out = self.pairs[batch.target.tier].demotion.saved(event)

@@ -7,17 +7,14 @@ sealed and its parent is sealed.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 from kvstore.model.objects import is_object_class
 from kvstore.model.replica import Address, FrameState, Status, standing
 from kvstore.state import events as ev
+from kvstore.state.behind import Behind
 from kvstore.state.pending import Pending, PendingTable
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
-
-if TYPE_CHECKING:
-    from kvstore.state.through import Through
 
 QUARANTINED = FrameState.QUARANTINED
 
@@ -31,7 +28,7 @@ class Writing:
         self.counters = counters
         self.ttl_ns_max = ttl_ns_max
         self.pending = PendingTable()
-        self.through: Through | None = None  # for pages whose parent only NVMe has
+        self.through = Behind()  # for pages whose parent this tier does not have
 
     def reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
         """See ``events.Reserve``."""
@@ -46,8 +43,8 @@ class Writing:
         statuses, addresses = [Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys)
         new: list[int] = []
         parent_ok = event.parent == root or self._holdable(root, event.parent, event.group)
-        through = self.through if not parent_ok and not is_object_class(event.frame_class) else None
-        parent_ok = parent_ok or (through is not None and through.holds(root, event.parent))
+        through = not parent_ok and not is_object_class(event.frame_class)
+        parent_ok = parent_ok or (through and self.through.holds(root, event.parent))
         absent = False
         anchor = event.parent
         for i, key in enumerate(keys):
@@ -59,7 +56,7 @@ class Writing:
             if found is not None:
                 statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
                 continue
-            if through is not None and not absent and through.has(root, key):
+            if through and not absent and self.through.has(root, key):
                 statuses[i], anchor = Status.PRESENT, key
                 continue
             absent = True
@@ -76,7 +73,7 @@ class Writing:
         fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
         taken = self.space.take_after(anchor, pool, fits, out) if fits else []
         self.space.expect(taken, number)
-        if len(taken) < len(new) and self.through is not None:
+        if len(taken) < len(new):
             taken = self.through.room_for(anchor, pool, number, taken, len(new), out)
             fits = max(fits, len(taken))
         done = new[: len(taken)]
@@ -140,8 +137,7 @@ class Writing:
             if page.shards == 1 and status in (Status.PARTIAL, Status.BUSY):  # this writer will not speak of it again
                 out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
             statuses.append(status)
-        if self.through is not None:
-            self.through.start(out)
+        self.through.start(out)
         out.append(ev.Reply(statuses=statuses))
         return out
 
@@ -159,9 +155,7 @@ class Writing:
         while waiting:
             for child in self.pending.children(waiting.popleft()):
                 self._hold_parent(child)
-                there = child.holds_parent or (
-                    self.through is not None and self.through.holds(child.root, child.parent)
-                )
+                there = child.holds_parent or self.through.holds(child.root, child.parent)
                 if there and child.complete and self._seal_whole(child, out) in (Status.OK, Status.BUSY):
                     waiting.append(child.key)
 
@@ -173,7 +167,7 @@ class Writing:
             return Status.PRESENT if same else Status.NO_PARENT
         parent = None if page.at_root else self.space.find_in(page.root, page.parent)
         if parent is None and not page.at_root:
-            if self.through is not None and self.through.takes(page):
+            if self.through.takes(page):
                 return Status.BUSY
             if self.pending.coming(page.root, page.parent):
                 return Status.PARTIAL
