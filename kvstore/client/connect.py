@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from kvstore.client.arguments import check_seconds
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.store import LocalStore
 from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
@@ -48,8 +49,7 @@ def connect(
         Unauthenticated: the node does not know us.
         VersionMismatch: the node, or its files, are of another version.
     """
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
-        raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+    check_seconds(timeout_s, "timeout_s")
     given = Credentials(token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name)
     name = address if address is not None else os.environ.get("KVSTORE_NODE") or None
     if is_remote(name):

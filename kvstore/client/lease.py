@@ -9,6 +9,7 @@ from typing import NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.arguments import check_seconds
 from kvstore.client.match import ABSENT, Match
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model.layout import Layout
@@ -104,6 +105,4 @@ class Lease(ABC):
 
 
 def _milliseconds(ttl_s: float) -> int:
-    if not 0 < ttl_s < 1e6:
-        raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
-    return max(1, int(ttl_s * 1000))
+    return max(1, int(check_seconds(ttl_s, "ttl_s") * 1000))

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.client.arguments import check_text
 from kvstore.client.registration import Registration, Registrations
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest
@@ -123,12 +124,8 @@ def sources_of(keys: Sequence[str], values: Sequence[Any]) -> tuple[list[bytes],
 
 def root_of_salt(salt: str) -> bytes:
     """The root of a salt's objects. Raises InvalidRequest where it is no text."""
-    if not isinstance(salt, str):
-        raise InvalidRequest("salt", f"must be text, not {type(salt).__name__}")
-    try:
-        return object_root(salt)
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("salt", f"is not valid text ({error.reason})") from None
+    check_text(salt, "salt")
+    return object_root(salt)
 
 
 def listed(keys: Any, field: str = "keys") -> list[Any]:
@@ -149,14 +146,8 @@ def names_of(keys: Sequence[str], others: Sequence[Any], field: str) -> list[byt
 
 def compiled(pattern: str) -> re.Pattern[str]:
     """A regular expression. Raises InvalidRequest where it is none."""
-    check_pattern(pattern)
+    check_text(pattern, "pattern")
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise InvalidRequest("pattern", f"is no regular expression ({error})") from None
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises InvalidRequest where it is no text."""
-    if not isinstance(pattern, str):
-        raise InvalidRequest("pattern", f"must be text, not {type(pattern).__name__}")

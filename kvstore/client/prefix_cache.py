@@ -14,7 +14,7 @@ from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
-from kvstore.model.prefix import Keys, as_tokens, root_key
+from kvstore.model.prefix import Keys, as_tokens, check_extras, root_key
 from kvstore.model.replica import FrameClass
 from kvstore.model.shard import Shard
 
@@ -80,9 +80,7 @@ class PrefixCache(ABC):
             return self._named(tokens, extras)
         array = as_tokens(tokens)
         if extras is not None:
-            full = len(array) // self._page_tokens
-            if len(extras) != full:
-                raise InvalidRequest("extras", f"must be {full} bytes values, one per full page")
+            check_extras(extras, len(array) // self._page_tokens)
             extras = extras[: (len(array) - 1) // self._page_tokens]
         return Keys.of(array[:-1], self._page_tokens, self.root, extras, self._tag())
 

@@ -9,6 +9,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import rows_to_fill
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
@@ -31,12 +32,10 @@ class Reader(ABC):
     """Between two looks at pages that have not come: at first, and at most."""
 
     def __init__(self, layout: Layout, keys: Keys, timeout_s: float) -> None:
-        if not 0 < timeout_s < 1e6:
-            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
         self.pages: Final = len(keys)
         self._layout = layout
         self._keys = keys
-        self._timeout_s = timeout_s
+        self._timeout_s = check_seconds(timeout_s, "timeout_s")
 
     def read_layer(self, layer: int, out: Any, heads: tuple[int, int] | None = None) -> None:
         """Copy one layer of every page into ``out`` as soon as all its writers have written it.

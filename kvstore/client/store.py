@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
 from kvstore.client.admin import AdminVerbs
+from kvstore.client.arguments import check_text
 from kvstore.client.objects import ObjectVerbs
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import InvalidRequest
@@ -94,8 +95,7 @@ def check_cache(layout: Layout, salt: str, adapter: str, page_bytes_max: int) ->
     """What ``Store.cache`` refuses in every store; ``page_bytes_max`` 0: it is not known."""
     if not isinstance(layout, Layout):
         raise InvalidRequest("layout", f"must be a kvstore.Layout, not {type(layout).__name__}")
-    for field, value in (("salt", salt), ("adapter", adapter)):
-        if not isinstance(value, str):
-            raise InvalidRequest(field, f"must be text, not {type(value).__name__}")
+    check_text(salt, "salt")
+    check_text(adapter, "adapter")
     if page_bytes_max and layout.page_bytes > page_bytes_max:
         raise InvalidRequest("layout", f"a page of {layout.page_bytes} bytes does not fit extents of {page_bytes_max}")

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn, Self
 
 import numpy as np
 
+from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, rows_to_read
 from kvstore.client.ranges import Ranges
 from kvstore.errors import InvalidRequest
@@ -43,8 +44,6 @@ class Writer(ABC):
     """
 
     def __init__(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> None:
-        if not 0 < ttl_s < 1e6:
-            raise InvalidRequest("ttl_s", f"must be positive seconds, not {ttl_s!r}")
         if shard.count > SHARDS_MAX:
             field = "ranks" if shard.ranks > SHARDS_MAX or shard.stages == 1 else "stages"
             raise InvalidRequest(field, f"{shard.count} shards of one page are more than {SHARDS_MAX}")
@@ -54,7 +53,7 @@ class Writer(ABC):
         self._shard = shard
         self._layout = shard.layout
         self._keys = keys
-        self._ttl_ms = max(1, int(ttl_s * 1000))
+        self._ttl_ms = max(1, int(check_seconds(ttl_s, "ttl_s") * 1000))
         self._group = _group_number(group, shard.stages)
         self._entered = False
         self._written = np.zeros((0, shard.layout.layers), np.bool_)  # of every new page

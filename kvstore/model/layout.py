@@ -125,7 +125,8 @@ class Layout:
             InvalidRequest: the layer or the heads are not in this layout.
         """
         stop = self.kv_heads if head_stop is None else head_stop
-        _require(0 <= layer < self.layers, "layer", f"{layer} is not in 0..{self.layers - 1}")
+        known = hasattr(layer, "__index__") and 0 <= layer < self.layers
+        _require(known, "layer", f"{layer!r} is not in 0..{self.layers - 1}")
         _require(0 <= head_start < stop <= self.kv_heads, "heads", f"{head_start}..{stop} not in 0..{self.kv_heads}")
         start = layer * self.layer_bytes
         return start + head_start * self.head_bytes, start + stop * self.head_bytes

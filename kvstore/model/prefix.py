@@ -92,6 +92,13 @@ def extra_digest(extra: bytes) -> bytes:
     return hashlib.blake2b(extra, digest_size=16, person=b"kvstore.extra").digest() if extra else NO_EXTRA
 
 
+def check_extras(extras: Sequence[bytes], pages: int) -> None:
+    """Raises InvalidRequest where these are not digests of so many pages."""
+    sized = hasattr(extras, "__len__") and len(extras) == pages
+    if not sized or not all(isinstance(extra, bytes) for extra in extras):
+        raise InvalidRequest("extras", f"must be {pages} bytes values, one per full page")
+
+
 class Keys:
     """Keys of consecutive full pages of one chain, with the token ids that prove a hit. Immutable; slices share.
 
@@ -140,8 +147,8 @@ class Keys:
         """
         pages = len(tokens) // page_tokens
         used = tokens[: pages * page_tokens]
-        if extras is not None and (len(extras) != pages or not all(isinstance(e, bytes) for e in extras)):
-            raise InvalidRequest("extras", f"must be {pages} bytes values, one per full page")
+        if extras is not None:
+            check_extras(extras, pages)
         data = used.tobytes()
         step = page_tokens * 4
         hashes: list[bytes] = []

@@ -279,3 +279,5 @@ def test_operators_see_what_is_there(store: Store) -> None:
     assert [(event["kind"], event["tenants"]) for event in told] == [("sealed", ["team"])] * 3 + [("evicted", ["team"])]
     start = time.monotonic()
     assert store.events(told[-1]["seq"], wait_s=0.05)["events"] == [] and time.monotonic() - start >= 0.05
+    store.cache(SMALL, salt="team").put(keys.tokens, contents(keys))
+    assert [(one["tenants"], one["pages"]) for one in store.layouts()] == [(1, 5)], "two adapters of one tenant"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import pickle
+import pkgutil
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 import kvstore
-from kvstore import Layout, PrefixCache, Store, Tier
+from kvstore import Layout, PrefixCache, Store, Tier, client
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace
 from kvstore.model.shard import Shard
 from tests.helpers.content import SMALL, contents, layer_of
@@ -158,6 +161,8 @@ def test_a_prompt_keeps_its_last_token_out(cache: PrefixCache) -> None:
     assert cache.lookup(longer).pages == 3 and cache.get(longer).tokens == 48
     for short in (cache.lookup(prompt[:5]), cache.get(prompt[:5]), cache.prefetch(prompt[:5])):
         assert (short.pages, short.reason) == (0, "")
+    for empty in (cache.get(prompt[:5]), cache.get_shard(prompt[:5]), cache.get(tokens(2, 7000))):
+        assert empty.data.shape == (0, SMALL.page_bytes)
 
 
 def test_partial_hits_leave_the_rest_alone(cache: PrefixCache) -> None:
@@ -620,3 +625,19 @@ def test_pickling_is_refused(store: Store, cache: PrefixCache) -> None:
         with pytest.raises(InvalidRequest):
             pickle.dumps(thing)
     assert repr(store).startswith("<kvstore.Store") and isinstance(store, Store) and isinstance(cache, PrefixCache)
+
+
+def test_no_constructor_skips_its_parents() -> None:
+    """What the interface's constructor sets up is there in every implementation."""
+    modules = [
+        importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(client.__path__, "kvstore.client.")
+    ]
+    classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
+    heirs = [
+        one
+        for one in classes
+        if one.__module__.startswith("kvstore.client.") and "__init__" in vars(one)
+        if any(parent.__module__.startswith("kvstore.") and "__init__" in vars(parent) for parent in one.__mro__[1:])
+    ]
+    assert {"LocalStore", "RemoteWriter", "MemoryLease"} <= {one.__name__ for one in heirs}
+    assert [one for one in heirs if "super().__init__(" not in inspect.getsource(one.__init__)] == []

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
+from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
@@ -24,7 +25,6 @@ from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, st
 from kvstore.client.local.writer import LocalWriter
 from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
@@ -94,7 +94,7 @@ class LocalCache(PrefixCache):
         asked = len(keys.hashes)
         target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         if mapped is None or not asked:
-            return self._missed(asked)
+            return self._missed(asked, out)
         pages, nvme_pages, reason = 0, 0, ""
         for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
@@ -137,8 +137,7 @@ class LocalCache(PrefixCache):
 
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
         """See ``PrefixCache.prefetch``."""
-        if not 0 < timeout_s < 1e6:
-            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+        check_seconds(timeout_s, "timeout_s")
         mapped, pages = self._node.mapped(), 0
         keys = self._asked(tokens, extras)
         if mapped is not None:
@@ -149,10 +148,11 @@ class LocalCache(PrefixCache):
                 pages = stored_pages(mapped, keys, self._closed)[0]
         return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
 
-    def _missed(self, asked: int) -> Match:
+    def _missed(self, asked: int, out: Any) -> Match:
         if asked:
             self._node.missed(ABSENT)
-        return Match(0, 0, ABSENT if asked else "")
+        data = np.empty((0, self.page_bytes), np.uint8) if out is None else None
+        return Match(0, 0, ABSENT if asked else "", data)
 
     # --- reading what is not in DRAM --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.match import Match
 from kvstore.client.memory.holding import MemoryLease
@@ -16,7 +17,7 @@ from kvstore.client.memory.layers import MemoryReader, MemoryWriter
 from kvstore.client.memory.pool import Owner, Page, Pool, before, named, room_of
 from kvstore.client.pending import PendingPut
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.shard import Shard
@@ -57,8 +58,7 @@ class MemoryCache(PrefixCache):
 
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
         """See ``PrefixCache.prefetch``. All there is is here."""
-        if not 0 < timeout_s < 1e6:
-            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+        check_seconds(timeout_s, "timeout_s")
         return self.lookup(tokens, extras)
 
     def get(

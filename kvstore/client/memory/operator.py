@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from kvstore.client.memory.pool import Hold, Name, Page, Pool
+from kvstore.client.memory.pool import Hold, Name, Page, Pool, room_of
 from kvstore.errors import InvalidRequest
 
 ORDERS: Final = ("coldest", "recent", "place")
@@ -167,21 +167,22 @@ class Operator:
             counted = Counter(page.name[0] for page in self._pool.pages.values())
             for root, owner in self._pool.owners.items():
                 if owner.layout is not None and model in (None, owner.model):
-                    about = {"fingerprint": owner.fingerprint, "layout": owner.layout, "tenants": 0, "pages": 0}
+                    about = {"fingerprint": owner.fingerprint, "layout": owner.layout, "tenants": set(), "pages": 0}
                     entry = found.setdefault(owner.fingerprint, about)
-                    entry["tenants"] += 1
+                    entry["tenants"].add(owner.salt)
                     entry["pages"] += counted[root]
-        return {"layouts": sorted(found.values(), key=lambda entry: -entry["pages"]), "left_off": 0}
+        told = [{**entry, "tenants": len(entry["tenants"])} for entry in found.values()]
+        return {"layouts": sorted(told, key=lambda entry: -entry["pages"]), "left_off": 0}
 
     # --- pins -------------------------------------------------------------------------------------------------------
 
     def _pin(self, request: Request) -> dict[str, Any]:
-        ttl_s = request["ttl_s"]
+        names, ttl_s = _names(request), request["ttl_s"]
         if not _is_number(ttl_s) or not 0 < ttl_s <= PIN_TTL_S_MAX:
             raise InvalidRequest("ttl_s", f"must be seconds, more than zero and at most {PIN_TTL_S_MAX:.0f}")
         with self._pool.held() as now_ns:
             pages: list[Page] = []
-            for name in _names(request):
+            for name in names:
                 page = self._pool.pages.get(name)
                 if page is None:
                     break
@@ -192,7 +193,7 @@ class Operator:
             self._pool.pins[number] = Hold(pages, now_ns + int(ttl_s * 1e9))
             for page in pages:
                 page.pins += 1
-        size = sum(page.data.nbytes for page in pages)
+        size = sum(room_of(page.data) for page in pages)
         return {"pin": number, "pages": len(pages), "bytes": size, "until": time.time() + ttl_s}
 
     def _unpin(self, request: Request) -> dict[str, Any]:
@@ -211,7 +212,7 @@ class Operator:
     def _pins(self, request: Request) -> dict[str, Any]:
         with self._pool.held() as now_ns:
             told = [self._pin_told(number, pin, now_ns) for number, pin in self._pool.pins.items()]
-            kept = {page.name: page.data.nbytes for pin in self._pool.pins.values() for page in pin.pages}
+            kept = {page.name: room_of(page.data) for pin in self._pool.pins.values() for page in pin.pages}
         return {"pins": told, "bytes": {"dram": sum(kept.values())}}
 
     def _pin_told(self, number: int, pin: Hold, now_ns: int) -> dict[str, Any]:
@@ -221,7 +222,7 @@ class Operator:
             "salt": self._pool.owners[root].salt,
             "root": root.hex(),
             "pages": len(pin.pages),
-            "bytes": sum(page.data.nbytes for page in pin.pages),
+            "bytes": sum(room_of(page.data) for page in pin.pages),
             "tiers": {"dram": len(pin.pages)},
             "until": time.time() + (pin.until_ns - now_ns) / 1e9,
             "last": _hex(pin.pages[-1]),
@@ -250,7 +251,9 @@ class Operator:
 
 
 def _names(request: Request) -> list[Name]:
-    """The pages that a request names, see ``client.admin.keys_argument``."""
+    """The pages that a request names, see ``client.admin.keys_argument``. Raises InvalidRequest where it names none."""
+    if not request["keys"]:
+        raise InvalidRequest("keys", "must be a list of at least one key")
     root = bytes.fromhex(request["root"])
     return [(root, bytes.fromhex(key)) for key in request["keys"]]
 

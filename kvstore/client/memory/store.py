@@ -18,8 +18,9 @@ from kvstore.model.prefix import Keys
 class MemoryStore(Store, MemoryObjects):
     """A store without files, threads or a daemon; other processes do not see it. Made by ``kvstore.memory``.
 
-    The same verbs with the same answers and refusals as of a node with DRAM alone, but for quotas, events in vLLM's
-    format and numbers about processes, which it has not. What is used longest ago leaves first.
+    The same verbs with the same answers and refusals as of a node with DRAM alone. It has no quotas, no bounds of pins,
+    no events in vLLM's format and no numbers about processes; an object counts as one page; ``explain`` looks for a
+    prompt under the one root that it is given. What is used longest ago leaves first.
     """
 
     reads_without_node = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import rows_to_fill, rows_to_read
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.pending import PendingPut
@@ -126,7 +127,7 @@ class RemoteCache(PrefixCache):
         node, asked = self._node, len(keys)
         node.check_open()
         if not asked:
-            return Match(0, 0, "")
+            return Match(0, 0, "", np.empty((0, shard.nbytes), np.uint8) if target is None else None)
         cut = {} if shard.count == 1 else shard.cut
         pages, nvme_pages, reason, parts = 0, 0, "", []
         for part in self.parts(keys):
@@ -149,8 +150,7 @@ class RemoteCache(PrefixCache):
 
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
         """See ``PrefixCache.prefetch``."""
-        if not 0 < timeout_s < 1e6:
-            raise InvalidRequest("timeout_s", f"must be positive seconds, not {timeout_s!r}")
+        check_seconds(timeout_s, "timeout_s")
         keys = self._asked(tokens, extras)
         self._node.check_open()
         deadline = time.monotonic() + timeout_s

@@ -9,7 +9,8 @@ from typing import Any, Final, NoReturn
 import grpc
 import numpy as np
 
-from kvstore.client.objects import ObjectVerbs, check_pattern, listed, sources_of
+from kvstore.client.arguments import check_text
+from kvstore.client.objects import ObjectVerbs, listed, sources_of
 from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest, Unavailable
@@ -103,7 +104,7 @@ class RemoteObjects(ObjectVerbs):
 
     def remove(self, pattern: str, salt: str = "") -> int:
         """See ``ObjectVerbs.remove``. The node looks at all keys of the salt."""
-        check_pattern(pattern)
+        check_text(pattern, "pattern")
         request = pb.RemoveObjectsRequest(pattern=pattern, salt=_salt(salt))
         return int(self._node.call("RemoveObjects", request, pb.ObjectsRemoved, again=False).removed)
 
