@@ -1,1 +1,1 @@
-"""Rows of `kvstore bench` style about engines: what is measured, and against which limit of this machine."""
+"""Rows of ``kvstore bench`` about engines."""

@@ -1,1 +1,1 @@
-"""What users import: ``store`` and ``prefix_cache`` are the surface; ``local`` and ``channel`` reach the node."""
+"""What users call: interfaces with their promises. ``local``, ``remote`` and ``memory`` implement them."""

@@ -1,1 +1,1 @@
-"""The gRPC API of a node: ``server`` listens, ``gate`` admits, ``identities`` knows who calls, the others serve."""
+"""The gRPC API of a node: ``server`` starts it, the others answer calls. ``kvstore.serving`` lets callers in."""

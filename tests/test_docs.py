@@ -1,0 +1,146 @@
+"""README and docs name what is there: files, constants, commands with their flags; their Python runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+import kvstore
+from kvstore.cli.main import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "bench" / "README.md", *(ROOT / "docs").glob("*.md")])
+# A page may leave out where a path begins: `state/space.py` is kvstore's, `shell/engine.py` is the engine's.
+BASES = (ROOT, ROOT / "kvstore", ROOT / "engine")
+ROOMS = {found.name for base in BASES for found in base.iterdir() if found.is_dir() and found.name.isidentifier()}
+
+CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
+CONSTANT = re.compile(r"[A-Z]+(?:_[A-Z0-9]+)+")
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Paragraphs, list items and table rows, without code."""
+    for part in re.split(r"\n\s*\n", CODE.sub("", text)):
+        yield from re.split(r"\n(?=\d+\. |- |\|)", part)
+
+
+def quoted(text: str) -> Iterator[str]:
+    """What stands between backticks."""
+    for block in blocks(text):
+        yield from QUOTED.findall(block)
+
+
+def absent(block: str) -> list[str]:
+    """Paths that a paragraph names and that are not there. A short one is below a folder that it has named before."""
+    missing, folders = [], [*BASES, ROOT / "docs"]
+    for text in QUOTED.findall(block):
+        name = text.partition(":")[0]
+        in_room = "/" in name and name.split("/")[0] in ROOMS
+        if not PATH.fullmatch(name) or not (in_room or name.endswith((".py", ".md"))):
+            continue
+        found = next((folder / name for folder in folders if (folder / name).exists()), None)
+        if found is None:
+            missing.append(name)
+        else:
+            folders.append(found if found.is_dir() else found.parent)
+    return missing
+
+
+@every_page
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    assert [name for block in blocks(page.read_text()) for name in absent(block)] == []
+
+
+def test_a_file_that_is_not_there_is_noticed() -> None:
+    assert absent("see `kvstore/state/space.py`, `pages.py`, `docs/api.md` and `cpu/kernel.py`") == ["cpu/kernel.py"]
+    assert absent("see `kvstore/tier/`: `dram.py`, `space.py`") == ["space.py"]
+    assert absent("`kvstore/nowhere/` and `team-a/x`, `state/frames.py:Segment.donor`") == ["kvstore/nowhere/"]
+
+
+@cache
+def source() -> str:
+    """All code, and what goes with it."""
+    files = [file for folder in ("kvstore", "engine", "proto", "deploy") for file in (ROOT / folder).rglob("*.*")]
+    return "\n".join(file.read_text() for file in files if file.suffix in (".py", ".proto", ".service", ".toml"))
+
+
+@every_page
+def test_constants_that_a_page_names_are_there(page: Path) -> None:
+    named = {name for text in quoted(page.read_text()) if CONSTANT.fullmatch(name := text.partition("=")[0])}
+    own = {name for name in named if not name.startswith(("KVSTORE_ENGINE_",))}  # made of the names of settings
+    assert {name for name in own if not re.search(rf"\b{name}\b", source())} == set()
+
+
+def test_a_walk_enters_each_room_once() -> None:
+    """The numbered steps of each walk begin with a room, and no room comes twice."""
+    told = (ROOT / "docs" / "architecture.md").read_text().partition("## Five walks")[2].partition("\n## ")[0]
+    walks = [re.findall(r"^\d+\. `([^`]+/)`", walk, re.MULTILINE) for walk in told.split("\n### ")[1:]]
+    assert len(walks) == 5 and all(len(walk) >= 4 for walk in walks)
+    for walk in walks:
+        assert len(set(walk)) == len(walk), walk
+
+
+# --- commands and code ------------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Calls of ``kvstore`` in blocks of code, and between backticks, as words; a remark after them is left out."""
+    code = [code for _, code in CODE.findall(text)] + re.findall(r"^    (.+)$", text, re.MULTILINE)
+    lines = [line.strip().removeprefix(".venv/bin/") for part in code for line in part.splitlines()]
+    for line in [re.split(r"\s{3,}|\s#|\s>>?\s|\)\s", line)[0] for line in lines] + list(quoted(text)):
+        if line.startswith("kvstore ") and "`" not in line:
+            yield shlex.split(line.replace("[", " ").replace("]", " "))[1:]
+
+
+def unknown(words: list[str]) -> str:
+    """The first word of a call that the command line does not know; "" where it knows all of them."""
+    found: click.Command = cli
+    for word in words:
+        if word.startswith("--"):
+            flags = {flag for parameter in found.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {
+                "--help",
+                "--version",
+            }
+            if word.split("=")[0] not in flags:
+                return word
+        elif isinstance(found, click.Group) and not word.startswith("-"):
+            below = found.get_command(click.Context(found), word)
+            if below is None:
+                return "" if found.invoke_without_command else word
+            found = below
+    return ""
+
+
+@every_page
+def test_commands_that_a_page_shows_are_there(page: Path) -> None:
+    assert [(words, wrong) for words in commands(page.read_text()) if (wrong := unknown(words))] == []
+
+
+def test_a_command_that_is_not_there_is_noticed() -> None:
+    assert unknown(["evict", "--percent", "20", "--age", "1h"]) == ""
+    assert unknown(["evict", "--percentage", "20"]) == "--percentage"
+    assert unknown(["simulate", "cache", "--capacities=5"]) == "--capacities=5"
+    assert unknown(["engine", "ask", "--at", "x", "text"]) == "" and unknown(["expel"]) == "expel"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/python.md"])
+def test_python_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, but in a smaller node."""
+    opened = kvstore.open
+    sizes = {"dram": "192MiB", "nvme": f"{tmp_path}/kv:256MiB", "shm_dir": str(tmp_path)}
+    monkeypatch.setattr(kvstore, "open", lambda **_: opened(**sizes))
+    code = next(code for language, code in CODE.findall((ROOT / name).read_text()) if language == "python")
+    names: dict[str, object] = {}
+    exec(compile(code, name, "exec"), names)
+    match = names["match"]
+    assert isinstance(match, kvstore.Match) and match.pages == 15
