@@ -25,16 +25,19 @@ Code = grpc.StatusCode
 
 CLIENTS = 200
 LOAD_S = 5.0
+HANGS_S = 30.0
 DEADLINES_S = (0.05, 0.2, 0.5, 1.0, 2.0)
-LATE_S = 1.5  # two busy cores, 200 threads in this process alone
+LATE_S = 5.0  # after its deadline: a call that kept to none would end when its stream stalls, after 20
 RPCS_MAX = 64
 BUFFERS = 96 << 20
 GROWTH_MAX = 2 * BUFFERS + (96 << 20)  # buffers, their messages on the way in and out, and 200 connections
 PAGES = 16  # of 512 KiB
 REFUSED = {Code.RESOURCE_EXHAUSTED, Code.CANCELLED}  # CANCELLED: by gRPC itself, before anybody looked at it
 EXPECTED = {Code.OK, Code.DEADLINE_EXCEEDED, Code.ABORTED, *REFUSED}
-LONG_S = 1.0  # deadlines that a call which was let in has to keep, on a slow machine too
+LONG_S = 1.0  # deadlines that a call which was let in keeps
 LATE_SHARE = 0.1  # of those, at most
+# Where the machine is too slow to look at calls in time, more are refused than end late.
+LATE_PER_REFUSED = 0.5
 KEYS = chain(1, PAGES, LARGE)
 STORED = pages_message(KEYS, LARGE)
 PART = api.write_messages(pages_message(chain(2, 2, LARGE), LARGE), contents(chain(2, 2, LARGE), LARGE))
@@ -56,8 +59,8 @@ class Caller:
         self.few = pages_message(chain(100 + number, 2), SMALL)
 
     def work(self, stop: float) -> None:
-        """Until then."""
-        while time.monotonic() < stop:
+        """Until then, one call at least."""
+        while not self.ended or time.monotonic() < stop:
             deadline_s = self.rng.choice(DEADLINES_S)
             began = time.monotonic()
             code = self._one(deadline_s)
@@ -159,7 +162,7 @@ def test_two_hundred_clients(machine: Machine) -> None:
         thread.start()
     peak = 0
     while any(thread.is_alive() for thread in threads):
-        assert time.monotonic() < stop + max(DEADLINES_S) + 10, "a client hangs"
+        assert time.monotonic() < stop + max(DEADLINES_S) + HANGS_S, "a client hangs"
         peak = max(peak, daemon.memory_bytes())
         time.sleep(0.05)
     ended = sum((caller.ended for caller in callers), Counter[Code]())
@@ -171,8 +174,9 @@ def test_two_hundred_clients(machine: Machine) -> None:
     assert all(caller.ended.total() for caller in callers)
     assert set(ended) <= EXPECTED, shown
     assert ended[Code.OK] > 0 and sum(ended[code] for code in REFUSED) > 0, shown
-    let_in = long[Code.OK] + long[Code.ABORTED] + long[Code.DEADLINE_EXCEEDED]
-    assert long[Code.DEADLINE_EXCEEDED] < LATE_SHARE * let_in, "what is let in has to be answered"
+    late, refused = long[Code.DEADLINE_EXCEEDED], sum(long[code] for code in REFUSED)
+    late_max = max(LATE_SHARE * (long[Code.OK] + long[Code.ABORTED] + late), LATE_PER_REFUSED * refused)
+    assert late < late_max, f"{late} calls were let in and not answered, {refused} refused"
     assert not any(caller.unhinted for caller in callers), "refused without a hint"
     assert late_s < LATE_S, f"a call ended {late_s:.2f} s after its deadline; {shown}"
     assert growth < GROWTH_MAX, f"grew by {growth >> 20} MiB"
