@@ -23,7 +23,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, FrameClass
+from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY_BYTES, ROOT, FrameClass
 
 KEY_BYTES_MAX = 1000
 PAGE_SIZES = (4096, 16384, 65536, 262144, 1048576)
@@ -122,10 +122,10 @@ class About(NamedTuple):
 def read_row(row: bytes) -> tuple[bytes, About] | None:
     """(root, about) where an identity row is that of an object's head."""
     start = IDENTITY_HEAD_BYTES
-    if len(row) < start + _ABOUT.size or row[32:40] != HEAD_TAG:
+    if len(row) < start + _ABOUT.size or not row[EXTRA].startswith(HEAD_TAG):
         return None
     mark, name_bytes, value_bytes, pieces, number = _ABOUT.unpack_from(row, start)
     if mark != _MARK or number or start + _ABOUT.size + name_bytes > len(row):
         return None
     name = row[start + _ABOUT.size : start + _ABOUT.size + name_bytes]
-    return row[16:32], About(name, value_bytes, pieces, row[40:48])
+    return row[ROOT], About(name, value_bytes, pieces, row[EXTRA].removeprefix(HEAD_TAG))

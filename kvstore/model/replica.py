@@ -17,15 +17,20 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 KEY_BYTES = 16
 ADDRESS_BYTES = 16
+WORD_BYTES = 8  # generation and state, what a record begins with
 FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
 SHARDS_MAX = 8  # writers of one page (TP x PP ranks); one progress word each in the marks
-IDENTITY_HEAD_BYTES = 48  # key 16, root 16, extra 16; tokens follow
+# An identity row, which says what page a page is. Rows of them come with every put, stand in every record, and in front
+# of every page on NVMe: key, root and extra, then the page's token ids.
+KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
+IDENTITY_HEAD_BYTES = EXTRA.stop
 NVME_HEAD_BYTES = 136  # of a frame's header on NVMe: all but its token ids and checksums (tier/frame_header.py)
 NVME_DIRECTORY_HEAD_BYTES = 64  # of an extent's directory on NVMe; a lean row per frame follows
 
@@ -79,6 +84,26 @@ ADDRESS_DTYPE = np.dtype([("extent", "<u4"), ("frame", "<u4"), ("generation", "<
 assert ADDRESS_DTYPE.itemsize == ADDRESS_BYTES
 
 
+def identity_bytes(page_tokens: int) -> int:
+    """Length of an identity row."""
+    return IDENTITY_HEAD_BYTES + 4 * page_tokens
+
+
+def keys_of(rows: npt.NDArray[np.uint8]) -> list[bytes]:
+    """The key of each of these identity rows."""
+    return _split(rows[:, KEY])
+
+
+def roots_of(rows: npt.NDArray[np.uint8]) -> list[bytes]:
+    """The root of each of these identity rows."""
+    return _split(rows[:, ROOT])
+
+
+def _split(column: npt.NDArray[np.uint8]) -> list[bytes]:
+    data = column.tobytes()
+    return [data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES)]
+
+
 def word_of(generation: int, state: FrameState) -> int:
     """A record's first 8 bytes: generation << 8 | state. Written last, invalidated first."""
     return generation << 8 | state
@@ -124,6 +149,10 @@ class FrameClass:
         return self.nvme_header_bytes + self.frame_bytes
 
 
+def _after_word(part: slice) -> slice:
+    return slice(WORD_BYTES + part.start, WORD_BYTES + part.stop)
+
+
 @dataclass(frozen=True)
 class RecordFormat:
     """Byte offsets inside a record row. The daemon alone writes records; readers map them read-only.
@@ -145,16 +174,31 @@ class RecordFormat:
     layers: int
     tail: bool = True
 
+    body: ClassVar[slice] = slice(WORD_BYTES, None)  # all but the word, which is stored last
+    key: ClassVar[slice] = _after_word(KEY)
+    root: ClassVar[slice] = _after_word(ROOT)
+    extra: ClassVar[slice] = _after_word(EXTRA)
+
     @cached_property
     def identity(self) -> slice:
         """Compared on every read: key, root, extra, tokens."""
-        return slice(8, 8 + IDENTITY_HEAD_BYTES + 4 * self.page_tokens)
+        return slice(WORD_BYTES, WORD_BYTES + identity_bytes(self.page_tokens))
+
+    @cached_property
+    def tokens(self) -> slice:
+        """The token ids of ``identity``, little-endian uint32."""
+        return slice(self.extra.stop, self.identity.stop)
 
     @cached_property
     def parent(self) -> slice:
         """16 bytes: the key of the page before, or the root for page 0."""
-        start = 8 + IDENTITY_HEAD_BYTES + -(-4 * self.page_tokens // 8) * 8
+        start = WORD_BYTES + -(-identity_bytes(self.page_tokens) // 8) * 8
         return slice(start, start + KEY_BYTES)
+
+    @cached_property
+    def summed(self) -> slice:
+        """What ``identity_sum`` is the sum of: identity and parent."""
+        return slice(WORD_BYTES, self.parent.stop)
 
     @cached_property
     def info(self) -> int:
@@ -180,6 +224,21 @@ class RecordFormat:
     def writers(self) -> int:
         """Offset of the first of ``SHARDS_MAX`` session words (RESERVED and QUARANTINED frames only)."""
         return self.info + 32
+
+    @cached_property
+    def words(self) -> slice:
+        """Of a frame that is being written: ``info``, ``identity_sum``, ``lease_until_ns`` and ``writing``."""
+        return slice(self.info, self.writing.stop)
+
+    @cached_property
+    def writing(self) -> slice:
+        """``group`` and the words of all ``writers``."""
+        return slice(self.group, self.writers + 8 * SHARDS_MAX)
+
+    @cached_property
+    def before_writing(self) -> slice:
+        """From the word up to ``writing``: identity, parent, ``info``, ``identity_sum`` and ``lease_until_ns``."""
+        return slice(WORD_BYTES, self.lease_until_ns + 8)
 
     @cached_property
     def checksums(self) -> slice:

@@ -21,14 +21,15 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.replica import (
     ADDRESS,
     ADDRESS_BYTES,
-    IDENTITY_HEAD_BYTES,
     KEY_BYTES,
     Address,
     FrameClass,
+    identity_bytes,
 )
 
 PROTOCOL = 2
 HEAD = struct.Struct("<BBHIQQ")
+WRITER = struct.Struct("<QII")  # what the body of RESERVE begins with: write group, shard, shards
 # One datagram; below the 208 KiB default send buffer of Linux, and the bound of what a client can make us hold.
 MESSAGE_BYTES_MAX = 128 * 1024
 BATCH_MAX = 512  # pages or addresses in one request
@@ -96,7 +97,7 @@ def decode(data: memoryview) -> Message:
 
 def batch_pages(page_tokens: int, layers: int) -> int:
     """How many pages of a class fit one request (identity row, address and checksums each)."""
-    row = IDENTITY_HEAD_BYTES + 4 * page_tokens + ADDRESS_BYTES + 4 * layers
+    row = identity_bytes(page_tokens) + ADDRESS_BYTES + 4 * layers
     return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size - 64) // row))
 
 
@@ -130,7 +131,7 @@ def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> l
 
 def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> npt.NDArray[np.uint8]:
     """Identity rows ``[count, 48 + 4 * page_tokens]`` from ``body`` at ``offset`` (a view, not a copy)."""
-    width = IDENTITY_HEAD_BYTES + 4 * page_tokens
+    width = identity_bytes(page_tokens)
     _need(body, offset + count * width)
     return np.frombuffer(body, np.uint8, count * width, offset).reshape(count, width)
 

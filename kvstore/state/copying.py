@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstore.model.replica import Address, FrameClass, Tier
+from kvstore.model.replica import Address, FrameClass, Tier, keys_of, roots_of
 from kvstore.state import events as ev
 from kvstore.state.space import Space
 from kvstore.state.views import Rows
@@ -167,9 +167,7 @@ class Copies:
         source, target = batch.source, batch.target
         arrival = Arrival()
         lost = set(failed)
-        data = heads[:, :32].tobytes()
-        for i, page in enumerate(batch.pages):
-            key, root = data[32 * i : 32 * i + 16], data[32 * i + 16 : 32 * i + 32]
+        for i, (page, key, root) in enumerate(zip(batch.pages, keys_of(heads), roots_of(heads), strict=True)):
             parent_key, parent = b"", None
             wanted = i not in lost and key == page.key and source.sealed(page.source) and target.find(key) is None
             if wanted:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import Address, FrameClass, Status, Tier, position_of
+from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of, position_of
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
 from kvstore.state.eviction import Page
@@ -233,12 +233,11 @@ class NodeState:
         out: list[ev.Instruction] = []
         session = self.sessions.get(event.session) or self.sessions.setdefault(event.session, Session())
         granted = session.granted
-        data = event.rows[:, :32].tobytes()
-        keys = [data[i : i + 16] for i in range(0, len(data), 32)]
+        keys = keys_of(event.rows)
         count = len(keys)
         if len(set(keys)) != count or len(set(event.addresses)) != count:
             return [named_twice()]
-        root = data[16:32]
+        root = event.rows[0, ROOT].tobytes()
         first, parent = self.space.leading(root, event.parent, keys)
         if parent is None and event.parent != root:
             below = self.writing.through.seal(event, granted, keys, self.tenants.number(root))

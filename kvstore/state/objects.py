@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvstore.model import objects
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG, is_object_class, read_row
-from kvstore.model.replica import Address, FrameState, Status, Tier
+from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.copying import Copies
 from kvstore.state.space import Space
@@ -58,7 +58,7 @@ class Objects:
         Per head: OK, PRESENT (another is there), NO_SPACE (a page of another root has its key), BUSY (what it replaces
         is on its way, or not erased yet, or it is not known yet what lower tiers hold), NO_PARENT, STALE.
         """
-        key, root = event.rows[0, :16].tobytes(), event.rows[0, 16:32].tobytes()
+        key, root = event.rows[0, KEY].tobytes(), event.rows[0, ROOT].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
         current = self._find(key)
         status = Status.OK
@@ -89,12 +89,12 @@ class Objects:
     def sealed(self, event: ev.SealGranted, reply: ev.Reply) -> None:
         """Pages of one layer were sealed; where they are pieces, they go with their writer if no head follows."""
         count = reply.statuses.count(Status.OK)
-        if count and event.rows[0, 32:40].tobytes() == PIECE_TAG and is_object_class(event.frame_class):
+        if count and event.rows[0, EXTRA].tobytes().startswith(PIECE_TAG) and is_object_class(event.frame_class):
             last = len(reply.statuses) - 1 - reply.statuses[::-1].index(Status.OK)
             self._loose.pop(event.parent, None)
             if len(self._loose) >= LOOSE_MAX:
                 self._loose.popitem(last=False)
-            self._loose[event.rows[last, :16].tobytes()] = event.session
+            self._loose[event.rows[last, KEY].tobytes()] = event.session
 
     def end_session(self, session: int, out: list[ev.Instruction]) -> None:
         """A writer is dead: what it put of objects without coming to their heads is of no use to anybody."""

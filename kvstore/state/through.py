@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from kvstore.model.objects import is_object_class
-from kvstore.model.replica import Address, FrameState, Status, position_of, standing, turns_of
+from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, position_of, roots_of, standing, turns_of
 from kvstore.state import events as ev
 from kvstore.state.behind import Behind
 from kvstore.state.copying import NODE_SESSION, Batch, Copies
@@ -158,7 +158,7 @@ class Through(Behind):
         Per page: BUSY on its way, OK stored (its frame is gone), PRESENT stored by another, else why not.
         ``number``: of the root.
         """
-        root = event.rows[0, 16:32].tobytes()
+        root = event.rows[0, ROOT].tobytes()
         if is_object_class(event.frame_class) or not self.holds(root, event.parent):
             return None
         out: list[ev.Instruction] = []
@@ -201,7 +201,7 @@ class Through(Behind):
         """Pages in granted frames become reserved pages that are complete, and are chosen."""
         if not places:
             return []
-        root = event.rows[0, 16:32].tobytes()
+        root = event.rows[0, ROOT].tobytes()
         addresses = [event.addresses[i] for i in places]
         parents = [keys[i - 1] if i else event.parent for i in places]
         granted.difference_update(addresses)
@@ -311,9 +311,8 @@ class Through(Behind):
         places: list[int] = []
         parents: list[bytes] = []
         unused: list[Address] = []
-        data = event.heads[:, :32].tobytes()
-        for i, page in enumerate(batch.pages):
-            key, root = data[32 * i : 32 * i + 16], data[32 * i + 16 : 32 * i + 32]
+        keys, roots = keys_of(event.heads), roots_of(event.heads)
+        for i, (page, key, root) in enumerate(zip(batch.pages, keys, roots, strict=True)):
             staged = self._staged.pop(page.key, None)
             if staged is None or staged.address != page.source:  # it was given up; maybe another writer's page is next
                 unused.append(page.target)

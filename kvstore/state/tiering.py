@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from kvstore.model.replica import Address, FrameState, Status, Tier
+from kvstore.model.replica import Address, FrameState, Status, Tier, keys_of, roots_of
 from kvstore.state import events as ev
 from kvstore.state.clearing import Clearing
 from kvstore.state.copying import NODE_SESSION, Batch, Copies
@@ -188,9 +188,8 @@ class Tiering:
             return []
         out: list[ev.Instruction] = []
         kept: list[int] = []
-        keys = [row[:16].tobytes() for row in event.heads]
-        for i, (address, key) in enumerate(zip(event.addresses, keys, strict=True)):
-            root = event.heads[i, 16:32].tobytes()
+        keys = keys_of(event.heads)
+        for i, (address, key, root) in enumerate(zip(event.addresses, keys, roots_of(event.heads), strict=True)):
             at_root = event.parents[i] == root
             parent = None if at_root else space.find_in(root, event.parents[i])
             if not self._waits(space, address) or space.find(key) is not None or (parent is None and not at_root):

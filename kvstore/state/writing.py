@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from kvstore.model.objects import is_object_class
-from kvstore.model.replica import Address, FrameState, Status, standing
+from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, standing
 from kvstore.state import events as ev
 from kvstore.state.behind import Behind
 from kvstore.state.pending import Pending, PendingTable
@@ -33,12 +33,11 @@ class Writing:
     def reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
         """See ``events.Reserve``."""
         out: list[ev.Instruction] = []
-        data = event.rows[:, :32].tobytes()
-        keys = [data[i : i + 16] for i in range(0, len(data), 32)]
+        keys = keys_of(event.rows)
         if len(set(keys)) != len(keys):
             return [named_twice()]
         parents = [event.parent, *keys[:-1]]
-        root = data[16:32]
+        root = event.rows[0, ROOT].tobytes()
         pool = self.space.segment.pool(event.frame_class)
         statuses, addresses = [Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys)
         new: list[int] = []

@@ -15,14 +15,14 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.model.replica import MARKS_ROW_BYTES, STAMPED, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import unknown_version
 from kvstore.tier.plain_files import open_plain, remove
@@ -156,7 +156,7 @@ class ExtentTable:
     def forget_writers(self, frames: Any) -> None:
         """These frames are free: their records name nobody who might write there."""
         if self.fmt.tail:
-            self.rows[frames, self.fmt.group : self.fmt.writers + 8 * SHARDS_MAX] = 0
+            self.rows[frames, self.fmt.writing] = 0
 
     @staticmethod
     def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
@@ -175,6 +175,26 @@ class ExtentTable:
         finally:
             os.close(fd)
 
+    def key(self, frame: int) -> bytes:
+        """The key of the page in that frame."""
+        return self.rows[frame, RecordFormat.key].tobytes()
+
+    def root(self, frame: int) -> bytes:
+        """The root of its chain."""
+        return self.rows[frame, RecordFormat.root].tobytes()
+
+    def extra(self, frame: int) -> bytes:
+        """What else is in its key, see ``model.prefix``."""
+        return self.rows[frame, RecordFormat.extra].tobytes()
+
+    def parent(self, frame: int) -> bytes:
+        """The key of the page before it, or the root."""
+        return self.rows[frame, self.fmt.parent].tobytes()
+
+    def record(self, frame: int) -> Record:
+        """A copy of all that is written there."""
+        return Record(self.rows[frame].tobytes(), self.fmt)
+
     def column(self, offset: int) -> Words:
         """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
         assert offset % 8 == 0, offset
@@ -182,9 +202,8 @@ class ExtentTable:
 
     def identity_sums(self, frames: slice) -> list[int]:
         """What ``identity_sum`` of each of these frames should be: xxh3_64 over identity and parent."""
-        end = self.fmt.parent.stop
-        data = self.rows[frames, 8:end].tobytes()
-        width, digest = end - 8, xxhash.xxh3_64_intdigest
+        summed, digest = self.fmt.summed, xxhash.xxh3_64_intdigest
+        data, width = self.rows[frames, summed].tobytes(), summed.stop - summed.start
         return [digest(data[i : i + width]) for i in range(0, len(data), width)]
 
     def close(self) -> None:
@@ -210,6 +229,70 @@ class ExtentTable:
         for path in self._files:
             path.unlink(missing_ok=True)
         self.words[:] = 0
+
+
+class Record(NamedTuple):
+    """A copy of one frame's record. Whether it still is that, the word in the table says."""
+
+    raw: bytes
+    fmt: RecordFormat
+
+    @property
+    def word(self) -> int:
+        """Generation and state, see ``model.replica.word_of``."""
+        return self._word(0)
+
+    @property
+    def key(self) -> bytes:
+        """See ``ExtentTable.key``."""
+        return self.raw[RecordFormat.key]
+
+    @property
+    def root(self) -> bytes:
+        """See ``ExtentTable.root``."""
+        return self.raw[RecordFormat.root]
+
+    @property
+    def extra(self) -> bytes:
+        """See ``ExtentTable.extra``."""
+        return self.raw[RecordFormat.extra]
+
+    @property
+    def tokens(self) -> bytes:
+        """Token ids, little-endian uint32; none in a lean record."""
+        return self.raw[self.fmt.tokens]
+
+    @property
+    def identity(self) -> bytes:
+        """Key, root, extra and token ids."""
+        return self.raw[self.fmt.identity]
+
+    @property
+    def parent(self) -> bytes:
+        """See ``ExtentTable.parent``."""
+        return self.raw[self.fmt.parent]
+
+    @property
+    def info(self) -> int:
+        """See ``RecordFormat``."""
+        return self._word(self.fmt.info)
+
+    @property
+    def checksums(self) -> npt.NDArray[np.uint32]:
+        """One per layer, once they are ``stamped``."""
+        return np.frombuffer(self.raw[self.fmt.checksums], "<u4")
+
+    @property
+    def stamped(self) -> bool:
+        """The checksums are there."""
+        return bool(self.info >> 48 & STAMPED)
+
+    def is_sound(self) -> bool:
+        """Identity and parent are what was written, by their sum."""
+        return xxhash.xxh3_64_intdigest(self.raw[self.fmt.summed]) == self._word(self.fmt.identity_sum)
+
+    def _word(self, offset: int) -> int:
+        return int.from_bytes(self.raw[offset : offset + 8], "little")
 
 
 class TableFiles:

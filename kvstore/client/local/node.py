@@ -26,7 +26,7 @@ from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model.objects import is_object_class
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import KEY_BYTES, FrameClass, FrameState, Tier
+from kvstore.model.replica import FrameClass, FrameState, Tier
 from kvstore.rpc.base import Channel
 from kvstore.rpc.control import Message, Op
 from kvstore.tier.counters import TIMED_NS
@@ -73,7 +73,7 @@ class Extent:
         self.page_bytes = frame_class.page_bytes
         self.words = table.words
         self.identity = table.rows[:, fmt.identity]
-        self.roots = self.identity[:, KEY_BYTES : 2 * KEY_BYTES]
+        self.roots = table.rows[:, fmt.root]
         self.info = table.column(fmt.info)
         self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
         self.last_use = table.last_use

@@ -54,7 +54,7 @@ class NvmeExtent:
         self.frame_class = table.frame_class
         self.words = table.words
         self.last_use = table.last_use
-        self.roots = table.rows[:, 24:40]
+        self.roots = table.rows[:, table.fmt.root]
         self._table = table  # keeps the mappings
 
 

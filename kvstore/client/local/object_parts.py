@@ -15,7 +15,7 @@ from kvstore.client.scattered import Scattered
 from kvstore.errors import NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, is_object_class, key_hash, read_row
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Status, Tier, word_of
+from kvstore.model.replica import ADDRESS, KEY, Address, FrameClass, FrameState, Status, Tier, word_of
 from kvstore.rpc.control import OBJECT, Op, pack_addresses
 from kvstore.tier.index import IndexDamaged
 
@@ -54,7 +54,7 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
     except IndexDamaged:
         return None
     about = read_row(found[1])
-    if about is None or about[0] != root or about[1].name != name or found[1][:16] != key:
+    if about is None or about[0] != root or about[1].name != name or found[1][KEY] != key:
         return None
     return Found(about[1], found[0], *found[2:])
 

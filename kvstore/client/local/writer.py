@@ -23,7 +23,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState, Status
 from kvstore.model.shard import Shard
 from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import NO_REPLY, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.rpc.control import NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
@@ -72,7 +72,7 @@ class LocalWriter(Writer):
             mapped.mark_used(last)
         limit = batch_pages(self._class.page_tokens, self._class.layers)
         number, count = self._shard.number, self._shard.count
-        head = self._group.to_bytes(8, "little") + number.to_bytes(4, "little") + count.to_bytes(4, "little")
+        head = WRITER.pack(self._group, number, count)
         end = page + mapped.claims.claim(self, self._group, number, keys.hashes[page:])
         full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
         while page < end and not full:

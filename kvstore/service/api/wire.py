@@ -12,7 +12,7 @@ from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Tier
+from kvstore.model.replica import KEY_BYTES, Tier
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.messages import check_text, layout_of
 from kvstore.service.node.node import Node
@@ -80,9 +80,9 @@ def root_of(node: Node, key: bytes) -> bytes | None:
         for address in (*(index.find(tier, key) for tier in index.tiers), index.find_pending(key)):
             table = performer.tables.get(address.extent) if address is not None else None
             if table is not None and address.frame < len(table.rows):
-                head = table.rows[address.frame, 8 : 8 + IDENTITY_HEAD_BYTES].tobytes()
-                if head[:KEY_BYTES] == key:
-                    return head[KEY_BYTES : 2 * KEY_BYTES]
+                record = table.record(address.frame)
+                if record.key == key:
+                    return record.root
         return None
 
     return node.look(look)

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, Tier, word_of
+from kvstore.model.replica import Address, FrameState, Tier, word_of
 from kvstore.service.node.index_keeper import snapshot
 from kvstore.service.node.performer import Performer
 from kvstore.state import closure
 from kvstore.tier import frame_header
 from kvstore.tier.disk import aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
-from kvstore.tier.records import ExtentTable
+from kvstore.tier.records import ExtentTable, Record
 
 log = logging.getLogger("kvstore.events")
 
@@ -122,25 +122,25 @@ class PageReader:
         table = self._performer.tables.get(address.extent)
         if table is None or address.frame >= table.frames:
             return None
-        row = _row(table, key, address)
-        if row is None:
+        record = _record(table, key, address)
+        if record is None:
             return None
-        if row[40:48] in (HEAD_TAG, PIECE_TAG):  # an opaque object has no token ids
+        if record.extra.startswith((HEAD_TAG, PIECE_TAG)):  # an opaque object has no token ids
             return PageFacts(key, None, b"")
-        parent, root = row[table.fmt.parent], row[24:40]
-        tokens = self._tokens(key, address, table, row, above)
-        return None if tokens is None else PageFacts(key, None if parent == root else parent, tokens)
+        tokens = self._tokens(key, address, table, record, above)
+        parent = record.parent if record.parent != record.root else None
+        return None if tokens is None else PageFacts(key, parent, tokens)
 
     def _tokens(
-        self, key: bytes, address: Address, table: ExtentTable, row: bytes, above: Address | None
+        self, key: bytes, address: Address, table: ExtentTable, record: Record, above: Address | None
     ) -> bytes | None:
         if table.tier == Tier.DRAM:
-            return _tokens_of(row, table)
+            return record.tokens
         if above is not None:
             copy = self._performer.tables.get(above.extent)
-            found = _row(copy, key, above) if copy is not None and above.frame < copy.frames else None
-            if copy is not None and found is not None:
-                return _tokens_of(found, copy)
+            found = _record(copy, key, above) if copy is not None and above.frame < copy.frames else None
+            if found is not None:
+                return found.tokens
         return self._tokens_on_nvme(key, address, table)
 
     def _tokens_on_nvme(self, key: bytes, address: Address, table: ExtentTable) -> bytes | None:
@@ -158,17 +158,12 @@ class PageReader:
         return found.tokens.tobytes() if isinstance(found, FrameHeader) and found.key == key else None
 
 
-def _row(table: ExtentTable, key: bytes, address: Address) -> bytes | None:
+def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
     word = word_of(address.generation, FrameState.SEALED)
     if int(table.words[address.frame]) != word:
         return None
-    row = table.rows[address.frame].tobytes()
-    return row if int(table.words[address.frame]) == word and row[8:24] == key else None
-
-
-def _tokens_of(row: bytes, table: ExtentTable) -> bytes:
-    start = 8 + IDENTITY_HEAD_BYTES
-    return row[start : start + 4 * table.frame_class.page_tokens]
+    record = table.record(address.frame)
+    return record if int(table.words[address.frame]) == word and record.key == key else None
 
 
 # --- in vLLM's words ------------------------------------------------------------------------------------------------

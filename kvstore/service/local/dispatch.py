@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
-from kvstore.model.replica import ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, Tier
+from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, Tier, identity_bytes
 from kvstore.rpc import control
 from kvstore.rpc.control import BATCH_MAX, Message, Op
 from kvstore.service.node.node import Node
@@ -118,7 +118,7 @@ class Dispatcher:
     def _seal_granted(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
         count, body = _at_least_one(message), message.body
-        width = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
+        width = identity_bytes(frame_class.page_tokens)
         parent = control.unpack_key(body, 0)
         addresses = control.unpack_addresses(body, count, KEY_BYTES)
         start = KEY_BYTES + count * ADDRESS_BYTES
@@ -149,14 +149,13 @@ class Dispatcher:
         frame_class = control.unpack_class(message.a)
         self.node.check_class(frame_class)
         count, body = _at_least_one(message), message.body
-        parent = control.unpack_key(body, 16)  # also says whether the 16 bytes before are there
-        group = int.from_bytes(body[0:8], "little")
-        shard, shards = int.from_bytes(body[8:12], "little"), int.from_bytes(body[12:16], "little")
+        parent = control.unpack_key(body, control.WRITER.size)  # also says whether what is before it is there
+        group, shard, shards = control.WRITER.unpack_from(body)
         if not 1 <= shards <= SHARDS_MAX or shard >= shards:
             raise InvalidRequest("ranks", f"rank {shard} of {shards}: at most {SHARDS_MAX} ranks write one page")
         if group == 0:
             raise InvalidRequest("group", "must not be 0")
-        rows = control.unpack_rows(body, count, frame_class.page_tokens, 32)
+        rows = control.unpack_rows(body, count, frame_class.page_tokens, control.WRITER.size + KEY_BYTES)
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
         event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
         reply = _accepted(self.node.handle(event))

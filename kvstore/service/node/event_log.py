@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import Tier
+from kvstore.model.replica import Tier, roots_of
 from kvstore.service.node.answers import fitted
 from kvstore.state.views import Rows
 
@@ -104,8 +104,7 @@ class EventLog:
         kind, reason = _SEALS[cause]
         roots = [root]
         if cause != "put" and rows is not None:
-            data = rows[:, 16:32].tobytes()
-            roots = [data[i : i + 16] for i in range(0, len(data), 16)]
+            roots = roots_of(rows)
         self.append(kind, tier, reason, keys, roots)
 
     def append(self, kind: str, tier: Tier, reason: str, keys: list[bytes], roots: list[bytes] | None = None) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState, Tier
+from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState, RecordFormat, Tier
 from kvstore.state import closure
-from kvstore.state.views import Snapshot
+from kvstore.state.views import Rows, Snapshot
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index, IndexDamaged, IndexFull
@@ -68,7 +68,7 @@ class IndexKeeper:
             if table.tier != tier:
                 continue
             sealed = (table.words & np.uint64(0xFF)) == SEALED
-            frames = np.flatnonzero(sealed & (table.rows[:, 8:24] == wanted).all(axis=1))
+            frames = np.flatnonzero(sealed & (table.rows[:, RecordFormat.key] == wanted).all(axis=1))
             if len(frames):
                 return Address(number, int(frames[0]), int(table.words[frames[0]]) >> 8)
         return None
@@ -192,7 +192,7 @@ class IndexKeeper:
                 continue
             reserved = (table.words & np.uint64(0xFF)) == RESERVED
             for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():
-                key = table.rows[frame, 8:24].tobytes()
+                key = table.key(frame)
                 address = Address(number, frame, int(table.words[frame]) >> 8)
                 if key not in first or address.generation < first[key].generation:
                     first[key] = address
@@ -231,11 +231,11 @@ def _steps(ops: list[IndexOp]) -> Iterator[IndexOp]:
 
 def snapshot(table: ExtentTable) -> Snapshot:
     """Copies of the columns that recovery and integrity look at."""
-    rows = table.rows
+    fmt = table.fmt
+    columns = (names_in(table.rows, slice(None), where) for where in (fmt.key, fmt.parent, fmt.root))
+    return Snapshot(table.extent, table.words.copy(), *columns)
 
-    def column(where: slice) -> Any:
-        return np.ascontiguousarray(rows[:, where]).view("S16").reshape(-1)
 
-    return Snapshot(
-        table.extent, table.words.copy(), column(slice(8, 24)), column(table.fmt.parent), column(slice(24, 40))
-    )
+def names_in(rows: Rows, frames: Any, where: slice) -> Any:
+    """A column of keys, parents or roots ``[frames]`` of record rows, as ``Snapshot`` has them."""
+    return np.ascontiguousarray(rows[frames, where]).view("S16").reshape(-1)

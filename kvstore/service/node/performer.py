@@ -19,8 +19,11 @@ from kvstore.model.replica import (
     STAMPED,
     Address,
     FrameState,
+    RecordFormat,
     Tier,
+    identity_bytes,
     info_word,
+    keys_of,
     standing_of,
     word_of,
 )
@@ -126,26 +129,24 @@ class Performer:
 
     def key(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
-        return self.tables[extent].rows[frame, 8:24].tobytes()
+        return self.tables[extent].key(frame)
 
     def root(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
-        return self.tables[extent].rows[frame, 24:40].tobytes()
+        return self.tables[extent].root(frame)
 
     def extra(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
-        return self.tables[extent].rows[frame, 40:56].tobytes()
+        return self.tables[extent].extra(frame)
 
     def parent(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
-        table = self.tables[extent]
-        return table.rows[frame, table.fmt.parent].tobytes()
+        return self.tables[extent].parent(frame)
 
     def standing(self, extent: int, frame: int) -> int:
         """See ``RecordView``."""
         table = self.tables[extent]
-        start = table.fmt.info
-        return standing_of(int.from_bytes(table.rows[frame, start : start + 8].tobytes(), "little"))
+        return standing_of(int(table.column(table.fmt.info)[frame]))
 
     def last_use_ns(self, extent: int, frame: int) -> int:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
@@ -227,10 +228,10 @@ class Performer:
     def _write_granted(self, instruction: ev.WriteGranted) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
             fmt = table.fmt
-            table.rows[frames, 8:24] = 0
+            table.rows[frames, fmt.key] = 0
             if fmt.tail:
                 words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
-                table.rows[frames, fmt.info : fmt.writers + 8 * SHARDS_MAX] = _tail(words)
+                table.rows[frames, fmt.words] = _tail(words)
             self._write_words(table, frames, instruction.addresses, places, RESERVED)
 
     def _write_reserved(self, instruction: ev.WriteReserved) -> None:
@@ -241,11 +242,9 @@ class Performer:
             self._write_bodies(table, frames, instruction.rows[places], parents, infos, until_ns)
             writers = np.zeros(1 + SHARDS_MAX, np.uint64)
             writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
-            start = table.fmt.group
-            table.rows[frames, start : start + 8 + 8 * SHARDS_MAX] = writers.view(np.uint8)
+            table.rows[frames, table.fmt.writing] = writers.view(np.uint8)
             self._write_words(table, frames, instruction.addresses, places, RESERVED)
-        for row, address in zip(instruction.rows, instruction.addresses, strict=True):
-            key = row[:16].tobytes()
+        for key, address in zip(keys_of(instruction.rows), instruction.addresses, strict=True):
             if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
                 self._index_ops.append((None, [key], [address]))
 
@@ -255,7 +254,7 @@ class Performer:
     ) -> None:
         """Everything of these records between the word and the tail, in one store."""
         fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
-        width = fmt.identity.stop - fmt.identity.start  # lean records keep no token ids
+        width = identity_bytes(fmt.page_tokens)  # lean records keep no token ids
         data = rows[:, :width].tobytes()
         pad = bytes(fmt.parent.start - fmt.identity.stop)
         lease = until_ns.to_bytes(8, "little")
@@ -264,7 +263,7 @@ class Performer:
             identity = data[i * width : (i + 1) * width] + pad + parent
             bodies += (identity, _info_bytes(infos[i], digest(identity)), lease)
         block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
-        table.rows[frames, 8 : fmt.lease_until_ns + 8] = block
+        table.rows[frames, fmt.before_writing] = block
 
     def _write_writer(self, instruction: ev.WriteWriter) -> None:
         for table, frames, _ in self._by_extent(instruction.addresses):
@@ -349,7 +348,7 @@ class Performer:
         old, new = instruction.source.frame, instruction.target.frame
         if self.stores[instruction.tier].mapped:
             self.frames_of(target)[new] = self.frames_of(source)[old]
-        target.rows[new, 8:] = source.rows[old, 8:]
+        target.rows[new, RecordFormat.body] = source.rows[old, RecordFormat.body]
         target.marks[new] = source.marks[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
         self._index_ops.append((instruction.tier, [instruction.key], [instruction.target]))

@@ -216,7 +216,7 @@ def _identity(performer: Performer, address: Address) -> bytes:
     table = performer.tables.get(address.extent)
     if table is None or address.frame >= len(table.rows):
         return b""
-    return table.rows[address.frame, 8:40].tobytes()
+    return table.key(address.frame) + table.root(address.frame)
 
 
 def _tokens(value: Any) -> Any:

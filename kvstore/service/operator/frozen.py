@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.errors import Unavailable
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, KEY_BYTES, Address, Tier
+from kvstore.service.node.index_keeper import names_in
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
 from kvstore.state import integrity
@@ -45,13 +46,14 @@ class _Records:
 
     def __init__(self, table: ExtentTable) -> None:
         self.extent, self.tier = table.extent, table.tier
-        self._rows, self._words, self._parent = table.rows, table.words, table.fmt.parent
+        self._rows, self._words = table.rows, table.words
+        self._columns = table.fmt.key, table.fmt.parent, table.fmt.root
         self._copy: Snapshot | None = None
 
     def copy(self) -> None:
         """Copy what is there, word first."""
         words = self._words.copy()
-        columns = (self._column(slice(None), where) for where in (slice(8, 24), self._parent, slice(24, 40)))
+        columns = (names_in(self._rows, slice(None), where) for where in self._columns)
         self._copy = Snapshot(self.extent, words, *columns)
 
     def settled(self) -> Snapshot:
@@ -64,16 +66,9 @@ class _Records:
         changed = np.flatnonzero(words != found.words)
         if len(changed):
             found.words = words
-            for column, where in (
-                (found.keys, slice(8, 24)),
-                (found.parents, self._parent),
-                (found.roots, slice(24, 40)),
-            ):
-                column[changed] = self._column(changed, where)
+            for column, where in zip((found.keys, found.parents, found.roots), self._columns, strict=True):
+                column[changed] = names_in(self._rows, changed, where)
         return found
-
-    def _column(self, frames: Any, where: slice) -> Any:
-        return np.ascontiguousarray(self._rows[frames, where]).view("S16").reshape(-1)
 
 
 def findings(node: Node) -> list[str]:

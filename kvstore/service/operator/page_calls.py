@@ -203,12 +203,12 @@ def _address(found: Stored, i: int) -> Address:
 
 def _described(found: Stored, i: int, names: dict[int, tuple[str, str]], now_ns: int) -> dict[str, Any]:
     view = found.views[int(found.view[i])]
-    row = view.rows[int(found.frame[i])]
+    record = view.record(int(found.frame[i]))
     tenant, model = names.get(int(found.root[i]), ("", ""))
     return {
-        "key": row[8:24].tobytes().hex(),
-        "root": row[24:40].tobytes().hex(),
-        "parent": row[view.parent].tobytes().hex(),
+        "key": record.key.hex(),
+        "root": record.root.hex(),
+        "parent": record.parent.hex(),
         "tier": str(view.tier),
         "address": list(_address(found, i)),
         "position": position_of(int(found.info[i])),

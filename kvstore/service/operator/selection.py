@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import FrameState, Tier
+from kvstore.model.replica import FrameState, RecordFormat, Tier
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
 from kvstore.state.node_state import NodeState
-from kvstore.tier.records import ExtentTable
+from kvstore.tier.records import ExtentTable, Record
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -41,9 +41,13 @@ class View:
     rows: npt.NDArray[np.uint8]
     words: Words
     last_use: Words
-    columns: tuple[Words, Words, Words, Words]  # first 8 bytes of key, root, parent; info
-    parent: slice
+    columns: tuple[Words, ...]  # first 8 bytes of key, root, parent; info
+    fmt: RecordFormat
     children: npt.NDArray[np.uint32]
+
+    def record(self, frame: int) -> Record:
+        """A copy of what is written there now."""
+        return Record(self.rows[frame].tobytes(), self.fmt)
 
 
 @dataclass(slots=True)
@@ -70,7 +74,7 @@ class Stored:
 
     def key_bytes(self, i: int) -> bytes:
         """The whole key of page ``i``, as its record says now."""
-        return self.views[int(self.view[i])].rows[int(self.frame[i]), 8:24].tobytes()
+        return self.views[int(self.view[i])].record(int(self.frame[i])).key
 
 
 def stored(node: Node, tiers: tuple[Tier, ...], now_ns: int) -> Stored:
@@ -105,11 +109,11 @@ def _views(
 
 def _view(table: ExtentTable, children: npt.NDArray[np.uint32]) -> View:
     fmt = table.fmt
-    columns = table.column(8), table.column(24), table.column(fmt.parent.start), table.column(fmt.info)
+    columns = [table.column(offset) for offset in (fmt.key.start, fmt.root.start, fmt.parent.start, fmt.info)]
     about = table.frame_class
     return View(
         *(table.extent, table.tier, about.page_bytes, about.page_tokens, table.rows, table.words, table.last_use),
-        *(columns, fmt.parent, children),
+        *(tuple(columns), fmt, children),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.model.replica import STAMPED, Address, FrameState, Status, Tier
+from kvstore.model.replica import Address, FrameState, Status, Tier
 from kvstore.service.node.node import Node
 from kvstore.state import events as ev
 from kvstore.state.views import Rows
@@ -142,8 +142,7 @@ class Scrubber:
         word = int(table.words[address.frame])
         if word != address.generation << 8 | FrameState.SEALED:
             return Status.STALE
-        row = table.rows[address.frame].copy()
-        damage, sums = (self._look if table.tier == Tier.DRAM else self._look_on_nvme)(table, address, row)
+        damage, sums = (self._look if table.tier == Tier.DRAM else self._look_on_nvme)(table, address)
         if int(table.words[address.frame]) != word:
             return Status.STALE  # it changed while we looked: whatever we saw means nothing
         self._pages_scrubbed += 1
@@ -156,25 +155,24 @@ class Scrubber:
             self._node.handle(ev.Stamped(time.monotonic_ns(), address, sums))
         return Status.OK
 
-    def _look(self, table: ExtentTable, address: Address, row: Any) -> tuple[str, Any]:
+    def _look(self, table: ExtentTable, address: Address) -> tuple[str, Any]:
         """(what is damaged or "", checksums where they have to be stamped or None)."""
-        fmt, words = table.fmt, row.view(np.uint64)
-        if table.identity_sums(slice(address.frame, address.frame + 1))[0] != int(words[fmt.identity_sum // 8]):
+        record = table.record(address.frame)
+        if not record.is_sound():
             return "record", None
-        self._node.check_indexed(address, row[8:24].tobytes())
+        self._node.check_indexed(address, record.key)
         page = self._node.performer.frames_of(table)[address.frame, : table.frame_class.page_bytes]
         sums = self._checksums(page, table.frame_class.layers)
-        if int(words[fmt.info // 8]) >> 48 & STAMPED == 0:
+        if not record.stamped:
             return "", sums
-        return ("" if np.array_equal(sums, row[fmt.checksums].view(np.uint32)) else "data"), None
+        return ("" if np.array_equal(sums, record.checksums) else "data"), None
 
-    def _look_on_nvme(self, table: ExtentTable, address: Address, row: Any) -> tuple[str, None]:
+    def _look_on_nvme(self, table: ExtentTable, address: Address) -> tuple[str, None]:
         """The same of a page on NVMe, which has its checksums since it was written."""
-        if table.identity_sums(slice(address.frame, address.frame + 1))[0] != int(
-            row.view(np.uint64)[table.fmt.identity_sum // 8]
-        ):
+        record = table.record(address.frame)
+        if not record.is_sound():
             return "record", None
-        self._node.check_indexed(address, row[8:24].tobytes())
+        self._node.check_indexed(address, record.key)
         nvme = self._node.nvme
         try:
             return nvme.verify(table, address) if nvme is not None else "", None

@@ -133,10 +133,6 @@ def _sealed(table: ExtentTable) -> npt.NDArray[np.intp]:
     return np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)
 
 
-def _key(table: ExtentTable, frame: int) -> bytes:
-    return table.rows[frame, 8:24].tobytes()
-
-
 def _verify_records(table: ExtentTable, report: Report) -> None:
     """States that there are, and sums of what is sealed."""
     states = (table.words & np.uint64(0xFF)).astype(np.uint8)
@@ -145,7 +141,7 @@ def _verify_records(table: ExtentTable, report: Report) -> None:
     written = states == FrameState.SEALED
     sums = np.array(table.identity_sums(slice(0, table.frames)), np.uint64)
     for frame in np.flatnonzero(written & (sums != table.column(table.fmt.identity_sum))).tolist():
-        report.damage(table.tier, table.extent, frame, _key(table, frame), "record")
+        report.damage(table.tier, table.extent, frame, table.key(frame), "record")
     for state in (FrameState.RESERVED, FrameState.RETIRING, FrameState.QUARANTINED):
         count = int((states == state).sum())
         if count:
@@ -210,5 +206,5 @@ def _verify_pages(table: ExtentTable, data: npt.NDArray[np.uint8], extent_bytes:
         at = start + frame * about.frame_bytes
         page = data[at : at + about.page_bytes]
         if len(page) != about.page_bytes or not np.array_equal(layer_sums(page, about.layers), sums[frame]):
-            report.damage(table.tier, table.extent, frame, _key(table, frame), "data")
+            report.damage(table.tier, table.extent, frame, table.key(frame), "data")
         report.verified[str(table.tier)] += 1

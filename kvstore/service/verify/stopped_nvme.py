@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.config import NvmeTarget
 from kvstore.errors import InvalidRequest, NodeBusy
-from kvstore.model.replica import FrameState, Tier, nvme_directory_bytes
+from kvstore.model.replica import FrameState, RecordFormat, Tier, nvme_directory_bytes
 from kvstore.service.verify.report import Report
 from kvstore.tier import frame_header
 from kvstore.tier.disk import BLOCK_BYTES, FileDisk, aligned_buffer
@@ -122,7 +122,7 @@ def _verify_extent(
     words = np.ascontiguousarray(rows[:, :8]).view("<u8").reshape(-1)
     frames = np.flatnonzero((words & np.uint64(0xFF)) == FrameState.SEALED)
     for frame, found in _pages(disk, superblock, extent, frames, words >> np.uint64(8)):
-        key = rows[frame, 8:24].tobytes()
+        key = rows[frame, RecordFormat.key].tobytes()
         if isinstance(found, FrameHeader) and found.key != key:
             found = "swapped"
         if isinstance(found, str):

@@ -1,0 +1,117 @@
+"""What is stored keeps its bytes: records in shared memory, headers, directories and geometry on NVMe.
+
+The sums below were taken of what version 0.1's code wrote for the same instructions. Whoever changes one of them breaks
+every pool that is there: a new format needs a new version number in its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore.model.replica import Address, FrameClass, FrameState, Tier, info_word, standing
+from kvstore.service.node.performer import Performer
+from kvstore.state import events as ev
+from kvstore.tier import frame_header
+from kvstore.tier.dram import SegmentFile
+from kvstore.tier.dram_store import DramStore
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.index import Index
+from kvstore.tier.records import ExtentTable
+
+CLASS = FrameClass(page_bytes=12_000, page_tokens=15, layers=3)
+FRAMES, INCARNATION, INDEX_BYTES = 8, 7, 4 << 20
+DRAM, NVME = 1, 2  # extents
+STORED = {
+    "records of DRAM": "2dd11ebb7742098c",
+    "marks of DRAM": "3e7a2bdf34fd48d2",
+    "records of NVMe": "4a4e5dca842e06b4",
+    "marks of NVMe": "4bab36c1439e4f24",
+    "header on NVMe": "1b88349c6d9d9d1a",
+}
+
+
+def rows_of(first: int, count: int) -> np.ndarray:
+    """Identity rows that are all different."""
+    width = 48 + 4 * CLASS.page_tokens
+    return ((np.arange(count * width) * 31 + first) % 251).astype(np.uint8).reshape(count, width)
+
+
+def names(seed: int, count: int) -> list[bytes]:
+    return [bytes((seed + i + j) % 256 for j in range(16)) for i in range(count)]
+
+
+@pytest.fixture
+def performer(tmp_path: Path) -> Iterator[Performer]:
+    folder = NodeFolder(tmp_path, "n")
+    folder.lock()
+    header = Header.create(folder, INCARNATION, 1 << 20, 2)
+    segment = SegmentFile.create(folder, INCARNATION, 1 << 20, 2)
+    index = Index.open_writer(folder, header.epoch, INDEX_BYTES, fresh=True)
+    stores = {Tier.DRAM: DramStore(segment, INCARNATION)}
+    performer = Performer(folder, header, stores, index, INDEX_BYTES, lambda: 1 << 60)
+    performer.perform([ev.Carve(DRAM, 0, CLASS, FRAMES)])
+    performer.tables[NVME] = ExtentTable.create(folder, NVME, 1, CLASS, INCARNATION, FRAMES, Tier.NVME)
+    yield performer
+    performer.close()
+
+
+def at(extent: int, *frames: int) -> list[Address]:
+    return [Address(extent, frame, 100 + 10 * extent + frame) for frame in frames]
+
+
+def everything() -> list[ev.Instruction]:
+    """Each instruction that writes into records or marks, in a batch that is one run and in one that is none."""
+    sums = np.arange(6, dtype=np.uint32).reshape(2, 3) + 77
+    keys = [row[:16].tobytes() for row in rows_of(1, 2)]
+    granted = [row[:16].tobytes() for row in rows_of(5, 2)]
+    return [
+        ev.WriteGranted(at(DRAM, 0, 1, 2), 11),
+        ev.WriteGranted(at(DRAM, 5, 3), 12),
+        ev.WriteReserved(at(DRAM, 6, 4), rows_of(1, 2), names(9, 2), 13, 0xABCDEF, 1, 4, 99_000),
+        ev.WriteWriter(at(DRAM, 6), 3, 14),
+        ev.WriteShards(at(DRAM, 6)[0], 4, 0b1010),
+        ev.WriteSealed(at(DRAM, 4), keys[1:], [standing(3, 2)]),
+        ev.WriteSealed(at(DRAM, 0, 1), granted, [standing(0, 1), standing(1, 1)], rows_of(5, 2), names(40, 2), sums),
+        ev.WriteSealed(at(DRAM, 5, 3), names(70, 2), [standing(70_000, 300)] * 2, rows_of(9, 2), names(50, 2)),
+        ev.WriteStamp(at(DRAM, 3)[0], sums[1] + np.uint32(5)),
+        ev.WriteLease(at(DRAM, 0, 5), [123_456, 234_567]),
+        ev.WriteUse(at(DRAM, 1, 3), [17, 18]),
+        ev.WriteState(at(DRAM, 2), FrameState.FREE),
+        ev.Move(granted[0], at(DRAM, 0)[0], at(DRAM, 7)[0], Address(DRAM, 0, 500)),
+        ev.WriteSealed(at(NVME, 1, 2), names(80, 2), [standing(5, 0)] * 2, rows_of(3, 2)[:, :48], names(60, 2)),
+        ev.WriteUse(at(NVME, 2), [19]),
+        ev.WriteState(at(NVME, 6), FrameState.QUARANTINED),
+    ]
+
+
+def packed_header() -> bytes:
+    """A page's header on NVMe."""
+    header = np.zeros(CLASS.nvme_header_bytes, np.uint8)
+    place = CLASS, 0xFEDC_BA98, Address(3, 4, 5)
+    info = info_word(CLASS.page_bytes, flags=1, position=6, turns=7)
+    sums = np.arange(3, dtype=np.uint32) + 9
+    frame_header.pack(header, *place, rows_of(8, 1)[0], names(90, 1)[0], info, sums, 0x1234_5678_9ABC_DEF0)
+    return header.tobytes()
+
+
+def test_what_is_stored_keeps_its_bytes(performer: Performer) -> None:
+    performer.perform(everything())
+    folder = performer.folder
+    stored = {
+        "records of DRAM": folder.records(DRAM).read_bytes(),
+        "marks of DRAM": folder.marks(DRAM).read_bytes(),
+        "records of NVMe": folder.records(NVME).read_bytes(),
+        "marks of NVMe": folder.marks(NVME).read_bytes(),
+        "header on NVMe": packed_header(),
+    }
+    assert {name: xxhash.xxh3_64_hexdigest(data) for name, data in stored.items()} == STORED
+
+
+def test_geometry_of_nvme() -> None:
+    assert (CLASS.nvme_header_bytes, CLASS.nvme_stride, CLASS.lean.row_bytes) == (4096, 16_384, 96)
