@@ -67,5 +67,5 @@ class DramStore:
 
     def _frame(self, position: int, frame: int, frame_class: FrameClass) -> Bytes:
         frames = self.frames_of(frame_class)
-        assert self._carved[position] == frame_class and 0 <= frame < frames, (position, frame, frame_class)
+        assert self._carved.get(position) == frame_class and 0 <= frame < frames, (position, frame, frame_class)
         return self.segment.frame_view(position, frame_class.frame_bytes, frames)[frame]

@@ -42,7 +42,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             yield dram_opener(NodeFolder(home, "n"))
             return
         if kind == "a test's":
-            yield testing_opener()
+            yield memory_opener()
             return
         if kind == "file through the page cache":
             refuse_direct(monkeypatch)
@@ -71,9 +71,9 @@ def dram_opener(folder: NodeFolder) -> Opener:
         if segment is None:
             current[0] = next(incarnations)
             segment = SegmentFile.create(folder, current[0], EXTENT_BYTES, POSITIONS)
-        found = carved if not anew else {}
-        carved.clear()
-        return Remembered(segment, current[0], found)
+        if anew:
+            carved.clear()
+        return Remembered(segment, current[0], carved.items())
 
     carved: dict[int, FrameClass] = {}
 
@@ -87,7 +87,7 @@ def dram_opener(folder: NodeFolder) -> Opener:
     return open_store
 
 
-def testing_opener() -> Opener:
+def memory_opener() -> Opener:
     stores: list[MemoryStore] = []
 
     def open_store(anew: bool) -> TierStore:

@@ -32,6 +32,9 @@ class NvmeExtents:
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
         """An extent begins."""
+        device, local = self._devices.place(position)
+        known = position in self._planned or (local in device.extents and position not in self._stale)
+        assert not known and self._devices.frames_of(frame_class), (position, frame_class)
         self._planned[position] = number, frame_class
 
     def drop(self, position: int) -> None:

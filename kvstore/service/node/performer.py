@@ -207,7 +207,7 @@ class Performer:
             store.incarnation,
             instruction.frames,
             tier=instruction.tier,
-            files=self.spares.take(instruction.tier, instruction.frame_class),
+            files=self.spares.take(instruction.frame_class) if store.mapped else None,  # of mapped ones, by ``room``
         )
         store.carve(instruction.position, number, instruction.frame_class)
 

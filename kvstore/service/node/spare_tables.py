@@ -8,7 +8,7 @@ different stories. So the node makes the tables of a class first, tells the stat
 from __future__ import annotations
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.replica import FrameClass
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import TableFiles
 
@@ -38,7 +38,7 @@ class SpareTables:
                 break
         return min(len(spares), count)
 
-    def take(self, tier: Tier, frame_class: FrameClass) -> TableFiles | None:
+    def take(self, frame_class: FrameClass) -> TableFiles | None:
         """A table for an extent that is carved now; None where none was asked for."""
-        spares = self._spares.get(frame_class) if tier == Tier.DRAM else None
+        spares = self._spares.get(frame_class)
         return spares.pop() if spares else None
