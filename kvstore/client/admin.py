@@ -10,7 +10,7 @@ import base64
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.prefix import Keys
@@ -23,22 +23,9 @@ PINS_PER_CALL = 200
 VERIFY_POLL_S = 0.02
 
 
-class NamesPages(Protocol):
-    """A prefix cache, as far as naming pages goes."""
-
-    def keys(self, tokens: Any) -> Keys:
-        """Keys of the full pages of ``tokens``."""
-        ...
-
-
 def keys_argument(keys: Keys) -> dict[str, Any]:
     """Pages as an admin call names them: ``{"keys": [hex], "root": hex}``."""
     return {"keys": [key.hex() for key in keys.hashes], "root": keys.root.hex()}
-
-
-def prompt_argument(cache: NamesPages, tokens: Any) -> dict[str, Any]:
-    """The full pages of ``tokens`` as an admin call names them. Raises InvalidRequest as ``PrefixCache.keys``."""
-    return keys_argument(tokens if isinstance(tokens, Keys) else cache.keys(tokens))
 
 
 class AdminVerbs:

@@ -320,8 +320,3 @@ def _aligned(nbytes: int) -> int:
 # A marks row, written by clients: [last_use_ns][progress of shard 0] ... ; progress = low 32 bits of the generation
 # in the upper half, layers finished in the lower half, so that an earlier page's progress is never mistaken.
 MARKS_ROW_BYTES = 8 * (1 + SHARDS_MAX)
-
-
-def progress_word(generation: int, layers_ready: int) -> int:
-    """A shard's progress mark: ``layers_ready`` leading layers of this generation are written."""
-    return (generation & 0xFFFFFFFF) << 32 | layers_ready

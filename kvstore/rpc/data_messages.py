@@ -47,11 +47,6 @@ def pack_integer(field: int, value: int) -> bytes:
     return bytes([field << 3 | VARINT]) + pack_varint(value) if value else b""
 
 
-def pack_bytes(field: int, value: bytes) -> bytes:
-    """A field with bytes, text or a packed message."""
-    return bytes([field << 3 | BYTES]) + pack_varint(len(value)) + value
-
-
 def pack_varint(value: int) -> bytes:
     """Seven bits a byte, the low ones first."""
     packed = bytearray()

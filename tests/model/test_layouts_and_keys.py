@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, extra_digest, root_key
-from kvstore.model.replica import FrameClass, RecordFormat, progress_word, word_of
+from kvstore.model.replica import FrameClass, RecordFormat, word_of
 from kvstore.model.shard import Shard
 
 GQA = Layout(model="meta-llama/Llama-3.1-8B", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=64)
@@ -245,4 +245,3 @@ def test_record_fields_do_not_overlap() -> None:
 def test_frames_are_page_aligned() -> None:
     assert FrameClass(1, 1, 1).frame_bytes == 4096 and FrameClass(4097, 1, 1).frame_bytes == 8192
     assert word_of(5, 2) == 5 << 8 | 2  # type: ignore[arg-type]
-    assert progress_word(2**40 + 7, 3) == 7 << 32 | 3

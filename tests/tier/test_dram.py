@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import OutOfSpace, VersionMismatch
-from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, progress_word, word_of
+from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, word_of
 from kvstore.tier import dram
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
 from kvstore.tier.folder import NodeFolder
@@ -235,7 +235,7 @@ def test_readers_see_words_and_cannot_write_records(folder: NodeFolder) -> None:
         with pytest.raises(ValueError):
             array.flags.writeable = True
     reader.last_use[3] = 12345
-    reader.marks[3, 1] = progress_word(99, 2)
+    reader.marks[3, 1] = 99 << 32 | 2
     assert owner.last_use[3] == 12345 and int(owner.marks[3, 1]) == 99 << 32 | 2
     owner.close()
     reader.close()

@@ -35,7 +35,6 @@ SEALED, DEMOTED, PROMOTED, EVICTED, DROPPED, CLEARED = (
     *("evicted", "dropped", "cleared"),
 )
 STORED: Final = (SEALED, DEMOTED, PROMOTED)
-GONE: Final = (EVICTED, DROPPED)
 
 # Cause of a seal -> kind and reason.
 _SEALS: Final = {

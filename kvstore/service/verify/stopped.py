@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,6 @@ from kvstore.tier.header import DaemonState, Header, boot_id
 from kvstore.tier.index import Index, IndexDamaged
 from kvstore.tier.nvme_map import NvmeMap
 from kvstore.tier.records import ExtentTable
-
-
-class _Files(NamedTuple):
-    folder: NodeFolder
-    header: Header
-    segment: SegmentMap
-    tables: dict[int, ExtentTable]
 
 
 def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, Any]:
