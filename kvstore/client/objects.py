@@ -96,6 +96,8 @@ class ObjectVerbs(ABC):
     def register(self, buffer: Any) -> Registration:
         """Remember a buffer that objects will often be put from and got into, for DMA: ``with store.register(b):``.
 
+        Only ``registered`` depends on it today: copies in host memory go the same way without.
+
         Raises:
             InvalidRequest: not writable, not contiguous, empty, or it overlaps one that is registered.
         """
