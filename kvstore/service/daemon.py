@@ -37,10 +37,9 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         if config.otlp_endpoint:
             tracing.configure(config.otlp_endpoint, config.name)
             life.at_end(tracing.shutdown)
-        node = Node(config)
-        life.at_end(node.stop)
         with tracing.span("kvstore.start", node=config.name):
-            node.start()
+            node = Node.start(config)
+        life.at_end(node.stop)
         life.begun()
         _run(node, config, life, announce)
 
@@ -54,7 +53,7 @@ def _run(node: Node, config: NodeConfig, life: Life, announce: Callable[[str], N
     node.populate_next()
     control.start()
     background.start()
-    node.performer.header.state = DaemonState.READY
+    node.enter(DaemonState.READY)
     if api is not None:
         try:
             api.start()

@@ -24,27 +24,30 @@ COPIES_S = 1.0  # how long an embedded node that is closed waits for copies of o
 
 
 class EmbeddedNode:
-    """A started node with its background threads, from ``start`` to ``close``.
+    """A node with its background threads, from ``start`` to ``close``.
 
     A pool without a name of its own goes with its process; a named one stays for the next ``open`` or ``serve``.
     """
 
-    def __init__(self, config: NodeConfig) -> None:
-        self.node = Node(config)
-        self.scrubber = Scrubber(self.node, config.scrub_bytes_per_s)
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.scrubber = Scrubber(self.node, node.config.scrub_bytes_per_s)
         self._background = Background(self.node, self.scrubber)
         self._dispatcher = Dispatcher(self.node, self.scrubber, self._background.mover.wake)
         self._channels: weakref.WeakSet[InProcessChannel] = weakref.WeakSet()
 
     def start(self) -> None:
-        """See ``Node.start``."""
-        self.node.start()
+        """Begin to work in the background. Where what is configured cannot be had the node stops.
+
+        Raises:
+            InvalidRequest: see ``Background.start``.
+        """
         try:
             self._background.start()
-        except InvalidRequest:  # what is configured cannot be had
+        except InvalidRequest:
             self.node.stop(remove=self.folder.name.startswith(EMBEDDED_PREFIX))
             raise
-        self.node.performer.header.state = DaemonState.READY
+        self.node.enter(DaemonState.READY)
 
     @property
     def folder(self) -> Path:
@@ -67,9 +70,8 @@ class EmbeddedNode:
         self._background.stop(*on_stop.save_s(self.node.config, self.folder.name))
         deadline = time.monotonic() + COPIES_S
         busy = [channel.copies for channel in list(self._channels) if not channel.copied(deadline)]
-        folder = self.node.performer.folder
         self.node.stop(remove=anonymous, keep_name=bool(busy) and not anonymous)
-        _after(busy, folder.close)
+        _after(busy, self.node.release_name)
 
 
 def _after(copies: list[Copies], then: Callable[[], None]) -> None:
@@ -81,7 +83,7 @@ def _after(copies: list[Copies], then: Callable[[], None]) -> None:
 
 
 def open_node(config: NodeConfig) -> EmbeddedNode:
-    """Start a node in this process. Raises what ``Node.start`` raises."""
-    node = EmbeddedNode(config)
-    node.start()
-    return node
+    """Start a node in this process. Raises what ``Node.start`` and ``EmbeddedNode.start`` raise."""
+    embedded = EmbeddedNode(Node.start(config))
+    embedded.start()
+    return embedded

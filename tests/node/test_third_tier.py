@@ -41,7 +41,9 @@ class Pool:
 
     def where(self, tier: Tier, key: bytes) -> Address | None:
         """What the index says."""
-        return self.node.performer.index.find(tier, key)
+        found = self.node.contents.look(tier, [key])
+        assert found is not None
+        return found[0]
 
     def pages(self, tier: Tier) -> int:
         """Stored there."""
@@ -58,8 +60,8 @@ class Pool:
         count, now_ns = len(chain.keys), time.monotonic_ns
         addresses = self.node.handle(ev.Grant(now_ns(), A, SMALL, count)).addresses
         for page, address in zip(data, addresses, strict=True):
-            frames = self.node.performer.frames_of(self.node.performer.tables[address.extent])
-            frames[address.frame, : SMALL.page_bytes] = page
+            contents = self.node.contents
+            contents.page(contents.extents[address.extent], address.frame)[:] = page
         sealed = self.node.handle(ev.SealGranted(now_ns(), A, SMALL, root_of(SMALL), addresses, chain.rows))
         assert sealed.statuses == [Status.OK] * count
 
@@ -87,12 +89,12 @@ def pool(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     row = startup.LowerTier(lambda *_: far, lambda _: TieringRules(demote_at=0.0, promote_after=1))
     monkeypatch.setitem(startup.LOWER_TIERS, FAR, row)
     target = NvmeTarget(tmp_path / "nvme", 8 << 20)
-    node = Node(NodeConfig(name="n", shm_dir=shm_dir, dram=4 << 20, nvme=(target,), demote_at=0.0))
-    node.start()
+    node = Node.start(NodeConfig(name="n", shm_dir=shm_dir, dram=4 << 20, nvme=(target,), demote_at=0.0))
     while node.populate_next():
         pass
-    yield Pool(node, far)
-    node.stop(remove=True)
+    pool = Pool(node, far)
+    yield pool
+    pool.node.stop(remove=True)
 
 
 def test_pages_go_down_to_the_third_tier_and_come_up_again(pool: Pool) -> None:
@@ -103,7 +105,7 @@ def test_pages_go_down_to_the_third_tier_and_come_up_again(pool: Pool) -> None:
     for page, key in zip(data, CHAIN.keys, strict=True):
         address = pool.where(FAR, key)
         assert address is not None
-        position = pool.node.performer.tables[address.extent].position
+        position = pool.node.contents.extents[address.extent].position
         header, found = aligned_buffer(pool.far.header_bytes(SMALL)), aligned_buffer(SMALL.frame_bytes)
         pool.far.read_page(position, address.frame, SMALL, header, found)
         proof = frame_header.unpack(header, SMALL, pool.far.incarnation, *address)
@@ -121,8 +123,8 @@ def test_pages_go_down_to_the_third_tier_and_come_up_again(pool: Pool) -> None:
     for page, key in zip(data, CHAIN.keys, strict=True):
         address = pool.where(Tier.DRAM, key)
         assert address is not None
-        table = pool.node.performer.tables[address.extent]
-        assert (pool.node.performer.frames_of(table)[address.frame, : SMALL.page_bytes] == page).all()
+        contents = pool.node.contents
+        assert (contents.page(contents.extents[address.extent], address.frame) == page).all()
 
 
 def test_a_damaged_page_of_the_third_tier_is_dropped_and_not_promoted(pool: Pool) -> None:
@@ -132,7 +134,7 @@ def test_a_damaged_page_of_the_third_tier_is_dropped_and_not_promoted(pool: Pool
     pool.leaves(Tier.NVME, CHAIN)
     address = pool.where(FAR, CHAIN.keys[3])
     assert address is not None
-    _, page = pool.far.pages[pool.node.performer.tables[address.extent].position, address.frame]
+    _, page = pool.far.pages[pool.node.contents.extents[address.extent].position, address.frame]
     page[100] ^= 1
     pool.prefetch(FAR, CHAIN)
     pool.settle()
@@ -145,6 +147,6 @@ def test_a_daemon_that_starts_again_knows_nothing_of_another_stores_pages(pool: 
     pool.node.stop()
     pool.far.incarnation += 1
     pool.far.carved.clear()
-    pool.node.start()
+    pool.node = Node.start(pool.node.config)
     assert pool.node.verify() == []
     assert [pool.pages(tier) for tier in (Tier.DRAM, Tier.NVME, FAR)] == [6, 6, 0]

@@ -95,7 +95,7 @@ class KvEvents:
             raise
         if not config.kv_events.startswith(LOCAL):
             log.warning("kv_events: whoever reaches %s learns the token ids of all tenants", config.kv_events)
-        self._reader = PageReader(self._node.performer)
+        self._reader = PageReader(self._node.contents)
         self._node.kv_last = lambda: self._next - 1
         self._thread.start()
 
@@ -271,7 +271,7 @@ class Dumps:
 
     def _payloads(self, pack: Any) -> Iterator[bytes]:
         yield pack([time.time(), [kv_pages.CLEARED], 0])
-        for batch in kv_pages.batches(kv_pages.everything_stored(PageReader(self._node.performer))):
+        for batch in kv_pages.batches(kv_pages.everything_stored(PageReader(self._node.contents))):
             yield pack([time.time(), batch, 0])
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG
 from kvstore.model.replica import Address, FrameState, Tier, word_of
+from kvstore.service.node.contents import Contents
 from kvstore.service.node.index_keeper import snapshot
-from kvstore.service.node.performer import Performer
 from kvstore.state import closure
 from kvstore.tier import frame_header
 from kvstore.tier.disk import aligned_buffer
@@ -41,14 +41,14 @@ class PageFacts(NamedTuple):
 
 
 class PageReader:
-    """Reads what is stored where. Lives with its performer; one thread uses it.
+    """Reads what is stored where. Lives with its node; one thread uses it.
 
     A page that has gone when it is read is not told of as stored, and neither is what hangs on it, until its going has
     been told: it may be back by then, and its children be found before it is told of again.
     """
 
-    def __init__(self, performer: Performer) -> None:
-        self._performer = performer
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
         self._skipped: set[tuple[Tier, bytes]] = set()  # stored, as events say, and not told of
 
     def stored_now(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
@@ -80,11 +80,11 @@ class PageReader:
 
     def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
         """These pages, where they are in ``tier`` now. None: the index cannot tell at present."""
-        index = self._performer.index
-        here = index.look(tier, keys)
+        look = self._contents.look
+        here = look(tier, keys)
         above: list[Address | None] | None = [None] * len(keys)
         if tier == Tier.NVME:
-            above = index.look(Tier.DRAM, keys)
+            above = look(Tier.DRAM, keys)
         if here is None or above is None:
             return None
         return [
@@ -97,8 +97,7 @@ class PageReader:
 
         Of a page that comes, goes or moves meanwhile the events tell.
         """
-        performer = self._performer
-        snapshots = [snapshot(table) for table in list(performer.tables.values()) if table.tier == tier]
+        snapshots = [snapshot(table) for table in self._contents.tables(tier)]
         links = closure.link(snapshots)
         order = np.argsort(links.parent, kind="stable")  # children of one page beside each other
         parents = links.parent[order]
@@ -119,7 +118,7 @@ class PageReader:
                 yield facts
 
     def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
-        table = self._performer.tables.get(address.extent)
+        table = self._contents.table(address.extent)
         if table is None or address.frame >= table.frames:
             return None
         record = _record(table, key, address)
@@ -137,14 +136,14 @@ class PageReader:
         if table.tier == Tier.DRAM:
             return record.tokens
         if above is not None:
-            copy = self._performer.tables.get(above.extent)
+            copy = self._contents.table(above.extent)
             found = _record(copy, key, above) if copy is not None and above.frame < copy.frames else None
             if found is not None:
                 return found.tokens
         return self._tokens_on_nvme(key, address, table)
 
     def _tokens_on_nvme(self, key: bytes, address: Address, table: ExtentTable) -> bytes | None:
-        nvme, frame_class = self._performer.nvme, table.frame_class
+        nvme, frame_class = self._contents.nvme, table.frame_class
         if nvme is None:
             return None
         buffer = aligned_buffer(frame_class.nvme_header_bytes)

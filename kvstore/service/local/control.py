@@ -128,7 +128,7 @@ class ControlServer:
 
     def start(self) -> None:
         """Listen on the node's socket. The file of a dead daemon is replaced: we hold the name's lock."""
-        path = self._node.performer.folder.control
+        path = self._node.control
         remove(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         here = open_folder(path.parent)

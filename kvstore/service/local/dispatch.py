@@ -60,7 +60,7 @@ class Dispatcher:
         if reply.status != Status.OK:
             reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
             return 0, control.encode(Status.FAILED, message.request_id, body=[reason.encode()])
-        about = {"name": self.node.config.name, "incarnation": f"{self.node.performer.header.incarnation:016x}"}
+        about = {"name": self.node.config.name, "incarnation": f"{self.node.incarnation:016x}"}
         return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
 
     def exchange(self, session: int, message: Message) -> bytes | None:
@@ -97,9 +97,8 @@ class Dispatcher:
             return False  # it is refused at once
 
     def _is_on_nvme(self, message: Message) -> bool:
-        tables = self.node.performer.tables
-        found = (tables.get(a.extent) for a in control.unpack_addresses(message.body, message.entries))
-        return any(table is not None and table.tier == Tier.NVME for table in found)
+        addresses = control.unpack_addresses(message.body, message.entries)
+        return any(self.node.contents.tier_of(address.extent) == Tier.NVME for address in addresses)
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 
@@ -126,13 +125,12 @@ class Dispatcher:
         sums = None
         if message.flags & control.CHECKSUMS:
             sums = _checksums(body, start + count * width, count, frame_class.layers)
-        tables = self.node.performer.tables
         for number in {address.extent for address in addresses}:
-            table = tables.get(number)
-            if table is None:  # dropped since: its addresses can be nobody's
+            there = self.node.contents.class_of(number)
+            if there is None:  # dropped since: its addresses can be nobody's
                 # Each still an address of its own: one that is named twice is another's mistake, and refused.
                 addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
-            elif table.frame_class != frame_class:
+            elif there != frame_class:
                 raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
         continues = bool(message.flags & control.CONTINUES)
         event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues)

@@ -12,8 +12,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kvstore.errors import Unavailable
+from kvstore.model.replica import Tier
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.state import events as ev
+from kvstore.tier.records import ExtentTable
 
 if TYPE_CHECKING:
     from kvstore.service.node.node import Node
@@ -47,3 +49,19 @@ def erase_all(node: Node, nvme: NvmePages, mine: list[ev.Erase]) -> None:
         node.performer.copies.extend(left)  # a caller who is interrupted leaves them to the mover
     if not sound:
         raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
+
+
+def deletes(event: ev.Event) -> bool:
+    """Whoever is behind this event is told only when what he deletes is gone for good."""
+    return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
+
+
+def taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable]) -> list[ev.Erase]:
+    """The erasures on NVMe among these instructions, which are left without them."""
+    erases = [
+        instruction
+        for instruction in instructions
+        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == Tier.NVME
+    ]
+    instructions[:] = [instruction for instruction in instructions if instruction not in erases]
+    return erases

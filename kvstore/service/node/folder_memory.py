@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvstore.model.replica import FrameClass
+from kvstore.model.replica import FrameClass, RecordFormat
 from kvstore.service.node.performer import Performer
 
 INDEX_HEADROOM_BYTES = 1 << 20  # left free on the tmpfs whenever an extent is carved
+LEAN_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark of a tier that is not mapped
 
 
 def shm_free_bytes(folder: Path) -> int:
     """What the tmpfs of that folder has left."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+def lean_table_fits(folder: Path, frames: int) -> bool:
+    """There is room for another table of a tier that is not mapped, of so many frames."""
+    return shm_free_bytes(folder) > frames * LEAN_BYTES_PER_FRAME + INDEX_HEADROOM_BYTES
 
 
 class FolderMemory:

@@ -10,18 +10,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import update_wrapper
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
-from kvstore.model.replica import Address, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.model.replica import Address, FrameClass, FrameState, Tier
 from kvstore.service.node import startup
-from kvstore.service.node.erasing import erase_all
-from kvstore.service.node.event_log import EventLog
-from kvstore.service.node.folder_memory import INDEX_HEADROOM_BYTES, FolderMemory, shm_free_bytes
+from kvstore.service.node.contents import Contents
+from kvstore.service.node.erasing import deletes, erase_all, taken_out
+from kvstore.service.node.folder_memory import FolderMemory, lean_table_fits
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.performer import MOVED, Performer
 from kvstore.service.node.room import make_room
@@ -38,11 +39,12 @@ from kvstore.tier.sessions import Sessions
 INDEX_CHECK_EVERY_TICKS = 10
 SESSIONS_SWEEP_EVERY_TICKS = 50
 
-NVME_TABLE_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark
-
 log = logging.getLogger("kvstore.node")
 
 Looked = TypeVar("Looked")
+Result = TypeVar("Result")
+Otherwise = TypeVar("Otherwise")
+Rest = ParamSpec("Rest")
 
 
 class Scan(Protocol):
@@ -53,68 +55,103 @@ class Scan(Protocol):
     finished: bool
 
 
-class Node:
-    """Threads: anyone may call ``handle``; one event is decided and performed at a time."""
+def while_running(
+    otherwise: Otherwise,
+) -> Callable[[Callable[Concatenate[Node, Rest], Result]], Callable[Concatenate[Node, Rest], Result | Otherwise]]:
+    """A method of ``Node`` for which it holds still. A thread that is late for the node's end gets ``otherwise``."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def holding(
+        method: Callable[Concatenate[Node, Rest], Result],
+    ) -> Callable[Concatenate[Node, Rest], Result | Otherwise]:
+        def held(node: Node, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result | Otherwise:
+            with node._mutex:
+                return otherwise if node._stopped else method(node, *args, **kwargs)
+
+        update_wrapper(held, method)
+        return held
+
+    return holding
+
+
+class Node:
+    """Whole from the moment that ``start`` has made it. Threads: anyone may call ``handle``; one event is decided and
+    performed at a time.
+
+    Attributes:
+        state: what was decided so far.
+        contents: what lies where, for threads that read beside the decisions.
+        waiting: what was decided and is still to be carried out.
+        sessions: which clients live and what they counted.
+        events: what happened to pages.
+        scan: of NVMe, where there is one.
+        nvme_failures: path -> why that target is not used, or not written to any more.
+        ending: nobody is served any more: calls that take long break off.
+        kv_last: number of the last KV event published, where there are any.
+    """
+
+    def __init__(
+        self, config: NodeConfig, performer: Performer, state: NodeState, nvme_failures: dict[str, str]
+    ) -> None:
         self.config = config
+        self.performer = performer
+        self.state = state
+        self.contents = Contents(performer)
+        self.waiting = performer.waiting
+        self.sessions = Sessions(performer.folder)
+        self.events = performer.events
+        self.events.salt_of = state.tenants.salt
+        self.scan: Scan | None = None
+        self.nvme_failures = nvme_failures
+        self.started_ns = time.monotonic_ns()
+        self.ending = False
+        self.kv_last: Callable[[], int] | None = None
         self._mutex = threading.Lock()
         self._ticks = 0
-        self._performer: Performer | None = None
-        self._state: NodeState | None = None
-        self._sessions: Sessions | None = None
-        self.scan: Scan | None = None  # of NVMe, where there is one
-        self.nvme_failures: dict[str, str] = {}  # path -> why that target is not used, or not written to any more
-        self.started_ns = 0
-        self.events = EventLog()
-        self.ending = False  # nobody is served any more: calls that take long break off
-        self.kv_last: Callable[[], int] | None = None  # number of the last KV event published, where there are any
+        self._stopped = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    @classmethod
+    def start(cls, config: NodeConfig) -> Node:
         """Take the node's name and make its pool ready to serve; memory is populated later, in the background.
 
         Raises:
             NodeBusy: another daemon holds the name.
             InvalidRequest: the segment does not fit, or the folder holds one of another size.
         """
-        self._performer, self._state = startup.start(self.config, self.nvme_failures)
-        self.events = self._performer.events
-        self.events.salt_of = self._state.tenants.salt
-        self._sessions = Sessions(self._performer.folder)
-        self._sessions.sweep()
-        self.started_ns = time.monotonic_ns()
+        failures: dict[str, str] = {}
+        node = cls(config, *startup.start(config, failures), failures)
+        node.sessions.sweep()
+        return node
 
     def stop(self, *, remove: bool = False, keep_name: bool = False) -> None:
-        """Release the name, unless ``keep_name``: then its folder does. Sealed pages stay for the next start, unless
-        ``remove``; mapped readers read on."""
+        """Release the name, unless ``keep_name``: then ``release_name`` does. Sealed pages stay for the next start,
+        unless ``remove``; mapped readers read on. May be repeated."""
         with self._mutex:
-            if self._performer is not None:
-                self._performer.header.state = DaemonState.STOPPED
-                path = self.folder
-                self._performer.close(keep_name)
-                self._performer = self._state = None
+            if not self._stopped:
+                self._stopped = True
+                self.enter(DaemonState.STOPPED)
+                self.performer.close(keep_name)
                 if remove:
-                    purge(path)
+                    purge(self.folder)
+
+    def release_name(self) -> None:
+        """The node has stopped, and from here on another one may have its name."""
+        self.performer.folder.close()
+
+    def enter(self, state: DaemonState) -> None:
+        """Tell clients what the node is about."""
+        self.performer.header.state = state
 
     @property
-    def performer(self) -> Performer:
-        """The files' owner, of a started node."""
-        assert self._performer is not None, "the node is not started"
-        return self._performer
+    def incarnation(self) -> int:
+        """Drawn when its segment was made."""
+        return self.performer.header.incarnation
 
     @property
-    def state(self) -> NodeState:
-        """What the node decided so far, of a started node."""
-        assert self._state is not None, "the node is not started"
-        return self._state
-
-    @property
-    def sessions(self) -> Sessions:
-        """Which clients live and what they counted, of a started node."""
-        assert self._sessions is not None, "the node is not started"
-        return self._sessions
+    def control(self) -> Path:
+        """Where its control socket is."""
+        return self.performer.folder.control
 
     @property
     def folder(self) -> Path:
@@ -130,21 +167,21 @@ class Node:
             Unavailable: an object is deleted, and cannot be erased where it lay on NVMe.
         """
         with self._mutex:
-            if self._performer is None:
+            if self._stopped:
                 return ev.Reply()  # a thread that was late for the stop
             needed = self.state.frames_needed(event)
             if needed is not None:
                 self._make_room(*needed)
             instructions = self.state.handle(event)
             self.state.segment.tables.clear()
-            erases = _taken_out(instructions, self._performer.tables) if _deletes(event) else []
-            nvme = self._performer.nvme
-            reply = self._performer.perform(instructions)
-            while self._performer.sessions_to_check:
-                session = self._performer.sessions_to_check.pop()
+            erases = taken_out(instructions, self.performer.tables) if deletes(event) else []
+            nvme = self.performer.nvme
+            reply = self.performer.perform(instructions)
+            while self.performer.sessions_to_check:
+                session = self.performer.sessions_to_check.pop()
                 if not self.sessions.alive(session):
-                    self._performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
-            book = self._performer.book
+                    self.performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
+            book = self.performer.book
         if book.dirty:
             book.flush()
         if erases and nvme is not None:
@@ -176,13 +213,9 @@ class Node:
         """Allocate the memory of one more position; False when there is none left.
 
         Raises nothing: where the machine has no memory, the pool is smaller."""
-        with self._mutex:
-            if self._state is None:
-                return False
-            waiting = self.state.segment.vacant - self.state.segment.populated
-        if not waiting:
+        position = self._unpopulated()
+        if position is None:
             return False
-        position = min(waiting)
         try:
             self.performer.segment.populate(position)  # outside the mutex: half a second per GiB
             event: ev.Event = ev.Populated(time.monotonic_ns(), [position])
@@ -190,6 +223,10 @@ class Node:
             event = ev.PopulationFailed(time.monotonic_ns(), [position])
         self.handle(event)
         return True
+
+    @while_running(None)
+    def _unpopulated(self) -> int | None:
+        return min(self.state.segment.vacant - self.state.segment.populated, default=None)
 
     def _populate(self, position: int) -> None:
         now_ns = time.monotonic_ns()
@@ -205,15 +242,17 @@ class Node:
         self.handle(ev.Tick(now_ns))
         if self._ticks % SESSIONS_SWEEP_EVERY_TICKS == 0:
             self.sessions.sweep()
-        with self._mutex:
-            if self._performer is None:
-                return
-            self._give_back(now_ns)
-            self._performer.header.heartbeat_ns = now_ns
-            self._performer.header.populated_bytes = len(self.state.segment.populated) * self.state.segment.extent_bytes
-            self._ticks += 1
-            if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
-                self._performer.index.tidy()
+        self._beat(now_ns)
+
+    @while_running(None)
+    def _beat(self, now_ns: int) -> None:
+        self._give_back(now_ns)
+        header, segment = self.performer.header, self.state.segment
+        header.heartbeat_ns = now_ns
+        header.populated_bytes = len(segment.populated) * segment.extent_bytes
+        self._ticks += 1
+        if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
+            self.performer.index.tidy()
 
     def _give_back(self, now_ns: int) -> None:
         """The memory of positions that a smaller node has no use for, once nothing lies there."""
@@ -228,86 +267,84 @@ class Node:
 
         Of NVMe the extent's directory is withdrawn as well, which may take as long as its device does.
         """
-        with self._mutex:
-            if self._performer is None or not self.state.space_of(address.extent).sealed(address):
-                return
-            event = ev.Damaged(time.monotonic_ns(), address, reason, self._performer.key_of(address))
-            table, nvme = self._performer.tables[address.extent], self._performer.nvme
-            self._performer.perform(self.state.handle(event))
-        if nvme is not None and table.tier == Tier.NVME:
+        table, nvme = self._dropped(address, reason), self.nvme
+        if table is not None and nvme is not None and table.tier == nvme.tier:
             self.device_failed(nvme.extents.distrust(table))
 
+    @while_running(None)
+    def _dropped(self, address: Address, reason: str) -> ExtentTable | None:
+        """Where the page was; None where nothing is sealed there."""
+        if not self.state.space_of(address.extent).sealed(address):
+            return None
+        table = self.performer.tables[address.extent]
+        event = ev.Damaged(time.monotonic_ns(), address, reason, self.performer.key_of(address))
+        self.performer.perform(self.state.handle(event))
+        return table
+
+    @while_running(0)
     def check_words(self) -> int:
         """Every record's word must say what was decided. One that does not is set right, and if a page is sealed there,
         that page is dropped like any other damaged one. Returns how many pages were."""
-        with self._mutex:
-            if self._performer is None:
-                return 0
-            sealed: list[Address] = []
-            extents = [item for space in self.state.spaces.values() for item in space.segment.extents.items()]
-            for number, extent in extents:
-                words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
-                words |= np.frombuffer(extent.state, np.uint8)
-                theirs = self._performer.tables[number].words
-                for frame in np.flatnonzero(words != theirs).tolist():
-                    theirs[frame] = words[frame]
-                    if extent.state[frame] == FrameState.SEALED:
-                        sealed.append(Address(number, frame, extent.generation[frame]))
-            dropped = 0
-            for address in sealed:
-                if self.state.space_of(address.extent).sealed(
-                    address
-                ):  # and not the descendant of one that went just now
-                    event = ev.Damaged(time.monotonic_ns(), address, "record", self._performer.key_of(address))
-                    self._performer.perform(self.state.handle(event))
-                    dropped += 1
-            return dropped
+        sealed: list[Address] = []
+        extents = [item for space in self.state.spaces.values() for item in space.segment.extents.items()]
+        for number, extent in extents:
+            words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
+            words |= np.frombuffer(extent.state, np.uint8)
+            stored = self.performer.tables[number].words
+            for frame in np.flatnonzero(words != stored).tolist():
+                stored[frame] = words[frame]
+                if extent.state[frame] == FrameState.SEALED:
+                    sealed.append(Address(number, frame, extent.generation[frame]))
+        dropped = 0
+        for address in sealed:
+            if self.state.space_of(address.extent).sealed(address):  # else it hung on one that went just now
+                event = ev.Damaged(time.monotonic_ns(), address, "record", self.performer.key_of(address))
+                self.performer.perform(self.state.handle(event))
+                dropped += 1
+        return dropped
 
+    @while_running(None)
     def check_indexed(self, address: Address, key: bytes) -> None:
         """A sealed page must be in the index under its key; where it is not, the index is rebuilt from the records."""
-        with self._mutex:
-            performer = self._performer
-            if performer is None or not self.state.space_of(address.extent).sealed(address):
-                return
-            tier = performer.tables[address.extent].tier
-            if performer.index.find(tier, key) != address and performer.key(address.extent, address.frame) == key:
-                performer.index.rebuild("damaged")
+        performer = self.performer
+        if not self.state.space_of(address.extent).sealed(address):
+            return
+        tier = performer.tables[address.extent].tier
+        if performer.index.find(tier, key) != address and performer.key(address.extent, address.frame) == key:
+            performer.index.rebuild("damaged")
 
     # --- NVMe: for the mover and the scanner ------------------------------------------------------------------------
 
     @property
     def relayed(self) -> list[Tier]:
         """Tiers that ``upkeep.relay`` carries pages to."""
-        return [tier for tier in self._performer.stores if tier not in MOVED] if self._performer is not None else []
+        return [tier for tier in self.performer.stores if tier not in MOVED]
 
     @property
     def nvme(self) -> NvmePages | None:
-        """The pages on NVMe; None where the node has no such tier, or is not started."""
-        return self._performer.nvme if self._performer is not None else None
+        """The pages on NVMe; None where the node has no such tier, or has stopped."""
+        return self.performer.nvme
 
+    @while_running(None)
     def demote(self, bytes_max: int, day_bytes_left: int, tier: Tier = Tier.NVME) -> None:
-        """Decide what to save to a tier now; it waits in ``Performer.copies``, or ``relays``. Not where the tables have
+        """Decide what to save to a tier now; it is ``waiting`` then. Not where the tables have
         no room to grow."""
-        with self._mutex:
-            if self._performer is not None and self._tables_fit(tier):
-                event = ev.Demote(time.monotonic_ns(), tier, bytes_max, day_bytes_left)
-                self._performer.perform(self.state.handle(event))
+        if self._tables_fit(tier):
+            event = ev.Demote(time.monotonic_ns(), tier, bytes_max, day_bytes_left)
+            self.performer.perform(self.state.handle(event))
 
+    @while_running(None)
     def save_all(self, bytes_max: int, day_bytes_left: int) -> int | None:
         """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet, None where
         nothing can be saved."""
-        with self._mutex:
-            if self._performer is None or not self._tables_fit(Tier.NVME):
-                return None
-            reply = self._performer.perform(
-                self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left))
-            )
-            return int(reply.detail["chains"]) if reply is not None else None
+        if not self._tables_fit(Tier.NVME):
+            return None
+        reply = self.performer.perform(self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left)))
+        return int(reply.detail["chains"]) if reply is not None else None
 
     def _tables_fit(self, tier: Tier) -> bool:
         frames = [pool.frames_per_extent for pool in self.state.spaces[tier].segment.pools.values()]
-        tables_bytes = max(frames, default=0) * NVME_TABLE_BYTES_PER_FRAME
-        return shm_free_bytes(self.folder) > tables_bytes + INDEX_HEADROOM_BYTES
+        return lean_table_fits(self.folder, max(frames, default=0))
 
     def device_failed(self, broken: dict[int, OSError]) -> None:
         """Writing at these positions failed: their devices are read on, and not written to until the next start."""
@@ -324,27 +361,22 @@ class Node:
 
     def nvme_tables(self) -> list[ExtentTable]:
         """The tables of all extents on NVMe."""
-        with self._mutex:
-            tables = self._performer.tables.values() if self._performer is not None else ()
-            return [table for table in tables if table.tier == Tier.NVME]
+        return self.contents.tables(Tier.NVME)
 
+    @while_running(None)
     def directory_rows(self, table: ExtentTable) -> Rows | None:
         """A copy of an extent's rows, of one moment; None where the extent is gone."""
-        with self._mutex:
-            if self._performer is None or self._performer.tables.get(table.extent) is not table:
-                return None
-            return table.rows.copy()
+        return table.rows.copy() if self.performer.tables.get(table.extent) is table else None
 
+    @while_running(None)
     def count(self, what: str) -> None:
         """Count something for ``stats``."""
-        with self._mutex:
-            if self._state is not None:
-                self._state.counters[what] += 1
+        self.state.counters[what] += 1
 
     def look(self, at: Callable[[Performer, NodeState], Looked]) -> Looked:
         """Look at a node that holds still meanwhile: be quick, change nothing, keep no reference to the state."""
         with self._mutex:
-            if self._performer is None:
+            if self._stopped:
                 raise Unavailable("the node is stopping")
             return at(self.performer, self.state)
 
@@ -361,19 +393,3 @@ class Node:
                     self.state, tier, space.records.snapshots(), performer.index.addresses(tier)
                 )
             ]
-
-
-def _deletes(event: ev.Event) -> bool:
-    """Whoever is behind this event is told only when what he deletes is gone for good."""
-    return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
-
-
-def _taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable]) -> list[ev.Erase]:
-    """The erasures on NVMe among these instructions, which are left without them."""
-    erases = [
-        instruction
-        for instruction in instructions
-        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == Tier.NVME
-    ]
-    instructions[:] = [instruction for instruction in instructions if instruction not in erases]
-    return erases

@@ -6,7 +6,7 @@ It is also what the state reads records back through (``tier_view.TierView``). O
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvstore.service.node.event_log import EventLog
 from kvstore.service.node.index_keeper import IndexKeeper, IndexOp
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.spare_tables import SpareTables
+from kvstore.service.node.waiting import Waiting, Work
 from kvstore.state import events as ev
 from kvstore.state.views import Rows
 from kvstore.tier.base import TierStore
@@ -45,13 +46,8 @@ from kvstore.tier.records import ExtentTable
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
-UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
-
 MOVED = frozenset((Tier.DRAM, Tier.NVME))
 """Tiers that ``upkeep.tier_mover`` copies between, whole runs at a time; ``upkeep.relay`` copies to and from others."""
-
-Work = ev.Save | ev.Carry | ev.Erase
-"""What waits for a device: nothing of it is carried out here."""
 
 log = logging.getLogger("kvstore.node")
 
@@ -71,14 +67,12 @@ class Performer:
         self.folder = folder
         self.header = header
         self.stores = dict(stores)
-        self.copies: deque[Work] = deque()  # decided, not carried out; bounded by what ``Tiering`` allows
-        self.loads: deque[ev.Load] = deque()  # the same
-        self.relays: deque[Work | ev.Load] = deque()  # the same, of tiers that the mover has no hand on
+        self.waiting = Waiting()
+        self.copies, self.loads = self.waiting.copies, self.waiting.loads
         self.tables: dict[int, ExtentTable] = {}
         self.spares = SpareTables(folder)
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, (*ALWAYS_THERE, *stores))
         self.sessions_to_check: list[int] = []
-        self.unstamped: deque[Address] = deque(maxlen=UNSTAMPED_MAX)
         self.events = EventLog(staged=True)
         self.book = Book(folder, header.incarnation)
         self._index_ops: list[IndexOp] = []  # of one decision
@@ -168,6 +162,8 @@ class Performer:
             table.close()
         for store in self.stores.values():
             store.close()
+        self.tables.clear()  # threads that are late for the end find nothing
+        self.stores.clear()
         self.header.close()
         if not keep_name:
             self.folder.close()
@@ -219,11 +215,11 @@ class Performer:
     def _copy(self, instruction: Work | ev.Load) -> None:
         addresses = [address for page in instruction.pages for address in _ends(page)]
         if not {self.tables[address.extent].tier for address in addresses} <= MOVED:
-            self.relays.append(instruction)
+            self.waiting.relays.append(instruction)
         elif isinstance(instruction, ev.Load):
-            self.loads.append(instruction)
+            self.waiting.loads.append(instruction)
         else:
-            self.copies.append(instruction)
+            self.waiting.copies.append(instruction)
 
     def _write_granted(self, instruction: ev.WriteGranted) -> None:
         for table, frames, places in self._by_extent(instruction.addresses):
@@ -294,7 +290,7 @@ class Performer:
         root = self.root(addresses[0].extent, addresses[0].frame)
         self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
-            self.unstamped.extend(addresses)
+            self.waiting.unstamped.extend(addresses)
 
     def _write_shards(self, instruction: ev.WriteShards) -> None:
         table = self.tables[instruction.address.extent]

@@ -77,10 +77,10 @@ def _queues(node: Node) -> dict[str, int]:
     """What waits, and how much of it: see ``kvstore_queue_length`` in ``service.operator.metrics``."""
     pools = [pool for space in node.state.spaces.values() for pool in space.segment.pools.values()]
     return {
-        "copies": len(node.performer.copies) + len(node.performer.loads),
+        "copies": len(node.waiting.copies) + len(node.waiting.loads),
         "unsaved": sum(len(pool.unsaved) for pool in pools),
         "ready": sum(len(pool.ready) for pool in pools),
-        "checksums": len(node.performer.unstamped),
+        "checksums": len(node.waiting.unstamped),
         "scan": max(0, node.scan.pages - node.scan.pages_done) if node.scan is not None else 0,
     }
 

@@ -7,6 +7,7 @@ under a header of its new address. The state decides what to copy, as for the mo
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -32,12 +33,12 @@ class Relay:
 
     def step(self) -> bool:
         """Carry out what was decided, and ask for more; False where there was nothing to do."""
-        performer = self._node.performer
+        relays = self._node.waiting.relays
         for tier in self._node.relayed:
             self._node.demote(BATCH_BYTES, 0, tier)
-        busy = bool(performer.relays)
-        while performer.relays:
-            copy = performer.relays.popleft()
+        busy = bool(relays)
+        while relays:
+            copy = relays.popleft()
             if isinstance(copy, ev.Erase):
                 self._erase(copy)
             else:
@@ -45,12 +46,10 @@ class Relay:
         return busy
 
     def _copy(self, copy: ev.Save | ev.Load | ev.Carry) -> None:
-        performer, now_ns = self._node.performer, time.monotonic_ns
-        tables = performer.tables
+        contents, now_ns = self._node.contents, time.monotonic_ns
         first = copy.pages[0]
-        source = performer.stores[tables[first.source.extent].tier]
-        target = performer.stores[tables[first.target.extent].tier]
-        done = relay(copy.pages, tables, source, target)
+        source, target = contents.store_of(first.source.extent), contents.store_of(first.target.extent)
+        done = relay(copy.pages, contents.extents, source, target)
         if isinstance(copy, ev.Save):
             heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
             self._node.handle(ev.Saved(now_ns(), copy.number, heads, done.failed))
@@ -66,11 +65,11 @@ class Relay:
 
     def _erase(self, erasing: ev.Erase) -> None:
         """Write zeros over these frames: nobody takes for a page what lies there."""
-        performer = self._node.performer
+        contents = self._node.contents
         failed: set[int] = set()
         for place, (_, address) in enumerate(erasing.pages):
-            table = performer.tables[address.extent]
-            store, frame_class = performer.stores[table.tier], table.frame_class
+            table, store = contents.extents[address.extent], contents.store_of(address.extent)
+            frame_class = table.frame_class
             header, page = _buffers(store, frame_class)
             try:
                 store.open_for_writing([table.position])
@@ -82,7 +81,7 @@ class Relay:
         self._node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
 
 
-def relay(pages: list[ev.Copying], tables: dict[int, ExtentTable], source: TierStore, target: TierStore) -> Copied:
+def relay(pages: list[ev.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> Copied:
     """Copy these pages, of one class, from tier to tier. Pages that changed or do not hold are in ``failed``.
 
     Their extents stay open for writing until the caller closes them: when the records say what is there.
@@ -104,7 +103,7 @@ def relay(pages: list[ev.Copying], tables: dict[int, ExtentTable], source: TierS
 
 
 def _relay_one(
-    i: int, page: ev.Copying, tables: dict[int, ExtentTable], source: TierStore, target: TierStore, done: Copied
+    i: int, page: ev.Copying, tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore, done: Copied
 ) -> None:
     here, there = tables[page.source.extent], tables[page.target.extent]
     frame_class = there.frame_class

@@ -96,28 +96,28 @@ class Scrubber:
 
     def _stamp(self, budget_bytes: int) -> None:
         """Newly sealed pages, in the order they came."""
-        unstamped, tables = self._node.performer.unstamped, self._node.performer.tables
+        unstamped = self._node.waiting.unstamped
         deadline = time.monotonic() + SLICE_S
         while unstamped and budget_bytes > 0 and time.monotonic() < deadline:
             address = unstamped.popleft()
             self.scrub(address)
-            table = tables.get(address.extent)
-            budget_bytes -= table.frame_class.page_bytes if table is not None else 0
+            frame_class = self._node.contents.class_of(address.extent)
+            budget_bytes -= frame_class.page_bytes if frame_class is not None else 0
 
     def _verify(self, budget_bytes: int, deadline: float) -> None:
-        tables = self._node.performer.tables
+        contents = self._node.contents
         with self._mutex:
             if not self._walk:
                 self._pages_damaged += self._node.check_words()
                 self._walk_pages = 0
                 # NVMe only where somebody asked: every read from there is verified anyway.
                 tiers = (Tier.DRAM, Tier.NVME) if self._sweeps < self._sweep_wanted else (Tier.DRAM,)
-                found = [(n, t) for n, t in sorted(tables.items(), reverse=True) if t.tier in tiers]
-                self._walk = [(number, _sealed(table)) for number, table in found]
+                tables = sorted(contents.tables(*tiers), key=lambda table: table.extent, reverse=True)
+                self._walk = [(table.extent, _sealed(table)) for table in tables]
             walk = self._walk
         while walk and budget_bytes > 0 and time.monotonic() < deadline:
             number, frames = walk.pop()
-            table = tables.get(number)
+            table = contents.table(number)
             if table is None or not len(frames):
                 continue
             frame = int(frames[-1])
@@ -136,7 +136,7 @@ class Scrubber:
 
         A damaged page is dropped with its descendants before this returns DAMAGED. STALE: nothing is sealed there.
         """
-        table = self._node.performer.tables.get(address.extent)
+        table = self._node.contents.table(address.extent)
         if table is None or address.frame >= table.frames:
             return Status.STALE
         word = int(table.words[address.frame])
@@ -161,7 +161,7 @@ class Scrubber:
         if not record.is_sound():
             return "record", None
         self._node.check_indexed(address, record.key)
-        page = self._node.performer.frames_of(table)[address.frame, : table.frame_class.page_bytes]
+        page = self._node.contents.page(table, address.frame)
         sums = self._checksums(page, table.frame_class.layers)
         if not record.stamped:
             return "", sums

@@ -39,7 +39,7 @@ class StopSave:
         began_s = told_s = time.monotonic()
         saved, size, done = self._saved(), BATCH_BYTES_FIRST, self._node.nvme is None
         logs.event(log, logging.INFO, "what only DRAM holds is saved", why=why, stop_save_s=save_s)
-        self._node.performer.header.state = DaemonState.ENDING
+        self._node.enter(DaemonState.ENDING)
         self._mover.carry()  # what was decided before
         while not done and not ended():
             batch_s = time.monotonic()

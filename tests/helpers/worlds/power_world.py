@@ -168,7 +168,7 @@ class World:
         Raises:
             PowerCut: in the middle of that.
         """
-        self.embedded = EmbeddedNode(node_config(**self.settings))
+        self.embedded = EmbeddedNode(Node.start(node_config(**self.settings)))
         self.node: Node = self.embedded.node
         self.mover = self.embedded._background.mover
         self.scanner = self.embedded._background.scanner
@@ -184,7 +184,6 @@ class World:
 
         self.embedded._dispatcher.exchange = exchange_or_die  # type: ignore[method-assign]
         self.client = _Client(self.embedded)
-        self.node.start()
         while self.node.populate_next():
             pass
         self.store = LocalStore(LocalNode(self.node.folder, embedded=self.client, timeout_s=5.0))
@@ -299,7 +298,7 @@ class World:
 
     def _device_of(self, address: Address) -> str:
         assert self.node.nvme is not None
-        return self.node.nvme.path(self.node.performer.tables[address.extent].position)
+        return self.node.nvme.path(self.node.contents.extents[address.extent].position)
 
     def put(self) -> None:
         """A prompt, or more of one."""
@@ -369,7 +368,7 @@ class World:
     def sealed_on_nvme(self) -> set[bytes]:
         """Keys whose records say so, whatever the index says."""
         sealed: set[bytes] = set()
-        for table in self.node.performer.tables.values():
+        for table in self.node.contents.tables():
             if table.tier == Tier.NVME:
                 frames = np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)
                 sealed |= {table.rows[frame, 8:24].tobytes() for frame in frames.tolist()}
@@ -418,7 +417,7 @@ class World:
         """Header and payload on the disk are those of this page."""
         nvme = self.node.nvme
         assert nvme is not None
-        table = self.node.performer.tables[address.extent]
+        table = self.node.contents.extents[address.extent]
         frame_class = table.frame_class
         header, page = aligned_buffer(frame_class.nvme_header_bytes), aligned_buffer(frame_class.frame_bytes)
         nvme.devices.read_page(table.position, address.frame, frame_class, header, page)

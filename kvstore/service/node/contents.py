@@ -1,0 +1,67 @@
+"""Contents: what lies where in a node, for threads that read it beside the node's decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.model.replica import Address, FrameClass, Tier
+from kvstore.service.node.nvme_pages import NvmePages
+from kvstore.service.node.performer import Performer
+from kvstore.state.views import Rows
+from kvstore.tier.base import TierStore
+from kvstore.tier.records import ExtentTable
+
+
+class Contents:
+    """Nothing is locked, and nothing is to be written here.
+
+    An extent may be dropped while it is read: its words are zero then. So a record, or a page, is believed where its
+    word is the same before and after. A node that has stopped has no extents.
+    """
+
+    def __init__(self, performer: Performer) -> None:
+        self._performer = performer
+
+    @property
+    def extents(self) -> Mapping[int, ExtentTable]:
+        """The tables of all extents, by number."""
+        return self._performer.tables
+
+    def table(self, extent: int) -> ExtentTable | None:
+        """The tables of an extent; None where there is none of that number."""
+        return self._performer.tables.get(extent)
+
+    def tables(self, *tiers: Tier) -> list[ExtentTable]:
+        """Those of all extents of these tiers; without any, of all."""
+        return [table for table in list(self._performer.tables.values()) if not tiers or table.tier in tiers]
+
+    def tier_of(self, extent: int) -> Tier | None:
+        """Where an extent is; None where there is none of that number."""
+        table = self.table(extent)
+        return table.tier if table is not None else None
+
+    def class_of(self, extent: int) -> FrameClass | None:
+        """What frames an extent has; None where there is none of that number."""
+        table = self.table(extent)
+        return table.frame_class if table is not None else None
+
+    def frames_of(self, table: ExtentTable) -> Rows:
+        """``[frames, frame_bytes]`` of an extent in a mapped tier."""
+        return self._performer.frames_of(table)
+
+    def page(self, table: ExtentTable, frame: int) -> Rows:
+        """``[page_bytes]`` of a frame in a mapped tier."""
+        return self.frames_of(table)[frame, : table.frame_class.page_bytes]
+
+    def store_of(self, extent: int) -> TierStore:
+        """Where the frames of an extent rest."""
+        return self._performer.stores[self.extents[extent].tier]
+
+    @property
+    def nvme(self) -> NvmePages | None:
+        """See ``Node.nvme``."""
+        return self._performer.nvme
+
+    def look(self, tier: Tier, keys: list[bytes]) -> list[Address | None] | None:
+        """Where the index says that these pages are; None: it cannot tell at present."""
+        return self._performer.index.look(tier, keys)
