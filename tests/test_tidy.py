@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import nursery
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kvstore", "engine")
 
@@ -411,6 +413,11 @@ def test_tests_share_helpers_and_import_no_tests() -> None:
         if is_test == helps and Path(path).name != "conftest.py":
             complaints.append(f"{path}: tests and helpers lie apart")
     assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_nurseries_import_what_there_is() -> None:
+    """One that does not, ends, and all that is to be forked of it fails."""
+    assert {*nursery.NODES, *nursery.ENGINES} <= set(map(module_of, sources()))
 
 
 def test_every_part_is_in_the_table() -> None:

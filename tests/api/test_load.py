@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from tests.helpers import api
 from tests.helpers.api import Client, pages_message
 from tests.helpers.content import LARGE, SMALL, chain, contents
 from tests.helpers.processes import Machine, wait_until
+from tests.helpers.scraping import calls_under_way
 
 Code = grpc.StatusCode
 
@@ -140,14 +140,6 @@ def wait_idle(client: Client, timeout_s: float = 8.0) -> None:
     wait_until("nothing is held any more", idle, timeout_s)
 
 
-def under_way(ready_line: str) -> float:
-    """Calls that the node says are under way."""
-    where = ready_line.split("http on ")[1].split(",")[0].strip()
-    with urllib.request.urlopen(f"http://{where}/metrics", timeout=10) as reply:
-        lines = reply.read().decode().splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith('kvstore_queue_length{queue="rpcs"}'))
-
-
 def test_two_hundred_clients(machine: Machine) -> None:
     settings = f"rpcs_max = {RPCS_MAX}\nrpc_buffers = {BUFFERS}"
     daemon, address = api.serve_with(machine, settings, dram="384MiB", http="127.0.0.1:0")
@@ -181,7 +173,7 @@ def test_two_hundred_clients(machine: Machine) -> None:
     assert late_s < LATE_S, f"a call ended {late_s:.2f} s after its deadline; {shown}"
     assert growth < GROWTH_MAX, f"grew by {growth >> 20} MiB"
     wait_idle(first)
-    assert under_way(daemon.output()) == 0
+    assert calls_under_way(daemon) == 0
     assert first.read(STORED) == contents(KEYS, LARGE).tobytes()
     assert list(dict(first.call("Verify", pb.Empty()))["findings"]) == []
     first.close()

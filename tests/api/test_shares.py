@@ -17,6 +17,7 @@ from tests.helpers import api
 from tests.helpers.api import Client, pages_message
 from tests.helpers.content import chain, contents
 from tests.helpers.processes import Daemon, Machine, wait_until
+from tests.helpers.scraping import calls_under_way
 
 Code = grpc.StatusCode
 
@@ -35,7 +36,7 @@ def children(daemon: Daemon) -> list[int]:
 
 @pytest.fixture
 def node(machine: Machine, tmp_path: Path) -> tuple[Daemon, str]:
-    return api.serve_api(machine, identities=api.identities_file(tmp_path))
+    return api.serve_api(machine, identities=api.identities_file(tmp_path), http="127.0.0.1:0")
 
 
 def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, str]) -> None:
@@ -51,7 +52,7 @@ def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, 
     for thread in threads:
         thread.start()
     wait_until("a pattern is matched", lambda: children(daemon), 5)
-    time.sleep(0.2)  # the others are there by now, or what is seen below is better than it might be
+    wait_until("all are there", lambda: calls_under_way(daemon) + len(ended) >= PATTERNS)
     for number in range(PUTS):
         keys = chain(30 + number, 4, salt="b")
         began = time.monotonic()

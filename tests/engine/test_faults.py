@@ -75,7 +75,7 @@ def test_a_killed_prefill_engine_costs_time_only(
     half = Running(decode, prompt(7003, seed + 1), max_tokens=24, prefill=[dead, other], **midway)
     cluster.state(victim, lambda status: status["requests"]["computing"])
     waits = Running(decode, prompt(1500, seed + 2), max_tokens=24, prefill=[dead], handoff="lazy")
-    time.sleep(0.2)
+    cluster.state("decode", lambda status: sum(status["requests"].values()) == 3)
     cluster.kill(victim)
     right(cluster, "decode", computed, half, waits)
     assert half.usage is not None and half.usage.prefill_engine == other
@@ -97,7 +97,7 @@ def test_a_prefill_engine_that_stands_still_is_given_up(cluster: Cluster) -> Non
     lazy = Running(decode, prompt(1000, 31), max_tokens=24, prefill=[one], handoff="lazy", source="dram")
     short = Running(decode, prompt(1001, 32), max_tokens=24, prefill=[one], deadline_s=2.0)
     gone = Running(decode, prompt(1002, 33), max_tokens=24, prefill=[one], id="gone")
-    time.sleep(0.1)
+    cluster.state("decode", lambda status: sum(status["requests"].values()) == 4)
     try:
         cluster["one"].stop()
         begun_s = time.monotonic()

@@ -383,8 +383,8 @@ def test_a_drain_waits_for_prefills_that_are_held(lab: Bench, end: str) -> None:
     within("it is held", lambda: ends(told))
     with ThreadPoolExecutor(1) as thread:
         drained = thread.submit(one.drain, None, GATE_S)
-        time.sleep(0.3)
-        assert not drained.done() and one.status()["draining"]
+        within("it drains", lambda: one.status()["draining"])
+        assert not drained.done()
         with pytest.raises(NodeUnavailable):
             prefill(one, "y", LONG)
         (partial(one.release, "x") if end == "release" else partial(one.set_role, Role.BOTH))()

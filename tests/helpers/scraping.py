@@ -86,3 +86,8 @@ class Growth:
 
     def __call__(self, name: str, **labels: str) -> float:
         return self._now(name, **labels) - self._before(name, **labels)
+
+
+def calls_under_way(daemon: Daemon) -> float:
+    """gRPC calls that a node with HTTP says are under way."""
+    return Scrape(http_of(daemon.output()))("kvstore_queue_length", queue="rpcs")

@@ -16,7 +16,7 @@ from kvstore import Store
 from kvstore.errors import KVStoreError
 from tests.helpers.content import SMALL, layer_of
 from tests.helpers.nvme.files import found, prompt, reboot, save_all, scanned, serve, tier
-from tests.helpers.processes import Daemon, Machine, check_laws, free_port, wait_settled
+from tests.helpers.processes import Daemon, Machine, check_laws, free_port, wait_settled, wait_until
 
 TURN = 10  # pages of a turn
 TURNS = 4
@@ -192,7 +192,8 @@ def test_killed_while_pages_go_through(machine: Machine) -> None:
     writer.start()
     try:
         for _ in range(4):
-            time.sleep(0.7)
+            before = dict(stored)
+            wait_until("more is stored", lambda before=before: len(stored) > len(before) + 1)
             daemon.kill()
             daemon, _ = started(machine, nvme=64 << 20)
     finally:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import threading
-import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -429,9 +429,9 @@ def test_two_readers_while_an_embedded_store_closes(machine: Machine) -> None:
     for seed in range(40):
         put(store, seed, PAGES)
     save_all(store, 40 * PAGES)
-    cache, wrong, ends = store.cache(SMALL), [], []
+    cache, wrong, ends, reads = store.cache(SMALL), [], [], Counter[int]()
 
-    def read() -> None:
+    def read(number: int) -> None:
         try:
             while True:
                 for seed in range(40):
@@ -439,13 +439,14 @@ def test_two_readers_while_an_embedded_store_closes(machine: Machine) -> None:
                     match = cache.get(keys)
                     if mismatch(match, keys):
                         wrong.append(seed)
+                    reads[number] += 1
         except kvstore.errors.KVStoreError as error:
             ends.append(str(error))
 
-    threads = [threading.Thread(target=read) for _ in range(2)]
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    wait_until("both read", lambda: len(reads) == 2 and min(reads.values()) > 10)
     store.close()
     for thread in threads:
         thread.join(20)
