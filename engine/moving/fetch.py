@@ -29,11 +29,11 @@ from engine.moving.link import Link
 from engine.moving.peers import Peers, Pieces
 from engine.moving.work import Work
 from engine.state import events as ev
+from engine.state.routes import BEGIN_S
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.layout import Layout
 
 LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
-CONNECT_S = 10.0  # for a prefill engine to begin
 
 log = logging.getLogger("kvstore.engine.handoff")
 
@@ -144,8 +144,8 @@ class Fetch:
 
     def _move(self) -> None:
         try:
-            if not self._admitted.wait(min(CONNECT_S, self._left_s())):
-                raise DeadlineExceeded(f"engine {self.address} did not begin within {CONNECT_S:g} s")
+            if not self._admitted.wait(min(BEGIN_S, self._left_s())):
+                raise DeadlineExceeded(f"engine {self.address} did not begin within {BEGIN_S:g} s")
             if self._grain is Grain.WHOLE:
                 self._await(self._done)
                 self._move_whole()

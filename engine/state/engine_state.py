@@ -88,6 +88,8 @@ class EngineState:
 
     def _submitted(self, event: ev.Submitted) -> None:
         capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
+        pages = -(-capacity // self.rules.page_tokens)
+        assert pages <= self.rules.frames, "refused before it comes here: it would wait for ever"
         sequence = Sequence(
             number=event.sequence,
             name=event.name,
@@ -95,7 +97,7 @@ class EngineState:
             length=event.prompt,
             generated=event.generated,
             tokens_max=event.tokens_max,
-            pages=-(-capacity // self.rules.page_tokens),
+            pages=pages,
             answers=event.answers,
             begun_s=event.now_s,
             deadline_s=event.deadline_s,
@@ -180,6 +182,7 @@ class EngineState:
 
     def _drawn(self, event: ev.Drawn) -> None:
         sequence = self.roster.sequences[event.sequence]
+        self._routes.settle(sequence)
         self._drew(sequence, event.end, event.now_s)
         self._routes.resolve(sequence, event.now_s)
 

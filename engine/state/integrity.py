@@ -32,7 +32,7 @@ def _check(state: EngineState, sequence: Sequence) -> None:
     active, waiting = sequence.number in roster.active, sequence in roster.waiting
     assert sequence.cached <= sequence.length and sequence.generated <= sequence.tokens_max, sequence
     assert not sequence.touched or sequence.holds or not sequence.answers, sequence
-    assert not sequence.moving or attempt is not None or phase is Phase.ENDED, sequence
+    assert not (sequence.moving or sequence.aside) or attempt is not None or phase is Phase.ENDED, sequence
     match phase:
         case Phase.WAITING:
             asked = attempt is not None and attempt.first_token is None
@@ -45,7 +45,7 @@ def _check(state: EngineState, sequence: Sequence) -> None:
             assert active and attempt is None and sequence.cached < sequence.length, sequence
         case Phase.DECODING:
             first = sequence.cached == sequence.length == sequence.prompt  # of a hand-off, being drawn
-            assert active and (first or sequence.cached == sequence.length - 1), sequence
+            assert active and sequence.answers and (first or sequence.cached == sequence.length - 1), sequence
         case Phase.HELD:
             assert not active and sequence.holds and sequence.pulled and not sequence.answers, sequence
         case Phase.LEFT:

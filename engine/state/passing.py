@@ -99,4 +99,4 @@ class Passes:
 
 def _may_leave(sequence: Sequence) -> bool:
     """Whether all that has to move is in the pool, or soon will be."""
-    return sequence.phase is Phase.DECODING and sequence.answers and sequence.attempt is None and not sequence.aside
+    return sequence.phase is Phase.DECODING and sequence.attempt is None

@@ -14,6 +14,7 @@ from engine.state.sequence import Attempt, Phase, Sequence
 from kvstore.errors import Unavailable, VersionMismatch
 
 AVOID_S = 5.0
+BEGIN_S = 10.0  # for the other engine to begin: a mover waits no longer, since each may wait for the other's frames
 AVOIDED_MAX = 64  # addresses; clients may name any
 
 
@@ -111,7 +112,15 @@ class Routes:
                 self._roster.compute_rest(sequence)
             else:
                 self.go(sequence)
-        elif attempt.moved and attempt.first_token is not None:
+        else:
+            self.settle(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Where all of its attempt is here, it is over: the pages may be stored, also those of an answer that ends."""
+        attempt = sequence.attempt
+        if attempt is None or attempt.error is not None or sequence.aside:
+            return
+        if attempt.moved and attempt.first_token is not None:
             sequence.attempt = None
             self._roster.out.append(do.Settle(sequence.number))
             self._roster.store(sequence)

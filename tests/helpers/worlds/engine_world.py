@@ -1,8 +1,8 @@
-"""EngineWorld: the decisions of one engine, driven by a seed, without threads, torch or a clock.
+"""EngineWorld: several engines, their clients and what happens to them, under one seed and one clock.
 
-Every instruction is performed in a model of the shell: which frames a sequence has, who touches them, how much of its
-KV is really there. What threads would finish is finished in any order, fails, or is lost until its deadline. The world
-knows what no decision may do: compute over KV that is not there, give frames back that somebody touches, tell two ends.
+What threads and other engines are at is a list of tasks, run in any order. Engines are killed and started again,
+drained, stopped; connections break; clients go away, come back under the same id, and have an answer go on elsewhere
+where its engine was lost.
 """
 
 from __future__ import annotations
@@ -10,390 +10,275 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine.model.request import Role
-from engine.state import events as ev
-from engine.state import instructions as do
-from engine.state import integrity
-from engine.state.engine_state import EngineState
+from engine.state.events import Submitted
 from engine.state.rules import Rules
-from kvstore.errors import KVStoreError, NodeUnavailable, VersionMismatch
+from kvstore.errors import KVStoreError, NodeUnavailable
+from tests.helpers.worlds.engine_links import Fetch, Link
+from tests.helpers.worlds.engine_machine import LAYERS, PAGE, EngineMachine
 
-PAGE = 16
-LAYERS = 4
-ENGINES = ("one:1", "two:1", "three:1")
-
-
-@dataclass
-class Known:
-    """What the world knows of a request."""
-
-    event: ev.Submitted
-    length: int
-    frames: list[int] = field(default_factory=list)
-    kv: int = 0  # leading tokens whose KV is in the frames
-    layers: int = LAYERS  # of the prompt, where it is on its way
-    ahead: int = 0  # tokens behind the prompt whose KV was computed meanwhile
-    touching: Counter[str] = field(default_factory=Counter)
-    closed: bool = False
-    ends: list[str] = field(default_factory=list)
-    held: bool = False
-    forgotten: int = 0
-    attempt: int = 0
+NOWHERE = "nowhere:1"
+QUIET = 8  # rounds of all tasks and engines that change nothing: nothing will
 
 
-Task = Callable[[], None]
+class Client:
+    """Who wants an answer, or a prefill: what it was told so far, in order, until ``end``."""
+
+    def __init__(self, name: str, prompt: int, tokens_max: int, stops_at: int, deadline_s: float) -> None:
+        self.name = name
+        self.prompt = prompt
+        self.tokens_max = tokens_max
+        self.stops_at = stops_at
+        self.deadline_s = deadline_s
+        self.told = 0
+        self.end = ""
+
+    def admitted(self) -> None:
+        """A prefill has begun."""
+        assert not self.end
+
+    def token(self, index: int) -> None:
+        """The next one; what comes after an end is dropped on the way."""
+        if not self.end:
+            assert index == self.told, ("a token is missing, or told twice", index, self.told)
+            self.told += 1
+            assert not self.stops_at or self.told <= self.stops_at, "an answer goes on behind its end"
+            assert self.told <= self.tokens_max
+
+    def held(self, first_token: int) -> None:
+        """A prefill is held."""
+        self.finished("held")
+
+    def finished(self, reason: str) -> None:
+        """The end."""
+        assert reason not in ("eos", "stop") or self.told == self.stops_at or self.end
+        assert reason != "length" or self.told == self.tokens_max or self.end
+        self.end = self.end or reason
+
+    def failed(self, error: KVStoreError) -> None:
+        """The other end."""
+        self.end = self.end or type(error).__name__
 
 
 class EngineWorld:
-    """One engine. ``step`` does something at random; ``finish`` lets everything end and checks that nothing is left."""
+    """``step`` does something at random; ``finish`` lets everything end and checks that nothing is left."""
 
-    def __init__(self, seed: int, **rules: Any) -> None:
+    def __init__(self, seed: int, engines: int | None = None) -> None:
         self.chance = random.Random(seed)
-        settings: dict[str, Any] = {
-            "frames": self.chance.choice((24, 60, 200)),
-            "layers": LAYERS,
-            "page_tokens": PAGE,
-            "chunk_tokens": self.chance.choice((8, 16, 40, 512)),
-            "batch_max": self.chance.choice((1, 3, 8)),
-            "local_prefill_tokens": self.chance.choice((0, 40)),
-            "prefill": ENGINES[: self.chance.randint(0, 2)],
-        }
-        self.rules = Rules(**{**settings, **rules})
-        self.state = EngineState(self.rules)
         self.now_s = 100.0
-        self.known: dict[int, Known] = {}
-        self.free = set(range(self.rules.frames))
-        self.tasks: list[Task] = []  # what threads are at; each ends with an event, in any order
-        self.calls: set[int] = set()
         self.counts: Counter[str] = Counter()
-        self._number = 0
-        self._stopped = False
-        self._losses = 0.3
+        self.links: list[Link] = []
+        self.clients: list[Client] = []
+        self.engines: dict[str, EngineMachine] = {}
+        self.addresses = [f"engine-{i}:1" for i in range(engines or self.chance.choice((1, 2, 2, 3, 3)))]
+        self._losses = 0.1
+        self._tasks: list[tuple[EngineMachine, Callable[[], None]]] = []
+        for address in self.addresses:
+            self.begin(address)
+
+    # --- for the engines ----------------------------------------------------------------------------------------------
+
+    def task(self, engine: EngineMachine, run: Callable[[], None]) -> None:
+        """Something that a thread of that engine is at: it ends, sooner or later, unless the engine does."""
+        self._tasks.append((engine, run))
+
+    def count(self, what: str) -> int:
+        """One more of them."""
+        self.counts[what] += 1
+        return self.counts[what]
+
+    def lost(self, part: float = 1.0) -> bool:
+        """Whether a connection breaks now; ``part`` of the chance that it has when it is made."""
+        return self.chance.random() < part * self._losses
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Something happens."""
-        verbs = (self.turn, self.finish_task, self.submit, self.cancel, self.migrate, self.drain, self.pull, self.wait)
-        self.chance.choices(verbs, (40, 40, 8, 2, 2, 1, 3, 3))[0]()
-
     def run(self, steps: int) -> None:
-        """So many of that, then the end."""
+        """So many things, then the end."""
+        verbs: tuple[tuple[Callable[[], object], float], ...] = (
+            (self.turn, 40),
+            (self.run_task, 60),
+            (self.submit, 5),
+            (self.cancel, 0.8),
+            (self.migrate, 2),
+            (self.drain, 0.2),
+            (self.undrain, 2),
+            (self.wait, 1),
+            (self.kill, 0.1),
+        )
         for _ in range(steps):
-            self.step()
-        self.finish(stop=self.chance.random() < 0.5)
+            self.chance.choices([verb for verb, _ in verbs], [weight for _, weight in verbs])[0]()
+        self.finish(stop=self.chance.random() < 0.3)
 
-    def finish(self, stop: bool) -> None:
-        """Nothing new comes. Everything ends, once; every frame is free."""
-        self._losses = 0.0
-        if stop:
-            self.handle(ev.Stop(self.now_s))
-            self._stopped = True
-        for _ in range(20_000):
-            if not self.state.roster.sequences and not self.tasks:
-                break
-            self.chance.choice((self.turn, self.finish_task, self.wait))()
-        assert not self.state.roster.sequences, list(self.state.roster.sequences.values())
-        assert self.state.roster.frames_free == self.rules.frames == len(self.free)
-        assert not self.calls, "a call was not answered"
-        for number, known in self.known.items():
-            assert len(known.ends) == 1 and known.forgotten == 1 and not known.frames, (number, known)
-            assert not known.touching.total(), (number, known)
+    def begin(self, address: str) -> None:
+        """An engine starts there."""
+        rules = Rules(
+            frames=self.chance.choice((14, 30, 90)),
+            layers=LAYERS,
+            page_tokens=PAGE,
+            chunk_tokens=self.chance.choice((6, 16, 40, 512)),
+            batch_max=self.chance.choice((1, 3, 8)),
+            local_prefill_tokens=self.chance.choice((0, 40)),
+            prefill=self._others(address),
+            side_max=self.chance.choice((1, 4)),
+        )
+        own = Role.DECODE if address == self.addresses[0] else Role.PREFILL
+        role = self.chance.choice((Role.BOTH, Role.BOTH, own))
+        self.engines[address] = EngineMachine(self, address, rules, role, self.chance.choice((12, 64)))
 
-    def turn(self) -> None:
-        """Decide what runs, and run it."""
-        if self._stopped:
-            return
-        arriving = {}
-        for number, known in self.known.items():
-            sequence = self.state.roster.sequences.get(number)
-            if sequence is not None and sequence.attempt is not None:
-                layer_s = self.chance.choice((0.0, 0.001, 1.0))
-                arriving[number] = ev.Arriving(known.layers, layer_s, self.chance.random() < 0.2)
-        self.handle(ev.Turn(self.now_s, arriving))
+    def turn(self) -> bool:
+        """An engine decides what runs, and runs it."""
+        return self.chance.choice(list(self.engines.values())).turn()
+
+    def run_task(self) -> None:
+        """A thread has done what it was at."""
+        if self._tasks:
+            engine, run = self._tasks.pop(self.chance.randrange(len(self._tasks)))
+            if not engine.dead:
+                run()
 
     def wait(self) -> None:
         """Time passes: deadlines do, some of them."""
-        self.now_s += self.chance.choice((0.01, 1.0, 8.0))
+        self.now_s += self.chance.choice((0.01, 0.5, 4.0))
 
-    def finish_task(self) -> None:
-        """A thread has done what it was at."""
-        if self.tasks:
-            self.tasks.pop(self.chance.randrange(len(self.tasks)))()
+    def submit(self) -> None:
+        """One more client, or one that comes back under its old id."""
+        prompt, tokens_max = self.chance.randint(1, 12 * PAGE), self.chance.randint(1, 60)
+        stops_at = self.chance.randint(1, 2 * tokens_max)
+        deadline_s = self.now_s + self.chance.choice((2.0, 30.0, 600.0))
+        name = f"request-{self.count('names')}"
+        if self.clients and self.chance.random() < 0.2:
+            name = self.chance.choice(self.clients).name
+        client = Client(name, prompt, tokens_max, stops_at if stops_at <= tokens_max else 0, deadline_s)
+        if self._ask(client, answers=self.chance.random() < 0.8):
+            self.clients.append(client)
 
-    def submit(self, **how: Any) -> int:
-        """One more request."""
-        self._number += 1
-        answers = self.chance.random() < 0.7
-        generated = self.chance.choice((0, 0, 3))
-        prompt = generated + self.chance.randint(1, 12 * PAGE)
-        tokens_max = generated + self.chance.randint(1, 60)
-        settings: dict[str, Any] = {
+    def _ask(self, client: Client, answers: bool = True) -> bool:
+        """Have some engine answer what it was not told yet; whether one does."""
+        engine = self.chance.choice(list(self.engines.values()))
+        prompt = client.prompt + client.told
+        how: dict[str, Any] = {
             "prompt": prompt,
-            "generated": generated,
-            "tokens_max": tokens_max,
-            "deadline_s": self.now_s + self.chance.choice((2.0, 60.0, 600.0)),
-            "role": self.chance.choice([*Role]),
+            "generated": client.told,
+            "tokens_max": client.tokens_max,
+            "deadline_s": client.deadline_s,
             "answers": answers,
             "hold_s": 5.0,
-            "engines": self.chance.choice((None, (), ENGINES[:1], ENGINES)),
+            "engines": self.chance.choice((None, (), self._others(engine.address), self._others(engine.address))),
             "stored": self.chance.randint(0, prompt // PAGE) * PAGE,
             "lazy": self.chance.random() < 0.5,
-            "stopped": bool(generated and answers) and self.chance.random() < 0.2,
-            **how,
+            "stopped": answers and 0 < client.stops_at == client.told,
         }
-        event = ev.Submitted(self.now_s, self._number, f"request-{self._number}", **settings)
-        self.known[self._number] = Known(event, event.prompt)
-        self.handle(event)
-        return self._number
+        try:
+            engine.submit(client.name, client, client.stops_at, **how)
+        except KVStoreError as error:
+            self.counts[f"refused: {type(error).__name__}"] += 1
+            return False
+        known = engine.known.get(engine.door.known.get(client.name, 0))
+        assert known is None or not how["stopped"], "all was told, and it goes on"
+        return True
 
     def cancel(self) -> None:
-        """Nobody wants one of them; perhaps it has ended long ago."""
-        if self.known:
-            self.handle(ev.Cancelled(self.now_s, self.chance.choice([*self.known])))
+        """Nobody wants one of them."""
+        engine = self.chance.choice(list(self.engines.values()))
+        if engine.door.known:
+            engine.cancel(self.chance.choice(list(engine.door.known)))
 
     def migrate(self) -> None:
         """One of them shall go on elsewhere."""
-        if self.known:
-            call = 10_000 + len(self.calls) + self.counts["calls"]
-            self.counts["calls"] += 1
-            self.calls.add(call)
-            self.handle(ev.Migrate(self.now_s, self.chance.choice([*self.known]), "other:1", call))
+        engine = self.chance.choice(list(self.engines.values()))
+        if engine.door.known:
+            engine.migrate(self.chance.choice(list(engine.door.known)), self._target(engine))
 
     def drain(self) -> None:
-        """All of them shall, or no more."""
-        self.handle(ev.Drain(self.now_s, self.chance.choice((None, "other:1"))))
+        """All of one engine shall."""
+        engine = self.chance.choice(list(self.engines.values()))
+        engine.drain(self._target(engine))
 
-    def pull(self) -> None:
-        """Another engine begins to pull."""
-        open_ones = [
-            number for number, known in self.known.items() if not (known.event.answers or known.closed) and known.frames
-        ]
-        if open_ones:
-            number = self.chance.choice(open_ones)
-            self.known[number].touching["pull"] += 1
-            self.tasks.append(lambda: self._pulled(number))
+    def undrain(self) -> None:
+        """No more of them."""
+        engine = self.chance.choice(list(self.engines.values()))
+        if engine.door.draining:
+            engine.drain(None)
 
-    # --- what is decided ----------------------------------------------------------------------------------------------
+    def _target(self, engine: EngineMachine) -> str:
+        return self.chance.choice(self._others(engine.address) or (NOWHERE,))
 
-    def handle(self, event: ev.Event) -> None:
-        """Decide, check, and perform."""
-        self.counts[type(event).__name__] += 1
-        instructions = self.state.handle(event)
-        if not any(isinstance(it, do.Draw) for it in instructions):
-            integrity.check(self.state)
-        for it in instructions:
-            self.counts[type(it).__name__] += 1
-            getattr(self, f"_do_{type(it).__name__.lower()}")(it)
-        integrity.check(self.state)
-        frames = [frame for known in self.known.values() for frame in known.frames]
-        assert len(frames) == len(set(frames)) and len(frames) + len(self.free) == self.rules.frames
+    def _others(self, own: str) -> tuple[str, ...]:
+        """Some engines beside one, perhaps one that never was."""
+        others = [address for address in self.addresses if address != own]
+        if self.chance.random() < 0.15:
+            others.append(NOWHERE)
+        return tuple(self.chance.sample(others, self.chance.randint(min(1, len(others)), len(others))))
 
-    def _task(self, number: int, who: str, *ways: Callable[[], None]) -> None:
-        """A thread touches the frames of a sequence until it has gone one of these ways."""
-        known = self.known[number]
-        assert known.frames and not known.touching[who], (who, known)
-        known.touching[who] += 1
+    def kill(self) -> None:
+        """An engine is gone; another one starts in its place. Clients have their answers go on elsewhere, some do."""
+        self.count("kills")
+        engine = self.chance.choice(list(self.engines.values()))
+        engine.dead = True
+        for link in [link for link in self.links if engine in (link.here, link.there)]:
+            self.links.remove(link)
+            if link.there is engine:
+                link.failed(NodeUnavailable(f"{engine.address} is gone"))
+            elif isinstance(link, Fetch):
+                link.let_go()
+            if link.here is engine and link.there is not None:
+                self.task(link.there, link.cancel_there)
+        self.begin(engine.address)
+        for known in engine.known.values():
+            client = known.listener
+            if isinstance(client, Client) and not client.end:
+                again = known.event.answers and client.deadline_s > self.now_s and self.chance.random() < 0.7
+                if not (again and self._ask(client)):
+                    client.end = "lost"
 
-        def done() -> None:
-            known.touching[who] -= 1
-            self.chance.choice(ways)()
+    # --- the end ------------------------------------------------------------------------------------------------------
 
-        self.tasks.append(done)
+    def finish(self, stop: bool) -> None:
+        """Nothing new comes, and no connection breaks. Everything ends, once; every frame is free."""
+        self._losses = 0.0
+        for engine in self.engines.values() if stop else ():
+            late = self._late(engine)
+            engine.stop()
+            if late is not None:
+                engine.handle(late)
+            assert all(known.end or known.closed for known in engine.known.values()), (
+                "it goes on in an engine that ends"
+            )
+        for _ in range(200):
+            self._settle()
+            for engine in self.engines.values():
+                assert engine.stopped or not engine.stuck(), engine.stuck()
+            if not any(engine.known for engine in self.engines.values()):
+                break
+            self.now_s += 1.0
+        for engine in self.engines.values():
+            engine.check_empty()
+        for client in self.clients:
+            assert client.end, (client.name, "was not told the end")
 
-    def _do_load(self, it: do.Load) -> None:
-        known = self.known[it.sequence]
-        assert not known.frames and len(self.free) >= it.pages
-        assert it.pages * PAGE >= known.event.prompt
-        known.frames = [self.free.pop() for _ in range(it.pages)]
+    def _late(self, engine: EngineMachine) -> Submitted | None:
+        """A call that is through the door when the engine ends."""
+        client = Client("late", PAGE, 2, 0, self.now_s + 600.0)
+        how = {"prompt": PAGE, "generated": 0, "tokens_max": 2, "deadline_s": client.deadline_s, "answers": True}
+        try:
+            event = engine.enter(client.name, client, 0, **how)
+        except KVStoreError:
+            return None
+        self.clients.append(client)
+        return event
 
-        def loaded() -> None:
-            known.kv = self.chance.randint(0, known.event.prompt // PAGE) * PAGE
-            self.handle(ev.Loaded(self.now_s, it.sequence, known.kv))
+    def _settle(self) -> None:
+        """Until nothing happens any more, though no time passes."""
+        quiet = 0
+        while quiet < QUIET:
+            before = self._events()
+            for _ in range(len(self._tasks)):
+                self.run_task()
+            stepped = [engine.turn() for engine in self.engines.values()]
+            quiet = 0 if any(stepped) or self._events() > before else quiet + 1
 
-        self._task(it.sequence, "loader", loaded)
-
-    def _do_ask(self, it: do.Ask) -> None:
-        known = self.known[it.sequence]
-        assert it.attempt > known.attempt, "an engine is asked under an old number"
-        known.attempt = it.attempt
-
-        def answer() -> None:
-            if self.chance.random() < self._losses:
-                self.tasks.append(answer)  # not yet
-            elif self.chance.random() < 0.6:
-                self.handle(ev.Computed(self.now_s, it.sequence, it.attempt, 7))
-            else:
-                failed = self.chance.choice([NodeUnavailable("gone"), VersionMismatch("not ours")])
-                self.handle(ev.AskFailed(self.now_s, it.sequence, it.attempt, failed))
-
-        self.tasks.append(answer)
-
-    def _do_move(self, it: do.Move) -> None:
-        known = self.known[it.sequence]
-        assert it.start == known.kv and it.attempt == known.attempt
-        known.layers = known.ahead = 0
-        prompt = known.event.prompt
-
-        def layer() -> None:
-            known.layers = min(LAYERS, known.layers + 1)
-
-        def came() -> None:
-            known.kv, known.layers = prompt + known.ahead, LAYERS
-            self.handle(ev.Moved(self.now_s, it.sequence, it.attempt, prompt))
-
-        def failed() -> None:
-            known.kv = self.chance.randint(it.start, prompt) // PAGE * PAGE
-            error = NodeUnavailable("the link")
-            self.handle(ev.Moved(self.now_s, it.sequence, it.attempt, known.kv, error))
-
-        self._task(it.sequence, "mover", came, came, failed)
-        self.tasks.extend([layer] * 2)
-
-    def _do_step(self, it: do.Step) -> None:
-        assert it.decoding or it.parts
-        parts = [part.sequence for part in it.parts]
-        assert len({*it.decoding, *parts}) == len(it.decoding) + len(parts) <= self.rules.batch_max
-        ends, missed = {}, set()
-        for number in it.decoding:
-            known = self.known[number]
-            assert not known.touching["side"] and not known.touching["loader"]
-            if known.touching["mover"] and known.layers < LAYERS and self.chance.random() < 0.5:
-                missed.add(number)
-                continue
-            self._decoded(number)
-            self._drawn(number, ends)
-        for part in it.parts:
-            known = self.known[part.sequence]
-            assert not known.touching["mover"] and not known.touching["loader"]
-            whole = part.stop == known.length
-            assert part.start <= known.kv and part.start < part.stop <= known.length and part.draws == whole
-            assert whole or part.stop % PAGE == 0 or part.stop - part.start <= PAGE
-            known.kv = part.stop
-            if part.draws and known.event.answers:
-                self._drawn(part.sequence, ends)
-        seconds = 0.01 * self.chance.random()
-        self.handle(ev.Stepped(self.now_s, ends, frozenset(missed), seconds))
-
-    def _decoded(self, number: int) -> None:
-        """The KV of the last token that is known was computed; where more was on its way, it has come by now."""
-        known = self.known[number]
-        if known.touching["mover"]:
-            known.layers, known.ahead = LAYERS, known.ahead + 1
-            assert known.event.prompt + known.ahead == known.length
-        else:
-            assert known.kv == known.length - 1, "decodes over what is not there"
-            known.kv += 1
-
-    def _drawn(self, number: int, ends: dict[int, str]) -> None:
-        known = self.known[number]
-        assert not known.ends, "draws after its end"
-        known.length += 1
-        if self.chance.random() < 0.01:
-            ends[number] = self.chance.choice(("eos", "stop"))
-
-    def _do_aside(self, it: do.Aside) -> None:
-        known = self.known[it.sequence]
-
-        def came() -> None:
-            if known.touching["mover"] or known.kv == known.length - 1:
-                self._decoded(it.sequence)
-                self.handle(ev.SideStepped(self.now_s, it.sequence, 7))
-            else:  # the mover has failed
-                missed()
-
-        def missed() -> None:
-            self.handle(ev.SideStepped(self.now_s, it.sequence, None))
-
-        self._task(it.sequence, "side", came, missed)
-
-    def _do_draw(self, it: do.Draw) -> None:
-        ends: dict[int, str] = {}
-        self._drawn(it.sequence, ends)
-        self.handle(ev.Drawn(self.now_s, it.sequence, ends.get(it.sequence, "")))
-
-    def _do_hold(self, it: do.Hold) -> None:
-        known = self.known[it.sequence]
-        assert known.kv == known.event.prompt and not known.event.answers and not known.closed
-        known.held = True
-        known.ends.append("held")
-
-    def _do_close(self, it: do.Close) -> None:
-        known = self.known[it.sequence]
-        assert not known.closed and not known.event.answers
-        known.closed = True
-        self.tasks.append(lambda: self._pulls_ended(it.sequence))
-
-    def _pulled(self, number: int) -> None:
-        self.known[number].touching["pull"] -= 1
-
-    def _pulls_ended(self, number: int) -> None:
-        if self.known[number].touching["pull"]:
-            self.tasks.append(lambda: self._pulls_ended(number))
-        else:
-            self.handle(ev.PullsEnded(self.now_s, number))
-
-    def _do_passon(self, it: do.PassOn) -> None:
-        known = self.known[it.sequence]
-        assert known.kv == known.length - 1 and not known.touching.total()
-
-        def passed() -> None:
-            if not known.ends:
-                known.ends.append("elsewhere")
-            self.handle(ev.PassedOn(self.now_s, it.sequence))
-
-        def said() -> None:
-            if self.chance.random() < self._losses:
-                self.tasks.append(said)
-            elif self.chance.random() < 0.5:
-                self.tasks.append(passed)
-                self.handle(ev.Taken(self.now_s, it.sequence))
-            else:
-                error: KVStoreError | None = self.chance.choice((None, NodeUnavailable("no room")))
-                self.handle(ev.NotTaken(self.now_s, it.sequence, error))
-
-        self.tasks.append(said)
-
-    def _do_reply(self, it: do.Reply) -> None:
-        if it.call:
-            self.calls.remove(it.call)
-
-    def _do_store(self, it: do.Store) -> None:
-        known = self.known[it.sequence]
-        assert known.frames and known.kv >= it.pages * PAGE and not known.touching["mover"]
-
-    def _do_forget(self, it: do.Forget) -> None:
-        self.known[it.sequence].forgotten += 1
-
-    def _do_finish(self, it: do.Finish) -> None:
-        known = self.known[it.sequence]
-        assert known.forgotten and known.event.answers
-        if it.reason == "length":
-            assert known.length - known.event.prompt + known.event.generated == known.event.tokens_max
-        known.ends.append(it.reason)
-
-    def _do_fail(self, it: do.Fail) -> None:
-        known = self.known[it.sequence]
-        if not known.ends or known.ends == ["elsewhere"]:
-            known.ends[:] = [type(it.error).__name__]
-        else:
-            raise AssertionError(f"{it} after {known.ends}")
-
-    def _do_giveback(self, it: do.GiveBack) -> None:
-        known = self.known[it.sequence]
-        assert known.frames and not known.touching.total(), (it, known)
-        self.free.update(known.frames)
-        known.frames = []
-
-    def _do_drop(self, it: do.Drop) -> None:
-        known = self.known[it.sequence]
-        assert not known.frames and not known.touching.total() and known.ends and known.forgotten == 1
-
-    def _ignore(self, it: object) -> None:
-        """Nothing that the world keeps."""
-
-    _do_giveup = _do_settle = _do_dismiss = _do_recompute = _do_telladmitted = _do_tellprogress = _ignore
-    _do_left = _do_cancelthere = _ignore
+    def _events(self) -> int:
+        return self.counts.total() - self.counts["Turn"]

@@ -1,0 +1,385 @@
+"""What an engine decides, event by event: who comes first, which engine is asked, who joins a step, what is measured.
+
+What holds whatever happens is tested by histories: ``tests/worlds/test_engine_simulation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.model.request import Role
+from engine.state import batching
+from engine.state import events as ev
+from engine.state import instructions as do
+from engine.state.door import Door
+from engine.state.engine_state import EngineState
+from engine.state.passing import TAKE_S
+from engine.state.routes import AVOID_S, AVOIDED_MAX
+from engine.state.rules import Rules
+from engine.state.sequence import Phase
+from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls, VersionMismatch
+
+PAGE = 16
+LAYERS = 4
+ONE, TWO = "one:1", "two:1"
+GONE = NodeUnavailable("gone")
+
+
+class Driver:
+    """A state, its clock, and short names for what happens."""
+
+    def __init__(self, **rules: Any) -> None:
+        settings = {"frames": 64, "layers": LAYERS, "page_tokens": PAGE, "chunk_tokens": 64, "batch_max": 8}
+        self.state = EngineState(Rules(**{**settings, **rules}))
+        self.now_s = 0.0
+
+    def submit(self, number: int, prompt: int = 4 * PAGE, tokens_max: int = 16, **how: Any) -> list[do.Instruction]:
+        settings = {"generated": 0, "deadline_s": 1e6, **how}
+        event = ev.Submitted(self.now_s, number, str(number), prompt=prompt, tokens_max=tokens_max, **settings)
+        return self.state.handle(event)
+
+    def loaded(self, number: int, tokens: int = 0) -> list[do.Instruction]:
+        return self.state.handle(ev.Loaded(self.now_s, number, tokens))
+
+    def turn(self, arriving: dict[int, ev.Arriving] | None = None) -> list[do.Instruction]:
+        return self.state.handle(ev.Turn(self.now_s, arriving or {}))
+
+    def run(self) -> list[do.Instruction]:
+        """A turn, and its step if there is one."""
+        out = self.turn()
+        if self.state.step is not None:
+            self.stepped()
+        return out
+
+    def stepped(self, seconds: float = 0.01, waited_s: float = 0.0, **how: Any) -> list[do.Instruction]:
+        settings = {"ends": {}, "missed": frozenset(), **how}
+        return self.state.handle(ev.Stepped(self.now_s, seconds=seconds, waited_s=waited_s, **settings))
+
+    def failed(self, number: int, attempt: int, error: Any = GONE) -> list[do.Instruction]:
+        """The engine that was asked is gone, and its mover has ended."""
+        out = self.state.handle(ev.AskFailed(self.now_s, number, attempt, error))
+        return out + self.state.handle(ev.Moved(self.now_s, number, attempt, 0, error))
+
+    def decoding(self, *numbers: int) -> None:
+        """Bring them there: prompts of a page, computed here."""
+        for number in numbers:
+            self.submit(number, PAGE, tokens_max=64)
+        self.turn()
+        for number in numbers:
+            self.loaded(number)
+        for _ in range(100):
+            if all(self.state.roster.sequences[number].phase is Phase.DECODING for number in numbers):
+                return
+            self.run()
+        raise AssertionError("prompts are not computed")
+
+    def arriving(self, number: int) -> None:
+        """Bring it to where its first token is drawn and its KV still arrives."""
+        self.submit(number, engines=(ONE,))
+        self.turn()
+        self.loaded(number)
+        self.state.handle(ev.Computed(self.now_s, number, 1, 5))
+        self.state.handle(ev.Drawn(self.now_s, number, ""))
+
+
+def kinds(instructions: Sequence[do.Instruction]) -> list[str]:
+    return [type(it).__name__ for it in instructions]
+
+
+def only(instructions: Sequence[do.Instruction], kind: type) -> list[Any]:
+    return [it for it in instructions if isinstance(it, kind)]
+
+
+# --- who comes first -----------------------------------------------------------------------------------------------
+
+
+def test_a_large_request_is_not_overtaken() -> None:
+    driver = Driver(frames=10)
+    driver.submit(1, 6 * PAGE, PAGE)
+    driver.submit(2, 6 * PAGE, PAGE)
+    driver.submit(3, PAGE, PAGE)
+    assert [it.sequence for it in only(driver.turn(), do.Load)] == [1]
+    assert not only(driver.turn(), do.Load)
+    driver.loaded(1)
+    driver.state.handle(ev.Cancelled(0.0, 1))
+    assert [it.sequence for it in only(driver.turn(), do.Load)] == [2, 3]
+
+
+def test_what_fits_no_arena_is_no_request_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        Driver(frames=2).submit(1, 3 * PAGE)
+
+
+def test_a_prompt_goes_on_beside_a_batch_larger_than_a_chunk() -> None:
+    driver = Driver(chunk_tokens=4, batch_max=8)
+    driver.decoding(1, 2, 3, 4, 5)
+    driver.submit(6)
+    driver.turn()
+    driver.stepped()
+    driver.loaded(6)
+    (step,) = only(driver.turn(), do.Step)
+    assert step.decoding == [1, 2, 3, 4, 5] and step.parts == [do.Part(6, 0, PAGE, False)]
+
+
+def test_chunks_share_a_step_and_end_with_pages() -> None:
+    driver = Driver(chunk_tokens=40)
+    driver.submit(1, 20)
+    driver.submit(2, 100)
+    driver.turn()
+    driver.loaded(1)
+    driver.loaded(2)
+    (step,) = only(driver.turn(), do.Step)
+    assert step.parts == [do.Part(1, 0, 20, True), do.Part(2, 0, 16, False)]
+
+
+def test_deadlines_end_whoever_waits_loads_and_decodes() -> None:
+    driver = Driver(frames=6)
+    driver.decoding(1)  # takes 5 frames
+    driver.state.roster.sequences[1].deadline_s = 5.0
+    driver.submit(2, PAGE, 1, answers=False, deadline_s=6.0)
+    driver.run()
+    driver.submit(3, 5 * PAGE, deadline_s=7.0)
+    assert [driver.state.roster.sequences[n].phase for n in (1, 2, 3)] == [
+        Phase.DECODING,
+        Phase.LOADING,
+        Phase.WAITING,
+    ]
+    late = []
+    for driver.now_s in (5.0, 5.1, 6.1, 7.1):
+        late.append([it.sequence for it in only(driver.run(), do.Fail)])
+    assert late == [[], [1], [2], [3]]
+
+
+# --- which engine is asked -----------------------------------------------------------------------------------------
+
+
+def asked(driver: Driver, number: int = 1, **how: Any) -> str:
+    """The engine that a request's prompt is asked of; "" for this one."""
+    driver.submit(number, **how)
+    driver.run()
+    found = only(driver.loaded(number), do.Ask)
+    return found[0].engine if found else ""
+
+
+def test_engines_are_asked_where_the_role_says_so() -> None:
+    rules = {"prefill": (ONE, TWO), "local_prefill_tokens": 2 * PAGE}
+    assert asked(Driver(**rules), role=Role.DECODE) == ONE
+    assert asked(Driver(**rules), role=Role.BOTH) == ""
+    assert asked(Driver(**rules), role=Role.BOTH, engines=(TWO,)) == TWO
+    assert asked(Driver(**rules), role=Role.DECODE, engines=()) == ""
+    assert asked(Driver(**rules), role=Role.DECODE, answers=False) == ""
+
+
+def test_what_is_almost_all_stored_is_computed_here() -> None:
+    rules = {"prefill": (ONE,), "local_prefill_tokens": 2 * PAGE}
+    assert asked(Driver(**rules), role=Role.DECODE, stored=2 * PAGE) == ""
+    assert asked(Driver(**rules), role=Role.DECODE, stored=PAGE) == ONE
+    assert asked(Driver(**rules), role=Role.DECODE, stored=4 * PAGE, engines=(TWO,)) == TWO
+
+
+def test_the_next_engine_is_asked_then_none() -> None:
+    driver = Driver()
+    assert asked(driver, engines=(ONE, TWO)) == ONE
+    assert [it.engine for it in only(driver.failed(1, 1), do.Ask)] == [TWO]
+    assert kinds(driver.failed(1, 2)) == ["Dismiss"]
+    assert [part.sequence for part in only(driver.turn(), do.Step)[0].parts] == [1]
+
+
+def test_a_lazy_request_waits_for_frames_only_when_it_is_computed() -> None:
+    driver = Driver()
+    assert kinds(driver.submit(1, engines=(ONE,), lazy=True)) == ["Ask"]
+    assert not driver.turn()
+    driver.state.handle(ev.Computed(0.0, 1, 1, 5))
+    assert kinds(driver.turn()) == ["Load"]
+    assert kinds(driver.loaded(1)) == ["Move", "Draw"]
+
+
+def test_an_engine_that_failed_is_left_alone_for_a_while() -> None:
+    driver = Driver()
+    asked(driver, engines=(ONE,))
+    driver.failed(1, 1)
+    driver.now_s = AVOID_S - 0.1
+    assert asked(driver, 2, engines=(ONE, TWO)) == TWO
+    driver.now_s = AVOID_S + 0.1
+    assert asked(driver, 3, engines=(ONE, TWO)) == ONE
+
+
+def test_few_engines_are_remembered_as_failed() -> None:
+    driver = Driver(frames=10_000, batch_max=1000)
+    for number in range(1, AVOIDED_MAX + 2):
+        asked(driver, number, engines=(f"engine-{number}:1",))
+        driver.failed(number, 1)
+    assert asked(driver, 1001, engines=("engine-2:1", TWO)) == TWO
+    assert asked(driver, 1002, engines=("engine-1:1", TWO)) == "engine-1:1"
+
+
+def test_an_engine_that_does_not_fit_is_a_mistake_to_show() -> None:
+    driver = Driver()
+    asked(driver, engines=(ONE, TWO))
+    out = driver.failed(1, 1, VersionMismatch("another layout"))
+    assert not only(out, do.Ask)
+    assert [type(it.error) for it in only(out, do.Fail)] == [VersionMismatch]
+
+
+def test_what_came_as_whole_pages_is_not_computed_again() -> None:
+    for tokens, start in ((0, 0), (PAGE - 1, 0), (2 * PAGE + 3, 2 * PAGE), (4 * PAGE, 4 * PAGE - 1)):
+        driver = Driver()
+        asked(driver, engines=(ONE,))
+        driver.state.handle(ev.Moved(0.0, 1, 1, tokens, GONE))
+        (step,) = only(driver.turn(), do.Step)
+        assert step.parts[0].start == start
+
+
+def test_words_of_an_engine_that_was_given_up_are_not_heard() -> None:
+    driver = Driver()
+    asked(driver, engines=(ONE, TWO))
+    driver.state.handle(ev.Moved(0.0, 1, 1, 0, GONE))  # and TWO is asked
+    assert not driver.state.handle(ev.Computed(0.0, 1, 1, 5))
+    assert not driver.state.handle(ev.AskFailed(0.0, 1, 1, GONE))
+    assert kinds(driver.state.handle(ev.Computed(0.0, 1, 2, 6))) == ["Draw"]
+
+
+def test_pages_of_an_answer_that_ends_with_its_first_token_are_stored() -> None:
+    driver = Driver()
+    asked(driver, tokens_max=1, engines=(ONE,))
+    driver.state.handle(ev.Moved(0.0, 1, 1, 4 * PAGE))
+    assert kinds(driver.state.handle(ev.Computed(0.0, 1, 1, 5))) == ["Draw"]
+    out = kinds(driver.state.handle(ev.Drawn(0.0, 1, "")))
+    assert out[0] == "Settle" and out[-4:] == ["Forget", "Finish", "GiveBack", "Drop"]
+    assert out.index("Store") < out.index("Finish")
+
+
+# --- who joins a step ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "joins"),
+    [
+        (ev.Arriving(LAYERS, 0.0), True),  # all of it
+        (ev.Arriving(0, 0.001), False),  # not even the first layer
+        (ev.Arriving(1, 0.0), False),  # nobody knows how fast
+        (ev.Arriving(1, 0.5), True),
+        (ev.Arriving(1, 0.5, late=True), False),  # it was waited for already
+        (ev.Arriving(1, 0.9), False),  # with its margin, slower than a layer is computed
+        (ev.Arriving(2, 1.2), True),
+    ],
+)
+def test_who_joins_a_step_whose_layers_take_a_second(there: ev.Arriving, joins: bool) -> None:
+    assert batching.in_time(there, LAYERS, 1.0) is joins
+
+
+def test_who_is_late_goes_aside_and_only_so_many_do() -> None:
+    driver = Driver(side_max=1)
+    for number in (1, 2, 3):
+        driver.arriving(number)
+    late, nothing, all_there = ev.Arriving(1, 0.0), ev.Arriving(0, 0.0), ev.Arriving(LAYERS, 0.0)
+    assert not driver.turn({1: nothing, 2: nothing, 3: nothing})
+    out = driver.turn({1: late, 2: late, 3: all_there})
+    assert [it.sequence for it in only(out, do.Aside)] == [1]
+    assert [it.decoding for it in only(out, do.Step)] == [[3]]
+    driver.stepped()
+    assert kinds(driver.state.handle(ev.SideStepped(0.0, 1, 7))) == ["Draw"]
+    driver.state.handle(ev.Drawn(0.0, 1, ""))
+    assert [it.sequence for it in only(driver.turn({1: nothing, 2: late, 3: nothing}), do.Aside)] == [2]
+
+
+def test_who_missed_a_step_drew_nothing() -> None:
+    driver = Driver()
+    driver.arriving(1)
+    driver.turn({1: ev.Arriving(LAYERS)})
+    driver.stepped(missed=frozenset((1,)))
+    assert driver.state.roster.sequences[1].generated == 1
+    driver.turn({1: ev.Arriving(LAYERS)})
+    driver.stepped()
+    assert driver.state.roster.sequences[1].generated == 2
+
+
+def test_speeds_are_of_steps_of_one_kind_without_their_waits() -> None:
+    driver = Driver(chunk_tokens=64)
+    driver.submit(1)
+    driver.turn()
+    driver.loaded(1)
+    driver.turn()
+    driver.stepped(1.0)
+    assert driver.state.speeds.prefill_tokens_per_s == 64.0 and driver.state.speeds.step_s == 0.0
+    driver.turn()
+    driver.stepped(0.5, waited_s=0.3)
+    assert driver.state.speeds.step_s == pytest.approx(0.2) and driver.state.speeds.layer_s == pytest.approx(0.05)
+    driver.turn()
+    driver.stepped(0.7)
+    assert driver.state.speeds.step_s == pytest.approx(0.2 + 0.2 * 0.5)
+
+
+# --- answers that leave, prefills that are held --------------------------------------------------------------------
+
+
+def test_a_drain_ends_with_the_first_answer_that_is_not_taken() -> None:
+    driver = Driver()
+    driver.decoding(1, 2)
+    driver.state.handle(ev.Drain(0.0, TWO))
+    assert [it.sequence for it in only(driver.turn(), do.PassOn)] == [1]
+    driver.stepped()
+    assert not only(driver.turn(), do.PassOn), "one after the other"
+    driver.stepped()
+    assert kinds(driver.state.handle(ev.NotTaken(0.0, 1, GONE))) == ["Reply"]
+    assert not only(driver.turn(), do.PassOn)
+
+
+def test_an_answer_comes_back_that_is_not_taken_in_time() -> None:
+    driver = Driver()
+    driver.decoding(1)
+    out = driver.state.handle(ev.Migrate(0.0, 1, TWO, 9))
+    assert kinds(out) == ["Store", "PassOn"]
+    driver.now_s = TAKE_S + 0.1
+    out = driver.turn()
+    assert kinds(out) == ["Reply", "CancelThere"] and out[0].call == 9
+    assert kinds(driver.turn()) == []
+    assert kinds(driver.state.handle(ev.NotTaken(driver.now_s, 1))) == []
+    assert [step.decoding for step in only(driver.turn(), do.Step)] == [[1]]
+
+
+def test_what_cannot_leave_says_so() -> None:
+    driver = Driver()
+    driver.arriving(1)
+    driver.submit(2)
+    for number in (1, 2, 77):
+        out = driver.state.handle(ev.Migrate(0.0, number, TWO, 9))
+        assert out == [do.Reply(9, False)]
+
+
+def test_a_prefill_is_held_for_so_long() -> None:
+    driver = Driver()
+    driver.submit(1, PAGE, 1, answers=False, hold_s=3.0)
+    driver.turn()
+    driver.loaded(1)
+    driver.turn()
+    assert kinds(driver.stepped()) == ["Hold"]
+    driver.now_s = 2.9
+    assert not driver.turn()
+    driver.now_s = 3.0
+    assert kinds(driver.turn()) == ["Close"]
+    assert kinds(driver.state.handle(ev.PullsEnded(3.0, 1))) == ["Forget", "GiveBack", "Drop"]
+
+
+# --- the door ------------------------------------------------------------------------------------------------------
+
+
+def test_the_door_refuses_by_role_by_count_and_by_id() -> None:
+    door = Door(Role.DECODE, 2)
+    door.check(answers=True)
+    with pytest.raises(InvalidRequest, match="prefill or both"):
+        door.check(answers=False)
+    door.enter("a", 1)
+    with pytest.raises(InvalidRequest, match="in use"):
+        door.enter("a", 2)
+    door.enter("b", 2)
+    with pytest.raises(TooManyCalls):
+        door.enter("c", 3)
+    door.leave("a")
+    door.enter("a", 4)
+    door.draining = True
+    with pytest.raises(NodeUnavailable, match="drained"):
+        door.check(answers=True)
