@@ -118,9 +118,7 @@ class Routes:
     def settle(self, sequence: Sequence) -> None:
         """Where all of its attempt is here, it is over: the pages may be stored, also those of an answer that ends."""
         attempt = sequence.attempt
-        if attempt is None or attempt.error is not None or sequence.aside:
-            return
-        if attempt.moved and attempt.first_token is not None:
+        if attempt is not None and attempt.moved and attempt.first_token is not None:
             sequence.attempt = None
             self._roster.out.append(do.Settle(sequence.number))
             self._roster.store(sequence)

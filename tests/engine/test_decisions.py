@@ -153,6 +153,11 @@ def test_deadlines_end_whoever_waits_loads_and_decodes() -> None:
     assert late == [[], [1], [2], [3]]
 
 
+def test_an_answer_that_was_told_whole_before_ends_at_once() -> None:
+    out = Driver().submit(1, PAGE + 3, generated=3, stopped=True)
+    assert kinds(out) == ["Forget", "Finish", "Drop"] and only(out, do.Finish)[0].reason == "stop"
+
+
 # --- which engine is asked -----------------------------------------------------------------------------------------
 
 

@@ -134,13 +134,13 @@ class EngineMachine:
         if number is None:
             return False
         known = self.known[number]
-        over, taken = known.end or known.closed, known.taken
+        over, taken = known.end not in ("", "held") or known.closed, known.taken
         cancels = known.passing.cancels if known.passing is not None else 0
         known.cancelled = known.cancelled or not taken
         self.handle(ev.Cancelled(self.world.now_s, number))
         if taken and not known.end:
             assert known.passing is not None and known.passing.cancels > cancels, "nobody told the other engine"
-        assert over or taken or known.end or known.closed, "cancelled, and goes on"
+        assert over or taken or known.end not in ("", "held") or known.closed, "cancelled, and goes on"
         return True
 
     def migrate(self, name: str, target: str) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.worlds.engine_links import Fetch, Link
 from tests.helpers.worlds.engine_machine import LAYERS, PAGE, EngineMachine
 
 NOWHERE = "nowhere:1"
+ROUNDS_MAX = 5000
 QUIET = 8  # rounds of all tasks and engines that change nothing: nothing will
 
 
@@ -272,8 +273,10 @@ class EngineWorld:
 
     def _settle(self) -> None:
         """Until nothing happens any more, though no time passes."""
-        quiet = 0
+        quiet = rounds = 0
         while quiet < QUIET:
+            rounds += 1
+            assert rounds < ROUNDS_MAX, "something goes on for ever"
             before = self._events()
             for _ in range(len(self._tasks)):
                 self.run_task()
