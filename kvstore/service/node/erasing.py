@@ -9,21 +9,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvstore.errors import Unavailable
 from kvstore.model.replica import Tier
+from kvstore.service.node.contents import Contents
 from kvstore.service.node.nvme_pages import NvmePages
+from kvstore.service.node.waiting import Waiting
 from kvstore.state import events as ev
 from kvstore.tier.records import ExtentTable
 
-if TYPE_CHECKING:
-    from kvstore.service.node.node import Node
+
+class Owner(Protocol):
+    """The node that objects are erased for."""
+
+    contents: Contents
+    waiting: Waiting
+
+    def handle(self, event: ev.Event) -> ev.Reply:
+        """See ``Node``."""
+        ...
+
+    def device_failed(self, broken: dict[int, OSError]) -> None:
+        """See ``Node``."""
+        ...
 
 
-def erase(node: Node, nvme: NvmePages, erasing: ev.Erase) -> bool:
+def erase(node: Owner, nvme: NvmePages, erasing: ev.Erase) -> bool:
     """Carry it out and report it. False: a device fails, and a reboot may bring back what lay there."""
-    tables = node.performer.tables
+    tables = node.contents.extents
     places = [(tables[address.extent], address.frame) for _, address in erasing.pages]
     broken = nvme.extents.erase(places)
     if broken:
@@ -33,7 +47,7 @@ def erase(node: Node, nvme: NvmePages, erasing: ev.Erase) -> bool:
     return not failed
 
 
-def erase_all(node: Node, nvme: NvmePages, mine: list[ev.Erase]) -> None:
+def erase_all(node: Owner, nvme: NvmePages, mine: list[ev.Erase]) -> None:
     """Carry out what a caller's own deletion takes.
 
     Raises:
@@ -46,7 +60,7 @@ def erase_all(node: Node, nvme: NvmePages, mine: list[ev.Erase]) -> None:
             sound &= erase(node, nvme, left[0])
             left.popleft()
     finally:
-        node.performer.copies.extend(left)  # a caller who is interrupted leaves them to the mover
+        node.waiting.copies.extend(left)  # a caller who is interrupted leaves them to the mover
     if not sound:
         raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
 
