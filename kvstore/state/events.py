@@ -426,7 +426,8 @@ class NameRoot(Happening):
 class Pin(Happening):
     """Keep what is stored of these consecutive pages, from the first on, until ``until_ns``.
 
-    ``pin``: its number, 0 for a new one. ``asked``: its last page when it was asked for, which names it.
+    ``pin``: its number, or one above it where another pin has that; 0: one above all there were. ``asked``: its last
+    page when it was asked for, which names it.
     """
 
     now_ns: int

@@ -95,7 +95,9 @@ class Pins:
         refusal = self._refusal(pin, same)
         if refusal:
             return [ev.Reply(detail={"refused": refusal})]
-        number = same or self._next
+        number = same or event.pin or self._next
+        while number in self.pins and number != same:
+            number += 1
         if same:
             self._end(same)
         self._begin(number, pin)

@@ -595,6 +595,17 @@ def test_operators_verbs(cache: PrefixCache, store: Store, salt: str) -> None:
     store.wait_ready(5)
 
 
+def test_numbers_of_pins_are_drawn(cache: PrefixCache, store: Store) -> None:
+    """They tell nobody how many pins others have made."""
+    keys = cache.keys(tokens(3))
+    cache.put(keys, contents(keys))
+    numbers = [store.pin(keys[:pages], 60)["pin"] for pages in (1, 2, 3)]
+    for number in numbers:
+        store.unpin(number)
+    gaps = {abs(one - other) for one in numbers for other in numbers if one is not other}
+    assert min(gaps) > 1000, numbers
+
+
 def test_pages_pins_and_events(cache: PrefixCache, store: Store, salt: str) -> None:
     keys = cache.keys(tokens(4))
     after = store.events()["next"]

@@ -160,10 +160,20 @@ def test_a_key_alone_pins_and_unpins_nothing() -> None:
     assert reply is not None and reply.detail == {"unpinned": 1} and not made.state.pins.pins
 
 
-def pin(made: World, chain: Chain) -> dict[str, Any]:
+def test_a_pin_has_the_number_that_was_drawn_for_it() -> None:
+    """Numbers in order would tell a tenant how often others pin. Pinning again keeps the number."""
+    made = world()
+    store(made, Chain(PAGE, (1, 2, 3))), store(made, Chain(PAGE, (7,)))
+    assert pin(made, Chain(PAGE, (1,)), 4711)["pin"] == 4711
+    assert pin(made, Chain(PAGE, (1,)), 99)["pin"] == 4711
+    assert pin(made, Chain(PAGE, (7,)), 4711)["pin"] == 4712, "that of another pin is taken"
+    assert sorted(made.state.pins.pins) == [4711, 4712]
+
+
+def pin(made: World, chain: Chain, number: int = 0) -> dict[str, Any]:
     """The answer to a wish for a pin."""
     until_ns = made.now_ns + 1000 * MS
-    reply = made.send(ev.Pin(made.now_ns, 0, list(chain.keys), root_of(PAGE), until_ns, until_ns / 1e9))
+    reply = made.send(ev.Pin(made.now_ns, number, list(chain.keys), root_of(PAGE), until_ns, until_ns / 1e9))
     assert reply is not None
     return dict(reply.detail)
 

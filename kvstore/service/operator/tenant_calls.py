@@ -93,7 +93,7 @@ def _pin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("keys", NONE_STORED)
     asked = bytes.fromhex(request["keys"][-1])
     now_ns = time.monotonic_ns()
-    # Drawn, since numbers in order would tell each tenant how often others pin.
+    # The number is drawn: numbers in order would tell each tenant how often others pin.
     until_ns, until_s = now_ns + int(ttl_s * 1e9), time.time() + ttl_s
     event = ev.Pin(now_ns, secrets.randbits(32) | 1, keys, root, until_ns, until_s, asked=asked)
     detail = node.handle(event).detail
