@@ -99,7 +99,7 @@ class EngineConfig:
     name: str = setting("engine", parse_text, "What it is called in logs and metrics.")
     """What it is called in logs."""
     listen: tuple[str, ...] = daemon.listen("127.0.0.1:0")
-    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
+    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
     http: str | None = daemon.http()
     """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
     page_tokens: int = setting(64, parse_count, "Tokens of a page.")
@@ -137,7 +137,7 @@ class EngineConfig:
     link: str = setting(
         "none", parse_text, "A bound on hand-offs: none, nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."
     )
-    """How fast hand-offs go at most: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."""
+    """A bound on the speed of hand-offs: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."""
     compress: str = setting(
         "none", parse_text, "Lossy packing of KV, for requests that allow it.", metavar="|".join(CODECS)
     )
@@ -151,7 +151,7 @@ class EngineConfig:
     rpcs_max: int = setting(512, parse_count, "How many gRPC calls may be under way at once.")
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
     drain_s: float = setting(10.0, parse_number, "Seconds that requests under way have when the engine is told to end.")
-    """How long requests under way are waited for when the engine is told to end."""
+    """How long the engine waits at its end for requests under way."""
     tls_cert: Path | None = daemon.tls_cert()
     """PEM file with the certificate (and chain) that the gRPC API shows."""
     tls_key: Path | None = daemon.tls_key()
@@ -159,7 +159,7 @@ class EngineConfig:
     tls_client_ca: Path | None = daemon.tls_client_ca()
     """PEM file with the authorities whose client certificates are asked for."""
     identities: Path | None = daemon.identities()
-    """TOML file of who may call, by token or certificate, and for which salts; must be readable by its owner only."""
+    """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
     log_level: str = daemon.log_level()
     """debug, info, warning or error."""
     log_format: str = daemon.log_format()

@@ -44,7 +44,7 @@ def events(
 
     Without --after from now on; with --no-follow alone, all that the node has kept. A line is:
     time, number, kind, tier, reason, tenant, pages, keys;
-    with --json an event is one document per line. Who reads too slowly is told how many events were overwritten.
+    with --json an event is one document per line. A reader that is too slow is told how many events were overwritten.
     """
     if dump and (after is not None or not follow or kinds or as_json):
         raise InvalidRequest("--dump", "is all that is stored: it takes no other option than --node")

@@ -92,13 +92,13 @@ class NodeConfig:
     name: str = setting("default", parse_text, "What clients on this machine connect to.")
     """What clients on this machine connect to; also names the node's folder."""
     dram: int = setting(512 * MIB, parse_size, "Capacity of the DRAM segment, such as 8GiB.", metavar="SIZE")
-    """Capacity of the DRAM segment: bytes of frames; records, marks and index come on top."""
+    """Capacity of the DRAM segment in bytes of frames; records, marks and index take some more memory."""
     http: str | None = daemon.http()
     """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
     shm_dir: Path = setting(
         _SHM_DIR, parse_path, "The tmpfs that holds the node's folder; clients need it in KVSTORE_SHM_DIR."
     )
-    """The tmpfs that holds the node's folder; absolute, because daemon and clients have different working folders."""
+    """The tmpfs that holds the node's folder; an absolute path, since clients have other working folders."""
     group: bool = setting(False, parse_switch, "Let the daemon's unix group map the pool.")
     """Whether the daemon's unix group may map the pool as well (it then belongs to the trust domain)."""
     extent: int = setting(
@@ -124,33 +124,33 @@ class NodeConfig:
     )
     """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""
     nvme_format: bool = setting(
-        False, parse_switch, "Leave to make anew an NVMe target that holds something else.", short="--format"
+        False, parse_switch, "Make anew an NVMe target that holds something else.", short="--format"
     )
-    """Whether a target that cannot be used as it is may be made anew; what it holds is dropped."""
+    """Whether the start may make anew a target that cannot be used as it is, and drop what it holds."""
     nvme_extent: int = setting(0, parse_size_or_zero, "Bytes of one extent on NVMe.  0: by the size of the targets.")
     """Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."""
     nvme_admission: str = setting("all", parse_text, "What is saved before it leaves DRAM: all, or reused.")
     """Which chains are saved to NVMe: all, or those reused since they were stored."""
     nvme_write_bytes_per_day: int = setting(0, parse_size_or_zero, "A cap on what is written to NVMe; 0: none.")
     """How much may be written to all targets together in one day (UTC); 0 is no cap."""
-    demote_at: float = setting(0.5, parse_number, "The share of DRAM in use from which on pages are saved.")
-    """The share of DRAM in use from which on pages are saved to NVMe: 0 at once, 1 when it is full."""
+    demote_at: float = setting(0.5, parse_number, "From this share of DRAM in use on, pages are saved.")
+    """From this share of DRAM in use on, pages are saved to NVMe: 0 saves at once, 1 when DRAM is full."""
     promote_after: int = setting(2, parse_count, "How many reads from NVMe bring a page to DRAM.")
-    """How many reads from NVMe bring a page back to DRAM."""
+    """After so many reads from NVMe a page comes back to DRAM."""
     checkpoint_s: float = setting(30.0, parse_number, "Seconds between checkpoints on NVMe.")
-    """How often the index of what NVMe holds is saved there, so that a start need not scan what rested since."""
+    """Seconds between checkpoints on NVMe: after a reboot a start scans only what was written since the last one."""
     on_stop: str = setting(
-        "auto", parse_text, "What an end does with what only DRAM holds: keep, save, or auto: save where DRAM goes."
+        "auto", parse_text, "What SIGTERM does with pages in DRAM alone: keep, save, or auto: save where DRAM goes."
     )
-    """What an end does with what only DRAM holds: keep it, save it to NVMe, or auto: save it where DRAM goes."""
-    stop_save_s: float = setting(20.0, parse_number, "Seconds that an end may take to save it.")
-    """How long an end may take to save them, hottest first; what stops a node should wait longer than that."""
+    """What SIGTERM does with pages in DRAM alone: keep them, save them to NVMe, or auto: save them where DRAM goes."""
+    stop_save_s: float = setting(20.0, parse_number, "Seconds that saving at SIGTERM may take.")
+    """Seconds that saving at SIGTERM may take, hottest pages first; whatever stops a node has to wait longer."""
     nvme_answer_s: float = setting(
         10.0, parse_number, "Seconds after which an NVMe device that does not answer counts as failed."
     )
     """An NVMe device that does not answer for so many seconds takes no more writes; it is read again once it does."""
     listen: tuple[str, ...] = daemon.listen()
-    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it asks for TLS and identities."""
+    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
     tls_cert: Path | None = daemon.tls_cert()
     """PEM file with the certificate (and chain) that the gRPC API shows."""
     tls_key: Path | None = daemon.tls_key()
@@ -158,7 +158,7 @@ class NodeConfig:
     tls_client_ca: Path | None = daemon.tls_client_ca()
     """PEM file with the authorities whose client certificates are asked for."""
     identities: Path | None = daemon.identities()
-    """TOML file of who may call, by token or certificate, and for which salts; must be readable by its owner only."""
+    """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
     rpcs_max: int = setting(256, parse_count, "How many gRPC calls may be under way at once.")
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
     rpc_timeout_s_max: float = setting(60.0, parse_number, "The longest a gRPC call may take.")
@@ -173,7 +173,7 @@ class NodeConfig:
         repeats=True,
         short="--quota",
     )
-    """"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" whoever names no salt."""
+    """"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" callers without a salt."""
     pins_share_max: float = setting(0.5, parse_number, "The share of a tier that pins may keep.")
     """The share of a tier that pins may keep from being evicted."""
     kv_events: str = setting("", parse_text, "ZMQ address to publish KV events at, such as tcp://127.0.0.1:5557.")

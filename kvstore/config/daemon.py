@@ -26,7 +26,7 @@ def http() -> Any:
 
 def listen(*default: str) -> Any:
     """Addresses of the gRPC API."""
-    about = "Where the gRPC API listens; may repeat. Beyond loopback it asks for TLS and identities."
+    about = "Where the gRPC API listens; may repeat. Beyond loopback it needs TLS and identities."
     return setting(default, parse_listen, about, metavar="HOST:PORT|unix:PATH", repeats=True)
 
 

@@ -121,7 +121,7 @@ NO_SALT = '""'
 @dataclass(frozen=True)
 class Quota:
     """How many bytes of pages a tenant may have in each tier; None: as many as fit. ``salt`` "*": every other one; as
-    text, "" in quotes: whoever names no salt."""
+    text, "" in quotes: callers without a salt."""
 
     salt: str
     dram: int | None = None

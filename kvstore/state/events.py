@@ -471,7 +471,7 @@ class DevicesLate(Happening):
 
 @dataclass(slots=True)
 class Tick(Happening):
-    """Time went on."""
+    """Do what is due at ``now_ns``: end what is past its deadline."""
 
     now_ns: int
 
