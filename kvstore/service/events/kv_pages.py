@@ -82,9 +82,8 @@ class PageReader:
         """These pages, where they are in ``tier`` now. None: the index cannot tell at present."""
         look = self._contents.look
         here = look(tier, keys)
-        above: list[Address | None] | None = [None] * len(keys)
-        if tier == Tier.NVME:
-            above = look(Tier.DRAM, keys)
+        upper = self._contents.above(tier)
+        above = look(upper, keys) if upper is not None else [None] * len(keys)
         if here is None or above is None:
             return None
         return [
@@ -133,12 +132,12 @@ class PageReader:
     def _tokens(
         self, key: bytes, address: Address, table: ExtentTable, record: Record, above: Address | None
     ) -> bytes | None:
-        if table.tier == Tier.DRAM:
+        if record.tokens:
             return record.tokens
         if above is not None:
             copy = self._contents.table(above.extent)
             found = _record(copy, key, above) if copy is not None and above.frame < copy.frames else None
-            if found is not None:
+            if found is not None and found.tokens:
                 return found.tokens
         return self._tokens_on_nvme(key, address, table)
 

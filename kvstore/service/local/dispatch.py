@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
-from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, Tier, identity_bytes
+from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, identity_bytes
 from kvstore.rpc import control
 from kvstore.rpc.control import BATCH_MAX, Message, Op
 from kvstore.service.node.node import Node
@@ -91,14 +91,14 @@ class Dispatcher:
             return self.node.nvme is not None
         try:
             if message.op == Op.SCRUB:  # a page of DRAM of some MiB takes a millisecond or two
-                return message.entries > 1 or self._is_on_nvme(message)
+                return message.entries > 1 or not self._is_mapped(message)
             return self.admin.may_take_long(control.unpack_json(message.body))
         except InvalidRequest:
             return False  # it is refused at once
 
-    def _is_on_nvme(self, message: Message) -> bool:
+    def _is_mapped(self, message: Message) -> bool:
         addresses = control.unpack_addresses(message.body, message.entries)
-        return any(self.node.contents.tier_of(address.extent) == Tier.NVME for address in addresses)
+        return all(self.node.contents.mapped(address.extent) for address in addresses)
 
     # --- verbs ------------------------------------------------------------------------------------------------------
 
@@ -189,8 +189,6 @@ class Dispatcher:
 
     def _prefetch(self, session: int, message: Message, now_ns: int) -> bytes:
         addresses = control.unpack_addresses(message.body, message.entries)
-        if self.node.nvme is None:
-            return _statuses(message, ev.Reply(statuses=[int(Status.STALE)] * len(addresses)))
         hint = bool(message.flags & control.HINT)
         reply = self.node.handle(ev.Prefetch(now_ns, session, addresses, hint))
         self.wake()

@@ -40,6 +40,17 @@ class Contents:
         table = self.table(extent)
         return table.tier if table is not None else None
 
+    def mapped(self, extent: int) -> bool:
+        """Whether its frames are memory of this process; also where there is no extent of that number."""
+        tier = self.tier_of(extent)
+        return tier is None or self._performer.stores[tier].mapped
+
+    def above(self, tier: Tier) -> Tier | None:
+        """The next faster tier; None: there is none."""
+        tiers = list(self._performer.stores)
+        place = tiers.index(tier) if tier in tiers else 0
+        return tiers[place - 1] if place else None
+
     def class_of(self, extent: int) -> FrameClass | None:
         """What frames an extent has; None where there is none of that number."""
         table = self.table(extent)

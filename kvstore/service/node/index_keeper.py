@@ -188,7 +188,7 @@ class IndexKeeper:
         """The same of reserved pages; of several reservations of one key the earliest."""
         first: dict[bytes, Address] = {}
         for number, table in self._tables.items():
-            if table.tier != Tier.DRAM:
+            if not table.fmt.tail:  # nobody writes there but the node
                 continue
             reserved = (table.words & np.uint64(0xFF)) == RESERVED
             for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():

@@ -117,8 +117,8 @@ class PageAdmin:
     def _pass(self, found: Stored, left: list[int], save: bool, gone: list[int], stop_s: float) -> dict[int, str]:
         """Try each of these once; why those that stayed did."""
         stayed: dict[int, str] = {}
-        for tier in (False, True):
-            mine = [i for i in left if bool(found.nvme[i]) == tier]
+        for tier in np.unique(found.tier[left]):
+            mine = [i for i in left if found.tier[i] == tier]
             for start in range(0, len(mine), EVICT_STEP):
                 if self._node.ending:
                     raise Unavailable("the node is stopping")
@@ -225,7 +225,7 @@ def _described(found: Stored, i: int, names: dict[int, tuple[str, str]], now_ns:
 
 def _summed(found: Stored, places: Ints, names: dict[int, tuple[str, str]]) -> dict[str, Any]:
     """What an eviction's answer says of these pages."""
-    sizes, tiers = found.page_bytes[places], np.where(found.nvme[places], "nvme", "dram")
+    sizes, tiers = found.page_bytes[places], np.array(selection.TIERS)[found.tier[places]]
     groups: dict[str, dict[str, dict[str, int]]] = {"by_tier": {}, "by_tenant": {}, "by_model": {}}
     roots, which = np.unique(found.root[places], return_inverse=True)
     pages, size = np.bincount(which, minlength=len(roots)), np.bincount(which, sizes, minlength=len(roots))

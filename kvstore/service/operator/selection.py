@@ -27,6 +27,8 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
+TIERS = tuple(Tier)
+
 LEASED, PINNED, HELD, CHILDREN = "leased", "pinned", "held", "children"
 
 
@@ -66,7 +68,7 @@ class Stored:
     page_bytes: Ints
     holds: Ints  # children and whatever else hangs on the page
     leased: Mask
-    nvme: Mask
+    tier: Ints  # place in ``TIERS``
     pinned: Mask
 
     def __len__(self) -> int:
@@ -128,14 +130,14 @@ def _columns(place: int, view: View, leased: Any, pinned: Words, now_ns: int) ->
         *(np.full(count, place), frames, words[frames] >> np.uint64(8)),
         *(column[frames] for column in view.columns),
         *(used_ns, np.full(count, view.page_bytes), view.children[frames].astype(np.int64), held[frames]),
-        np.full(count, view.tier == Tier.NVME),
+        np.full(count, TIERS.index(view.tier)),
         np.isin(view.columns[0][frames], pinned) if len(pinned) else np.zeros(count, bool),
     )
 
 
 def _empty() -> tuple[Any, ...]:
     ints, words, mask = np.zeros(0, np.int64), np.zeros(0, np.uint64), np.zeros(0, bool)
-    return ints, ints, words, words, words, words, words, ints, ints, ints, mask, mask, mask
+    return ints, ints, words, words, words, words, words, ints, ints, ints, mask, ints, mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +169,8 @@ def first_words(names: list[bytes]) -> Words:
 def parents(pages: Stored) -> Ints:
     """``[pages]``: place of each page's parent in the same tier, -1 where it has none."""
     parent = np.full(len(pages), -1, np.int64)
-    for tier in (False, True):
-        mine = np.flatnonzero(pages.nvme == tier)
-        if not len(mine):
-            continue
+    for tier in np.unique(pages.tier):
+        mine = np.flatnonzero(pages.tier == tier)
         keys = pages.key[mine]
         order = np.argsort(keys)
         keys = keys[order]

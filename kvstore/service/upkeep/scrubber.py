@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.model.replica import Address, FrameState, Status, Tier
+from kvstore.model.replica import Address, FrameState, Status
 from kvstore.service.node.node import Node
 from kvstore.state import events as ev
 from kvstore.state.views import Rows
@@ -110,9 +110,10 @@ class Scrubber:
             if not self._walk:
                 self._pages_damaged += self._node.check_words()
                 self._walk_pages = 0
-                # NVMe only where somebody asked: every read from there is verified anyway.
-                tiers = (Tier.DRAM, Tier.NVME) if self._sweeps < self._sweep_wanted else (Tier.DRAM,)
-                tables = sorted(contents.tables(*tiers), key=lambda table: table.extent, reverse=True)
+                # What is not mapped only where somebody asked: every read from there is verified anyway.
+                asked = self._sweeps < self._sweep_wanted
+                tables = [table for table in contents.tables() if asked or contents.mapped(table.extent)]
+                tables.sort(key=lambda table: table.extent, reverse=True)
                 self._walk = [(table.extent, _sealed(table)) for table in tables]
             walk = self._walk
         while walk and budget_bytes > 0 and time.monotonic() < deadline:
@@ -142,7 +143,8 @@ class Scrubber:
         word = int(table.words[address.frame])
         if word != address.generation << 8 | FrameState.SEALED:
             return Status.STALE
-        damage, sums = (self._look if table.tier == Tier.DRAM else self._look_on_nvme)(table, address)
+        look = self._look if self._node.contents.mapped(address.extent) else self._look_below
+        damage, sums = look(table, address)
         if int(table.words[address.frame]) != word:
             return Status.STALE  # it changed while we looked: whatever we saw means nothing
         self._pages_scrubbed += 1
@@ -167,15 +169,17 @@ class Scrubber:
             return "", sums
         return ("" if np.array_equal(sums, record.checksums) else "data"), None
 
-    def _look_on_nvme(self, table: ExtentTable, address: Address) -> tuple[str, None]:
-        """The same of a page on NVMe, which has its checksums since it was written."""
+    def _look_below(self, table: ExtentTable, address: Address) -> tuple[str, None]:
+        """The same of a page that is not mapped, which has its checksums since it was written; on NVMe it is read."""
         record = table.record(address.frame)
         if not record.is_sound():
             return "record", None
         self._node.check_indexed(address, record.key)
         nvme = self._node.nvme
+        if nvme is None or nvme.tier != table.tier:
+            return "", None
         try:
-            return nvme.verify(table, address) if nvme is not None else "", None
+            return nvme.verify(table, address), None
         except OSError as error:  # it does not answer: that says nothing about the page
             self._node.device_failed({table.position: error})
             return "", None
