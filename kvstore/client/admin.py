@@ -43,7 +43,13 @@ class AdminVerbs:
         """The same pages by the keys that they have there."""
 
     def _pages_named(self, keys: Keys) -> dict[str, Any]:
-        """Pages as ``_admin`` takes them. So many that they do not fit one message are named ahead, in parts."""
+        """Pages as ``_admin`` takes them. Raises InvalidRequest where there are none, or too many."""
+        if not len(keys):
+            raise InvalidRequest("keys", "must be those of at least one page")
+        return self._pages_sent(keys)
+
+    def _pages_sent(self, keys: Keys) -> dict[str, Any]:
+        """The same. So many that they do not fit one message are named ahead, in parts."""
         keys = self.in_pool(keys)
         if len(keys) > KEYS_MAX:
             raise InvalidRequest("keys", f"{len(keys)} pages, one call is about {KEYS_MAX} at most")

@@ -251,9 +251,7 @@ class Operator:
 
 
 def _names(request: Request) -> list[Name]:
-    """The pages that a request names, see ``client.admin.keys_argument``. Raises InvalidRequest where it names none."""
-    if not request["keys"]:
-        raise InvalidRequest("keys", "must be a list of at least one key")
+    """The pages that a request names, see ``client.admin.keys_argument``."""
     root = bytes.fromhex(request["root"])
     return [(root, bytes.fromhex(key)) for key in request["keys"]]
 

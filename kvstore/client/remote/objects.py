@@ -35,7 +35,7 @@ class RemoteObjects(ObjectVerbs):
             InvalidRequest: also where a value is larger than the node takes over gRPC.
         """
         sources = sources_of(keys, values)[1]
-        salt, most = _salt(salt), self._node.about.object_bytes_max
+        salt, most = check_text(salt, "salt"), self._node.about.object_bytes_max
         for source in sources:
             if most and source.nbytes > most:
                 raise InvalidRequest("data", f"has {source.nbytes} bytes, the node takes {most} over gRPC")
@@ -58,7 +58,7 @@ class RemoteObjects(ObjectVerbs):
         """See ``ObjectVerbs.get``. What is here of a value whose checksums do not hold is None."""
         encode_name(key)
         target = Scattered.of(out, "out", writable=True) if out is not None else None
-        request = pb.GetObjectRequest(key=key, salt=_salt(salt)).SerializeToString()
+        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
         self._node.check_open()
         again = True
         while True:
@@ -72,7 +72,7 @@ class RemoteObjects(ObjectVerbs):
     def size(self, key: str, salt: str = "") -> int | None:
         """See ``ObjectVerbs.size``."""
         encode_name(key)
-        request = pb.GetObjectRequest(key=key, salt=_salt(salt)).SerializeToString()
+        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
         stream = self._node.receive("GetObject", request, self._node.timeout_s)
         try:
             for message in stream:
@@ -87,7 +87,7 @@ class RemoteObjects(ObjectVerbs):
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
         """See ``ObjectVerbs.contains``."""
         found: list[bool] = []
-        named, salt = _listed(keys), _salt(salt)
+        named, salt = _listed(keys), check_text(salt, "salt")
         self._node.check_open()
         for part in _parts(named):
             found += self._node.call("ContainsObjects", pb.ObjectKeys(keys=part, salt=salt), pb.ObjectsFound).found
@@ -95,7 +95,7 @@ class RemoteObjects(ObjectVerbs):
 
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
         """See ``ObjectVerbs.delete``."""
-        named, salt, removed = _listed(keys), _salt(salt), 0
+        named, salt, removed = _listed(keys), check_text(salt, "salt"), 0
         self._node.check_open()
         for part in _parts(list(dict.fromkeys(named))):
             request = pb.ObjectKeys(keys=part, salt=salt)
@@ -105,7 +105,7 @@ class RemoteObjects(ObjectVerbs):
     def remove(self, pattern: str, salt: str = "") -> int:
         """See ``ObjectVerbs.remove``. The node looks at all keys of the salt."""
         check_text(pattern, "pattern")
-        request = pb.RemoveObjectsRequest(pattern=pattern, salt=_salt(salt))
+        request = pb.RemoveObjectsRequest(pattern=pattern, salt=check_text(salt, "salt"))
         return int(self._node.call("RemoveObjects", request, pb.ObjectsRemoved, again=False).removed)
 
     def object_keys(self, salt: str = "") -> NoReturn:
@@ -170,12 +170,6 @@ def _messages(begin: pb.PutObjectBegin, source: Scattered, most: int) -> Iterato
     for part in source.parts:
         for start in range(0, part.size, most):
             yield pack_data(part[start : start + most].data)
-
-
-def _salt(salt: object) -> str:
-    if not isinstance(salt, str):
-        raise InvalidRequest("salt", f"must be text, not {type(salt).__name__}")
-    return salt
 
 
 def _listed(keys: str | Sequence[str]) -> list[str]:

@@ -87,14 +87,14 @@ class RemoteStore(Store, RemoteObjects):
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         return self._calls.call(call, arguments)
 
-    def _pages_named(self, keys: Keys) -> dict[str, Any]:
+    def _pages_sent(self, keys: Keys) -> dict[str, Any]:
         cache = self._caches.get(keys.root)
         if cache is None:
             raise InvalidRequest("keys", "are of no cache of this store: make them with store.cache(...).keys(tokens)")
         pages = cache.named(keys)
         most = self._node.about.message_bytes_max
         if len(keys) > KEYS_MAX or (most and pages.ByteSize() + OVERHEAD_BYTES > most):
-            return super()._pages_named(keys)  # by keys, which are shorter, and in parts; for operators only
+            return super()._pages_sent(keys)  # by keys, which are shorter, and in parts; for operators only
         return {PROMPT: pages}
 
 
