@@ -28,6 +28,7 @@ from tests.helpers import api
 from tests.helpers.api import Client, pages_message
 from tests.helpers.content import chain, contents
 from tests.helpers.fuzzing import Inputs
+from tests.helpers.inside import admin, node_of
 from tests.helpers.processes import Daemon, Machine, check_laws, check_right
 
 FUZZ_S = float(os.environ.get("KVSTORE_TEST_FUZZ_S", "4"))
@@ -180,7 +181,7 @@ def held(store: Store) -> dict[str, int]:
     stats = store.stats()
     frames = stats["tiers"]["dram"]["frames"]
     busy = frames.get("reserved", 0) + frames.get("quarantined", 0)  # a reservation that runs out goes over the latter
-    pins = len(store._admin("pins")["pins"])
+    pins = len(admin(store, "pins")["pins"])
     return {"leases": stats["leases"], "reservations": stats["reservations"], "pins": pins, "frames": busy}
 
 
@@ -270,9 +271,9 @@ def test_admin_documents_over_the_local_socket(machine: Machine) -> None:
     store, rng = machine.connect("local"), random.Random(SEED)
     inputs = Inputs(rng)
     store.cache(api.SMALL).put(KEYS, contents(KEYS))
-    node = store._node.writable()
+    node = node_of(store).writable()
     try:
-        store._admin("no such call")
+        admin(store, "no such call")
     except KVStoreError as error:
         calls = str(error).partition("one of ")[2].split(", ")
     ended: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from kvstore.client.local.object_parts import find_head
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model import objects
 from kvstore.model.replica import ADDRESS, Status, Tier
+from tests.helpers.inside import node_of
 
 SIZES = [0, 1, *(size + step for size in objects.PAGE_SIZES for step in (-1, 0, 1)), 3 << 20, 50 << 20]
 
@@ -110,7 +111,7 @@ def test_pages_of_a_layout_that_looks_like_an_objects_cannot_be_deleted(store: S
     cache = store.cache(layout)
     keys = cache.keys(np.arange(64), extras=[objects.HEAD_TAG, objects.PIECE_TAG])
     assert cache.put(keys, np.ones((2, 4096), np.uint8)) == 2
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     head = find_head(mapped, objects.object_root(""), b"k")
     pages = [raw for raw in mapped.index.find_many(Tier.DRAM, keys.hashes) if raw is not None]
     assert head is not None and ADDRESS.unpack(head.address)[0] == ADDRESS.unpack(pages[1])[0], "in one extent"
@@ -148,7 +149,7 @@ def _without_tag(keys: kvstore.Keys) -> kvstore.Keys:
 
 def test_a_deleted_object_stays_for_who_leased_it(store: Store) -> None:
     assert store.put("k", b"leased")
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     found = find_head(mapped, objects.object_root(""), b"k")
     assert found is not None
     cache = store._object_cache("", found.frame_class)

@@ -18,6 +18,7 @@ from kvstore.client.local.proof import prove
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
 from kvstore.tier.purging import purge
+from tests.helpers.inside import node_of
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 PAGE = LAYOUT.page_bytes
@@ -91,7 +92,7 @@ def test_chain_grown_in_pieces_lies_in_several_runs(cache: kvstore.PrefixCache) 
         cache.put(prompt(1, 10_000 * pages), content(1))  # others in between
         cache.put(prompt(pages), data[:pages])
     keys = cache.keys(prompt(24))
-    mapped = cache._node.mapped()
+    mapped = node_of(cache).mapped()
     assert mapped is not None
     runs, pages_proven, reason = prove(mapped, keys, PAGE)
     assert len(runs) > 1 and (pages_proven, reason) == (24, "")
@@ -111,7 +112,7 @@ def test_put_without_its_parents_stores_nothing_and_loses_no_frame(cache: kvstor
     keys = cache.keys(prompt(6))
     for _ in range(3):
         assert cache.put(keys[3:], content(3)) == 0
-    assert cache._node.writable().pool(cache.frame_class)._frames
+    assert node_of(cache).writable().pool(cache.frame_class)._frames
     assert cache.put(keys, content(6)) == 6
 
 
@@ -154,7 +155,7 @@ def test_verified_reads(cache: kvstore.PrefixCache, store: kvstore.Store) -> Non
     more = cache.keys(prompt(5, 5000))
     cache.put(more, data)  # stamped on demand
     assert cache.get(more, verify=True).pages == 5
-    mapped = cache._node.mapped()
+    mapped = node_of(cache).mapped()
     assert mapped is not None
     runs, _, _ = prove(mapped, keys, PAGE)
     runs[0].extent.pages[runs[0].frame + 3, 17] ^= 1
@@ -175,7 +176,7 @@ def test_a_full_store_takes_what_fits(cache: kvstore.PrefixCache, store: kvstore
 
 
 def test_grants_ahead_are_bounded_and_reused(cache: kvstore.PrefixCache) -> None:
-    pool = cache._node.writable().pool(cache.frame_class)
+    pool = node_of(cache).writable().pool(cache.frame_class)
     for i in range(30):
         cache.put(prompt(70, 10_000 * i), content(70))
         assert len(pool) <= AHEAD_FRAMES_MAX
@@ -338,7 +339,7 @@ def test_a_forked_child_is_refused_and_ends_nothing(store: kvstore.Store, cache:
             except InvalidRequest as error:
                 said.append(str(error))
         store.close()
-        cache._node._ends.end()
+        node_of(cache)._ends.end()
         os.write(write, "\n".join(said).encode())
         os._exit(0)
     os.waitpid(child, 0)

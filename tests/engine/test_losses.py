@@ -26,6 +26,7 @@ from tests.helpers.engines.tokens import (
     to_nvme,
     within,
 )
+from tests.helpers.inside import node_of
 from tests.helpers.nvme.nodes import reboot
 from tests.helpers.processes import Machine, check_laws, wait_until
 
@@ -155,7 +156,7 @@ def test_a_damaged_page_in_dram_is_a_hole(lab: Lab) -> None:
     tokens = prompt(43, 100)
     lab.answers(one, [tokens], 4)
     store.verify()  # they have checksums now
-    mapped = store._node.mapped()
+    mapped = node_of(store).mapped()
     assert mapped is not None
     address = mapped.index.find(Tier.DRAM, keys_of(one, store, tokens).hashes[3])
     assert address is not None

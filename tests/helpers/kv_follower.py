@@ -10,6 +10,8 @@ from typing import Any
 import msgpack
 import zmq
 
+from tests.helpers.inside import admin
+
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -115,9 +117,9 @@ class Follower:
 
 def dump(store: Any) -> tuple[bytes, dict[str, Any]]:
     """All parts of ``kv_dump``, and what it said beside."""
-    reply = store._admin("kv_dump")
+    reply = admin(store, "kv_dump")
     data = base64.b64decode(reply["data"])
     while reply["dump"]:
-        reply = store._admin("kv_dump", dump=reply["dump"])
+        reply = admin(store, "kv_dump", dump=reply["dump"])
         data += base64.b64decode(reply["data"])
     return data, reply

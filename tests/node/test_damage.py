@@ -16,6 +16,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
 from tests.helpers.content import SMALL, chain, mismatch
+from tests.helpers.inside import node_of
 from tests.helpers.processes import (
     Daemon,
     Machine,
@@ -64,7 +65,7 @@ def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
 
 
 def address_of(store: Store, seed: int, page: int) -> Address:
-    mapped = store._node.mapped()
+    mapped = node_of(store).mapped()
     assert mapped is not None
     address = mapped.index.find(Tier.DRAM, store.in_pool(chain(seed, PAGES)).hashes[page])
     assert address is not None

@@ -21,6 +21,7 @@ from kvstore.service.node.answers import fitted
 from kvstore.service.operator import named_pages
 from kvstore.service.operator.explaining import EXPLAIN_PAGES_MAX, layout_said
 from kvstore.service.operator.named_pages import NamedPages
+from tests.helpers.inside import admin
 
 LAYOUT = Layout(model="m", layers=1, kv_heads=1, head_dim=16, page_tokens=4)
 ROOT = "ab" * 16
@@ -84,7 +85,7 @@ def test_the_same_tokens_elsewhere(store: Store) -> None:
 def test_another_page_under_the_key(store: Store) -> None:
     """As after a forged collision: the record has another root."""
     keys = put(store, 0, 1)
-    told = store._admin("explain", keys=[keys.hashes[0].hex()], root=ROOT)
+    told = admin(store, "explain", keys=[keys.hashes[0].hex()], root=ROOT)
     assert told["pages"] == [{"tiers": [], "identity": True}]
 
 
@@ -99,9 +100,9 @@ def test_another_page_under_the_key(store: Store) -> None:
 )
 def test_bad_questions(store: Store, field: str, changed: dict[str, Any]) -> None:
     good = {"keys": [ROOT], "root": ROOT, "tokens": base64.b64encode(bytes(16)).decode()}
-    assert store._admin("explain", **good)["pages"] == [{"tiers": []}]
+    assert admin(store, "explain", **good)["pages"] == [{"tiers": []}]
     with pytest.raises(InvalidRequest) as error:
-        store._admin("explain", **{**good, **changed})
+        admin(store, "explain", **{**good, **changed})
     assert error.value.field == field
 
 
@@ -148,7 +149,7 @@ def test_a_prompt_in_parts(store: Store) -> None:
     keys = put(store, 0, pages)
     named = store._pages_named(keys)
     assert set(named) == {"prompt"}
-    assert store._admin("pages", limit=1, **named)["total"] == pages
+    assert admin(store, "pages", limit=1, **named)["total"] == pages
     assert store.pages(300, keys=keys)["total"] == pages and len(store.pages(300, keys=keys)["pages"]) == 300
     assert store.pin(keys, 60.0)["pages"] == pages
     assert store.unpin(keys=keys) == {"unpinned": 1}

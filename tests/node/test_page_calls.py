@@ -14,6 +14,7 @@ import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
 from kvstore.service.operator import page_calls
+from tests.helpers.inside import admin
 
 LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
 
@@ -93,7 +94,7 @@ def test_pages_are_listed_in_parts(store: Store) -> None:
     put(store, 1, 7)
     found = store.pages(limit=5)
     assert found["total"] == 7 and len(found["pages"]) == 5
-    rest = store._admin("pages", limit=5, tier="all", after=found["next"])
+    rest = admin(store, "pages", limit=5, tier="all", after=found["next"])
     assert len(rest["pages"]) == 2 and "next" not in rest
     assert sorted(page["position"] for page in found["pages"] + rest["pages"]) == list(range(7))
 
@@ -117,7 +118,7 @@ def test_pages_are_listed_in_parts(store: Store) -> None:
 def test_bad_wishes_are_refused_and_nothing_leaves(store: Store, wish: dict[str, Any], field: str) -> None:
     put(store, 1, 4)
     with pytest.raises(InvalidRequest, match=f"^{field}"):
-        store._admin("evict", **wish)
+        admin(store, "evict", **wish)
     assert stored(store) == 4
 
 

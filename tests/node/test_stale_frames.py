@@ -8,6 +8,7 @@ from kvstore.client.local.put import LocalPut
 from kvstore.model.replica import Address, Status
 from kvstore.rpc.control import Op, pack_addresses
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.inside import node_of
 from tests.helpers.processes import Machine
 
 
@@ -17,7 +18,7 @@ def test_two_frames_of_an_extent_that_is_gone_are_stale(machine: Machine) -> Non
     cache = store.cache(SMALL)
     keys = chain(1, 2)
     cache.put(keys, contents(keys))  # so that the node knows the session and the class
-    mapped = cache._node.writable()
+    mapped = node_of(cache).writable()
     put = LocalPut(mapped, chain(2, 2), cache.frame_class)
     gone = [Address(4711, 0, 9), Address(4711, 1, 10)]
     body = (bytes(16), pack_addresses(gone), chain(2, 2).identity_bytes)

@@ -24,6 +24,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.records import _COPIES_AT, RECORDS_HEAD_BYTES, ExtentTable
 from tests.helpers.content import SMALL, chain
+from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import MIB, Places, flip, reboot, serve, target, tier
 from tests.helpers.processes import Daemon, Machine, check_laws, check_pages, put, wait_until
 
@@ -59,7 +60,7 @@ def contents_of(machine: Machine) -> dict[str, tuple[int, str]]:
 
 
 def address_of(store: Store, seed: int, page: int) -> Address:
-    mapped = store._node.mapped()
+    mapped = node_of(store).mapped()
     assert mapped is not None
     address = mapped.index.find(Tier.DRAM, store.in_pool(chain(seed, PAGES)).hashes[page])
     assert address is not None

@@ -30,6 +30,7 @@ from kvstore.tier.index import Index
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_map import NvmeMap, Place
 from kvstore.tier.records import ExtentTable
+from tests.helpers.inside import node_of
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 ODD = kvstore.Layout(model="odd", layers=3, kv_heads=1, head_dim=24, dtype="float16", page_tokens=7)
@@ -50,7 +51,7 @@ class Shelf:
         self.paths = [folder / f"device-{number}" for number in range(devices)]
         disks = [FileDisk.open(path, 24 * MIB, create=True) for path in self.paths]
         self.devices = NvmeDevices.open(disks, "", 4 * MIB)
-        self.mapped = store._node.writable()
+        self.mapped = node_of(store).writable()
         self.devices.write_map(self.mapped.folder)
         self.tables: dict[FrameClass, ExtentTable] = {}
         self.taken: dict[FrameClass, int] = {}
@@ -177,7 +178,7 @@ def shelf(store: kvstore.Store, tmp_path: Path) -> Iterator[Shelf]:
 
 @pytest.fixture
 def line(store: kvstore.Store) -> Line:
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     mapped.channel = line = Line(mapped.channel)
     mapped.pools = GrantPools(line)
     line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.NO_SPACE] * count)
@@ -300,7 +301,7 @@ def test_pages_of_a_layout_that_is_not_closed_lie_here_and_there(
     cache = store.cache(WINDOW)
     keys, data = chain(cache, 10), content(cache, 10)
     cache.put(keys, data)
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     for pages in ((2, 3), (5, 6), (8, 10)):
         part = keys[slice(*pages)]
         shelf.save(cache, part, data[slice(*pages)])
@@ -338,7 +339,7 @@ def test_damage_ends_the_match_and_is_told(
     np.testing.assert_array_equal(out[:page], data[:page])
     assert (out[page] == 7).all(), "only what holds is copied"
     assert line.asked(Op.SCRUB) == [(0, 0, ADDRESS.pack(*addresses[page]))]
-    assert cache._node.misses == {"checksum": 1}
+    assert node_of(cache).misses == {"checksum": 1}
 
 
 def test_damage_is_no_error_where_the_daemon_is_silent(
@@ -503,7 +504,7 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
     keys, data = chain(cache, 8), content(cache, 8)
     shelf.save(cache, keys, data)
     assert cache.get(keys).pages == 8
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     mapped.timeout_s = 0.2
     read, answer = FileDisk.read, threading.Event()
 
@@ -621,7 +622,7 @@ def test_silence_after_the_first_bad_page_does_not_count(
 ) -> None:
     shelf.damage(reads.addresses[14], cache.frame_class, cache.frame_class.nvme_header_bytes)
     line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
-    mapped, answer = store._node.writable(), threading.Event()
+    mapped, answer = node_of(store).writable(), threading.Event()
     mapped.timeout_s = 0.3
 
     def before(pages: range) -> None:
@@ -730,7 +731,7 @@ def test_put_waits_for_a_busy_node(cache: kvstore.PrefixCache, line: Line) -> No
 
 
 def test_put_gives_up_a_node_that_stays_busy(store: kvstore.Store, cache: kvstore.PrefixCache, line: Line) -> None:
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     mapped.timeout_s = 0.1
     line.answers[Op.GRANT] = lambda count, body: control.encode(Status.BUSY, 0)
     started = time.monotonic()
@@ -772,7 +773,7 @@ def test_a_writer_goes_on_where_the_node_was_busy(cache: kvstore.PrefixCache, li
 def test_a_writer_gives_up_a_node_that_stays_busy(
     store: kvstore.Store, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store._node, "timeout_s", 0.1)
+    monkeypatch.setattr(node_of(store), "timeout_s", 0.1)
     line.answers[Op.RESERVE] = lambda count, body: control.encode(Status.BUSY, 0)
     with pytest.raises(kvstore.errors.OutOfSpace), cache.writer(chain(cache, 4)):
         pass
@@ -973,7 +974,7 @@ def test_put_of_what_is_on_nvme_only_is_not_new(filled: Filled) -> None:
 
 def test_the_node_drops_what_a_reader_found_damaged(filled: Filled, tmp_path: Path) -> None:
     cache, cold = filled.cache, filled.on_nvme_only()
-    mapped = filled.store._node.writable()
+    mapped = node_of(filled.store).writable()
     address = mapped.index.find(Tier.NVME, filled.keys[cold].hashes[5])
     map_ = NvmeMap.open(mapped.folder)
     assert address is not None and map_ is not None

@@ -19,6 +19,7 @@ from kvstore.errors import OutOfSpace
 from kvstore.model.replica import Address, Tier
 from kvstore.tier.disk import FileDisk
 from tests.helpers.content import SMALL
+from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
     AT_ONCE,
     CLASS,
@@ -380,7 +381,7 @@ def test_a_page_that_cannot_be_read_costs_no_other(embedded: Embedded) -> None:
     store = embedded.open(promote_after=1)
     put_all(store, range(40))
     save_all(store)
-    mapped = store._node.writable()
+    mapped = node_of(store).writable()
     address = mapped.index.find(Tier.NVME, store.in_pool(prompt(7, PAGES)[0]).hashes[5])
     assert address is not None
     embedded.faults.bad_sector = sector_of(store, address)
@@ -395,7 +396,7 @@ def test_a_page_that_cannot_be_read_costs_no_other(embedded: Embedded) -> None:
 
 def sector_of(store: Store, address: Address) -> int:
     """A byte of that page's payload, in the file of its device."""
-    reader = store._node.writable().nvme
+    reader = node_of(store).writable().nvme
     map_ = reader._opened()
     assert map_ is not None
     extent = reader._open_extent(address.extent, map_)

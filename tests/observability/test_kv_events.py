@@ -19,6 +19,7 @@ from kvstore.service.events import kv_events
 from kvstore.service.events.kv_pages import MEDIUMS
 from kvstore.service.node import event_log
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.inside import admin, node_of
 from tests.helpers.kv_follower import END, Follower, dump
 from tests.helpers.processes import Daemon, Machine, wait_until
 
@@ -59,7 +60,7 @@ def serve(machine: Machine, addresses: dict[str, str], nvme: Path | None = None)
 
 def stored(store: Store) -> dict[str, set[bytes]]:
     """What the node's index says is in either tier."""
-    mapped = store._node.mapped()
+    mapped = node_of(store).mapped()
     assert mapped is not None
     here = {medium: {key for key, _ in mapped.index.scan(tier)} for tier, medium in MEDIUMS.items()}
     return {medium: keys for medium, keys in here.items() if keys}
@@ -240,7 +241,7 @@ def test_a_dump_is_what_is_stored_and_says_where_to_go_on(
     assert found.kinds[0] == "AllBlocksCleared" and found.cleared == 1
     assert about["seq"] <= follower.last
     with pytest.raises(InvalidRequest) as error:
-        store._admin("kv_dump", dump="no such")
+        admin(store, "kv_dump", dump="no such")
     assert error.value.field == "dump"
 
 
@@ -252,10 +253,10 @@ def test_a_large_dump_comes_in_parts_and_abandoned_ones_are_bounded() -> None:
             keys = chain(1000 + seed, 30)
             cache.put(keys, contents(keys))
             expected |= set(store.in_pool(keys))
-        names = [store._admin("kv_dump")["dump"] for _ in range(kv_events.DUMPS_MAX + 1)]
+        names = [admin(store, "kv_dump")["dump"] for _ in range(kv_events.DUMPS_MAX + 1)]
         assert all(names)
         with pytest.raises(InvalidRequest):
-            store._admin("kv_dump", dump=names[0])  # the oldest was given up
+            admin(store, "kv_dump", dump=names[0])  # the oldest was given up
         stream, about = dump(store)
         assert len(stream) > kv_events.DUMP_PART_BYTES
         assert set(Follower.of_dump(stream).held["CPU"]) == expected

@@ -13,6 +13,7 @@ from kvstore.model.replica import Tier
 from kvstore.service.events.kv_pages import PageFacts, PageReader
 from kvstore.service.node.event_log import EventLog
 from kvstore.service.node.performer import Performer
+from tests.helpers.inside import node_of
 
 LAYOUT = Layout(model="kv", layers=1, kv_heads=1, head_dim=8, dtype="float16", page_tokens=8)
 PARENT, CHILD, OTHER, OBJECT = (bytes([n]) * 16 for n in range(4))
@@ -77,7 +78,7 @@ def test_what_is_staged_is_told_when_it_is_published() -> None:
 
 def test_whoever_hears_of_a_page_finds_it_in_the_index() -> None:
     with kvstore.open(dram="32MiB") as store:
-        node: Any = store._node._ends.embedded
+        node: Any = node_of(store)._ends.embedded
         performer = node.node.performer
         stop, missing, heard = threading.Event(), [], 0
 

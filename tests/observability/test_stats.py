@@ -20,6 +20,7 @@ from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
 from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.nvme_devices import NvmeDevices, today
+from tests.helpers.inside import node_of
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 PAGE = LAYOUT.page_bytes
@@ -95,7 +96,7 @@ def test_a_checksum_that_does_not_hold_is_the_reason(store: kvstore.Store) -> No
     cache = store.cache(LAYOUT)
     keys = cache.keys(prompt(4))
     cache.put(keys, pages(4), checksum=True)
-    mapped = store._node.mapped()
+    mapped = node_of(store).mapped()
     assert mapped is not None
     assert cache.get(keys).pages == 4
     extent = next(iter(mapped.extents.values()))

@@ -16,6 +16,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.service.node.book import NAMES, PINS, WASTE_BYTES
 from tests.helpers.api import Client, identities_file, serve_api
 from tests.helpers.content import SMALL, chain, prompt
+from tests.helpers.inside import node_of
 from tests.helpers.processes import Machine, check_laws, put
 
 ADAPTER = "x" * 1000
@@ -32,7 +33,7 @@ def size_of(path: Path) -> int:
 def test_reads_make_the_node_remember_nothing(machine: Machine) -> None:
     _, address = serve_api(machine, identities=identities_file(machine.logs))
     local = machine.connect("api")
-    names = local._node.folder.path / NAMES
+    names = node_of(local).folder.path / NAMES
     assert put(local, 1, 1, salt="b") == 1
     before = size_of(names)
     assert before > 0, "paired: whose the page is stands there"
@@ -44,18 +45,18 @@ def test_reads_make_the_node_remember_nothing(machine: Machine) -> None:
             with cache.lease(tokens) as lease:
                 assert not lease.pages
     assert size_of(names) == before
-    said = local._node.mapped().header.names_forgotten  # type: ignore[union-attr]
+    said = node_of(local).mapped().header.names_forgotten  # type: ignore[union-attr]
     for number in range(600):  # as a client of an older version does before it reads
         cache = local.cache(WORDY, salt="a", adapter=f"{number}-{ADAPTER}")
-        cache._name(local._node.writable())
+        cache._name(node_of(local).writable())
     assert size_of(names) == before
-    assert local._node.mapped().header.names_forgotten > said  # type: ignore[union-attr]
+    assert node_of(local).mapped().header.names_forgotten > said  # type: ignore[union-attr]
 
 
 def test_what_a_tenant_stores_under_many_names_is_bounded_and_its_own_loss(machine: Machine) -> None:
     daemon = machine.serve("a", dram="64MiB")
     store = machine.connect("a")
-    names = store._node.folder.path / NAMES
+    names = node_of(store).folder.path / NAMES
     rows = bytes(WORDY.page_bytes)
     for number in range(20):
         assert put(store, number, 1, salt="quiet") == 1
@@ -85,7 +86,7 @@ def test_what_a_tenant_stores_under_many_names_is_bounded_and_its_own_loss(machi
 def test_a_pin_counts_what_is_stored_and_nothing_else_is_written(machine: Machine) -> None:
     daemon = machine.serve("a", dram="16MiB")
     store = machine.connect("a")
-    pins = store._node.folder.path / PINS
+    pins = node_of(store).folder.path / PINS
     for salt in ("a", "b"):
         assert put(store, 1, 2, salt=salt) == 2
     long = chain(1, 2000, SMALL, "a")  # of which two pages are stored

@@ -11,6 +11,7 @@ import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
 from kvstore.state import tenants
+from tests.helpers.inside import admin, node_of
 
 LAYOUT = Layout(model="naming", layers=1, kv_heads=1, head_dim=64, page_tokens=16)
 PAGES = 4
@@ -42,7 +43,7 @@ def test_a_root_that_was_forgotten_still_counts_for_its_tenant(monkeypatch: pyte
 
 def test_a_name_is_said_once_while_the_node_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with kvstore.open(dram="16MiB") as store:
-        mapped = store._node.writable()
+        mapped = node_of(store).writable()
         calls: list[str] = []
         call = mapped.channel._dispatcher.admin.call  # type: ignore[attr-defined]
 
@@ -82,13 +83,13 @@ def test_tenants_are_told_in_parts() -> None:
         for salt in salts:
             put(store, "", salt=salt)
         told: list[str] = []
-        found = store._admin("tenants")
+        found = admin(store, "tenants")
         while True:
             told += found["tenants"]
             if "next" not in found:
                 break
-            found = store._admin("tenants", after=found["next"], limit=100)
-        assert told == salts and "pins" in store._admin("pins", limit=1, after=None)
+            found = admin(store, "tenants", after=found["next"], limit=100)
+        assert told == salts and "pins" in admin(store, "pins", limit=1, after=None)
         for wrong in ({"after": 3}, {"limit": 0}):
             with pytest.raises(InvalidRequest):
-                store._admin("tenants", **wrong)
+                admin(store, "tenants", **wrong)

@@ -16,6 +16,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.grpc_errors import RETRY_KEY
 from tests.helpers.api import Client, identities_file, pages_message, serve_api, write_messages
 from tests.helpers.content import SMALL, chain, contents, prompt
+from tests.helpers.inside import admin
 from tests.helpers.nvme.nodes import NODE, check_sound, configure, reboot, save_all, wait_quiet, wait_scanned
 from tests.helpers.processes import Machine, check_laws, check_pages, put, wait_until
 
@@ -101,22 +102,22 @@ def test_pins_outlive_a_kill_and_a_flood(machine: Machine) -> None:
     store = machine.connect("a")
     room = store.stats()["tiers"]["dram"]["capacity_bytes"] // (PAGES * SMALL.page_bytes)
     flood(store, "", 0, 2)
-    pin = store._admin("pin", ttl_s=600, **keys_argument(store.in_pool(chain(0, PAGES, SMALL, ""))))
+    pin = admin(store, "pin", ttl_s=600, **keys_argument(store.in_pool(chain(0, PAGES, SMALL, ""))))
     assert (pin["pages"], pin["bytes"]) == (PAGES, PAGES * SMALL.page_bytes)
     daemon.kill()
     machine.serve("a")
-    assert [entry["pin"] for entry in store._admin("pins")["pins"]] == [pin["pin"]]
+    assert [entry["pin"] for entry in admin(store, "pins")["pins"]] == [pin["pin"]]
     flood(store, "", 100, 2 * room)
     store.evict(pages=1 << 20)
     assert check_pages(store, {0: PAGES}) == PAGES
     assert store.cache(SMALL).get(chain(1, PAGES, SMALL, "")).pages == 0  # paired: what was not pinned left
     check_laws(store)
-    store._admin("unpin", pin=pin["pin"])
+    admin(store, "unpin", pin=pin["pin"])
     store.evict(pages=1 << 20)
     assert store.cache(SMALL).get(chain(0, PAGES, SMALL, "")).pages == 0
     flood(store, "", 0, 1)
-    store._admin("pin", ttl_s=0.3, **keys_argument(store.in_pool(chain(0, PAGES, SMALL, ""))))
-    wait_until("the pin runs out", lambda: not store._admin("pins")["pins"])
+    admin(store, "pin", ttl_s=0.3, **keys_argument(store.in_pool(chain(0, PAGES, SMALL, ""))))
+    wait_until("the pin runs out", lambda: not admin(store, "pins")["pins"])
 
 
 def test_pins_are_bounded_and_bad_calls_change_nothing(machine: Machine) -> None:
@@ -133,10 +134,10 @@ def test_pins_are_bounded_and_bad_calls_change_nothing(machine: Machine) -> None
         ("root", "root", {"root": "00" * 16, "fingerprint": "00" * 16, "salt": "thief"}),
     ):
         with pytest.raises(InvalidRequest) as error:
-            store._admin(call, **arguments)
+            admin(store, call, **arguments)
         assert error.value.field == field
-    assert store._admin("pins")["pins"] == []
-    assert "thief" not in store._admin("tenants")["tenants"]
+    assert admin(store, "pins")["pins"] == []
+    assert "thief" not in admin(store, "tenants")["tenants"]
 
 
 # --- NVMe -----------------------------------------------------------------------------------------------------------

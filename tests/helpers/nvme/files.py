@@ -32,6 +32,7 @@ from kvstore.tier.nvme_table import Superblock
 from kvstore.tier.nvme_target import read_superblock
 from kvstore.tier.records import ExtentTable
 from tests.helpers.content import SMALL, Pages, chain, contents, mismatch
+from tests.helpers.inside import node_of
 from tests.helpers.nursery import of_nodes
 from tests.helpers.processes import Daemon, Machine, Worker, wait_until
 
@@ -161,7 +162,7 @@ class Places:
 
     def address(self, store: Store, seed: int, page: int, pages: int = 8) -> Address:
         """Where the node says that a page rests on NVMe."""
-        mapped = store._node.mapped()
+        mapped = node_of(store).mapped()
         assert mapped is not None
         address = mapped.index.find(Tier.NVME, store.in_pool(prompt(seed, pages)[0]).hashes[page])
         assert address is not None, f"page {page} of prompt {seed} is not on NVMe"
@@ -184,7 +185,7 @@ class Places:
 
     def owners(self, store: Store, seeds: Iterable[int], pages: int) -> dict[int, tuple[int, int]]:
         """Offset of the header -> (seed, page), of all pages of these prompts that rest on NVMe."""
-        mapped = store._node.mapped()
+        mapped = node_of(store).mapped()
         assert mapped is not None
         owners: dict[int, tuple[int, int]] = {}
         for seed in seeds:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore import Layout, Store
 from tests.helpers.content import SMALL, chain, mismatch
+from tests.helpers.inside import admin
 from tests.helpers.nursery import of_nodes
 from tests.helpers.processes import CLI, SETTLE_S, Daemon, Machine, Worker, put, wait_until
 
@@ -177,7 +178,7 @@ def check_closed(store: Store, pages: Mapping[int, int], layout: Layout = SMALL)
 
 def check_findings(store: Store) -> None:
     """The conservation laws hold now, in whatever the node is busy with."""
-    findings = store._admin("verify")["findings"]
+    findings = admin(store, "verify")["findings"]
     assert findings == [], "\n".join(findings[:20])
 
 

@@ -26,6 +26,7 @@ from kvstore.client.local import cache as copying
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
 from kvstore.model.shard import Shard
 from tests.helpers.content import LAYOUTS, Pages, chain, contents, first_wrong, layer_of
+from tests.helpers.inside import node_of
 
 Arguments = dict[str, Any]
 T = TypeVar("T")
@@ -290,9 +291,9 @@ def read(a: Arguments) -> None:
             reads += 1
             if time.monotonic() > logged + 0.02:
                 logged = time.monotonic()
-                mapped = store._node.mapped()
+                mapped = node_of(store).mapped()
                 segment = id(mapped.segment) if mapped is not None else 0
-                log("read", reads=reads, pages=pages, segment=segment, misses=store._node.misses)
+                log("read", reads=reads, pages=pages, segment=segment, misses=node_of(store).misses)
             time.sleep(a.get("pause_s", 0.0))
 
 
@@ -405,20 +406,18 @@ def stopped_in_index(a: Arguments) -> None:
     with opened(a) as (store, cache):
         keys = keys_of(a, a["seed"], a["pages"])
         assert cache.get(keys).pages == a["pages"]
-        mapped = store._node.mapped()
+        mapped = node_of(store).mapped()
         assert mapped is not None
-        index = mapped.index
-        transaction = index._begin(index._tables.of(Tier.DRAM))
-        keys = store.in_pool(keys)
-        before = [transaction.get(key) for key in keys.hashes]
+        before = list(mapped.index.scan(Tier.DRAM))
+        held = mapped.index.hold()
         log("inside", epoch=mapped.epoch)
         os.kill(os.getpid(), signal.SIGSTOP)
-        after = [transaction.get(key) for key in keys.hashes]
-        log("resumed", same=after == before)
-        del transaction
+        after = list(held.pop(Tier.DRAM))
+        log("resumed", same=len(before) >= a["pages"] and after == before)
+        held.clear()
         rng = random.Random(1)
         found = [read_once(a, cache, rng, seed, a["pages"]) for seed in range(a["first"], a["first"] + a["count"])]
-        mapped = store._node.mapped()
+        mapped = node_of(store).mapped()
         log("read", pages=sum(found), epoch=mapped.epoch if mapped is not None else 0)
 
 
