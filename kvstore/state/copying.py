@@ -139,7 +139,13 @@ class Copies:
     @property
     def busy(self) -> bool:
         """Anything is on its way."""
-        return bool(self.saving or self.loading or self.carrying or self.staging or self.erasing)
+        return self.under_way > 0
+
+    @property
+    def under_way(self) -> int:
+        """Batches decided and not reported yet."""
+        batches = len(self.saving) + len(self.loading) + len(self.carrying) + len(self.staging)
+        return batches + len(self.erasing)
 
     def touches(self, keys: set[bytes]) -> bool:
         """One of these pages is on its way, or not erased yet where it was. Of what a start has erased nobody knows

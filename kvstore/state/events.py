@@ -317,7 +317,8 @@ class SaveAll(Happening):
     """The first tier is about to go: decide what to save next of all that is only there, as ``Demote``, hottest chains
     first.
 
-    The reply's detail tells how many ``chains`` have not been looked at, or not to their end.
+    The reply's detail tells how many ``chains`` have not been looked at, or not to their end; how many batches are
+    ``under_way``, and whether one was ``begun`` now. Nothing is left to save where ``chains`` and ``under_way`` are 0.
     """
 
     now_ns: int
@@ -461,7 +462,8 @@ class Unpin(Happening):
 @dataclass(slots=True)
 class DevicesLate(Happening):
     """These positions of a tier, and no others, are of devices that do not answer now: those that are being written to
-    (``saves``), and those that are read (``loads``). Others go on without what lies there. Never of all devices."""
+    (``saves``), and those that are read (``loads``). Others go on without what lies there. Never of all devices that
+    take writes, or of all that are read."""
 
     now_ns: int
     tier: Tier

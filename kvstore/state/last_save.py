@@ -8,7 +8,9 @@ from the front, a batch at a time, so that whatever ends it, what was saved is u
     1 min ago   A B E F
 
 Nothing leaves DRAM for it: readers go on. It comes to an end whatever happens: a leaf is taken once, and a page whose
-save failed is not tried again. NVMe makes room for what is hotter than what leaves there, and for nothing else.
+save failed is not tried again. Only where a device did not answer, or failed, the leaves are listed once more: what was
+to lie there, or to hang on it, goes elsewhere. NVMe makes room for what is hotter than what leaves there, and for
+nothing else.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class LastSave:
         self._leaves: deque[Address] | None = None
         self._climb: Climb | None = None  # of a chain that was too long for one batch
         self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
+        self._again = False  # some pages wait for a device, or were to lie on one that failed
 
     def save(self, event: ev.SaveAll) -> list[ev.Instruction]:
         """See ``events.SaveAll``; at most one batch is on its way down, but for those that are late."""
@@ -59,16 +62,25 @@ class LastSave:
         size = self._demotion.begin_day(event.bytes_max, event.day_bytes_left)
         if self._leaves is None:
             self._leaves = deque(leaves_hottest_first(self._upper.records))
+            self._again = False
+        batch = None
         if not self._copies.is_saving(self._upper):
             batch = self._choose(self._leaves, size, out)
             if batch is not None:
                 self._copies.start_saving(batch, out)
         left = len(self._leaves) + (self._climb is not None)
-        if not left:
+        under_way = len(self._copies.staging)
+        under_way += sum(batch.source is self._upper for batch in self._copies.saving.values())
+        if not left and not under_way:
             self._leaves = None
             self._full.clear()
-        out.append(ev.Reply(detail={"chains": left}))
+            left = int(self._again)
+        out.append(ev.Reply(detail={"chains": left, "under_way": under_way, "begun": batch is not None}))
         return out
+
+    def device_failed(self) -> None:
+        """What is on its way there has to go elsewhere."""
+        self._again = True
 
     def _choose(self, leaves: deque[Address], size: int, out: list[ev.Instruction]) -> Batch | None:
         """A batch of the next chains, as far as they are of one class; None where these have nothing to save."""
@@ -129,7 +141,10 @@ class LastSave:
         """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
         pool, used_ms = self._lower.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
         wanted = climb.count(room)
-        if not wanted or self._copies.behind(self._lower, climb.anchor):
+        if not wanted:
+            return
+        if self._copies.behind(self._lower, climb.anchor):
+            self._again = True
             return
         there = pool.free + len(self._lower.segment.vacant & self._lower.segment.populated) * pool.frames_per_extent
         if there < wanted and ((coldest_ms := pool.policy.coldest_ms()) is None or coldest_ms >= used_ms):

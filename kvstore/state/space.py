@@ -235,21 +235,26 @@ class Space(Departures):
     def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[ev.Instruction]) -> int:
         """Up to ``count`` pages without children, by the policy; leased ones are passed over once each.
 
-        Pages of a device that takes no writes leave in their turn, but make no room: a bounded number at a time.
+        Pages of a device that takes no writes leave in their turn, but make no room: a bounded number at a time. As
+        many of a device that does not answer now are passed over: there would be no room before it does. Where it is
+        the last one that takes writes, nothing leaves.
         """
+        if self.late and all(extent.closed or extent.late for extent in pool.extents.values()):
+            return 0
         leaving = self.leaving()
         leased: list[int] = []
-        room = 0
-        while room < count and len(leaving.keys) < count + CLOSED_MAX:
+        room = late = 0
+        while room < count and len(leaving.keys) + late < count + CLOSED_MAX:
             slot = self._next_to_leave(pool, min(UNSAVED_MAX, count + EVICT_STEP))
             if slot is None:
                 break
             extent, frame = pool.locate(slot)
-            if self.leases.holds(extent.number, frame):
+            if extent.late or self.leases.holds(extent.number, frame):
                 leased.append(slot)
+                late += extent.late
                 continue
             self.leave(extent, frame, leaving)
-            room += not (extent.closed or extent.late)
+            room += not extent.closed
         for slot in leased:
             pool.offer(slot, self.page(pool, slot)._replace(used_ms=self.now_ns // 1_000_000))
         self.left(leaving, reason, out)

@@ -251,5 +251,6 @@ class Tiering:
             if extent.position in positions:
                 extent.close()
         pair.demotion.device_failed()
+        pair.last_save.device_failed()
         self.counters["devices_failed"] += 1
         return self._gone_on([])

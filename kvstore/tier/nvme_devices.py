@@ -111,10 +111,17 @@ class NvmeDevices:
         at, local = self._row[position]
         return self.devices[at], local
 
+    def device_of(self, position: int) -> int:
+        """The place in ``devices`` of the one that this position is of."""
+        return self._row[position][0]
+
+    def positions_of(self, device: int) -> list[int]:
+        """All positions of the device at that place."""
+        return [position for position, (at, _) in enumerate(self._row) if at == device]
+
     def neighbours(self, position: int) -> list[int]:
         """All positions of the same device: what is lost with it."""
-        at, _ = self._row[position]
-        return [p for p, (other, _) in enumerate(self._row) if other == at]
+        return self.positions_of(self.device_of(position))
 
     def frames_of(self, frame_class: FrameClass) -> int:
         """See ``TierStore``."""
@@ -204,7 +211,8 @@ class NvmeDevices:
         clean = set()
         for at, device in enumerate(self.devices):
             mine = {self._row[p][1]: version for p, version in versions.items() if self._row[p][0] == at}
-            clean |= {self._global[at, local] for local in device.mark_clean(mine)}
+            if mine:  # others may not answer
+                clean |= {self._global[at, local] for local in device.mark_clean(mine)}
         return clean
 
     def directory(self, position: int) -> Bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,15 +23,20 @@ from tests.helpers.nvme.nodes import (
     check_closed,
     check_findings,
     check_sound,
+    check_stored,
     configure,
     nvme,
+    reboot,
     save_all,
     target,
+    wait_scanned,
 )
-from tests.helpers.processes import Daemon, Machine, put, wait_until
+from tests.helpers.processes import WAIT_S, Daemon, Machine, put, wait_until
 
 ANSWER_S = 3.0
 OBJECTS = 6
+ROUND = 10  # prompts
+AN_EXTENT = 50  # pages
 OLD, NEW = range(60), range(1000, 1060)  # prompts of each layout, stored before and during the silence
 
 
@@ -45,10 +51,10 @@ def silent(device: Path) -> Iterator[None]:
         stalled.unlink()
 
 
-def serve(machine: Machine, size: str = "6MiB") -> Daemon:
+def serve(machine: Machine, size: str = "6MiB", answer_s: float = ANSWER_S, **more: Any) -> Daemon:
     """A node with two devices, which saves at once; what is put in a test fits its DRAM."""
     devices = [f"{target(machine, number)}:{size}" for number in range(2)]
-    settings: dict[str, Any] = {"dram": "64MiB", "extent": "1MiB", "demote_at": 0.0, "nvme_answer_s": ANSWER_S}
+    settings: dict[str, Any] = {"dram": "64MiB", "extent": "1MiB", "demote_at": 0.0, "nvme_answer_s": answer_s, **more}
     return machine.serve(NODE, failpoint=STALL, **configure(machine, nvme=devices, **settings))
 
 
@@ -118,7 +124,7 @@ def test_a_silent_device_costs_what_lies_on_it(machine: Machine) -> None:
         deleting = [threading.Thread(target=delete, args=(*pair, outcomes)) for pair in zip(stores, names, strict=True)]
         for thread in deleting:
             thread.start()
-        since = time.monotonic()
+        since, saved = time.monotonic(), store.stats()["counters"]["pages_saved"]
         for seed in NEW:
             put(store, seed, PROMPT_PAGES)
             put(store, seed, PROMPT_PAGES, FEW)
@@ -126,7 +132,6 @@ def test_a_silent_device_costs_what_lies_on_it(machine: Machine) -> None:
             thread.join(5 * ANSWER_S)
         assert time.monotonic() - since < 5 * ANSWER_S, "somebody waited for the device"
         wait_until("the device counts as failed", lambda: str(device) in nvme(store)["state"])
-        saved = store.stats()["counters"]["pages_saved"]
         wait_until("the other device is written to", lambda: store.stats()["counters"]["pages_saved"] > saved)
         probe.end()
         check_findings(store)
@@ -136,6 +141,53 @@ def test_a_silent_device_costs_what_lies_on_it(machine: Machine) -> None:
     check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES))
     check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES), FEW)
     assert store.contains(names) == [False] * len(names)
+    check_sound(store)
+
+
+def devices_of(machine: Machine, store: Store, seeds: range) -> dict[int, set[Path]]:
+    """Where the pages of each prompt lie: their headers name their keys."""
+    data = {path: path.read_bytes() for path in (target(machine, 0), target(machine, 1))}
+    keys = {seed: store.in_pool(chain(seed, PROMPT_PAGES)).hashes for seed in seeds}
+    return {seed: {path for path in data for key in keys[seed] if key in data[path]} for seed in seeds}
+
+
+def decided(store: Store, pages: int) -> bool:
+    """So many pages are on NVMe, or on their way there."""
+    found = nvme(store)
+    return bool(found["pages"] + found["frames"]["reserved"] == pages)
+
+
+def test_another_device_goes_on_while_one_is_silent(machine: Machine) -> None:
+    """Its loads and saves end while the silent one is still waited for, which it is for an hour."""
+    serve(machine, "16MiB", answer_s=3600.0)
+    store, theirs = machine.connect(NODE), machine.connect(NODE)
+    for seed in OLD:
+        put(store, seed, PROMPT_PAGES)
+    save_all(store, 1)
+    where = devices_of(machine, store, OLD)
+    device = next(iter(where[OLD[0]]))
+    here, elsewhere = ([seed for seed in OLD if (device in where[seed]) == on_it] for on_it in (True, False))
+    assert len(here) > 5 and len(elsewhere) > 5
+    with silent(device):
+        for seed in here[:3]:
+            match = theirs.cache(SMALL).prefetch(chain(seed, PROMPT_PAGES), timeout_s=0.2)
+            assert match.tiers.get("dram", 0) == 0, "its device answers"
+        for seed in elsewhere:
+            match = store.cache(SMALL).prefetch(chain(seed, PROMPT_PAGES), timeout_s=WAIT_S)
+            assert match.tiers == {"dram": PROMPT_PAGES}, f"prompt {seed} waits for the silent device"
+        saved, put_pages = nvme(store)["pages"], 0
+        for first in range(NEW.start, NEW.stop, ROUND):
+            put_pages += sum(put(store, seed, PROMPT_PAGES) for seed in range(first, first + ROUND))
+            wait_until("they are saved, or on their way", partial(decided, store, saved + put_pages))
+        # The pages of one round may be on their way to the silent device, but no others.
+        others = saved + put_pages - ROUND * PROMPT_PAGES
+        wait_until("all others are saved", lambda: nvme(store)["pages"] >= others)
+        assert str(device) not in nvme(store)["state"], "it does not count as failed yet"
+        check_findings(store)
+    for seed in here:
+        assert store.cache(SMALL).prefetch(chain(seed, PROMPT_PAGES), timeout_s=WAIT_S).tiers == {"dram": PROMPT_PAGES}
+    save_all(store, 1)
+    check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES))
     check_sound(store)
 
 
@@ -162,4 +214,37 @@ def test_a_silent_device_at_the_end_and_at_a_start(silent_at_end: int, machine: 
     assert str(device) not in nvme(store)["state"]
     found = check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES))
     assert found >= len(NEW) * PROMPT_PAGES
+    check_sound(store)
+
+
+@pytest.mark.parametrize("silence", ("before the end", "at the end", "for ever"))
+def test_an_end_saves_on_another_device_while_one_is_silent(silence: str, machine: Machine) -> None:
+    """All that only DRAM holds is saved, once: beside the silent device, and what it took up when it answers, or on the
+    other one when it counts as failed."""
+    lasts = silence == "for ever"
+    daemon = serve(
+        machine, "16MiB", answer_s=2.0 if lasts else 3600.0, demote_at=1.0, on_stop="save", stop_save_s=3 * WAIT_S
+    )
+    store, pages = machine.connect(NODE), len(OLD) * PROMPT_PAGES
+    for seed in OLD:
+        put(store, seed, PROMPT_PAGES)
+    assert nvme(store)["pages"] == 0
+    with silent(target(machine, 0)):
+        if silence == "before the end":
+            store.evict(pages=2 * AN_EXTENT)  # they have to be saved first, on both devices
+            wait_until("they are on their way", lambda: nvme(store)["frames"]["reserved"] >= AN_EXTENT)
+        daemon.signal(signal.SIGTERM)
+        if not lasts:
+            wait_until("the others are saved", lambda: nvme(store)["pages"] >= pages - 4 * AN_EXTENT)
+            assert daemon.alive, "it does not end before its device"
+        else:
+            assert daemon.wait(4 * WAIT_S) == 0
+    assert daemon.wait() == 0
+    log = daemon.errors.read_text()
+    assert "not all is saved" not in log and f"saved pages={pages} " in log, log[-2000:]
+    reboot(machine)
+    machine.serve(NODE, failpoint=STALL)
+    store = machine.connect(NODE)
+    wait_scanned(store)
+    assert check_stored(store, dict.fromkeys(OLD, PROMPT_PAGES)) == pages == nvme(store)["pages"]
     check_sound(store)

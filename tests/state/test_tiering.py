@@ -231,7 +231,8 @@ def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
     assert saves(world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))) == [[hot[2], cold[0]]]
     fly(world)
     last = world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
-    assert saves(last) == [[cold[1]]] and last[-1] == ev.Reply(detail={"chains": 0})
+    assert saves(last) == [[cold[1]]]
+    assert last[-1] == ev.Reply(detail={"chains": 0, "under_way": 1, "begun": True})
     fly(world)
     assert world.shell.nvme_index.keys() == world.shell.index.keys(), "and nothing has left DRAM"
 
@@ -1139,8 +1140,50 @@ def test_nothing_is_given_up_while_only_a_late_device_has_room() -> None:
     keys = put(world, 1, 2)
     world.demote()
     assert not world.shell.copies and world.evict(pages=2) == 0, "they wait until the device answers"
+    assert all(key in world.shell.nvme_index for there in found.values() for key in there), (
+        "nothing makes room for them"
+    )
     world.settle()
     assert set(keys) <= world.shell.nvme_index.keys() and sorted(found) == [0, 1]
+
+
+def test_a_last_save_goes_on_beside_a_late_device_and_comes_back_for_what_hangs_there() -> None:
+    world, _ = two_devices()
+    others, keys = put(world, 11, 12), put(world, 1, 2, 3)
+    world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
+    world.answer_late({position_of_page(world, keys[0])}, set())
+    world.last_save()
+    assert {*others, *keys} & world.shell.nvme_index.keys() == set(others)
+    world.answer_late(set(), set())
+    world.last_save()
+    assert {*others, *keys} <= world.shell.nvme_index.keys()
+    world.check()
+
+
+def test_a_last_save_takes_what_was_to_lie_on_a_device_that_failed_elsewhere() -> None:
+    world, _ = two_devices()
+    keys = put(world, 1, 2, 3)
+    world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
+    failed = position_of_page(world, keys[0])
+    world.fail({failed})
+    world.last_save()
+    assert {position_of_page(world, key) for key in keys} == {1 - failed}
+    world.check()
+
+
+def test_pages_of_a_late_device_make_no_room() -> None:
+    """They are the coldest, and stay: their frames could be had only when it answers."""
+    world, found = two_devices()
+    (late, theirs), (at, others) = found.items()  # the first was stored first
+    world.answer_late({late}, set())
+    for number in range(300, 340, 4):  # more than the other one holds
+        keys = put(world, *range(number, number + 4))
+        go_on(world)
+        assert {position_of_page(world, key) for key in keys} == {at}
+        assert world.evict(pages=4) == 4
+    assert set(theirs) <= world.shell.nvme_index.keys() and not set(others) & world.shell.nvme_index.keys()
+    world.check()
+    world.settle()
 
 
 def test_loads_of_another_device_come_first_where_one_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

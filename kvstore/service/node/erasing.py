@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvstore.errors import Unavailable
@@ -35,14 +36,19 @@ class Owner(Protocol):
         ...
 
 
-def erase(node: Owner, nvme: NvmePages, erasing: ev.Erase) -> bool:
-    """Carry it out and report it. False: a device fails, and a reboot may bring back what lay there."""
+def erase_some(node: Owner, nvme: NvmePages, erasing: ev.Erase, places: Iterable[int]) -> set[int]:
+    """Carry out this part of it; returns the places whose device fails: a reboot may bring back what lay there."""
     tables = node.contents.extents
-    places = [(tables[address.extent], address.frame) for _, address in erasing.pages]
-    broken = nvme.extents.erase(places)
+    found = {place: erasing.pages[place][1] for place in places}
+    broken = nvme.extents.erase((tables[address.extent], address.frame) for address in found.values())
     if broken:
         node.device_failed(broken)
-    failed = {i for i, (table, _) in enumerate(places) if table.position in broken}
+    return {place for place, address in found.items() if tables[address.extent].position in broken}
+
+
+def _erase(node: Owner, nvme: NvmePages, erasing: ev.Erase) -> bool:
+    """Carry it out and report it. False: a device fails."""
+    failed = erase_some(node, nvme, erasing, range(len(erasing.pages)))
     node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
     return not failed
 
@@ -57,7 +63,7 @@ def erase_all(node: Owner, nvme: NvmePages, mine: list[ev.Erase]) -> None:
     sound = True
     try:
         while left:
-            sound &= erase(node, nvme, left[0])
+            sound &= _erase(node, nvme, left[0])
             left.popleft()
     finally:
         node.waiting.copies.extend(left)  # a caller who is interrupted leaves them to the mover

@@ -334,13 +334,11 @@ class Node:
             self.performer.perform(self.state.handle(event))
 
     @while_running(None)
-    def save_all(self, bytes_max: int, day_bytes_left: int) -> int | None:
-        """DRAM is about to go: ``demote`` what is next; returns how many chains were not looked at yet, None where
-        nothing can be saved."""
+    def save_all(self, bytes_max: int, day_bytes_left: int) -> ev.Reply | None:
+        """DRAM is about to go: ``demote`` what is next. See ``events.SaveAll``; None where nothing can be saved."""
         if not self._tables_fit(Tier.NVME):
             return None
-        reply = self.performer.perform(self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left)))
-        return int(reply.detail["chains"]) if reply is not None else None
+        return self.performer.perform(self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left)))
 
     def _tables_fit(self, tier: Tier) -> bool:
         frames = [pool.frames_per_extent for pool in self.state.spaces[tier].segment.pools.values()]

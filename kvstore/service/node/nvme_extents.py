@@ -12,6 +12,7 @@ again, with right pages in it, but no object: those are erased before their exte
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 
 from kvstore.model.replica import FrameClass
@@ -27,6 +28,7 @@ class NvmeExtents:
 
     def __init__(self, devices: NvmeDevices) -> None:
         self._devices = devices
+        self._making = {device: threading.Lock() for device in devices.devices}
         self._planned: dict[int, tuple[int, FrameClass]] = {}
         self._stale: set[int] = set()
 
@@ -43,21 +45,27 @@ class NvmeExtents:
             self._stale.add(position)
 
     def make(self, position: int) -> None:
-        """Make an extent known on its device, where it is not. Raises OSError where that cannot be. One thread at a
-        time may call this, or ``tidy``, for a position."""
-        planned = self._planned.get(position)
-        if planned is None:
-            return
-        self._forget(position)
-        self._devices.carve(position, *planned)
-        del self._planned[position]
+        """Make an extent known on its device, where it is not. Raises OSError where that cannot be."""
+        with self._making[self._devices.place(position)[0]]:
+            planned = self._planned.get(position)
+            if planned is None:
+                return
+            self._forget(position)
+            self._devices.carve(position, *planned)
+            del self._planned[position]
 
-    def tidy(self) -> dict[int, OSError]:
-        """Let the devices forget what was dropped; positions where that failed. See ``make``."""
+    @property
+    def stale(self) -> list[int]:
+        """Positions that are to be tidied."""
+        return list(self._stale)
+
+    def tidy(self, positions: Iterable[int]) -> dict[int, OSError]:
+        """Let the devices forget what was dropped of these; positions where that failed."""
         failed: dict[int, OSError] = {}
-        for position in list(self._stale):
+        for position in self._stale.intersection(positions):
             try:
-                self._forget(position)
+                with self._making[self._devices.place(position)[0]]:
+                    self._forget(position)
             except OSError as error:
                 log.error("an extent could not be dropped: %s", error)
                 failed[position] = error

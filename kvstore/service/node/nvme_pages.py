@@ -34,6 +34,7 @@ from kvstore.tier import frame_header
 from kvstore.tier.bounces import Bounces
 from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
 from kvstore.tier.io_threads import IoThreads
+from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.patient_disk import is_silent
 from kvstore.tier.records import ExtentTable
@@ -56,7 +57,7 @@ class Copied:
 
     ``rows`` are identity rows ``[pages, ...]``, ``checksums`` ``[pages, layers]``, of those that are not in ``failed``
     (reason by place). ``damaged``: (source, reason) of pages that do not hold. ``broken``: positions whose device
-    failed, with its error.
+    failed, with its error. ``written_bytes``: headers and pages that reached a device.
     """
 
     rows: Rows
@@ -65,42 +66,62 @@ class Copied:
     damaged: list[tuple[Address, str]] = field(default_factory=list)
     broken: dict[int, OSError] = field(default_factory=dict)
     open_positions: set[int] = field(default_factory=set)
+    written_bytes: int = 0
+
+    @classmethod
+    def of(cls, frame_class: FrameClass, pages: int) -> Copied:
+        """Of so many pages, of which nothing is known yet."""
+        identity_bytes = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
+        return cls(np.zeros((pages, identity_bytes), np.uint8), np.zeros((pages, frame_class.layers), np.uint32))
+
+    def merge(self, part: Copied, places: list[int]) -> None:
+        """This is what became of the pages at these places. Another thread may merge others meanwhile."""
+        self.rows[places], self.checksums[places] = part.rows, part.checksums
+        self.failed |= {places[i]: reason for i, reason in part.failed.items()}
+        self.damaged += part.damaged
+        self.broken |= part.broken
+        self.open_positions |= part.open_positions
 
 
 class NvmePages(NvmeStore):
-    """The daemon's hand on its devices. Lives with the ``Performer``; one thread saves, one loads, anyone reads."""
+    """The daemon's hand on its devices. Lives with the ``Performer``. Pages of one ``save``, or ``load``, are of one
+    device, so that nobody waits for another one; those of a ``carry`` may be of several. Any thread may call."""
 
     def __init__(self, devices: NvmeDevices) -> None:
         super().__init__(devices)
-        self.io = IoThreads(THREADS)
-        self._writes = threading.Semaphore(WRITES)
+        # Of each device, and of copies between two: a thread waits as long as its device does.
+        self._io = {device: IoThreads(THREADS) for device in devices.devices}
+        self._carry_io = IoThreads(THREADS)
+        self._writes = {device: threading.Semaphore(WRITES) for device in devices.devices}
         self._bounces = Bounces()
+        self._counting = threading.Lock()
         self.bytes_written = 0
         self.bytes_read = 0
 
     def close(self) -> None:
         """Let go of the devices. What is stored stays."""
-        self.io.close()
+        for io in (*self._io.values(), self._carry_io):
+            io.close()
         super().close()
 
     # --- down: DRAM to NVMe -----------------------------------------------------------------------------------------
 
     def save(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
-        """Write these pages, of one class, and make them durable. Pages that changed or do not hold are not claimed.
+        """Write these pages, of one class, to one device, and make them durable. Pages that changed or do not hold are
+        not claimed.
 
         Their extents stay open for writing until the caller says ``reported``: when the records say what is there.
         """
         frame_class = tables[pages[0].source.extent].frame_class
-        done = Copied(
-            np.zeros((len(pages), IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8),
-            np.zeros((len(pages), frame_class.layers), np.uint32),
-        )
+        done = Copied.of(frame_class, len(pages))
         runs = _runs([page.target for page in pages], frame_class)
-        self._write(pages, tables, done, runs, lambda run: self._save_run(run, pages, tables, frames_of, done))
+        io = self._io[self._device(pages[0].target, tables)]
+        self._write(io, pages, tables, done, runs, lambda run: self._save_run(run, pages, tables, frames_of, done))
         return done
 
     def _write(
         self,
+        io: IoThreads,
         pages: list[Copying],
         tables: Tables,
         done: Copied,
@@ -112,9 +133,14 @@ class NvmePages(NvmeStore):
         done.open_positions = self._opened({*where}, done)
         done.failed |= {i: IO for i, position in enumerate(where) if position not in done.open_positions}
         runs = [run for run in runs if run.start not in done.failed]
-        for run, result in zip(runs, self.io.run([partial(write_run, run) for run in runs]), strict=True):
+        stride = tables[pages[0].target.extent].frame_class.nvme_stride
+        for run, result in zip(runs, io.run([partial(write_run, run) for run in runs]), strict=True):
             if isinstance(result, OSError | KVStoreError):
                 self._broke(done, run, self._where(pages[run.start], tables, result), result)
+            else:
+                done.written_bytes += len(run) * stride
+        with self._counting:
+            self.bytes_written += done.written_bytes
         for position, broken in self._sync(done.open_positions).items():
             done.broken[position] = broken
             here = self.devices.neighbours(position)
@@ -163,10 +189,9 @@ class NvmePages(NvmeStore):
                 slot[header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
                 self._prove(i, slot, source, page, target, done)
             headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
-            with self._writes:
+            with self._writes[self._device(pages[run.start].target, tables)]:
                 first = pages[run.start].target.frame
                 self.devices.write_run(target.position, first, frame_class, headers, list(payloads))
-        self.bytes_written += len(run) * frame_class.nvme_stride
 
     def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> None:
         """Pack the header of a page whose copy in ``slot`` is what its record says."""
@@ -208,7 +233,8 @@ class NvmePages(NvmeStore):
         frame_class = tables[pages[0].source.extent].frame_class
         done = Copied(np.zeros((0, 0), np.uint8), np.zeros((0, 0), np.uint32))
         runs = _runs([page.source for page in pages], frame_class, [page.target for page in pages])
-        self._write(pages, tables, done, runs, lambda run: self._carry_run(run, pages, tables, done))
+        write_run = partial(self._carry_run, pages=pages, tables=tables, done=done)
+        self._write(self._carry_io, pages, tables, done, runs, write_run)
         return done
 
     def _carry_run(self, run: range, pages: list[Copying], tables: Tables, done: Copied) -> None:
@@ -227,9 +253,8 @@ class NvmePages(NvmeStore):
                     rest = header.info, header.checksums, header.payload_sum
                     frame_header.pack(slot[:header_bytes], *place, identity, header.parent, *rest)
             headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
-            with self._writes:
+            with self._writes[self._device(first.target, tables)]:
                 self.devices.write_run(target.position, first.target.frame, frame_class, headers, list(payloads))
-        self.bytes_written += len(run) * frame_class.nvme_stride
 
     @staticmethod
     def _proven(
@@ -251,15 +276,13 @@ class NvmePages(NvmeStore):
     # --- up: NVMe to DRAM -------------------------------------------------------------------------------------------
 
     def load(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
-        """Read these pages, of one class, into their DRAM frames and prove them."""
+        """Read these pages, of one class, from one device into their DRAM frames and prove them."""
         frame_class = tables[pages[0].source.extent].frame_class
-        done = Copied(
-            np.zeros((len(pages), IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens), np.uint8),
-            np.zeros((len(pages), frame_class.layers), np.uint32),
-        )
+        done = Copied.of(frame_class, len(pages))
         runs = list(_runs([page.source for page in pages], frame_class))
         tasks = [partial(self._load_run, run, pages, tables, frames_of, done) for run in runs]
-        for run, result in zip(runs, self.io.run(tasks), strict=True):
+        io = self._io[self._device(pages[0].source, tables)]
+        for run, result in zip(runs, io.run(tasks), strict=True):
             if isinstance(result, OSError | KVStoreError):
                 log.error("pages could not be read: %s", result)
                 done.failed |= dict.fromkeys(run, IO)
@@ -326,6 +349,9 @@ class NvmePages(NvmeStore):
         return "" if same else "swapped"
 
     # --- which device -----------------------------------------------------------------------------------------------
+
+    def _device(self, address: Address, tables: Tables) -> NvmeDevice:
+        return self.devices.place(tables[address.extent].position)[0]
 
     def path(self, position: int) -> str:
         """Of the device at that position."""

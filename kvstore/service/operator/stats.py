@@ -77,7 +77,7 @@ def _queues(node: Node) -> dict[str, int]:
     """What waits, and how much of it: see ``kvstore_queue_length`` in ``service.operator.metrics``."""
     pools = [pool for space in node.state.spaces.values() for pool in space.segment.pools.values()]
     return {
-        "copies": len(node.waiting.copies) + len(node.waiting.loads),
+        "copies": node.state.tiering.copies.under_way,
         "unsaved": sum(len(pool.unsaved) for pool in pools),
         "ready": sum(len(pool.ready) for pool in pools),
         "checksums": len(node.waiting.unstamped),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import MOVED
 from kvstore.service.node.startup import LOWER_TIERS
+from kvstore.service.upkeep.device_lanes import Lane
 from kvstore.service.upkeep.relay import Relay
 from kvstore.service.upkeep.scanner import Scanner
 from kvstore.service.upkeep.scrubber import Scrubber
@@ -20,6 +22,8 @@ from kvstore.service.upkeep.tier_mover import Mover
 TICK_S = 0.1
 JOIN_S = 5.0
 BACKGROUND_NICENESS = 10  # scrubbing yields to whoever serves
+
+log = logging.getLogger("kvstore.node")
 
 
 class Background:
@@ -32,20 +36,25 @@ class Background:
         self.scanner = node.scan = Scanner(node)
         self._kv_events = KvEvents(node) if node.config.kv_events else None
         self._stopped = threading.Event()
+        self._carried = threading.Event()  # the mover's lanes end
         work = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
-            work |= {"mover": self._move, "loader": self._load, "scanner": self._scan}
+            work |= {"mover": self._move, "scanner": self._scan}
         if LOWER_TIERS.keys() - MOVED:
             work["relay"] = self._relay
         self._threads = [
             threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()
         ]
+        self._lanes: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin ticking, populating and scrubbing; and publishing, see ``KvEvents.start`` for what that raises."""
         if self._kv_events is not None:
             self._kv_events.start()
-        for thread in self._threads:
+        for lane in self.mover.lanes:
+            name = f"kvstore-{lane.name}"
+            self._lanes.append(threading.Thread(target=self._run, args=(lane,), name=name, daemon=True))
+        for thread in (*self._lanes, *self._threads):
             thread.start()
 
     def stop(self, save_s: float = 0.0, why: str = "", ended: Callable[[], bool] = lambda: False) -> None:
@@ -57,13 +66,22 @@ class Background:
         if self._kv_events is not None:
             self._kv_events.stop()
         self.mover.wake()
-        config = self._node.config
-        deadline = time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s  # each may have to be given up
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if save_s:
+        if save_s:  # at once: a thread that reads from a device may not come back for long
             StopSave(self._node, self.mover).run(save_s, why, ended)
+        _join(self._threads, self._deadline_s())
         self.mover.checkpoint()
+        deadline_s = self._deadline_s()
+        if not self.mover.rest(deadline_s):
+            log.error("a device does not answer: the node ends without it")
+        self._carried.set()
+        for lane in self.mover.lanes:
+            lane.wake()
+        _join(self._lanes, deadline_s)
+
+    def _deadline_s(self) -> float:
+        """When a thread should be through with what it is at: each device may have to be given up meanwhile."""
+        config = self._node.config
+        return time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s
 
     def _tick(self) -> None:
         while not self._stopped.wait(TICK_S):
@@ -79,13 +97,13 @@ class Background:
 
     def _move(self) -> None:
         while not self._stopped.is_set():
-            if not self.mover.write_step():
+            if not self.mover.decide():
                 self.mover.wait()
 
-    def _load(self) -> None:
-        while not self._stopped.is_set():
-            if not self.mover.load_step():
-                self.mover.wait_for_loads()
+    def _run(self, lane: Lane) -> None:
+        while not self._carried.is_set():
+            if not lane.step():
+                lane.wait()
 
     def _relay(self) -> None:
         relay = Relay(self._node)
@@ -95,3 +113,8 @@ class Background:
 
     def _scan(self) -> None:
         self.scanner.run(self._stopped)
+
+
+def _join(threads: Iterable[threading.Thread], deadline_s: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-import numpy as np
-
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameClass
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import DATA, IO, MOVED, Copied, identity_row
@@ -87,8 +85,7 @@ def relay(pages: list[ev.Copying], tables: Mapping[int, ExtentTable], source: Ti
     Their extents stay open for writing until the caller closes them: when the records say what is there.
     """
     frame_class = tables[pages[0].source.extent].frame_class
-    identity_bytes = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
-    done = Copied(np.zeros((len(pages), identity_bytes), np.uint8), np.zeros((len(pages), frame_class.layers), "u4"))
+    done = Copied.of(frame_class, len(pages))
     where = {tables[page.target.extent].position for page in pages}
     try:
         target.open_for_writing(where)

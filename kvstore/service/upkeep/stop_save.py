@@ -1,7 +1,8 @@
 """StopSave: an end with which the node's memory goes. What only DRAM holds is saved to NVMe, in bounded time.
 
-What is saved, and in what order, is decided by ``state.last_save``; the mover, whose thread has ended, carries it. A
-kill on the way costs what was not saved yet, as a power failure would.
+What is saved, and in what order, is decided by ``state.last_save``; the mover's lanes carry it. A device that does not
+answer keeps its own lane, and others go on without it. A kill on the way costs what was not saved yet, as a power
+failure would.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ log = logging.getLogger("kvstore.nvme")
 BATCH_BYTES_FIRST = 1 << 20  # then as much as the disk takes in about BATCH_S: nobody waits longer than that for an end
 BATCH_S = 0.5
 TELL_S = 1.0
-PAUSE_S = 0.001  # where chains were looked at that need no saving, or another thread's batch is still under way
+PAUSE_S = 0.001  # where chains were looked at that need no saving
 
 
 class StopSave:
@@ -32,27 +33,29 @@ class StopSave:
         self.pages = self.bytes = self.chains = 0
 
     def run(self, save_s: float, why: str, ended: Callable[[], bool]) -> bool:
-        """Save until everything is, or ``save_s`` are over, or ``ended`` says so; whether everything was looked at.
+        """Save until everything is, or ``save_s`` are over, or ``ended`` says so; whether everything was tried.
 
-        Blocks. A batch that was begun is finished. Whatever ends it, what was saved is a page of NVMe.
+        Blocks. The lanes finish what was begun. Whatever ends it, what was saved is a page of NVMe.
         """
         began_s = told_s = time.monotonic()
-        saved, size, done = self._saved(), BATCH_BYTES_FIRST, self._node.nvme is None
+        saved, size, done, batch_s = self._saved(), BATCH_BYTES_FIRST, self._node.nvme is None, 0.0
         logs.event(log, logging.INFO, "what only DRAM holds is saved", why=why, stop_save_s=save_s)
         self._node.enter(DaemonState.ENDING)
-        self._mover.carry()  # what was decided before
-        while not done and not ended():
-            batch_s = time.monotonic()
-            if batch_s - began_s >= save_s:
+        while not done and not ended() and (now_s := time.monotonic()) - began_s < save_s:
+            reply = self._mover.save_all(size)
+            if reply is None:  # shared memory has no room for another table of NVMe's
                 break
-            chains = self._mover.save_all(size)
-            if chains is None:  # shared memory has no room for another table of NVMe's
-                break
-            self.chains, done = chains, not chains
-            if not self._mover.carry() and not done:
+            self.chains, under_way = reply.detail["chains"], reply.detail["under_way"]
+            done = not self.chains and not under_way
+            if reply.detail["begun"]:
+                if batch_s:  # the batch before is over, or late
+                    quick = now_s - batch_s < BATCH_S
+                    size = min(BATCH_BYTES, 2 * size) if quick else max(BATCH_BYTES_FIRST, size // 2)
+                batch_s = now_s
+            if under_way:
+                self._mover.wait()
+            elif not done:
                 time.sleep(PAUSE_S)
-            now_s = time.monotonic()
-            size = min(BATCH_BYTES, 2 * size) if now_s - batch_s < BATCH_S else max(BATCH_BYTES_FIRST, size // 2)
             if now_s - told_s >= TELL_S:
                 told_s = now_s
                 self._tell("saving", saved, now_s - began_s)

@@ -1,7 +1,11 @@
 """Mover: carries pages between DRAM and NVMe, and on NVMe, and writes the checkpoints of what is there.
 
 The state decides what to copy (``state.tiering``); the copies are made here, outside the node's mutex, and reported
-back. A page is held by the state while it is on its way; what changed all the same is noticed by its record's word.
+back. The state holds a page while it is on its way; what changed all the same is noticed by its record's word.
+
+Each device has its own lanes (``device_lanes``). A batch that lies on several devices has a part in the lane of each. A
+device that does not answer for ``LATE_S`` is late: the state is told, and others go on without it, until it answers or
+has failed.
 """
 
 from __future__ import annotations
@@ -9,14 +13,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import FrameState
-from kvstore.service.node.erasing import erase
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, Tier
+from kvstore.service.node.erasing import erase_some
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import Copied, NvmePages
+from kvstore.service.upkeep.device_lanes import Joint, Lane
 from kvstore.serving import tracing
 from kvstore.state import events as ev
 from kvstore.tier.nvme_devices import today
@@ -25,147 +33,213 @@ log = logging.getLogger("kvstore.nvme")
 
 BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads need not wait long
 IDLE_S = 0.02
+LATE_S = 0.5  # a batch takes a healthy device less; where it takes more, others go on meanwhile: no harm is done
 
 
 class Mover:
     """Lives with its node; ``wake`` is called by anyone.
 
-    ``write_step`` is called by one thread, again and again, and ``load_step`` by another, so that a device that takes
-    long to write keeps nobody from what another one has; or ``step``, which is both, by one.
+    One thread calls ``decide`` again and again, and waits for no device; each lane has a thread that calls its
+    ``step``. Or one thread does it all, by calling ``step`` here.
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._woken = threading.Event()  # by something to write
-        self._wanted = threading.Event()  # something to load
+        self._woken = threading.Event()
+        self._sharing = threading.Lock()
         self._checkpoint_due_s = time.monotonic() + node.config.checkpoint_s
+        devices = range(len(node.nvme.devices.devices)) if node.nvme is not None else ()
+        self._saves = [Lane(f"save-{device}") for device in devices]
+        self._loads = [Lane(f"load-{device}") for device in devices]
+        self._carries = Lane("carry")
+        self.lanes = (*self._loads, *self._saves, self._carries) if devices else ()
+        self._late: tuple[set[int], set[int]] = set(), set()  # devices written to, and read, as the state knows it
 
     def wake(self) -> None:
         """There may be something to do."""
+        nvme = self._node.nvme
+        if nvme is not None:
+            self._share_out(nvme)  # at once: a client that waits for a load does not wait for what is decided next
         self._woken.set()
-        self._wanted.set()
 
     def wait(self) -> None:
-        """Until there may be something to do."""
+        """Return when there may be something to decide."""
         self._woken.wait(IDLE_S)
         self._woken.clear()
 
-    def wait_for_loads(self) -> None:
-        """Until there may be something to load."""
-        self._wanted.wait(IDLE_S)
-        self._wanted.clear()
-
     def step(self) -> bool:
         """Carry out what was decided, and ask for more; False where there was nothing to do."""
-        return self.load_step() | self.write_step() | self.load_step()
+        return self.carry() | self.decide() | self.carry()
 
-    def load_step(self) -> bool:
-        """Load what was decided; False where there was nothing."""
-        nvme = self._node.nvme
-        return nvme is not None and self._load_all(nvme)
-
-    def write_step(self) -> bool:
-        """The rest of ``step``."""
+    def decide(self) -> bool:
+        """Ask what to do, and give it to the lanes; False where there is nothing. Waits for no device."""
         nvme = self._node.nvme
         if nvme is None:
             return False
-        busy = self._copy(nvme)
+        busy = self._share_out(nvme)
+        self._tell_late(nvme)
         self._node.demote(BATCH_BYTES, self._day_bytes_left(nvme))
-        busy |= self._copy(nvme)
-        self._node.device_failed(nvme.extents.tidy())
+        busy |= self._share_out(nvme)
+        for device in {nvme.devices.device_of(position) for position in nvme.extents.stale}:
+            self._saves[device].put_chore("tidy", partial(self._tidy, nvme, device))
         if time.monotonic() >= self._checkpoint_due_s:
             self.checkpoint()
         return busy
 
-    def save_all(self, bytes_max: int) -> int | None:
-        """DRAM is about to go: decide what to save next, for ``carry``. See ``Node.save_all``."""
-        nvme = self._node.nvme
-        return self._node.save_all(bytes_max, self._day_bytes_left(nvme)) if nvme is not None else None
-
-    def carry(self) -> bool:
-        """Make the copies that were decided; False where there were none."""
-        nvme = self._node.nvme
-        return nvme is not None and self._load_all(nvme) | self._copy(nvme)
-
-    def _copy(self, nvme: NvmePages) -> bool:
-        copies = self._node.performer.copies
-        busy = bool(copies)
-        while copies:
-            copy = copies.popleft()
-            if failpoint.ACTIVE:
-                failpoint.hit("mover.copy")
-            if isinstance(copy, ev.Save):
-                with tracing.span("kvstore.demote", pages=len(copy.pages)):
-                    self._save(nvme, copy)
-            elif isinstance(copy, ev.Carry):
-                self._carry(nvme, copy)
-            else:
-                erase(self._node, nvme, copy)
-            if failpoint.ACTIVE:
-                failpoint.hit("mover.reported")
-        return busy
-
-    def _load_all(self, nvme: NvmePages) -> bool:
-        loads = self._node.performer.loads
-        busy = bool(loads)
-        while loads:
-            load = loads.popleft()
-            if failpoint.ACTIVE:
-                failpoint.hit("mover.copy")
-            with tracing.span("kvstore.promote", pages=len(load.pages)):
-                self._load(nvme, load)
-            if failpoint.ACTIVE:
-                failpoint.hit("mover.reported")
-        return busy
-
-    def _save(self, nvme: NvmePages, save: ev.Save) -> None:
-        performer = self._node.performer
-        written = nvme.bytes_written
-        done = nvme.save(save.pages, performer.tables, performer.frames_of)
-        nvme.devices.add_written(today(), nvme.bytes_written - written)
-        if failpoint.ACTIVE:
-            failpoint.hit("mover.saved")
-        heads = done.rows[:, :48].copy()
-        self._node.handle(ev.Saved(time.monotonic_ns(), save.number, heads, done.failed))
-        nvme.reported(done)
-        self._report(done)
-
-    def _carry(self, nvme: NvmePages, carry: ev.Carry) -> None:
-        written = nvme.bytes_written
-        done = nvme.carry(carry.pages, self._node.performer.tables)
-        nvme.devices.add_written(today(), nvme.bytes_written - written)
-        if failpoint.ACTIVE:
-            failpoint.hit("mover.saved")
-        self._node.handle(ev.Carried(time.monotonic_ns(), carry.number, done.failed))
-        nvme.reported(done)
-        self._report(done)
-
-    def _load(self, nvme: NvmePages, load: ev.Load) -> None:
-        performer = self._node.performer
-        done = nvme.load(load.pages, performer.tables, performer.frames_of)
-        if failpoint.ACTIVE:
-            failpoint.hit("mover.loaded")
-        self._node.handle(ev.Loaded(time.monotonic_ns(), load.number, done.rows, done.checksums, done.failed))
-        self._report(done)
-
-    def _report(self, done: Copied) -> None:
-        if done.broken:
-            self._node.device_failed(done.broken)
-        for address, reason in done.damaged:
-            self._node.drop_damaged(address, reason)
-
-    def _day_bytes_left(self, nvme: NvmePages) -> int:
-        cap = self._node.config.nvme_write_bytes_per_day
-        return max(0, cap - nvme.devices.written_today(today())) if cap else 0
-
     def checkpoint(self) -> None:
-        """Write the directory of every extent that was written to since its last one."""
+        """Have the directory written of every extent that was written to since its last one."""
         self._checkpoint_due_s = time.monotonic() + self._node.config.checkpoint_s
         nvme = self._node.nvme
+        if nvme is not None:
+            for device, lane in enumerate(self._saves):
+                lane.put_chore("checkpoint", partial(self._checkpoint, nvme, device))
+
+    def save_all(self, bytes_max: int) -> ev.Reply | None:
+        """DRAM is about to go: decide what to save next, and give it to the lanes. See ``Node.save_all``."""
+        nvme = self._node.nvme
         if nvme is None:
-            return
+            return None
+        self._tell_late(nvme)
+        reply = self._node.save_all(bytes_max, self._day_bytes_left(nvme))
+        self._share_out(nvme)
+        return reply
+
+    def carry(self) -> bool:
+        """Carry out all that the lanes have, where they have no threads; False where that is nothing."""
+        nvme, busy, went_on = self._node.nvme, False, True
+        while nvme is not None and went_on:
+            self._share_out(nvme)
+            went_on = sum(lane.step() for lane in self.lanes) > 0
+            busy |= went_on
+        return busy
+
+    def rest(self, until_s: float) -> bool:
+        """Wait until no lane has anything to do, at most until that time (``time.monotonic``); False: some has."""
+        while (busy := any(lane.is_busy for lane in self.lanes)) and time.monotonic() < until_s:
+            self.wait()
+        return not busy
+
+    # --- sharing out ------------------------------------------------------------------------------------------------
+
+    def _share_out(self, nvme: NvmePages) -> bool:
+        """Give what was decided to the lanes."""
+        waiting = self._node.waiting
+        with self._sharing:
+            busy = bool(waiting.loads or waiting.copies)
+            while waiting.loads:
+                load = waiting.loads.popleft()
+                self._begin(nvme, self._loads, load, [page.source for page in load.pages])
+            while waiting.copies:
+                copy = waiting.copies.popleft()
+                if isinstance(copy, ev.Save):
+                    self._begin(nvme, self._saves, copy, [page.target for page in copy.pages])
+                elif isinstance(copy, ev.Carry):
+                    self._carries.put(partial(self._carry, nvme, copy))
+                else:
+                    self._begin_erasing(nvme, copy)
+        return busy
+
+    def _begin(self, nvme: NvmePages, lanes: list[Lane], copy: ev.Save | ev.Load, below: list[Address]) -> None:
+        """A copy between the tiers, in parts. ``below``: where each page is, or will be, on NVMe."""
+        whole = Copied.of(self._node.contents.extents[copy.pages[0].source.extent].frame_class, len(copy.pages))
+        parts = self._by_device(nvme, below)
+        joint = Joint(len(parts), partial(self._report, nvme, copy, whole))
+        for device, places in parts.items():
+            lanes[device].put(partial(self._copy, nvme, copy, places, whole, joint))
+
+    def _begin_erasing(self, nvme: NvmePages, erase: ev.Erase) -> None:
+        failed: set[int] = set()
+        parts = self._by_device(nvme, [address for _, address in erase.pages])
+        joint = Joint(len(parts), partial(self._erased, erase, failed))
+        for device, places in parts.items():
+            self._saves[device].put(partial(self._erase, nvme, erase, places, failed, joint))
+
+    def _by_device(self, nvme: NvmePages, addresses: Iterable[Address]) -> dict[int, list[int]]:
+        """Places in ``addresses``, by the device that each lies on."""
+        parts: defaultdict[int, list[int]] = defaultdict(list)
+        tables = self._node.contents.extents
+        for place, address in enumerate(addresses):
+            parts[nvme.devices.device_of(tables[address.extent].position)].append(place)
+        return parts
+
+    def _tell_late(self, nvme: NvmePages) -> None:
+        """Tell the state which devices do not answer now."""
+        everyone = set(range(len(self._loads)))
+        failed = {device for device in everyone if nvme.devices.devices[device].disk.path in self._node.nvme_failures}
+        saves = _late_ones(self._saves, self._late[0], everyone - failed)
+        loads = _late_ones(self._loads, self._late[1], everyone)
+        if (saves, loads) != self._late:
+            self._late = saves, loads
+            places = ([p for device in found for p in nvme.devices.positions_of(device)] for found in self._late)
+            self._node.handle(ev.DevicesLate(time.monotonic_ns(), Tier.NVME, *places))
+
+    # --- pieces of work: in a lane ----------------------------------------------------------------------------------
+
+    def _copy(self, nvme: NvmePages, copy: ev.Save | ev.Load, places: list[int], whole: Copied, joint: Joint) -> None:
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.copy")
+        contents, pages = self._node.contents, [copy.pages[place] for place in places]
+        down = isinstance(copy, ev.Save)
+        with tracing.span("kvstore.demote" if down else "kvstore.promote", pages=len(pages)):
+            done = (nvme.save if down else nvme.load)(pages, contents.extents, contents.frames_of)
+            nvme.devices.add_written(today(), done.written_bytes)
+            whole.merge(done, places)
+            joint.done()
+
+    def _report(self, nvme: NvmePages, copy: ev.Save | ev.Load, done: Copied) -> None:
+        self._node.device_failed(done.broken)  # first: when nothing is on its way any more, that is known
+        now_ns = time.monotonic_ns()
+        if isinstance(copy, ev.Save):
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.saved")
+            heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
+            self._node.handle(ev.Saved(now_ns, copy.number, heads, done.failed))
+            nvme.reported(done)
+        else:
+            if failpoint.ACTIVE:
+                failpoint.hit("mover.loaded")
+            self._node.handle(ev.Loaded(now_ns, copy.number, done.rows, done.checksums, done.failed))
+        self._reported(done)
+
+    def _carry(self, nvme: NvmePages, carry: ev.Carry) -> None:
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.copy")
+        done = nvme.carry(carry.pages, self._node.contents.extents)
+        nvme.devices.add_written(today(), done.written_bytes)
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.saved")
+        self._node.device_failed(done.broken)
+        self._node.handle(ev.Carried(time.monotonic_ns(), carry.number, done.failed))
+        nvme.reported(done)
+        self._reported(done)
+
+    def _reported(self, done: Copied) -> None:
+        for address, reason in done.damaged:
+            self._node.drop_damaged(address, reason)
+        self._over()
+
+    def _erase(self, nvme: NvmePages, erase: ev.Erase, places: list[int], failed: set[int], joint: Joint) -> None:
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.copy")
+        failed |= erase_some(self._node, nvme, erase, places)
+        joint.done()
+
+    def _erased(self, erase: ev.Erase, failed: set[int]) -> None:
+        self._node.handle(ev.Erased(time.monotonic_ns(), erase.number, failed))
+        self._over()
+
+    def _over(self) -> None:
+        """A copy was reported: there may be another one to decide on."""
+        if failpoint.ACTIVE:
+            failpoint.hit("mover.reported")
+        self._woken.set()
+
+    def _tidy(self, nvme: NvmePages, device: int) -> None:
+        self._node.device_failed(nvme.extents.tidy(nvme.devices.positions_of(device)))
+
+    def _checkpoint(self, nvme: NvmePages, device: int) -> None:
         for table in self._node.nvme_tables():
-            if nvme.extents.is_clean(table.position):
+            if nvme.devices.device_of(table.position) != device or nvme.extents.is_clean(table.position):
                 continue
             version = nvme.devices.version(table.position)
             rows = self._node.directory_rows(table)
@@ -176,3 +250,18 @@ class Mover:
             error = nvme.extents.checkpoint(table.position, rows, version)
             if error is not None:
                 self._node.device_failed({table.position: error})
+
+    def _day_bytes_left(self, nvme: NvmePages) -> int:
+        cap = self._node.config.nvme_write_bytes_per_day
+        return max(0, cap - nvme.devices.written_today(today())) if cap else 0
+
+
+def _late_ones(lanes: list[Lane], known: set[int], usable: set[int]) -> set[int]:
+    """Devices whose lane has been at one piece for long, but never all that are ``usable``: others could go nowhere.
+
+    Where all are, one that was not ``known`` to be late is likely to come first, and is waited for; else all are.
+    """
+    late = {device for device, lane in enumerate(lanes) if lane.is_late(LATE_S)}
+    if usable <= late:
+        late &= known
+    return late - usable if usable <= late else late

@@ -225,6 +225,7 @@ class World:
         """
         self.store.close()
         self.mover.checkpoint()
+        self.mover.carry()
         self.note_durable()
         self.happened["end stop"] += 1
         self._count()
@@ -344,6 +345,7 @@ class World:
     def checkpoint(self) -> None:
         """The mover writes directories."""
         self.mover.checkpoint()
+        self.mover.carry()
 
     def prefetch(self) -> None:
         """Somebody wants a prompt in DRAM."""
