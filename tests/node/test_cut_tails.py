@@ -1,13 +1,15 @@
-"""Files whose tail was cut off while no daemon ran: what is whole is served, the rest is a miss."""
+"""Files whose tail was cut off, most while no daemon ran: what is whole is served, the rest is a miss."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from kvstore import Store
+from kvstore.errors import Unavailable
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -74,6 +76,26 @@ def test_a_segment(left: int, machine: Machine) -> None:
     machine.serve("n", **SMALL_DRAM)
     check_right(store, PROMPTS)
     check_laws(store)
+
+
+def test_a_segment_that_is_mapped(machine: Machine) -> None:
+    """Programs that touch what was cut off end by SIGBUS, the daemon too, with no wrong byte before. The next start
+    serves what is whole, also to clients that lived on."""
+    daemon, store = filled(machine)
+    reader = machine.worker("read", "n", first=0, count=SEEDS, pages=PAGES)
+    reader.wait_for("read")
+    operator = machine.connect("n", timeout_s=1.0)
+    left = SEGMENT_HEAD_BYTES + 2 * MIB
+    cut(machine.folder("n") / "segment", left)
+    assert reader.wait() == -signal.SIGBUS and not reader.events("wrong"), reader.trace()
+    with pytest.raises(Unavailable):
+        operator.verify()  # the daemon reads every page
+    assert daemon.wait() == -signal.SIGBUS, daemon.trace()
+    machine.serve("n", **SMALL_DRAM)
+    expected = (left - SEGMENT_HEAD_BYTES) // SMALL.page_bytes
+    for late in (machine.connect("n"), store):
+        assert 0.5 * expected <= check_right(late, PROMPTS) <= expected
+        check_laws(late)
 
 
 def test_a_segment_whose_writer_lives(machine: Machine) -> None:
