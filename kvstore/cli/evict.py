@@ -34,11 +34,11 @@ WHY = {
     show_default=True,
     help="dram: saved to NVMe first, where the node has it and admits them; all: gone.",
 )
-@click.option("--pages", "count", type=click.IntRange(min=1), metavar="N", help="So many.")
-@click.option("--bytes", "size", type=Size(), metavar="SIZE", help="So much: 512MiB.")
-@click.option("--percent", type=Percent(), metavar="P", help="So much of what is chosen from.")
+@click.option("--pages", "count", type=click.IntRange(min=1), metavar="N", help="This many pages.")
+@click.option("--bytes", "size", type=Size(), metavar="SIZE", help="Pages of so many bytes: 512MiB.")
+@click.option("--percent", type=Percent(), metavar="P", help="This share of the bytes to choose from.")
 @click.option("--age", "age_s", type=Duration(), metavar="DURATION", help="Only those unused for so long: 10m, 1h30m.")
-@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's; of a prompt: whose it is.")
+@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's pages, or this tenant's prompt.")
 @click.option("--dry-run", is_flag=True, help="Say what would leave; change nothing.")
 @prompt_options
 @json_option
@@ -56,9 +56,9 @@ def evict(
 ) -> None:
     """Make pages leave, the coldest tails of chains first.
 
-    Say how much (--pages, --bytes or --percent; without, all that fits) and of what: --age, --tenant, a prompt. At
-    least one of these has to be said. What is leased, pinned, being written, or has pages behind it that stay does not
-    leave.
+    Say how much (--pages, --bytes or --percent; without one of them, all that fits) and of what: --age, --tenant, a
+    prompt. Say at least one of these. Pages that are leased, pinned or being written stay, and so do pages that come
+    before one that stays.
     """
     amounts = {"--pages": count, "--bytes": size, "--percent": percent}
     said = [option for option, value in amounts.items() if value is not None]

@@ -50,8 +50,8 @@ class Page:
 def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
     """Say page by page whether a prompt is stored, in which tier, or why it is not.
 
-    The prompt is given as token ids (--tokens, --file) or as text with a tokenizer. Nothing is read, marked as used or
-    changed. Pages with equal answers share a line; --json has every page.
+    Give the prompt as token ids (--tokens, --file) or as text with a tokenizer. The command reads no page, marks none
+    as used, and changes nothing. Pages with equal answers share a line; --json has every page.
     """
     prompt.check()
     with kvstore.connect(node) as store:

@@ -18,7 +18,7 @@ LIMIT_MAX = 1_000_000
 @click.command()
 @node_option
 @click.option("--tier", type=click.Choice(["dram", "nvme", "all"]), default="all", show_default=True)
-@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's; of a prompt: whose it is.")
+@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's pages, or this tenant's prompt.")
 @click.option("--age", "age_s", type=Duration(), metavar="DURATION", help="Only those unused for so long: 10m, 1h30m.")
 @click.option("--order", type=click.Choice(["coldest", "recent", "place"]), default="coldest", show_default=True)
 @click.option("--limit", type=click.IntRange(1, LIMIT_MAX), default=50, show_default=True, help="At most so many.")

@@ -27,9 +27,9 @@ def pin(
 ) -> None:
     """Keep the stored pages of a prompt from leaving for some time, or list what is kept.
 
-    Kept is what is stored now, from the first page on, in DRAM and on NVMe. A pin outlives the command and the daemon,
-    not a reboot; pinning the same prompt again moves its end. All pins keep at most `pins_share_max` of a tier,
-    those of one tenant three quarters of that.
+    The node keeps what is stored now, from the first page on, in DRAM and on NVMe. A pin outlives the command and the
+    daemon, but not a reboot. Pinning the same prompt again moves its end. All pins keep at most `pins_share_max` of a
+    tier, those of one tenant three quarters of that.
     """
     named = prompt.given
     if listed:

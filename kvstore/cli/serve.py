@@ -18,9 +18,9 @@ from kvstore.service import daemon
 def serve(path: str | None, as_json: bool, **flags: Any) -> None:
     """Run the node daemon of this machine until SIGTERM.
 
-    Prints one line when it serves. After kill -9 or SIGTERM the next start finds every sealed page again;
-    after a restart of the machine those that were saved to NVMe. docs/config.md explains the settings; each may also
-    stand in the file, or in the environment (KVSTORE_DRAM=8GiB).
+    It prints one line when it serves. After kill -9 or SIGTERM the next start finds every sealed page again. After a
+    reboot it finds those that were saved to NVMe. docs/config.md explains the settings; each may also stand in the
+    file, or in the environment (KVSTORE_DRAM=8GiB).
     """
     settings = configuration.load(path, flags=flags).node
 

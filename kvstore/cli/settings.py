@@ -27,7 +27,7 @@ def with_settings(kind: type[Settings]) -> Callable[[_Command], _Command]:
         for name, setting in reversed(declared(kind).items()):
             command = _option(name, setting, defaults[name])(command)
         path = click.Path(dir_okay=False)
-        with_file = click.option("--config", "path", type=path, help="A TOML file; flags and env go before it.")
+        with_file = click.option("--config", "path", type=path, help="A TOML file; flags and environment come first.")
         return with_file(json_option(command))
 
     return decorate

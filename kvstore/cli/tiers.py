@@ -21,8 +21,8 @@ Tiers = Mapping[str, Mapping[str, Any]]
 def tiers(node: str | None, as_json: bool) -> None:
     """Show what each tier of a node holds, how often it is hit, and what leaves it.
 
-    Hit ratios are of the pages that clients asked for, counted by every client since it connected; what left, since
-    the daemon started. Ages are seconds since the last use of a page that left.
+    Hit ratios are of the pages that clients asked for; every client counts them since it connected. Pages that left
+    are counted since the daemon started. Ages are seconds since the last use of a page that left.
     """
     with kvstore.connect(node) as store:
         stats = store.stats()

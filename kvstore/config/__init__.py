@@ -156,7 +156,7 @@ class NodeConfig:
     tls_key: Path | None = daemon.tls_key()
     """PEM file with its private key."""
     tls_client_ca: Path | None = daemon.tls_client_ca()
-    """PEM file with the authorities whose client certificates are asked for."""
+    """PEM file of authorities: every client has to show a certificate of one of them."""
     identities: Path | None = daemon.identities()
     """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
     rpcs_max: int = setting(256, parse_count, "How many gRPC calls may be under way at once.")

@@ -42,7 +42,7 @@ def tls_key() -> Any:
 
 def tls_client_ca() -> Any:
     """Whose client certificates count."""
-    about = "Authorities whose client certificates are asked for, PEM."
+    about = "Authorities, PEM: every client has to show a certificate of one of them."
     return setting(None, parse_path_or_none, about, metavar="FILE")
 
 
