@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -88,13 +89,16 @@ class Cluster:
         self.machine = Machine(logs)
         self.flags = engines
         self._node_flags = {"dram": "64MiB", "listen": f"unix:{self.machine.shm_dir}/node.sock", **node}
-        self.node = self.machine.spawn(NODE, **self._node_flags)
-        self.node.wait_ready()
         self._engines: dict[str, EngineProcess] = {}
         self._clients: dict[str, EngineClient] = {}
         self._references: dict[tuple[bytes, str], list[int]] = {}
-        for name in engines:
-            self.spawn(name)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.machine.close)  # nobody else would, where one of them cannot be started
+            self.node = self.machine.spawn(NODE, **self._node_flags)
+            self.node.wait_ready()
+            for name in engines:
+                self.spawn(name)
+            undo.pop_all()
 
     def address(self, *names: str) -> str:
         """Where they listen, alive or not."""
