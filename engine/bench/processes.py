@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,9 +17,10 @@ from engine.client import Answer, EngineClient
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.processes import Daemon, environment
 from kvstore.bench.stage import GIB, MIB, Settings, Stage
+from kvstore.errors import NodeUnavailable
+from kvstore.serving.child import Child
 
 READY_S = 180.0  # a model is made or read
-STOP_S = 20.0
 ANSWER_S = 300.0
 
 Tokens = npt.NDArray[np.uint32]
@@ -126,32 +122,21 @@ class EngineProcess:
 
     def __init__(self, core: int, shm_dir: Path, settings: Mapping[str, object]) -> None:
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore", "engine", "--log-level=warning", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            env={**environment(shm_dir), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            start_new_session=True,  # Ctrl-C is ours to act on
-        )
+        env = {**environment(shm_dir), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._child = Child("an engine", ["engine", "--log-level=warning", *arguments], env)
         mine = cores()
-        os.sched_setaffinity(self._process.pid, {mine[core % len(mine)]})  # threads it starts later have it too
+        os.sched_setaffinity(self._child.pid, {mine[core % len(mine)]})  # threads it starts later have it too
         self._client: EngineClient | None = None
         self.address = ""
 
     def ready(self) -> None:
         """Wait until it serves. Raises BenchFailed where it does not; carries what it said."""
-        assert self._process.stdout is not None
-        line = b""
-        if select.select([self._process.stdout], [], [], READY_S)[0]:
-            line = self._process.stdout.readline()
-        if not line:
-            self._kill()
-            self._complaints.seek(0)
-            said = self._complaints.read().decode(errors="replace").strip()[-500:]
-            raise BenchFailed(f"an engine did not get ready: {said or 'it said nothing'}")
-        self.address = line.decode().partition(", grpc on ")[2].partition(",")[0].split()[0]
+        try:
+            line = self._child.line(READY_S)
+        except NodeUnavailable as error:
+            self._child.kill()
+            raise BenchFailed(str(error)) from None
+        self.address = line.partition(", grpc on ")[2].partition(",")[0].split()[0]
         self._client = EngineClient(self.address)
 
     @property
@@ -168,20 +153,8 @@ class EngineProcess:
         """SIGTERM, and wait; kill -9 where it does not go."""
         if self._client is not None:
             self._client.close()
-        try:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            self._kill()
-            self._complaints.close()
-
-    def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._child.ask_to_end()
+        self._child.wait()
 
     def __enter__(self) -> EngineProcess:
         return self

@@ -7,12 +7,8 @@ id, and no file is left.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +17,12 @@ from typing import Final
 
 from engine.client import EngineClient
 from engine.compute.presets import PRESETS
-from kvstore.errors import NodeUnavailable
+from kvstore.serving.child import Child
 from kvstore.tier.folder import PREFIX
 from kvstore.tier.purging import purge
 
 NODE_START_S: Final = 30.0
 ENGINE_START_S: Final = 300.0  # a large model is read from a disk
-STOP_S: Final = 15.0
 PAGE_TOKENS: Final = 32
 LOCAL_PREFILL_TOKENS: Final = 128
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -77,61 +72,6 @@ class Interrupts:
     def _interrupt(self) -> None:
         self.ignored()
         raise KeyboardInterrupt
-
-
-class Child:
-    """A process of ``kvstore``. Started when made; ends by itself, or by ``ask_to_end`` or ``kill`` and ``wait``."""
-
-    def __init__(self, what: str, arguments: list[str], env: Mapping[str, str], log: Path) -> None:
-        self.what = what
-        self._log = log
-        with open(log, "ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=dict(env),
-                start_new_session=True,  # Ctrl-C is for us alone: we end them, in order
-            )
-
-    def line(self, timeout_s: float) -> str:
-        """The line it prints when it serves. Raises NodeUnavailable where it ends before, or takes longer."""
-        assert self._process.stdout is not None
-        pipe, text, deadline_s = self._process.stdout.fileno(), b"", time.monotonic() + timeout_s
-        while not text.endswith(b"\n"):
-            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready:
-                raise NodeUnavailable(f"{self.what} did not serve within {timeout_s:g} s")
-            more = os.read(pipe, 4096)
-            if not more:
-                raise NodeUnavailable(f"{self.what} ended with {self._process.wait(STOP_S)}: {self._last_words()}")
-            text += more
-        return text.decode(errors="replace").strip()
-
-    def kill(self) -> None:
-        """kill -9, and wait for the end."""
-        self._process.kill()
-        self.wait()
-
-    def ask_to_end(self) -> None:
-        """SIGTERM."""
-        if self._process.poll() is None:
-            self._process.terminate()
-
-    def wait(self) -> None:
-        """Wait for its end, and make it end where that takes too long."""
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_S)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 @dataclass(frozen=True, kw_only=True)

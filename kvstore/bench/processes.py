@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +15,12 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvstore.bench.harness import BenchFailed
+from kvstore.errors import NodeUnavailable
+from kvstore.serving.child import STOP_S, Child
 from kvstore.tier.folder import PREFIX
 from kvstore.tier.purging import purge
 
 READY_S = 120.0  # the first start populates memory
-STOP_S = 20.0
 ANSWER_S = 600.0
 NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
@@ -57,7 +56,7 @@ class Daemon:
         self._arguments = ["serve", "--name", name, "--dram", str(dram_bytes)]
         if extent_bytes is not None:
             self._arguments += ["--extent", str(extent_bytes)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self.ready_line = ""
 
     @property
@@ -68,8 +67,8 @@ class Daemon:
     @property
     def pid(self) -> int:
         """Of the running daemon."""
-        assert self._process is not None, "not started"
-        return self._process.pid
+        assert self._child is not None, "not started"
+        return self._child.pid
 
     def start(self) -> float:
         """Start it; returns the seconds from spawning the process to its ready line.
@@ -77,37 +76,32 @@ class Daemon:
         Raises:
             BenchFailed: it did not get ready; carries what it said.
         """
-        assert self._process is None, "is running"
-        with tempfile.TemporaryFile() as complaints:
-            began = time.monotonic()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore", *self._arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=complaints,
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C is ours to act on
-            )
-            self.ready_line = _line(self._process, READY_S).decode()
-            if not self.ready_line:
-                took = time.monotonic() - began
-                self.kill()
-                complaints.seek(0)
-                said = complaints.read().decode(errors="replace").strip()[-500:]
-                raise BenchFailed(f"the daemon was not ready after {took:.1f} s: {said or 'it said nothing'}")
-            return time.monotonic() - began
+        assert self._child is None, "is running"
+        began = time.monotonic()
+        self._child = Child("the daemon", self._arguments, self._environment)
+        try:
+            self.ready_line = self._child.line(READY_S)
+        except NodeUnavailable as error:
+            self.kill()
+            raise BenchFailed(str(error)) from None
+        return time.monotonic() - began
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
-        self._finish(signal.SIGKILL)
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
 
     def stop(self) -> None:
         """SIGTERM, and wait; kill -9 where it does not go."""
-        self._finish(signal.SIGTERM)
+        child, self._child = self._child, None
+        if child is not None:
+            child.ask_to_end()
+            child.wait()
 
     def forget(self) -> None:
         """As a reboot does: what the killed or stopped daemon had in memory is gone, and only that."""
-        assert self._process is None, "is running"
+        assert self._child is None, "is running"
         purge(self.folder)
 
     def end(self) -> None:
@@ -116,21 +110,6 @@ class Daemon:
             self.stop()
         finally:
             purge(self.folder)
-
-    def _finish(self, number: signal.Signals) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.send_signal(number)
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
 
     def memory_bytes(self) -> dict[str, int]:
         """What the kernel counts for the running daemon: ``resident`` and its parts ``private`` and ``shared``."""
