@@ -10,8 +10,8 @@ import kvstore
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Machine, wait_until
 
-WARM, LIVES = 50, 250  # stores opened, put into and closed: so that caches are warm, and then
-GROWTH_BYTES = 16 << 20  # one that lived on kept about 200 KiB
+WARM, LIVES = 30, 100  # stores opened, put into and closed: so that caches are warm, and then
+GROWTH_BYTES = 8 << 20  # a hundred that lived on would keep about 20 MiB
 
 
 def resident_bytes() -> int:

@@ -127,7 +127,7 @@ def test_replies_come_in_the_order_of_requests(machine: Machine) -> None:
 def test_who_hangs_up_meanwhile_harms_nothing(machine: Machine) -> None:
     daemon, store = full_node(machine)
     before = len(threads(daemon))
-    for _ in range(8):
+    for _ in range(SLOW_THREADS + 2):
         caller = Caller(machine.folder("n"))
         caller.ask("verify")
         caller.close()
