@@ -92,6 +92,19 @@ def test_a_tokenizer_says_its_size_and_its_end(tokenizer):
     assert tokenizer.decode([*ids, eos]) == CORPUS[1]
 
 
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+def test_a_tokenizer_without_a_fast_one_below_decodes_alike(name):
+    fast = TOKENIZERS[name]
+
+    class Slow:
+        eos_token_id = 0
+        decode = staticmethod(fast._tokenizer.decode)
+        __len__ = fast._tokenizer.__len__
+
+    ids = fast.encode(CORPUS[1])
+    assert HFTokenizer(Slow()).decode([*ids, *fast.eos_ids]) == fast.decode(ids) == CORPUS[1]
+
+
 # --- Streams ---------------------------------------------------------------------------------------------------------
 
 
