@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PROTO = ROOT / "proto" / "kvstore" / "v1"
 STUBS = ROOT / "kvstore" / "pb"
 
