@@ -31,7 +31,7 @@ from kvstore.errors import InvalidRequest
 
 ENV_PREFIX = "KVSTORE_ENGINE_"
 WITHOUT_NODE = "none"
-CODECS = ("none", "int8", "fp8")
+CODECS = ("none", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
@@ -141,7 +141,7 @@ class EngineConfig:
     compress: str = setting(
         "none", parse_text, "Lossy packing of KV, for requests that allow it.", metavar="|".join(CODECS)
     )
-    """none, int8 or fp8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise."""
+    """none or int8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise."""
     hold_s: float = setting(30.0, parse_number, "Seconds that a finished prefill waits to be fetched.")
     """How long a finished prefill waits to be fetched."""
     salt: str = setting("", parse_text, "Of requests that name none.", default_shown="")

@@ -74,7 +74,7 @@ ROWS = (
             None,
             late("compression", "speed", codec=codec, dtype=dtype),
         )
-        for codec in ("int8", "fp8")
+        for codec in ("int8",)
         for dtype in ("bfloat16", "float32")
     ),
     *(

@@ -1,4 +1,4 @@
-"""Compression: lossy replicas of pages, int8 or fp8 with a scale per vector, as pages of a layout of their own.
+"""Compression: lossy replicas of pages, int8 with a scale per vector, as pages of a layout of their own.
 
 A vector is what one token has in one head of one layer: K, or V, or with MLA the latent, or the rope part. Each is
 stored as one byte per element followed by its scale, a bfloat16: ``x`` is ``element * scale``. So a token's content
@@ -11,9 +11,8 @@ lookup nor a hand-off can take one for the other. Whoever reads lossy pages aske
 Worked example: ``kv_heads=8, head_dim=128, dtype=bfloat16``: a token's content is ``2 * 128 * 2`` = 512 bytes, lossy
 ``2 * (128 + 2)`` = 260 bytes: 128 of K, its scale, 128 of V, its scale. The lossy layout says ``head_dim=130, int8``.
 
-Error of an element, with ``scale = max|vector| / 127`` (int8) or ``/ 448`` (fp8, e4m3), rounded up to a bfloat16:
-int8 ``0.5001 * scale``; fp8 ``2^-4 * |x|`` or, of small elements, ``2^-10 * scale``, whichever is more. What decode
-gives is rounded to the exact dtype after that. Vectors of zeros come back as zeros. NaN and infinity are refused: a
+Error of an element, with ``scale = max|vector| / 127`` rounded up to a bfloat16: ``0.5001 * scale``. What decode gives
+is rounded to the exact dtype after that. Vectors of zeros come back as zeros. NaN and infinity are refused: a
 page that holds them is wrong already, and int8 has no code for them.
 """
 
@@ -41,11 +40,9 @@ class Codec(StrEnum):
     """How an element becomes a byte."""
 
     INT8 = "int8"
-    FP8 = "fp8"  # e4m3, which has no infinity
 
 
-_DTYPES = {Codec.INT8: "int8", Codec.FP8: "float8_e4m3fn"}
-_LARGEST = {Codec.INT8: 127.0, Codec.FP8: 448.0}
+_LARGEST = 127.0  # of an element
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,6 @@ class _Vectors:
 class _Form:
     """What the two functions need of a layout and a codec."""
 
-    codec: Codec
     dtype: torch.dtype
     exact_token_bytes: int
     lossy_token_bytes: int
@@ -91,7 +87,7 @@ def lossy_layout(layout: Layout, codec: str) -> Layout:
         raise _refused(f"a layout of dtype {layout.dtype} does not permit it; {', '.join(EXACT_DTYPES)} do")
     lossy = replace(
         layout,
-        dtype=_DTYPES[kind],
+        dtype=str(kind),
         head_dim=_widened(layout.head_dim),
         mla_latent=_widened(layout.mla_latent),
         mla_rope=_widened(layout.mla_rope),
@@ -146,19 +142,15 @@ def _encode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
     """``exact [..., bytes]`` into ``lossy [..., bytes]``; ``values [..., elements]`` float32 is scratch."""
     typed = _viewed(exact, form.dtype)
     values.copy_(exact.contiguous().view(form.dtype) if typed is None else typed)
-    largest = _LARGEST[form.codec]
     for part in form.vectors:
         x, elements, scales = part.of(values, lossy)
         amax = x.abs().amax(-1, keepdim=True)
         if not torch.isfinite(amax).all():
             raise InvalidRequest("pages", "hold NaN or infinity, which a lossy page cannot")
         zero = amax == 0
-        scale = _rounded_up(amax.div(largest).clamp_(min=SCALE_MIN))
+        scale = _rounded_up(amax.div(_LARGEST).clamp_(min=SCALE_MIN))
         x.mul_(scale.reciprocal().masked_fill_(zero, 0))
-        if form.codec is Codec.INT8:
-            elements.view(torch.int8).copy_(x.round_())
-        else:
-            elements.view(torch.float8_e4m3fn).copy_(x)
+        elements.view(torch.int8).copy_(x.round_())
         scales.copy_(scale.masked_fill_(zero, 0).bfloat16().view(torch.uint8))
 
 
@@ -168,14 +160,8 @@ def _decode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
     for part in form.vectors:
         x, elements, scales = part.of(values, lossy)
         scale = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
-        largest = scale.amax().item() * _LARGEST[form.codec]
-        if form.codec is Codec.INT8:
-            x.copy_(elements.view(torch.int8))
-        else:
-            # e4m3's bits moved into those of a float16 of 1/256 the value: many times faster than torch's conversion.
-            bits = elements.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)
-            x.copy_(bits.view(torch.float16))
-            scale.mul_(256)
+        largest = scale.amax().item() * _LARGEST
+        x.copy_(elements.view(torch.int8))
         x.mul_(scale)
         if not largest <= top:
             if not torch.isfinite(scale).all():
@@ -189,7 +175,7 @@ def _decode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Positive float32 to the bfloat16 next above, as float32: then no element exceeds the codec's largest."""
+    """Positive float32 to the bfloat16 next above, as float32: then no element exceeds the largest."""
     return scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
@@ -307,7 +293,7 @@ def _form(layout: Layout, codec: str) -> _Form:
             lossy_start += count * (elements + SCALE_BYTES)
     assert lossy_start == lossy.token_bytes, "a token's vectors are what its layout says"
     dtype = EXACT_DTYPES[layout.dtype]
-    return _Form(Codec(codec), dtype, layout.token_bytes, lossy.token_bytes, tuple(vectors))
+    return _Form(dtype, layout.token_bytes, lossy.token_bytes, tuple(vectors))
 
 
 def _widened(elements: int) -> int:

@@ -72,7 +72,7 @@ class Request:
             Where none of them answers, it is computed here.
         handoff, source, grain: how the KV travels then; None: as the engine was started.
         use_pool: False neither loads from the pool nor writes to it.
-        allow_lossy: KV that went through int8 or fp8 may be used. What is computed from it is never stored as exact.
+        allow_lossy: KV that went through int8 may be used. What is computed from it is never stored as exact.
     """
 
     id: str

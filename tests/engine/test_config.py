@@ -89,6 +89,7 @@ def test_words_become_nouns() -> None:
         {"prefill": "a:0"},
         {"link": "string"},
         {"compress": "zip"},
+        {"compress": "fp8"},  # which there was once
         {"hold_s": 0},
         {"drain_s": -1},
         {"tls_key": "/key"},
