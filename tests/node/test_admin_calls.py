@@ -25,7 +25,7 @@ CHAIN = 512
 PAGES = 64 * CHAIN
 PUT_PAGES = 4
 ANSWER_S = 30.0
-PUT_S_P99 = 0.025  # alone it is a fifth of a millisecond; on the thread that serves it would be the whole call
+PUT_SHARE = 0.25  # of the long call: what a put beside it takes at most; a thread shared with it would make it all
 
 
 class Caller:
@@ -100,7 +100,7 @@ def test_others_go_on_during_a_long_call(machine: Machine, call: str) -> None:
     p99 = float(np.quantile(took, 0.99))
     print(f"{call}: {call_s:.2f} s, {len(took)} puts beside it, p99 {1e3 * p99:.2f} ms, max {1e3 * max(took):.1f} ms")
     assert len(took) >= 20
-    assert p99 < min(PUT_S_P99, call_s / 4)
+    assert p99 < PUT_SHARE * call_s
     caller.close()
     check_laws(store)
 

@@ -505,7 +505,7 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
     shelf.save(cache, keys, data)
     assert cache.get(keys).pages == 8
     mapped = node_of(store).writable()
-    mapped.timeout_s = 0.2
+    mapped.timeout_s = 0.5
     read, answer = FileDisk.read, threading.Event()
 
     def stall(disk: FileDisk, offset: int, buffers: Any) -> None:
@@ -514,9 +514,13 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
 
     monkeypatch.setattr(FileDisk, "read", stall)
     out = np.full((8, cache.page_bytes), 7, np.uint8)
-    started = time.monotonic()
-    assert (cache.get(keys, out).pages, cache.get(keys, out).reason) == (0, "io")
-    assert 0.15 < time.monotonic() - started < 0.39, "the second one did not wait"
+    times_s = [time.monotonic()]
+    for _ in range(2):
+        match = cache.get(keys, out)
+        assert (match.pages, match.reason) == (0, "io")
+        times_s.append(time.monotonic())
+    first_s, second_s = np.diff(times_s)
+    assert first_s > 0.4 and second_s < first_s / 2, "the second one did not wait"
     answer.set()
     wait_until(lambda: not mapped.nvme.threads._owed)
     assert (out == 7).all(), "answered too late"
