@@ -259,9 +259,9 @@ class Mover:
 def _late_ones(lanes: list[Lane], known: set[int], usable: set[int]) -> set[int]:
     """Devices whose lane has been at one piece for long, but never all that are ``usable``: others could go nowhere.
 
-    Where all are, one that was not ``known`` to be late is likely to come first, and is waited for; else all are.
+    Where all are, those that were not ``known`` to be late are likely to come first, and are waited for; else all are.
     """
     late = {device for device, lane in enumerate(lanes) if lane.is_late(LATE_S)}
     if usable <= late:
-        late &= known
+        late -= usable - known
     return late - usable if usable <= late else late
