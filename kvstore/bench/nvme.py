@@ -21,6 +21,7 @@ from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
+from kvstore.tier import nvme_geometry
 
 SAVED_BYTES = {"2m": 2048 * MIB, "256k": 1024 * MIB, "64k": 512 * MIB}
 DRAM_BYTES = 256 * MIB
@@ -114,8 +115,8 @@ class ColdReading:
         work = cold.work
         self.work = work
         self.raw = raw
-        self.stride = where.frame_class.nvme_stride
-        self.header_bytes = where.frame_class.nvme_header_bytes
+        self.stride = nvme_geometry.stride_bytes(where.frame_class)
+        self.header_bytes = nvme_geometry.header_bytes(where.frame_class)
         self.cache = cold.store.cache(work.layout)
         self.content = Content(work.layout.page_bytes)
         shape = work.pages, work.layout.page_bytes
@@ -176,7 +177,7 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
             raise BenchFailed(f"NVMe has {found} of {cold.work.chains * cold.work.pages} pages")
         where = Where.of(stage.settings.shm_dir, cold.daemon.name, cold.work.layout)
         scene.callback(where.close)
-        raw = RawFile(cold.scratch.path / "pages", cold.work.pages * where.frame_class.nvme_stride)
+        raw = RawFile(cold.scratch.path / "pages", cold.work.pages * nvme_geometry.stride_bytes(where.frame_class))
         scene.enter_context(raw)
         reading = ColdReading(cold, where, raw)
         reading.verify()

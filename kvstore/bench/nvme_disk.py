@@ -29,7 +29,8 @@ from kvstore.bench.content import Rows
 from kvstore.bench.harness import BenchFailed
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, Tier, nvme_frames
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, Tier
+from kvstore.tier import nvme_geometry
 from kvstore.tier.bounces import large_buffer
 from kvstore.tier.disk import BLOCK_BYTES
 from kvstore.tier.folder import PREFIX, NodeFolder
@@ -98,7 +99,7 @@ def file_system(folder: Path) -> str:
 
 def target_bytes(pages: int, layout: Layout, extent_bytes: int) -> int:
     """Size of an NVMe target with room for so many pages, and an extent more."""
-    frames = nvme_frames(extent_bytes, frame_class_of(layout))
+    frames = nvme_geometry.frames_in(extent_bytes, frame_class_of(layout))
     return (-(-pages // frames) + 1) * extent_bytes + TABLES_BYTES
 
 
@@ -248,7 +249,7 @@ class Where:
                     if table is None or place is None:
                         raise BenchFailed(f"extent {number} cannot be read")
                     tables[number] = table
-                    _append(found[-1], place.offset, self.frame_class.nvme_stride)
+                    _append(found[-1], place.offset, nvme_geometry.stride_bytes(self.frame_class))
         finally:
             map_.close()
         return found

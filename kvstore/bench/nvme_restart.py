@@ -20,6 +20,7 @@ from kvstore.bench.nvme import NEVER, Saved, saved
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, frame_class_of
 from kvstore.bench.stage import Stage, settle, wait_for
 from kvstore.client.connect import connect
+from kvstore.tier import nvme_geometry
 
 TURNS = 3  # of each end, at most
 CHECKPOINT_S = 86_400.0  # only at a stop
@@ -78,7 +79,7 @@ class Endangered:
     def __init__(self, held: Saved) -> None:
         self.held = held
         self.pages = held.work.chains * held.work.pages
-        self.stored_bytes = self.pages * frame_class_of(held.work.layout).nvme_stride
+        self.stored_bytes = self.pages * nvme_geometry.stride_bytes(frame_class_of(held.work.layout))
         wait_for(lambda: self._counts()[1] == self.pages, "not every page is on NVMe")
         self.dram_pages = self._counts()[0]
 

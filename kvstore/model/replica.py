@@ -31,8 +31,6 @@ SHARDS_MAX = 8  # writers of one page (TP x PP ranks); one progress word each in
 # of every page on NVMe: key, root and extra, then the page's token ids.
 KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
 IDENTITY_HEAD_BYTES = EXTRA.stop
-NVME_HEAD_BYTES = 136  # of a frame's header on NVMe: all but its token ids and checksums (tier/frame_header.py)
-NVME_DIRECTORY_HEAD_BYTES = 64  # of an extent's directory on NVMe; a lean row per frame follows
 
 
 class Tier(StrEnum):
@@ -126,7 +124,7 @@ class FrameClass:
     @cached_property
     def frame_bytes(self) -> int:
         """``page_bytes`` rounded up to ``FRAME_ALIGN``."""
-        return _aligned(self.page_bytes)
+        return aligned(self.page_bytes)
 
     @cached_property
     def record(self) -> RecordFormat:
@@ -137,16 +135,6 @@ class FrameClass:
     def lean(self) -> RecordFormat:
         """The same for NVMe: token ids and checksums lie in the frame's header on disk, and nobody writes there."""
         return RecordFormat(page_tokens=0, layers=0, tail=False)
-
-    @cached_property
-    def nvme_header_bytes(self) -> int:
-        """What stands before each frame on NVMe, a multiple of ``FRAME_ALIGN``."""
-        return _aligned(NVME_HEAD_BYTES + 4 * self.page_tokens + 4 * self.layers)
-
-    @cached_property
-    def nvme_stride(self) -> int:
-        """From one frame of an NVMe extent to the next: header and frame."""
-        return self.nvme_header_bytes + self.frame_bytes
 
 
 def _after_word(part: slice) -> slice:
@@ -295,25 +283,8 @@ def turns_of(info: int) -> int:
     return info >> 56
 
 
-def nvme_directory_bytes(frames: int) -> int:
-    """What stands before the frames of an NVMe extent: a head and a lean record row per frame."""
-    return _aligned(NVME_DIRECTORY_HEAD_BYTES + frames * RecordFormat(0, 0, tail=False).row_bytes)
-
-
-def nvme_frames(extent_bytes: int, frame_class: FrameClass) -> int:
-    """Frames of that class in one NVMe extent: directory, headers and frames together. 0 where not one fits.
-
-    Worked example: 64 MiB and pages of 256 KiB: a directory of 24 KiB, 251 frames of 4 + 256 KiB, 252 KiB unused.
-    """
-    row_bytes = frame_class.lean.row_bytes
-    frames = max(0, (extent_bytes - NVME_DIRECTORY_HEAD_BYTES) // (frame_class.nvme_stride + row_bytes))
-    # At most one too many: the directory was not rounded up yet.
-    while frames and nvme_directory_bytes(frames) + frames * frame_class.nvme_stride > extent_bytes:
-        frames -= 1
-    return frames
-
-
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Rounded up to ``FRAME_ALIGN``."""
     return -(-nbytes // FRAME_ALIGN) * FRAME_ALIGN
 
 

@@ -29,13 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.model.replica import (
-    IDENTITY_HEAD_BYTES,
-    KEY_BYTES,
-    NVME_HEAD_BYTES,
-    Address,
-    FrameClass,
-)
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Address, FrameClass
+from kvstore.tier import nvme_geometry
 
 VERSION: Final = 1
 REASONS: Final = (
@@ -50,7 +45,7 @@ _FIXED = struct.Struct("<8sIIQIIQII16sQQ")  # up to the identity
 _START: Final = struct.Struct("<8sII")
 _SUM_BYTES: Final = 8
 _IDENTITY: Final = _FIXED.size
-assert _IDENTITY + IDENTITY_HEAD_BYTES + _SUM_BYTES == NVME_HEAD_BYTES
+assert _IDENTITY + IDENTITY_HEAD_BYTES + _SUM_BYTES == nvme_geometry.HEAD_BYTES
 # What is compared at once for a whole run: from the incarnation to the layers.
 _PLACE = np.dtype(
     [
@@ -99,7 +94,7 @@ def pack(
     checksums: Sums,
     payload_sum: int,
 ) -> None:
-    """Write a page's header into ``out`` ``[nvme_header_bytes]``, all of it.
+    """Write a page's header into ``out`` ``[header_bytes]``, all of it.
 
     Args:
         incarnation: of the device the frame lies on.
@@ -109,7 +104,8 @@ def pack(
     """
     used = _used(frame_class)
     tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
-    assert len(out) == frame_class.nvme_header_bytes and len(checksums) == frame_class.layers, "of another class"
+    whole = nvme_geometry.header_bytes(frame_class)
+    assert len(out) == whole and len(checksums) == frame_class.layers, "of another class"
     assert len(identity) == tokens_end - _IDENTITY and len(parent) == KEY_BYTES, (len(identity), len(parent))
     fixed = _FIXED.pack(
         *(_MAGIC, VERSION, used, incarnation, *address),
@@ -158,7 +154,7 @@ def faults(
     """Per header of a run of consecutive frames: why it is not that of the page expected there, or "".
 
     Args:
-        headers: ``[frames, nvme_header_bytes]``, may be strided along the first axis.
+        headers: ``[frames, header_bytes]``, may be strided along the first axis.
         first: number of the first frame.
         generations: ``[frames]``, of the addresses.
         identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the pages asked for.
@@ -186,7 +182,7 @@ def faults(
 
 
 def payload_sums_in(headers: Bytes) -> list[int]:
-    """The payload sums that headers ``[frames, nvme_header_bytes]`` carry."""
+    """The payload sums that headers ``[frames, header_bytes]`` carry."""
     sums: list[int] = np.ascontiguousarray(headers[:, _IDENTITY - 8 : _IDENTITY]).view("<u8")[:, 0].tolist()
     return sums
 
@@ -212,7 +208,7 @@ def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
 
 
 def _used(frame_class: FrameClass) -> int:
-    return NVME_HEAD_BYTES + 4 * frame_class.page_tokens + 4 * frame_class.layers
+    return nvme_geometry.HEAD_BYTES + 4 * frame_class.page_tokens + 4 * frame_class.layers
 
 
 def _fault(raw: bytes, frame_class: FrameClass, incarnation: int) -> str:

@@ -28,7 +28,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvstore import failpoint
-from kvstore.model.replica import FrameClass, nvme_directory_bytes, nvme_frames
+from kvstore.model.replica import FrameClass
+from kvstore.tier import nvme_geometry
 from kvstore.tier.base import Bytes
 from kvstore.tier.disk import Disk, aligned_buffer
 from kvstore.tier.nvme_table import (
@@ -141,11 +142,11 @@ class NvmeDevice:
 
     def frames_of(self, frame_class: FrameClass) -> int:
         """See ``TierStore``."""
-        return nvme_frames(self.extent_bytes, frame_class)
+        return nvme_geometry.frames_in(self.extent_bytes, frame_class)
 
     def header_bytes(self, frame_class: FrameClass) -> int:
         """See ``TierStore``."""
-        return frame_class.nvme_header_bytes
+        return nvme_geometry.header_bytes(frame_class)
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
         """See ``TierStore``. Durable when it returns; opened for writing it is not.
@@ -224,7 +225,7 @@ class NvmeDevice:
     def write_run(
         self, position: int, first: int, frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]
     ) -> None:
-        """Write consecutive frames in one request: ``headers`` ``[frames, nvme_header_bytes]``, and as many pages of
+        """Write consecutive frames in one request: ``headers`` ``[frames, header_bytes]``, and as many pages of
         ``[frame_bytes]``. Survives loss of power after ``sync``.
 
         Raises:
@@ -252,12 +253,12 @@ class NvmeDevice:
         self.disk.read(frame_offset(self.superblock, position, frame_class, first, len(buffers) // 2), buffers)
 
     def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
-        """Read a frame's header ``[nvme_header_bytes]`` alone.
+        """Read a frame's header ``[header_bytes]`` alone.
 
         Raises:
             OSError: what the buffer holds means nothing.
         """
-        assert header.nbytes == frame_class.nvme_header_bytes, header.nbytes
+        assert header.nbytes == nvme_geometry.header_bytes(frame_class), header.nbytes
         self.disk.read(frame_offset(self.superblock, position, frame_class, frame), [header])
 
     def erase_header(self, position: int, frame: int, frame_class: FrameClass) -> None:
@@ -267,7 +268,7 @@ class NvmeDevice:
             OSError: the header may or may not be there.
         """
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
-        blank = aligned_buffer(frame_class.nvme_header_bytes)
+        blank = aligned_buffer(nvme_geometry.header_bytes(frame_class))
         self.disk.write(frame_offset(self.superblock, position, frame_class, frame), [blank])
         self._unsynced = True
 
@@ -329,7 +330,7 @@ class NvmeDevice:
         extent = self.extents.get(position)
         if extent is None or not extent.clean:
             return None
-        blocks = aligned_buffer(nvme_directory_bytes(extent.frames))
+        blocks = aligned_buffer(nvme_geometry.directory_bytes(extent.frames))
         self.disk.read(self.superblock.data_start + position * self.extent_bytes, [blocks])
         return unpack_directory(self.incarnation, extent, blocks)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 import xxhash
 
 from kvstore.model.replica import FrameClass
+from kvstore.tier import nvme_geometry
 from kvstore.tier.base import Bytes
 from kvstore.tier.disk import Disk
 from kvstore.tier.folder import NodeFolder
@@ -129,7 +130,7 @@ class NvmeDevices:
 
     def header_bytes(self, frame_class: FrameClass) -> int:
         """See ``TierStore``."""
-        return frame_class.nvme_header_bytes
+        return nvme_geometry.header_bytes(frame_class)
 
     def header_incarnation(self, position: int) -> int:
         """What headers of frames there carry: their device's incarnation."""

@@ -82,7 +82,7 @@ class NvmeMap:
         None where the device cannot be read here.
 
         Args:
-            headers: ``[frames, nvme_header_bytes]``; pages: as many, of ``[frame_bytes]``; all page-aligned.
+            headers: ``[frames, header_bytes]``; pages: as many, of ``[frame_bytes]``; all page-aligned.
 
         Raises:
             OSError: the device fails; what the buffers hold means nothing.

@@ -30,7 +30,8 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.model.pool_secret import NO_SECRET, SECRET_BYTES
-from kvstore.model.replica import NVME_DIRECTORY_HEAD_BYTES, FrameClass, nvme_directory_bytes, nvme_frames
+from kvstore.model.replica import FrameClass
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import BLOCK_BYTES, aligned_buffer
 
 VERSION: Final = 1
@@ -57,7 +58,7 @@ ENTRY: Final = np.dtype(
     }
 )
 assert _SUPER.size <= _SECRET_AT and _SECRET_AT + SECRET_BYTES <= _SUM_AT
-assert _DIRECTORY_HEAD.size == NVME_DIRECTORY_HEAD_BYTES and _TABLE_HEAD.size == ENTRY.itemsize
+assert _DIRECTORY_HEAD.size == nvme_geometry.DIRECTORY_HEAD_BYTES and _TABLE_HEAD.size == ENTRY.itemsize
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -207,7 +208,7 @@ def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple
     """``(blocks, sum)`` of a directory with these rows ``[frames, 96]``; page-aligned."""
     width = extent.frame_class.lean.row_bytes
     assert rows.shape == (extent.frames, width) and rows.dtype == np.uint8, rows.shape
-    blocks = aligned_buffer(nvme_directory_bytes(extent.frames))
+    blocks = aligned_buffer(nvme_geometry.directory_bytes(extent.frames))
     head = _DIRECTORY_HEAD.pack(_DIRECTORY_MAGIC, incarnation, extent.number, extent.frames, 0)
     blocks[: len(head)] = np.frombuffer(head, np.uint8)
     end = len(head) + extent.frames * width
@@ -232,21 +233,22 @@ def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> B
 @lru_cache(maxsize=256)
 def extent_shape(extent_bytes: int, frame_class: FrameClass) -> tuple[int, int]:
     """``(frames, where frame 0's header begins)`` of an extent of that class."""
-    frames = nvme_frames(extent_bytes, frame_class)
-    return frames, nvme_directory_bytes(frames)
+    frames = nvme_geometry.frames_in(extent_bytes, frame_class)
+    return frames, nvme_geometry.directory_bytes(frames)
 
 
 def frame_offset(superblock: Superblock, position: int, frame_class: FrameClass, first: int, frames: int = 1) -> int:
     """Where on the device the header of frame ``first`` begins; it and the next ones must lie in the extent."""
     shape, start = extent_shape(superblock.extent_bytes, frame_class)
     assert 0 <= position < superblock.positions and 0 <= first < first + frames <= shape, (position, first, frames)
-    return superblock.data_start + position * superblock.extent_bytes + start + first * frame_class.nvme_stride
+    extent_start = superblock.data_start + position * superblock.extent_bytes
+    return extent_start + start + first * nvme_geometry.stride_bytes(frame_class)
 
 
 def run_buffers(frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]) -> list[Bytes]:
     """Header, page, header, page: the buffers of one read or write of consecutive frames."""
     buffers = [buffer for pair in zip(headers, pages, strict=True) for buffer in pair]
-    sizes = (frame_class.nvme_header_bytes, frame_class.frame_bytes)
+    sizes = (nvme_geometry.header_bytes(frame_class), frame_class.frame_bytes)
     assert buffers and all(buffer.nbytes == sizes[at % 2] for at, buffer in enumerate(buffers)), sizes
     return buffers
 
@@ -274,8 +276,8 @@ def _table_sum(block: Bytes, end: int) -> int:
 
 
 def _directory_sum(blocks: Bytes, end: int) -> int:
-    head_sum = xxhash.xxh3_64_intdigest(blocks[: NVME_DIRECTORY_HEAD_BYTES - 8].data)
-    return xxhash.xxh3_64_intdigest(blocks[NVME_DIRECTORY_HEAD_BYTES:end].data, head_sum)
+    head_sum = xxhash.xxh3_64_intdigest(blocks[: nvme_geometry.DIRECTORY_HEAD_BYTES - 8].data)
+    return xxhash.xxh3_64_intdigest(blocks[nvme_geometry.DIRECTORY_HEAD_BYTES : end].data, head_sum)
 
 
 def _word(value: int) -> Bytes:

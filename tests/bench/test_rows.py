@@ -24,6 +24,7 @@ from kvstore.bench.rows import ROWS, chosen
 from kvstore.bench.stage import Settings, wait_for
 from kvstore.cli.bench import bench
 from kvstore.errors import InvalidRequest
+from kvstore.tier import nvme_geometry
 
 # --- Arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
         keys = [work.keys(cache, chain) for chain in range(3)]
         with contextlib.closing(Where.of(disk_dir, "bench-where", work.layout)) as where:
             wait_for(lambda: where.saved([each.hashes[-1] for each in keys]), "not saved", 10)
-            stride = where.frame_class.nvme_stride
+            stride = nvme_geometry.stride_bytes(where.frame_class)
             with RawFile(disk_dir / "pages", 8 * stride) as raw:
                 for each, ranges in zip(keys, where.ranges([each.hashes for each in keys]), strict=True):
                     assert raw.run(raw.reads(ranges, "pieces_1m")) == 8 * stride

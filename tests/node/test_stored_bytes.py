@@ -16,7 +16,7 @@ import xxhash
 from kvstore.model.replica import Address, FrameClass, FrameState, Tier, info_word, standing
 from kvstore.service.node.performer import Performer
 from kvstore.state import events as ev
-from kvstore.tier import frame_header
+from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
@@ -92,7 +92,7 @@ def everything() -> list[ev.Instruction]:
 
 def packed_header() -> bytes:
     """A page's header on NVMe."""
-    header = np.zeros(CLASS.nvme_header_bytes, np.uint8)
+    header = np.zeros(nvme_geometry.header_bytes(CLASS), np.uint8)
     place = CLASS, 0xFEDC_BA98, Address(3, 4, 5)
     info = info_word(CLASS.page_bytes, flags=1, position=6, turns=7)
     sums = np.arange(3, dtype=np.uint32) + 9
@@ -114,4 +114,5 @@ def test_what_is_stored_keeps_its_bytes(performer: Performer) -> None:
 
 
 def test_geometry_of_nvme() -> None:
-    assert (CLASS.nvme_header_bytes, CLASS.nvme_stride, CLASS.lean.row_bytes) == (4096, 16_384, 96)
+    assert (nvme_geometry.header_bytes(CLASS), nvme_geometry.stride_bytes(CLASS)) == (4096, 16_384)
+    assert CLASS.lean.row_bytes == 96

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import FileDisk, MemoryDisk
 from kvstore.tier.frame_header import REASONS
 from kvstore.tier.nvme import NvmeDevice
@@ -314,7 +315,7 @@ def test_swapped_frames_and_those_of_other_extents_are_not_believed() -> None:
     for position in (0, 1):
         for frame in range(4):
             write(device, position, frame, 1 << 32 | frame, seed=10 * position + frame)
-    stride = CLASS.nvme_stride
+    stride = nvme_geometry.stride_bytes(CLASS)
     at = [frame_offset(device.superblock, p, CLASS, f) for p in (0, 1) for f in range(4)]
     first, second = disk.data[at[0] : at[0] + stride].copy(), disk.data[at[1] : at[1] + stride].copy()
     disk.data[at[0] : at[0] + stride], disk.data[at[1] : at[1] + stride] = second, first

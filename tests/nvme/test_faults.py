@@ -17,6 +17,7 @@ import kvstore
 from kvstore import Store
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import Address, Tier
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import FileDisk
 from tests.helpers.content import SMALL
 from tests.helpers.inside import node_of
@@ -403,7 +404,7 @@ def sector_of(store: Store, address: Address) -> int:
     assert extent is not None
     place = map_.place(extent.position, CLASS, address.frame)
     assert place is not None
-    return place.offset + CLASS.nvme_header_bytes + 8192
+    return place.offset + nvme_geometry.header_bytes(CLASS) + 8192
 
 
 # --- disks that are slow, or silent ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import kvstore
 from kvstore import Store
 from kvstore.client.local import grants
-from kvstore.model.replica import nvme_directory_bytes
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import FileDisk
 from kvstore.tier.nvme_target import read_superblock, read_table
 from tests.helpers.content import SMALL, chain, mismatch
@@ -218,7 +218,7 @@ def _directories(path: Path) -> dict[int, bytes]:
         for extent in table.extents().values():
             offset = superblock.data_start + extent.position * superblock.extent_bytes
             file.seek(offset)
-            found[offset] = file.read(nvme_directory_bytes(extent.frames))
+            found[offset] = file.read(nvme_geometry.directory_bytes(extent.frames))
     return found
 
 

@@ -13,11 +13,12 @@ import pytest
 
 import kvstore
 from kvstore.config import NodeConfig, NvmeTarget
-from kvstore.model.replica import FrameClass, FrameState, Tier, nvme_frames
+from kvstore.model.replica import FrameClass, FrameState, Tier
 from kvstore.service.operator import stats as module
 from kvstore.service.operator.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.nvme_devices import NvmeDevices, today
 from tests.helpers.inside import node_of
@@ -146,7 +147,7 @@ def test_age_quantile_is_right_to_a_factor_of_two() -> None:
 # --- NVMe -----------------------------------------------------------------------------------------------------------
 
 EXTENT = 64 << 10
-FRAMES = nvme_frames(EXTENT, FrameClass(4096, 8, 4))
+FRAMES = nvme_geometry.frames_in(EXTENT, FrameClass(4096, 8, 4))
 
 
 class FakeNode:
@@ -161,7 +162,7 @@ class FakeNode:
         self.config = NodeConfig(nvme=targets, nvme_write_bytes_per_day=1 << 30)
         devices = NvmeDevices.open(disks, "n", EXTENT)
         self.nvme: Any = SimpleNamespace(devices=devices)
-        segment = Segment(EXTENT, devices.positions, frames_in=nvme_frames)
+        segment = Segment(EXTENT, devices.positions, frames_in=nvme_geometry.frames_in)
         position = next(p for p in range(devices.positions) if devices.place(p)[0] is devices.devices[0])
         extent = segment.carve(segment.pool(FrameClass(4096, 8, 4)), position)
         for frame in range(3):

@@ -14,6 +14,7 @@ from kvstore.state import events as ev
 from kvstore.state.copying import Batch
 from kvstore.state.pages import standings_of
 from kvstore.state.tiering import NODE_SESSION, TieringRules
+from kvstore.tier import nvme_geometry
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.tiered_world import Flight, TieredWorld
@@ -22,7 +23,7 @@ from tests.helpers.worlds.world import MS, Chain
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
 EXTENT_BYTES = 32 << 10  # of DRAM: 8 SMALL frames, 2 LARGE ones
 NVME_EXTENT_BYTES = 136 << 10  # 16 SMALL frames, 6 LARGE ones
-STRIDE = SMALL.nvme_stride
+STRIDE = nvme_geometry.stride_bytes(SMALL)
 A, B = 1, 2
 
 
@@ -461,7 +462,7 @@ def test_classes_take_turns() -> None:
     evict(world, 99)
     order = []
     for _ in range(4):
-        order.append(saves(demote(world, 2 * LARGE.nvme_stride))[0])
+        order.append(saves(demote(world, 2 * nvme_geometry.stride_bytes(LARGE)))[0])
         fly(world)
     classes = ["large" if key in large else "small" for (key, *_) in order]
     assert classes in (["small", "large"] * 2, ["large", "small"] * 2)

@@ -29,6 +29,7 @@ from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY,
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, FrameClass, FrameState, Tier
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import Bytes, Disk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import faults, payload_sums_in, unpack
@@ -82,7 +83,7 @@ class Part(NamedTuple):
 
     def frames(self) -> list[Part]:
         """One part per frame."""
-        stride = self.extent.frame_class.nvme_stride
+        stride = nvme_geometry.stride_bytes(self.extent.frame_class)
         return [
             self._replace(
                 offset=self.offset + i * stride,
@@ -145,11 +146,11 @@ class NvmeReader:
         frame_class, place = extent.frame_class, map_.place(extent.position, extent.frame_class, frame)
         if place is None:
             return None
-        batch = self.threads.start([Read(place.disk, place.offset, frame_class.nvme_header_bytes)])
+        batch = self.threads.start([Read(place.disk, place.offset, nvme_geometry.header_bytes(frame_class))])
         done = batch.next(HEADER_SILENCE_S)
         if done is None or isinstance(done[1], OSError):
             return None
-        header = done[1].take(frame_class.nvme_header_bytes).copy()
+        header = done[1].take(nvme_geometry.header_bytes(frame_class)).copy()
         batch.recycle(done[1])
         found = unpack(header, frame_class, place.incarnation, number, frame, generation)
         if isinstance(found, str) or int(extent.words[frame]) != generation << 8 | _SEALED:
@@ -306,9 +307,9 @@ class NvmeRead:
     def _accept(self, part: Part, bounce: Bounce) -> tuple[int, str]:
         """Copy the leading pages of a part that hold to the caller's rows; how many, and why not all."""
         frame_class, pages = part.extent.frame_class, part.length
-        data = bounce.take(pages * frame_class.nvme_stride)
-        frames = data.reshape(pages, frame_class.nvme_stride)
-        headers, payloads = frames[:, : frame_class.nvme_header_bytes], frames[:, frame_class.nvme_header_bytes :]
+        head = nvme_geometry.header_bytes(frame_class)
+        frames = bounce.take(pages * nvme_geometry.stride_bytes(frame_class)).reshape(pages, -1)
+        headers, payloads = frames[:, :head], frames[:, head:]
         where = part.incarnation, part.extent.number, part.frame
         identities = self._identities[part.page : part.page + pages]
         reasons = faults(headers, frame_class, *where, part.generations, identities)
@@ -323,7 +324,7 @@ class NvmeRead:
 
 
 def _read_of(part: Part) -> Read:
-    return Read(part.disk, part.offset, part.length * part.extent.frame_class.nvme_stride)
+    return Read(part.disk, part.offset, part.length * nvme_geometry.stride_bytes(part.extent.frame_class))
 
 
 def _why(part: Part, i: int, header: Bytes) -> str:

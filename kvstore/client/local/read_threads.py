@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvstore.model.replica import FrameClass
+from kvstore.tier import nvme_geometry
 from kvstore.tier.bounces import large_buffer
 from kvstore.tier.disk import Bytes, Disk
 
@@ -58,8 +59,9 @@ class Bounce:
         if pieces is None:
             if len(self._pieces) == SHAPES_MAX:
                 self._pieces.clear()
-            whole, page_bytes, stride = self._buffer.data, frame_class.page_bytes, frame_class.nvme_stride
-            starts = range(frame_class.nvme_header_bytes, frames * stride, stride)
+            whole, page_bytes = self._buffer.data, frame_class.page_bytes
+            stride = nvme_geometry.stride_bytes(frame_class)
+            starts = range(nvme_geometry.header_bytes(frame_class), frames * stride, stride)
             pieces = self._pieces[frame_class, frames] = [whole[at : at + page_bytes] for at in starts]
         return pieces
 

@@ -17,7 +17,7 @@ from kvstore.model.replica import Address, FrameState, Tier, word_of
 from kvstore.service.node.contents import Contents
 from kvstore.service.node.index_keeper import snapshot
 from kvstore.state import closure
-from kvstore.tier import frame_header
+from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.disk import aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
 from kvstore.tier.records import ExtentTable, Record
@@ -145,7 +145,7 @@ class PageReader:
         nvme, frame_class = self._contents.nvme, table.frame_class
         if nvme is None:
             return None
-        buffer = aligned_buffer(frame_class.nvme_header_bytes)
+        buffer = aligned_buffer(nvme_geometry.header_bytes(frame_class))
         try:
             nvme.devices.read_header(table.position, address.frame, frame_class, buffer)
         except OSError as error:

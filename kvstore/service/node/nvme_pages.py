@@ -30,7 +30,7 @@ from kvstore.model.replica import (
 from kvstore.service.node.nvme_store import NvmeStore
 from kvstore.state.events import Copying
 from kvstore.state.views import Rows
-from kvstore.tier import frame_header
+from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.bounces import Bounces
 from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
 from kvstore.tier.io_threads import IoThreads
@@ -133,7 +133,7 @@ class NvmePages(NvmeStore):
         done.open_positions = self._opened({*where}, done)
         done.failed |= {i: IO for i, position in enumerate(where) if position not in done.open_positions}
         runs = [run for run in runs if run.start not in done.failed]
-        stride = tables[pages[0].target.extent].frame_class.nvme_stride
+        stride = nvme_geometry.stride_bytes(tables[pages[0].target.extent].frame_class)
         for run, result in zip(runs, io.run([partial(write_run, run) for run in runs]), strict=True):
             if isinstance(result, OSError | KVStoreError):
                 self._broke(done, run, self._where(pages[run.start], tables, result), result)
@@ -179,8 +179,8 @@ class NvmePages(NvmeStore):
     def _save_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
         """Copy the run, prove what was copied, write it. A page that does not hold is written with an empty header."""
         target = tables[pages[run.start].target.extent]
-        frame_class, header_bytes = target.frame_class, target.frame_class.nvme_header_bytes
-        with self._bounces.borrow(len(run) * frame_class.nvme_stride) as buffer:
+        frame_class, header_bytes = target.frame_class, nvme_geometry.header_bytes(target.frame_class)
+        with self._bounces.borrow(len(run) * nvme_geometry.stride_bytes(frame_class)) as buffer:
             slots = buffer.reshape(len(run), -1)
             for slot, i in zip(slots, run, strict=True):
                 source, page = tables[pages[i].source.extent], pages[i]
@@ -198,7 +198,7 @@ class NvmePages(NvmeStore):
         frame_class, fmt = target.frame_class, source.fmt
         row = source.rows[page.source.frame].copy()
         words = row.view(np.uint64)
-        payload = slot[frame_class.nvme_header_bytes :]
+        payload = slot[nvme_geometry.header_bytes(frame_class) :]
         total, sums = (
             payload_sum(payload, frame_class),
             layer_sums(payload[: frame_class.page_bytes], frame_class.layers),
@@ -219,7 +219,7 @@ class NvmePages(NvmeStore):
         info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | (page.standing or standing_of(info))
         identity, parent = row[fmt.identity], row[fmt.parent].tobytes()
         place = frame_class, self.devices.header_incarnation(target.position), page.target
-        header = slot[: frame_class.nvme_header_bytes]
+        header = slot[: nvme_geometry.header_bytes(frame_class)]
         frame_header.pack(header, *place, identity, parent, info, sums, total)
         done.rows[i], done.checksums[i] = identity, sums
 
@@ -241,9 +241,9 @@ class NvmePages(NvmeStore):
         """Read the run, prove it, write it elsewhere. A page that does not hold is written with an empty header."""
         first = pages[run.start]
         source, target = tables[first.source.extent], tables[first.target.extent]
-        frame_class, header_bytes = target.frame_class, target.frame_class.nvme_header_bytes
+        frame_class, header_bytes = target.frame_class, nvme_geometry.header_bytes(target.frame_class)
         incarnation = self.devices.header_incarnation(target.position)
-        with self._bounces.borrow(len(run) * frame_class.nvme_stride) as buffer:
+        with self._bounces.borrow(len(run) * nvme_geometry.stride_bytes(frame_class)) as buffer:
             slots = buffer.reshape(len(run), -1)
             for i, slot, found in zip(run, slots, self._read_run(source, first.source.frame, slots), strict=True):
                 header = self._proven(i, pages[i], source, found, done)
@@ -294,8 +294,8 @@ class NvmePages(NvmeStore):
 
     def _load_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
         table, first = tables[pages[run.start].source.extent], pages[run.start].source.frame
-        header_bytes = table.frame_class.nvme_header_bytes
-        with self._bounces.borrow(len(run) * table.frame_class.nvme_stride) as buffer:
+        header_bytes = nvme_geometry.header_bytes(table.frame_class)
+        with self._bounces.borrow(len(run) * nvme_geometry.stride_bytes(table.frame_class)) as buffer:
             slots = buffer.reshape(len(run), -1)
             for i, slot, found in zip(run, slots, self._read_run(table, first, slots), strict=True):
                 page, header = pages[i], self._proven(i, pages[i], table, found, done)
@@ -310,13 +310,14 @@ class NvmePages(NvmeStore):
         Raises:
             OSError: the device does not answer.
         """
-        with self._bounces.borrow(count * table.frame_class.nvme_stride) as buffer:
+        with self._bounces.borrow(count * nvme_geometry.stride_bytes(table.frame_class)) as buffer:
             return self._read_run(table, first, buffer.reshape(count, -1))
 
     def _read_run(self, table: ExtentTable, first: int, slots: Rows) -> list[FrameHeader | str]:
-        """See ``read``; ``slots`` ``[frames, nvme_stride]`` are filled: header, page, header, page, ..."""
+        """See ``read``; ``slots`` ``[frames, stride_bytes]`` are filled: header, page, header, page, ..."""
         frame_class = table.frame_class
-        headers, payloads = slots[:, : frame_class.nvme_header_bytes], slots[:, frame_class.nvme_header_bytes :]
+        head = nvme_geometry.header_bytes(frame_class)
+        headers, payloads = slots[:, :head], slots[:, head:]
         try:
             self.devices.read_run(table.position, first, frame_class, headers, list(payloads))
         except OSError as error:
@@ -326,7 +327,7 @@ class NvmePages(NvmeStore):
                 return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]
             log.error("frame %d of extent %d could not be read: %s", first, table.extent, error)
             return [IO]
-        self.bytes_read += len(slots) * frame_class.nvme_stride
+        self.bytes_read += len(slots) * nvme_geometry.stride_bytes(frame_class)
         incarnation = self.devices.header_incarnation(table.position)
         found: list[FrameHeader | str] = []
         for i, payload in enumerate(payloads):
@@ -381,7 +382,7 @@ def _is_sealed(table: ExtentTable, address: Address, state: FrameState = FrameSt
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
     """Places of consecutive frames, as many as one system call should take; consecutive in ``others``, too."""
-    most, start = max(1, RUN_BYTES // frame_class.nvme_stride), 0
+    most, start = max(1, RUN_BYTES // nvme_geometry.stride_bytes(frame_class)), 0
     both = [addresses] if others is None else [addresses, others]
     for i in range(1, len(addresses) + 1):
         if i < len(addresses) and i - start < most:

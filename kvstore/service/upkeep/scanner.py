@@ -19,6 +19,7 @@ from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, posi
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import RUN_BYTES, NvmePages, identity_row
 from kvstore.state import events as ev
+from kvstore.tier import nvme_geometry
 from kvstore.tier.frame_header import FrameHeader
 from kvstore.tier.records import ExtentTable
 
@@ -58,7 +59,7 @@ class Scanner:
         self.finished = True
 
     def _scan(self, nvme: NvmePages, table: ExtentTable, frames: list[int]) -> Iterator[FrameHeader]:
-        step = max(1, RUN_BYTES // table.frame_class.nvme_stride)
+        step = max(1, RUN_BYTES // nvme_geometry.stride_bytes(table.frame_class))
         for start in range(0, len(frames), step):
             part = frames[start : start + step]
             first, count = part[0], part[-1] - part[0] + 1

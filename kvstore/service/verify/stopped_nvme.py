@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from kvstore.config import NvmeTarget
 from kvstore.errors import InvalidRequest, NodeBusy
-from kvstore.model.replica import FrameState, RecordFormat, Tier, nvme_directory_bytes
+from kvstore.model.replica import FrameState, RecordFormat, Tier
 from kvstore.service.verify.report import Report
-from kvstore.tier import frame_header
+from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.disk import BLOCK_BYTES, FileDisk, aligned_buffer
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import FrameHeader
@@ -107,7 +107,7 @@ def _verify_extent(
     rows: npt.NDArray[np.uint8] | None = None
     if extent.clean:
         at = superblock.data_start + extent.position * superblock.extent_bytes
-        blocks = _read(disk, at, nvme_directory_bytes(extent.frames))
+        blocks = _read(disk, at, nvme_geometry.directory_bytes(extent.frames))
         rows = unpack_directory(superblock.incarnation, extent, blocks)
         if rows is None:
             report.repairs.append(f"nvme: {disk.path}: extent {extent.number}: its directory is damaged: it is scanned")
@@ -139,7 +139,7 @@ def _pages(
 ) -> Iterator[tuple[int, FrameHeader | str]]:
     """Each frame's header, or why it or its page does not hold; ``generations`` by frame, None: any."""
     about = extent.frame_class
-    stride, head = about.nvme_stride, about.nvme_header_bytes
+    stride, head = nvme_geometry.stride_bytes(about), nvme_geometry.header_bytes(about)
     places = [(extent.number, frame) for frame in frames.tolist()]
     for part in runs(places, stride, RUN_BYTES):
         first, count = places[part.start][1], part.stop - part.start

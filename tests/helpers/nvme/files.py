@@ -24,7 +24,8 @@ import numpy as np
 import xxhash
 
 from kvstore import Keys, Layout, Store
-from kvstore.model.replica import NVME_HEAD_BYTES, Address, FrameClass, Tier, nvme_directory_bytes, nvme_frames
+from kvstore.model.replica import Address, FrameClass, Tier
+from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import FileDisk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.nvme_map import NvmeMap
@@ -38,7 +39,7 @@ from tests.helpers.processes import Daemon, Machine, Worker, wait_until
 
 MIB = 1 << 20
 CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
-PROVEN_BYTES = NVME_HEAD_BYTES + 4 * SMALL.page_tokens + 4 * SMALL.layers  # of a header; the rest of it is zero
+PROVEN_BYTES = nvme_geometry.HEAD_BYTES + 4 * SMALL.page_tokens + 4 * SMALL.layers  # of a header; then zeros
 WORKER = (sys.executable, "-m", "tests.helpers.workers.auditors")
 
 # Not prefix-closed as clients see it: pages are found one by one.
@@ -151,7 +152,7 @@ class Places:
         self.map = found
         self.path = path or target(machine)
         self.superblock = superblock_of(self.path)
-        self.frames = nvme_frames(self.superblock.extent_bytes, CLASS)
+        self.frames = nvme_geometry.frames_in(self.superblock.extent_bytes, CLASS)
         self._tables: dict[int, int] = {}
 
     def __enter__(self) -> Places:
@@ -203,7 +204,7 @@ class Places:
             places[f"table {which}"] = range(block.slot(which), block.slot(which) + block.table_bytes)
         for position in range(block.positions):
             start = block.data_start + position * block.extent_bytes
-            places[f"directory {position}"] = range(start, start + nvme_directory_bytes(self.frames))
+            places[f"directory {position}"] = range(start, start + nvme_geometry.directory_bytes(self.frames))
         return places
 
 

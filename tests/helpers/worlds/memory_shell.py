@@ -13,12 +13,11 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Tier, nvme_frames, standing_of, word_of
+from kvstore.model.replica import Address, FrameClass, FrameState, Tier, standing_of, word_of
 from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
@@ -26,6 +25,7 @@ from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState, TierParts
 from kvstore.state.tiering import NODE_SESSION, TieringRules
 from kvstore.state.views import Snapshot
+from kvstore.tier import nvme_geometry
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.tables import Table
 
@@ -536,8 +536,8 @@ class MemoryShell:
             below = Segment(
                 disk.extent_bytes,
                 disk.positions,
-                frames_in=nvme_frames,
-                stride=attrgetter("nvme_stride"),
+                frames_in=nvme_geometry.frames_in,
+                stride=nvme_geometry.stride_bytes,
                 numbers=segment.numbers,
                 policy=self.policy,
             )

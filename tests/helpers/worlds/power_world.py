@@ -32,7 +32,7 @@ from kvstore.rpc.control import Message
 from kvstore.service.embedded import EmbeddedNode
 from kvstore.service.local.in_process import InProcessChannel
 from kvstore.service.node.node import Node
-from kvstore.tier import frame_header
+from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.disk import MemoryDisk, aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
 from tests.helpers.content import chain, contents, first_wrong, mismatch
@@ -421,7 +421,7 @@ class World:
         assert nvme is not None
         table = self.node.contents.extents[address.extent]
         frame_class = table.frame_class
-        header, page = aligned_buffer(frame_class.nvme_header_bytes), aligned_buffer(frame_class.frame_bytes)
+        header, page = aligned_buffer(nvme_geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
         nvme.devices.read_page(table.position, address.frame, frame_class, header, page)
         incarnation = nvme.devices.header_incarnation(table.position)
         found = frame_header.unpack(header, frame_class, incarnation, address.extent, address.frame, address.generation)

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstore.model.replica import Address, Status, Tier, position_of
 from kvstore.state import events as ev
+from kvstore.tier import nvme_geometry
 from tests.helpers.worlds.memory_shell import QUARANTINED, RESERVED, Nvme
 from tests.helpers.worlds.simulated_disk import Written
 from tests.helpers.worlds.tables import Table
@@ -232,7 +233,7 @@ class TieredWorld(World):
                 written = Written(page.target, flight.heads[i], parent, standing, proof, payload)
                 if self._fails() or not self.disk.write(target.position, written):
                     flight.failed[i] = "io"
-                self.written_today += target.frame_class.nvme_stride
+                self.written_today += nvme_geometry.stride_bytes(target.frame_class)
         elif flight.stage == 2:
             for i, page in enumerate(save.pages):
                 if not self.shell.is_sealed(page.source, page.state):
