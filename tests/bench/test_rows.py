@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from kvstore.bench.stage import Settings, wait_for
 from kvstore.cli.bench import bench
 from kvstore.errors import InvalidRequest
 from kvstore.tier import nvme_geometry
+from tests.helpers.benchmarks import QUICK_S, run_quick
 
 # --- Arithmetic ----------------------------------------------------------------------------------------------------
 
@@ -266,30 +265,18 @@ def test_list() -> None:
     assert CliRunner().invoke(bench, ["--list"]).exit_code == 0
 
 
-def run_quick(rows: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """The lines by name; nothing is left behind."""
-    command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", "--dir", str(folder), *rows]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, complaints = process.communicate(timeout=100)
-    assert process.returncode == 0, complaints
-    document = json.loads(output)
-    assert document["machine"]["cores"] >= 1 and not document["failed"]
-    shm_dir = os.environ.get("KVSTORE_SHM_DIR") or "/dev/shm"
-    assert not [name for name in os.listdir(shm_dir) if name.startswith(f"kvstore-bench-{process.pid}-")]
-    assert not list(folder.iterdir())
-    return {line["name"]: line for line in document["rows"]}
-
-
+@pytest.mark.timeout(2 * QUICK_S)
 def test_quick_rows_from_end_to_end(tmp_path: Path) -> None:
     rows = ["keys_128k", "get_one_256k", "put_one_256k", "object_put_256k", "object_get_256k"]
-    lines = run_quick(rows, tmp_path)
+    lines = run_quick(tmp_path, *rows)
     assert set(rows) <= set(lines)
     assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())
 
 
+@pytest.mark.timeout(2 * QUICK_S)
 def test_quick_nvme_rows_from_end_to_end(disk_dir: Path) -> None:
     rows = ["get_nvme_64k", "demotion_256k", "get_while_demoting_2m", "restart_nvme"]
-    lines = run_quick(rows, disk_dir)
+    lines = run_quick(disk_dir, *rows)
     more = {"get_nvme_64k.unaligned", "get_nvme_64k.one", "demotion_256k.full", "restart_nvme.reboot"}
     assert set(lines) == {*rows, *more, "restart_nvme.scan"}
     with_limit = [line for line in lines.values() if line["limit"] is not None]
