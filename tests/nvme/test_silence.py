@@ -241,7 +241,9 @@ def test_an_end_saves_on_another_device_while_one_is_silent(silence: str, machin
             assert daemon.wait(4 * WAIT_S) == 0
     assert daemon.wait() == 0
     log = daemon.errors.read_text()
-    assert "not all is saved" not in log and f"saved pages={pages} " in log, log[-2000:]
+    assert "not all is saved" not in log, log[-2000:]
+    if silence != "before the end":  # there the other device may have saved its part before
+        assert f"saved pages={pages} " in log, log[-2000:]
     reboot(machine)
     machine.serve(NODE, failpoint=STALL)
     store = machine.connect(NODE)
