@@ -60,7 +60,7 @@ def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, 
         assert reply.new_pages == 4
         assert b.call("PutObject", api.put_messages(f"k{number}", b"value", "b"), PUT_S).stored
         print(f"put after {time.monotonic() - began:.3f} s")
-        assert len(children(daemon)) == 1, "a tenant matches one pattern at a time"
+        assert len(children(daemon)) <= 1, "a tenant matches one pattern at a time"
     assert b.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="k.*", salt="b"), PUT_S).removed == PUTS
     a.close()
     for thread in threads:

@@ -27,7 +27,7 @@ from tests.helpers.content import SMALL, chain, contents, mismatch
 from tests.helpers.nursery import ROOT, Child, Nursery, of_engines, of_nodes
 
 START_S = 20.0  # a daemon or worker on a slow, busy machine
-WAIT_S = 20.0
+WAIT_S = 40.0
 SETTLE_S = 8.0  # dead writers' frames come back: a tick, and a look at the session's lock
 POLL_S = 0.005
 
