@@ -22,7 +22,7 @@ from tests.helpers.scraping import calls_under_way
 Code = grpc.StatusCode
 
 ENDLESS = pb.RemoveObjectsRequest(pattern="(a+)+b", salt="a")  # years, over the key below
-PATTERNS = 24
+PATTERNS, CONNECTIONS = 24, 3  # fewer on each than one connection may have under way
 PATTERN_S = 8.0
 PUT_S = 4.0  # a put in quiet takes milliseconds; with the others' patterns before it, their 8 s
 PUTS = 5
@@ -41,13 +41,15 @@ def node(machine: Machine, tmp_path: Path) -> tuple[Daemon, str]:
 
 def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, str]) -> None:
     daemon, address = node
-    a, b = Client(address, "a-token"), Client(address, "b-token")
+    connections = [Client(address, "a-token") for _ in range(CONNECTIONS)]
+    a, b = connections[0], Client(address, "b-token")
     assert a.call("PutObject", api.put_messages("a" * 40, b"value", "a")).stored
     b.call("PutObject", api.put_messages("b", b"value", "b"))
     ended: list[Code] = []
     threads = [
-        threading.Thread(target=lambda: ended.append(a.code("RemoveObjects", ENDLESS, PATTERN_S)))
-        for _ in range(PATTERNS)
+        threading.Thread(target=lambda by=by: ended.append(by.code("RemoveObjects", ENDLESS, PATTERN_S)))
+        for by in connections
+        for _ in range(PATTERNS // CONNECTIONS)
     ]
     for thread in threads:
         thread.start()
@@ -62,7 +64,8 @@ def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, 
         print(f"put after {time.monotonic() - began:.3f} s")
         assert len(children(daemon)) <= 1, "a tenant matches one pattern at a time"
     assert b.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="k.*", salt="b"), PUT_S).removed == PUTS
-    a.close()
+    for connection in connections:
+        connection.close()
     for thread in threads:
         thread.join(10)
     assert len(ended) == PATTERNS and Code.OK not in ended
