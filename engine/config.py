@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine.model.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Role, Source, Timing
 from engine.moving.link import parse_link
 from kvstore.config import daemon
 from kvstore.config.daemon import require
@@ -126,8 +126,8 @@ class EngineConfig:
         256, parse_count, "Uncached parts of prompts up to so long are computed by a decode engine itself."
     )
     """Uncached parts of prompts up to so many tokens are computed by a decode engine itself."""
-    handoff: Handoff = setting(
-        Handoff.EAGER, _choice(Handoff), "When KV computed elsewhere is moved.", metavar="|".join(Handoff)
+    handoff: Timing = setting(
+        Timing.EAGER, _choice(Timing), "When KV computed elsewhere is moved.", metavar="|".join(Timing)
     )
     """When KV computed elsewhere is moved: eager, while it is computed; lazy, when a slot is free."""
     source: Source = setting(Source.ARENA, _choice(Source), "Where it is read.", metavar="|".join(Source))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.api.wire import Tokens, events_of, submit_request
-from engine.model.request import Finished, Grain, Handoff, Request, Sampling, Source, Token, Usage
+from engine.model.request import Finished, Grain, Request, Sampling, Source, Timing, Token, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable
 from kvstore.pb import engine_pb2 as pb
 
@@ -59,7 +59,7 @@ class Wish:
             raise InvalidRequest(unknown[0], "is no argument of a request")
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
-        for name, kind in (("handoff", Handoff), ("source", Source), ("grain", Grain)):
+        for name, kind in (("handoff", Timing), ("source", Source), ("grain", Grain)):
             if isinstance(how.get(name), str):
                 if how[name] not in list(kind):
                     raise InvalidRequest(name, f"{how[name]!r} is not one of {', '.join(kind)}")

@@ -25,7 +25,7 @@ class Role(StrEnum):
     BOTH = "both"  # answers requests, packing chunks of prompts with decode steps
 
 
-class Handoff(StrEnum):
+class Timing(StrEnum):
     """When a decode engine moves the KV of a prompt that another engine computes."""
 
     EAGER = "eager"  # while it is being computed, into frames held from the start
@@ -83,7 +83,7 @@ class Request:
     generated: int = 0
     deadline_s: float = 300.0
     prefill: tuple[str, ...] | None = None
-    handoff: Handoff | None = None
+    handoff: Timing | None = None
     source: Source | None = None
     grain: Grain | None = None
     use_pool: bool = True

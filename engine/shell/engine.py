@@ -26,7 +26,7 @@ from engine.memory.arena import Arena
 from engine.memory.lossy import codecs
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
-from engine.model.request import Cancel, Emit, Handoff, Piece, PrefillEvent, Request, Role
+from engine.model.request import Cancel, Emit, Piece, PrefillEvent, Request, Role, Timing
 from engine.moving.peers import Peer, Peers
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
@@ -269,7 +269,7 @@ class Engine:
                 hold_s=hold_s,
                 engines=request.prefill,
                 stored=stored,
-                lazy=(request.handoff or self.config.handoff) is Handoff.LAZY,
+                lazy=(request.handoff or self.config.handoff) is Timing.LAZY,
                 stopped=work.stopped,
             )
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.model.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Role, Source, Timing
 from engine.shell.engine import Engine
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from tests.helpers.engines.tokens import Answer, Lab, check_answer, expected, is_moving, prompt, within
@@ -41,7 +41,7 @@ def check_beginning(answer: Answer) -> None:
 
 def some_way(chance: random.Random) -> dict[str, object]:
     return {
-        "handoff": chance.choice([*Handoff]),
+        "handoff": chance.choice([*Timing]),
         "source": chance.choice([*Source]),
         "grain": chance.choice([*Grain]),
         "use_pool": chance.random() < 0.8,
@@ -87,7 +87,7 @@ def test_cancelled_in_every_state(lab: Lab) -> None:
     asks = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0, "link": "200KB/s"}
     decode = lab.engine(PRESET, store, role=Role.DECODE, arena=12 * prefill.layout.page_bytes, **asks)
     first = lab.ask(decode, prompt(50, 100), 60)
-    waiting = [lab.ask(decode, prompt(51 + i, 150), 30, handoff=handoff) for i, handoff in enumerate(Handoff)]
+    waiting = [lab.ask(decode, prompt(51 + i, 150), 30, handoff=handoff) for i, handoff in enumerate(Timing)]
     within("it is being moved", lambda: is_moving(decode))
     for answer in (*waiting, first, first):
         assert decode.cancel(answer.request.id) or answer is first
@@ -100,9 +100,9 @@ def test_cancelled_in_every_state(lab: Lab) -> None:
     assert running.reason == "cancelled" and len(running.tokens) >= 4
 
 
-@pytest.mark.parametrize("handoff", Handoff)
+@pytest.mark.parametrize("handoff", Timing)
 @pytest.mark.parametrize("grain", Grain)
-def test_a_deadline_within_a_handoff(lab: Lab, handoff: Handoff, grain: Grain) -> None:
+def test_a_deadline_within_a_handoff(lab: Lab, handoff: Timing, grain: Grain) -> None:
     """The link would take minutes: it fails in time, both engines have their frames, others are answered meanwhile."""
     _, decode = lab.pair(PRESET, lab.store(), link="20KB/s", handoff=handoff, grain=grain)
     late = lab.ask(decode, prompt(60, 150), 20, deadline_s=0.7, use_pool=False)
@@ -147,7 +147,7 @@ def test_roles_change_while_requests_run(lab: Lab) -> None:
 def test_stopping_fails_what_runs(lab: Lab) -> None:
     """An engine that ends says so to everybody, and has all its frames."""
     _, decode = lab.pair(PRESET, lab.store(), link="200KB/s")
-    asked = [lab.ask(decode, prompt(100 + i, 120), 60, handoff=handoff) for i, handoff in enumerate([*Handoff] * 2)]
+    asked = [lab.ask(decode, prompt(100 + i, 120), 60, handoff=handoff) for i, handoff in enumerate([*Timing] * 2)]
     asked.append(lab.ask(decode, prompt(104, 30), 2000, prefill=()).wait(3))
     decode.stop()
     for answer in asked:

@@ -16,7 +16,7 @@ import pytest
 
 from engine.api.metrics import METRICS
 from engine.config import EngineConfig, load, parse_engines
-from engine.model.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Role, Source, Timing
 from kvstore import config as node_config
 from kvstore.cli.settings import default_text
 from kvstore.config.reading import declared
@@ -70,7 +70,7 @@ def test_flags_go_before_the_environment_before_the_file(tmp_path: Path) -> None
 def test_words_become_nouns() -> None:
     given = {"model": "m", "handoff": "lazy", "source": "dram", "grain": "whole", "listen": "a:1,unix:/b"}
     config, _ = load(env={}, flags=given)
-    assert (config.handoff, config.source, config.grain) == (Handoff.LAZY, Source.DRAM, Grain.WHOLE)
+    assert (config.handoff, config.source, config.grain) == (Timing.LAZY, Source.DRAM, Grain.WHOLE)
     assert config.listen == ("a:1", "unix:/b")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.model.request import Grain, Handoff, Role, Source
+from engine.model.request import Grain, Role, Source, Timing
 from engine.shell.engine import Engine
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
 from tests.helpers.processes import Machine, check_laws
@@ -19,7 +19,7 @@ FAMILIES = (*MAIN, "tiny-gemma2", "tiny-gpt-oss", "tiny-mistral")
 PAGES = (16, 32, 64)
 CHUNKS = (64, 24, 512)
 LONG = 120  # tokens of an answer that still runs when it is to move
-WAYS = list(itertools.product(Handoff, Source, Grain))
+WAYS = list(itertools.product(Timing, Source, Grain))
 # Every way with a pool and without; families, pages and chunks take turns, so that each way meets each of them in one
 # of the tests below.
 CASES = [
@@ -43,7 +43,7 @@ def check_moved(lab: Lab, answer: Answer, source: Engine) -> None:
     assert usage.computed_tokens == 0
 
 
-def config_of(way: tuple[Handoff, Source, Grain], **config: object) -> dict[str, object]:
+def config_of(way: tuple[Timing, Source, Grain], **config: object) -> dict[str, object]:
     return {"handoff": way[0], "source": way[1], "grain": way[2], **config}
 
 
@@ -52,7 +52,7 @@ def config_of(way: tuple[Handoff, Source, Grain], **config: object) -> dict[str,
 
 @pytest.mark.parametrize(("handoff", "source", "grain", "pool", "preset", "page", "chunk"), CASES)
 def test_every_way_of_a_handoff(
-    lab: Lab, handoff: Handoff, source: Source, grain: Grain, pool: bool, preset: str, page: int, chunk: int
+    lab: Lab, handoff: Timing, source: Source, grain: Grain, pool: bool, preset: str, page: int, chunk: int
 ) -> None:
     """Cold; then prompts that begin with those, of which both engines find the beginning where there is a pool."""
     store = lab.store() if pool else None
@@ -62,7 +62,7 @@ def test_every_way_of_a_handoff(
     prompts = [prompt(i, n) for i, n in enumerate((1, page - 1, page, page + 1, 2 * page + 5, 200))]
     for answer in lab.answers(decode, prompts, 6):
         check_moved(lab, answer, prefill)
-        if handoff is Handoff.EAGER:
+        if handoff is Timing.EAGER:
             assert answer.cached == {}
     longer = [np.concatenate([tokens, prompt(50 + i, 20)]) for i, tokens in enumerate(prompts)]
     for tokens, answer in zip(prompts, lab.answers(decode, longer, 6), strict=True):
@@ -75,7 +75,7 @@ def test_every_way_of_a_handoff(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("with_pool", ["prefill", "decode"])
-def test_only_one_of_both_has_a_pool(lab: Lab, way: tuple[Handoff, Source, Grain], with_pool: str) -> None:
+def test_only_one_of_both_has_a_pool(lab: Lab, way: tuple[Timing, Source, Grain], with_pool: str) -> None:
     preset = FAMILIES[WAYS.index(way) % 6]
     store = lab.store()
     how = config_of(way)
@@ -88,7 +88,7 @@ def test_only_one_of_both_has_a_pool(lab: Lab, way: tuple[Handoff, Source, Grain
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_prompts_of_full_pages_that_are_stored(lab: Lab, way: tuple[Handoff, Source, Grain]) -> None:
+def test_prompts_of_full_pages_that_are_stored(lab: Lab, way: tuple[Timing, Source, Grain]) -> None:
     """Either engine loads all of it: the one that prefills computes one token, and nothing is stored a second time."""
     preset = FAMILIES[WAYS.index(way) % 6]
     store = lab.store(nvme=True)
@@ -110,7 +110,7 @@ def test_prompts_of_full_pages_that_are_stored(lab: Lab, way: tuple[Handoff, Sou
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_prefixes_that_are_on_nvme_alone(lab: Lab, way: tuple[Handoff, Source, Grain]) -> None:
+def test_prefixes_that_are_on_nvme_alone(lab: Lab, way: tuple[Timing, Source, Grain]) -> None:
     """Both engines read them there. What is written behind them needs them in DRAM, and is found there later."""
     preset = MAIN[WAYS.index(way) % 3]
     store = lab.store(nvme=True)
@@ -128,11 +128,11 @@ def test_prefixes_that_are_on_nvme_alone(lab: Lab, way: tuple[Handoff, Source, G
     assert lab.answers(decode, [longer], 3)[0].cached == {"nvme": 128}
 
 
-@pytest.mark.parametrize("handoff", Handoff)
+@pytest.mark.parametrize("handoff", Timing)
 @pytest.mark.parametrize("source", Source)
-def test_sixteen_ragged_handoffs(lab: Lab, handoff: Handoff, source: Source) -> None:
+def test_sixteen_ragged_handoffs(lab: Lab, handoff: Timing, source: Source) -> None:
     """More than the decode engine has frames for, and some that it may not take from the pool."""
-    preset = {Handoff.EAGER: "tiny-llama", Handoff.LAZY: "tiny-mla"}[handoff]
+    preset = {Timing.EAGER: "tiny-llama", Timing.LAZY: "tiny-mla"}[handoff]
     small = 60 * lab.engine(preset, page_tokens=16).layout.page_bytes
     way = config_of((handoff, source, Grain.LAYER), arena=small, link="30MB/s")
     _, decode = lab.pair(preset, lab.store(), **way)
@@ -144,7 +144,7 @@ def test_sixteen_ragged_handoffs(lab: Lab, handoff: Handoff, source: Source) -> 
 @pytest.mark.parametrize("preset", MAIN)
 def test_a_request_says_how(lab: Lab, preset: str) -> None:
     """What a request names counts, and not how the engine was started; one that names no engine is computed here."""
-    prefill, decode = lab.pair(preset, lab.store(), handoff=Handoff.EAGER, source=Source.ARENA)
+    prefill, decode = lab.pair(preset, lab.store(), handoff=Timing.EAGER, source=Source.ARENA)
     here = lab.answers(decode, [prompt(90, 50)], 4, prefill=())[0]
     assert here.usage.prefill_engine == "" and here.usage.computed_tokens == 50
     for i, (handoff, source, grain) in enumerate(WAYS):
@@ -172,7 +172,7 @@ def test_short_rests_are_computed_at_once(lab: Lab, preset: str) -> None:
 
 @pytest.mark.parametrize("preset", MAIN)
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3], WAYS[6]])
-def test_conversations_over_handoffs(lab: Lab, preset: str, way: tuple[Handoff, Source, Grain]) -> None:
+def test_conversations_over_handoffs(lab: Lab, preset: str, way: tuple[Timing, Source, Grain]) -> None:
     """The decode engine stores what it generates: the next turn finds it, wherever its prompt is computed."""
     store = lab.store()
     prefill, decode = lab.pair(preset, store, **config_of(way))

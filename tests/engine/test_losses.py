@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.model.request import Handoff, Source
+from engine.model.request import Source, Timing
 from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.model.replica import Tier
@@ -81,14 +81,14 @@ def test_any_subset_is_evicted(lab: Lab, nvme: bool, number: int) -> None:
     check_laws(store)
 
 
-@pytest.mark.parametrize("way", ["local", Handoff.EAGER, Handoff.LAZY])
+@pytest.mark.parametrize("way", ["local", Timing.EAGER, Timing.LAZY])
 def test_pages_leave_all_the_time(lab: Lab, way: str) -> None:
     """Somebody evicts while requests run: whatever is found, or is gone when it is read, answers are right."""
     store = lab.store(nvme=True)
     if way == "local":
         one = lab.engine("tiny-llama", store)
     else:
-        _, one = lab.pair("tiny-llama", store, handoff=Handoff(way), source=Source.DRAM)
+        _, one = lab.pair("tiny-llama", store, handoff=Timing(way), source=Source.DRAM)
     chance = random.Random(way)
     asked: list[Answer] = []
     for i in range(24):
@@ -236,9 +236,9 @@ def test_node_killed_while_an_answer_is_decoded(lab: Lab, preset: str) -> None:
     check_node(lab)
 
 
-@pytest.mark.parametrize("handoff", Handoff)
+@pytest.mark.parametrize("handoff", Timing)
 @pytest.mark.parametrize("source", Source)
-def test_node_killed_during_a_handoff(lab: Lab, handoff: Handoff, source: Source) -> None:
+def test_node_killed_during_a_handoff(lab: Lab, handoff: Timing, source: Source) -> None:
     store = node(lab)
     how = {"handoff": handoff, "source": source, "link": "1MB/s", "chunk_tokens": 32}
     prefill, decode = lab.pair("tiny-llama", store, **how)

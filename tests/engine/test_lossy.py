@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.memory.compression import lossy_layout
-from engine.model.request import Grain, Handoff, Source
+from engine.model.request import Grain, Source, Timing
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.tokens import MAIN, Lab, Tokens, check_answer, distance, prompt, to_nvme, within
 from tests.helpers.processes import Machine
@@ -64,9 +64,9 @@ def test_what_is_computed_from_lossy_pages_is_never_exact(lab: Lab) -> None:
     assert both.cached == {"dram": whole_pages(tokens)}
 
 
-@pytest.mark.parametrize("handoff", list(Handoff))
+@pytest.mark.parametrize("handoff", list(Timing))
 @pytest.mark.parametrize("grain", list(Grain))
-def test_a_hand_off_is_lossy_where_the_request_allows_it(lab: Lab, handoff: Handoff, grain: Grain) -> None:
+def test_a_hand_off_is_lossy_where_the_request_allows_it(lab: Lab, handoff: Timing, grain: Grain) -> None:
     tokens = prompt(3, 100)
     prefill, decode = lab.pair("tiny-qwen3", None, compress="int8", handoff=handoff, grain=grain, source=Source.DRAM)
     strict = lab.ask(decode, tokens)

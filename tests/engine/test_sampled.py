@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.compute.sampling import choose
-from engine.model.request import Grain, Handoff, Sampling, Source
+from engine.model.request import Grain, Sampling, Source, Timing
 from engine.text.detokenizer import Detokenizer
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, plain, prompt, within
 from tests.helpers.processes import Machine
@@ -71,9 +71,9 @@ def test_drawn_tokens_do_not_depend_on_the_way(lab: Lab, preset: str, number: in
     for answer in crowd:
         ended(answer)
     for handoff, source, grain in (
-        (Handoff.EAGER, Source.ARENA, Grain.LAYER),
-        (Handoff.LAZY, Source.DRAM, Grain.LAYER),
-        (Handoff.EAGER, Source.DRAM, Grain.WHOLE),
+        (Timing.EAGER, Source.ARENA, Grain.LAYER),
+        (Timing.LAZY, Source.DRAM, Grain.LAYER),
+        (Timing.EAGER, Source.DRAM, Grain.WHOLE),
     ):
         _, decode = lab.pair(preset, lab.store(), handoff=handoff, source=source, grain=grain)
         answer = lab.ask(decode, TOKENS, COUNT, settings)
@@ -94,8 +94,8 @@ def test_seeds_differ_and_greedy_has_none(lab: Lab) -> None:
     assert len({tuple(ended(lab.ask(one, TOKENS, 20, {"seed": seed}))) for seed in range(3)}) == 1
 
 
-@pytest.mark.parametrize("handoff", Handoff)
-def test_stop_strings_end_an_answer_wherever_it_runs(lab: Lab, handoff: Handoff) -> None:
+@pytest.mark.parametrize("handoff", Timing)
+def test_stop_strings_end_an_answer_wherever_it_runs(lab: Lab, handoff: Timing) -> None:
     """A stop string that begins in one token and ends in another; also where two engines made those tokens."""
     one, other = (lab.engine("tiny-llama", lab.store()) for _ in range(2))
     _, decode = lab.pair("tiny-llama", lab.store(), handoff=handoff)

@@ -41,7 +41,7 @@ _unpack_address = struct.Struct("<IIQ").unpack_from
 _EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
 
 
-class Extent:
+class MappedExtent:
     """One extent as a client sees it. Valid for ever: a dropped extent's words are zero, so that nothing matches.
 
     ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
@@ -134,19 +134,19 @@ class Mapped:
         self.channel = channel
         self.counters = channel.counters
         self.counting = True  # of gets; a benchmark compares with gets that are not counted
-        self.extents: dict[int, Extent] = older.extents if older is not None else {}
+        self.extents: dict[int, MappedExtent] = older.extents if older is not None else {}
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
         self.nvme = nvme
         self.timeout_s = timeout_s
 
-    def extent(self, number: int) -> Extent | None:
+    def extent(self, number: int) -> MappedExtent | None:
         """The extent of that number; None where there is none (any more)."""
         found = self.extents.get(number)
         return found if found is not None else self._open_extent(number)
 
-    def _open_extent(self, number: int) -> Extent | None:
+    def _open_extent(self, number: int) -> MappedExtent | None:
         table = ExtentTable.open(self.folder, number, self.incarnation, writable=False)
         if table is None or table.tier is not Tier.DRAM:
             return None
@@ -154,7 +154,7 @@ class Mapped:
         for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
             if not self.folder.records(old).exists():
                 extents.pop(old, None)
-        extent = Extent(table, self.segment)
+        extent = MappedExtent(table, self.segment)
         extents[number] = extent
         return extent
 

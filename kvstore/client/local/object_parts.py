@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
-from kvstore.client.local.node import Extent, Mapped
+from kvstore.client.local.node import Mapped, MappedExtent
 from kvstore.client.local.put import Batch, LocalPut, frame_runs
 from kvstore.client.scattered import Scattered
 from kvstore.errors import NodeUnavailable, QuotaExceeded
@@ -26,7 +26,7 @@ class Found(NamedTuple):
     about: About
     frame_class: FrameClass
     address: bytes
-    extent: Extent | None
+    extent: MappedExtent | None
     frame: int
     word: int
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.node import Extent, Mapped
+from kvstore.client.local.node import Mapped, MappedExtent
 from kvstore.client.local.stored import named_pages, stored_pages
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.model.prefix import Keys
@@ -37,7 +37,7 @@ _pack_word = struct.Struct("<Q").pack
 class Run(NamedTuple):
     """Pages ``page .. page + length`` in consecutive frames of one extent; ``words`` are those frames' words."""
 
-    extent: Extent
+    extent: MappedExtent
     frame: int
     page: int
     length: int
@@ -127,7 +127,7 @@ def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tup
     return runs, count, "" if count == stored else ABSENT
 
 
-def prove_run(extent: Extent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
+def prove_run(extent: MappedExtent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
     """The leading part of ``frame ..`` that is proven under ``words``, and why it is not all ("" where it is)."""
     count, reason = len(words) // 8, ""
     now = extent.words[frame : frame + count].tobytes()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.node import Extent, LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, Mapped, MappedExtent
 from kvstore.client.local.prefetch import wish
 from kvstore.client.local.proof import address_runs, equal_rows
 from kvstore.client.local.stored import known_on_nvme
@@ -31,7 +31,7 @@ Words = npt.NDArray[np.uint64]
 class Span(NamedTuple):
     """Pages ``page ..`` in frames ``frame ..`` whose identity was proven under these generations, sealed or not."""
 
-    extent: Extent
+    extent: MappedExtent
     frame: int
     page: int
     generations: Words
@@ -143,7 +143,7 @@ class LocalReader(Reader):
         self._spans = [span for span in self._spans if span.stop <= page]
 
 
-def _same(extent: Extent, frame: int, generations: Words) -> int:
+def _same(extent: MappedExtent, frame: int, generations: Words) -> int:
     """How many leading frames still have these generations, reserved or sealed."""
     words = extent.words[frame : frame + len(generations)]
     if len(words) < len(generations):
@@ -153,7 +153,7 @@ def _same(extent: Extent, frame: int, generations: Words) -> int:
     return len(same) if same.all() else int(same.argmin())
 
 
-def _ready(extent: Extent, frame: int, generations: Words, layer: int) -> int:
+def _ready(extent: MappedExtent, frame: int, generations: Words, layer: int) -> int:
     """How many leading frames have this layer written by every shard."""
     stop = frame + len(generations)
     words = extent.words[frame:stop].copy()
