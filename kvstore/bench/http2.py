@@ -208,11 +208,6 @@ class Connection:
                 self._windows[stream] += more
         return False
 
-    def reset(self, stream: int) -> None:
-        """Give a call up."""
-        if self._windows.pop(stream, None) is not None:
-            self._out += frame(RST_STREAM, 0, stream, struct.pack(">L", 8))
-
     def close(self) -> None:
         """Leave without a word."""
         self.socket.close()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
+from kvstore.client.buffers import Rows, rows_to_fill
 from kvstore.client.lease import Lease
 from kvstore.client.match import Match
 from kvstore.client.pending import PendingPut
@@ -126,7 +127,6 @@ class PrefixCache(ABC):
             DeadlineExceeded: too many calls are waiting already.
         """
 
-    @abstractmethod
     def get_shard(
         self,
         tokens: Any,
@@ -153,6 +153,14 @@ class PrefixCache(ABC):
         Raises:
             InvalidRequest: as ``get``; a number of the shard makes no sense.
         """
+        shard = Shard(self.layout, rank, ranks, stage, stages)
+        keys = self._asked(tokens, extras)
+        target = rows_to_fill(out, shard.nbytes, len(keys), apart=True) if out is not None else None
+        return self._get_shard(keys, shard, target, verify)
+
+    @abstractmethod
+    def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
+        """A shard's part of these pages, in the first rows of ``target``; None: in ``match.data``."""
 
     @abstractmethod
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:

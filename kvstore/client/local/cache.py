@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
 from kvstore.client.local.node import LocalNode, Mapped
@@ -161,7 +160,7 @@ class LocalCache(PrefixCache):
         return stored_beyond(mapped, keys, dram, self._closed)[0] if reason in ELSEWHERE else dram
 
     def _beyond(
-        self, mapped: Mapped, keys: Keys, target: npt.NDArray[np.uint8], pages: int, reason: str, verify: bool
+        self, mapped: Mapped, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
     ) -> tuple[int, int, str]:
         """Go on after ``pages`` that came from DRAM: with NVMe, and with DRAM again where a page moved there meanwhile,
         or where pages of a layout that is not prefix-closed lie here and there.
@@ -186,7 +185,7 @@ class LocalCache(PrefixCache):
             pages, reason = pages + copied, GENERATION if changed else reason
         return pages, nvme_pages, reason or ("" if pages == len(keys) else ABSENT)
 
-    def _from_nvme(self, mapped: Mapped, keys: Keys, rows: npt.NDArray[np.uint8]) -> tuple[int, str]:
+    def _from_nvme(self, mapped: Mapped, keys: Keys, rows: Rows) -> tuple[int, str]:
         """Read the leading pages of ``keys`` from NVMe into ``rows``; how many that were, and why not more."""
         located = locate(mapped, keys[: len(rows)], self._closed)
         if not located:
@@ -199,9 +198,7 @@ class LocalCache(PrefixCache):
             tell_damaged(mapped, read.damaged)
         return pages, why
 
-    def _verified(
-        self, mapped: Mapped, runs: list[Run], target: npt.NDArray[np.uint8], pages: int, reason: str
-    ) -> tuple[int, str]:
+    def _verified(self, mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str) -> tuple[int, str]:
         """Compare what was copied with the records' checksums; the node stamps first those that have none yet."""
         layers = self.layout.layers
         for extent, frame, page, count, _ in runs:
@@ -269,23 +266,8 @@ class LocalCache(PrefixCache):
 
     # --- a shard's part of pages ------------------------------------------------------------------------------------
 
-    def get_shard(
-        self,
-        tokens: Any,
-        out: Any = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        stage: int = 0,
-        stages: int = 1,
-        extras: Sequence[bytes] | None = None,
-        verify: bool | None = None,
-    ) -> Match:
-        """See ``PrefixCache.get_shard``."""
-        shard = Shard(self.layout, rank, ranks, stage, stages)
-        keys = self._asked(tokens, extras)
-        asked = len(keys)
-        target = rows_to_fill(out, shard.nbytes, asked, apart=True) if out is not None else None
+    def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
+        asked, allocated = len(keys), target is None
         if target is None:  # what is sealed from now on is not looked for
             keys = keys[: self.lookup(keys).pages]
             target = np.empty((len(keys), shard.nbytes), np.uint8)
@@ -303,12 +285,10 @@ class LocalCache(PrefixCache):
         elif pages < asked:
             node.missed(reason or ABSENT)
         reason = "" if pages == asked else reason or ABSENT
-        data = target[:pages] if out is None else None
+        data = target[:pages] if allocated else None
         return Match(pages * self.layout.page_tokens, pages, reason, data, nvme_pages)
 
-    def _shard_in_dram(
-        self, mapped: Mapped, keys: Keys, shard: Shard, target: npt.NDArray[np.uint8], now_ns: int
-    ) -> tuple[int, str]:
+    def _shard_in_dram(self, mapped: Mapped, keys: Keys, shard: Shard, target: Rows, now_ns: int) -> tuple[int, str]:
         """Copy a shard's part of the leading pages that are in DRAM; how many that were, and why not more."""
         runs, _, reason = prove(mapped, keys, self.page_bytes, self._closed)
         pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
@@ -318,9 +298,7 @@ class LocalCache(PrefixCache):
             mapped.counters.got(mapped.row(self.frame_class), pages if goes_on else len(keys), pages, 0, reason)
         return pages, reason
 
-    def _shard_of_whole(
-        self, keys: Keys, shard: Shard, rows: npt.NDArray[np.uint8], verify: bool
-    ) -> tuple[int, int, str]:
+    def _shard_of_whole(self, keys: Keys, shard: Shard, rows: Rows, verify: bool) -> tuple[int, int, str]:
         """The same of pages that are got whole; how many, how many of them came from NVMe, and why not more."""
         parts = shard.unpacked(rows)
         step = max(1, WHOLE_BYTES // self.page_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
 from kvstore.client.match import Match
 from kvstore.client.memory.holding import MemoryLease
 from kvstore.client.memory.layers import MemoryReader, MemoryWriter
@@ -65,22 +65,9 @@ class MemoryCache(PrefixCache):
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Match:
         """See ``PrefixCache.get``."""
-        return self._get(self._asked(tokens, extras), out, Shard(self.layout), apart=False)
-
-    def get_shard(
-        self,
-        tokens: Any,
-        out: Any = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        stage: int = 0,
-        stages: int = 1,
-        extras: Sequence[bytes] | None = None,
-        verify: bool | None = None,
-    ) -> Match:
-        """See ``PrefixCache.get_shard``."""
-        return self._get(self._asked(tokens, extras), out, Shard(self.layout, rank, ranks, stage, stages), apart=True)
+        keys = self._asked(tokens, extras)
+        target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
+        return self._get_shard(keys, Shard(self.layout), target, verify)
 
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -93,8 +80,7 @@ class MemoryCache(PrefixCache):
             future.set_exception(error)
         return future
 
-    def _get(self, keys: Keys, out: Any, shard: Shard, apart: bool) -> Match:
-        target = rows_to_fill(out, shard.nbytes, len(keys), apart=apart) if out is not None else None
+    def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
         with self._pool.held() as now_ns:
             pages, reason = self._pool.prefix(keys)
             self._pool.use(pages, now_ns)

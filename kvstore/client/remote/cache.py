@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import rows_to_fill, rows_to_read
+from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.pending import PendingPut
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.remote.fetch import Rows, fetch
+from kvstore.client.remote.fetch import fetch
 from kvstore.client.remote.lease import RemoteLease
 from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode
 from kvstore.client.remote.put import RemotePut
@@ -99,22 +99,7 @@ class RemoteCache(PrefixCache):
         target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
         return self._read(keys, self._whole, target, bool(verify))
 
-    def get_shard(
-        self,
-        tokens: Any,
-        out: Any = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        stage: int = 0,
-        stages: int = 1,
-        extras: Sequence[bytes] | None = None,
-        verify: bool | None = None,
-    ) -> Match:
-        """See ``PrefixCache.get_shard``. Only the shard's bytes cross the network. Raises as ``get``."""
-        shard = Shard(self.layout, rank, ranks, stage, stages)
-        keys = self._asked(tokens, extras)
-        target = rows_to_fill(out, shard.nbytes, len(keys), apart=True) if out is not None else None
+    def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
         if target is None or target.flags.c_contiguous:
             return self._read(keys, shard, target, bool(verify))
         match = self._read(keys, shard, None, bool(verify))

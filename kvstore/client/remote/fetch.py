@@ -6,15 +6,13 @@ from typing import NamedTuple
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
+from kvstore.client.buffers import Rows
 from kvstore.client.match import CHECKSUM, GENERATION
 from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import Unavailable
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import digest_of, fields
-
-Rows = npt.NDArray[np.uint8]
 
 _MATCH, _DATA, _DIGEST = 1, 2, 3  # fields of ReadReply
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
+from kvstore.client.buffers import Rows
 from kvstore.client.pending import PendingPut
-from kvstore.client.remote.fetch import Rows
 from kvstore.client.remote.node import RemoteNode
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.pb import store_pb2 as pb

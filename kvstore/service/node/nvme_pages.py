@@ -94,9 +94,6 @@ class NvmePages(NvmeStore):
         self._carry_io = IoThreads(THREADS)
         self._writes = {device: threading.Semaphore(WRITES) for device in devices.devices}
         self._bounces = Bounces()
-        self._counting = threading.Lock()
-        self.bytes_written = 0
-        self.bytes_read = 0
 
     def close(self) -> None:
         """Let go of the devices. What is stored stays."""
@@ -139,8 +136,6 @@ class NvmePages(NvmeStore):
                 self._broke(done, run, self._where(pages[run.start], tables, result), result)
             else:
                 done.written_bytes += len(run) * stride
-        with self._counting:
-            self.bytes_written += done.written_bytes
         for position, broken in self._sync(done.open_positions).items():
             done.broken[position] = broken
             here = self.devices.neighbours(position)
@@ -327,7 +322,6 @@ class NvmePages(NvmeStore):
                 return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]
             log.error("frame %d of extent %d could not be read: %s", first, table.extent, error)
             return [IO]
-        self.bytes_read += len(slots) * nvme_geometry.stride_bytes(frame_class)
         incarnation = self.devices.header_incarnation(table.position)
         found: list[FrameHeader | str] = []
         for i, payload in enumerate(payloads):
