@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
     from kvstore.model.replica import Tier
+    from kvstore.tier.host_memory import empty
 
     __version__: str
 
@@ -46,6 +47,7 @@ __all__ = [
     "Writer",
     "__version__",
     "connect",
+    "empty",
     "errors",
     "memory",
     "open",
@@ -63,6 +65,7 @@ _HOMES = {
     "Tier": "kvstore.model.replica",
     "Writer": "kvstore.client.writer",
     "connect": "kvstore.client.connect",
+    "empty": "kvstore.tier.host_memory",
 }
 
 

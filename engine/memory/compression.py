@@ -29,6 +29,7 @@ import torch
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
+from kvstore.tier.host_memory import empty
 
 SCALE_BYTES = 2  # bfloat16: the range of float32, and its product with 8 bits is exact in float32
 SCALE_MIN = 2.0**-126  # so that 1 / scale is finite
@@ -228,7 +229,7 @@ def _paired(pages: Any, page_token: int, out: Any, out_token: int) -> tuple[Any,
     if out is None:
         shape = (*source.shape[:-2], source.shape[-2] * out_token)
         if isinstance(pages, np.ndarray):
-            out = np.empty(shape, np.uint8)
+            out = empty(shape)
         else:
             out = torch.empty(shape, dtype=torch.uint8, device=source.device)
     elif isinstance(out, np.ndarray) and not out.flags.writeable:

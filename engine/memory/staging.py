@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import kvstore
 from engine.memory.arena import Arena
 from kvstore.errors import InvalidRequest
+from kvstore.tier.host_memory import copy
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -69,7 +71,7 @@ def receive_layer(arena: Arena, frame: int, layer: int, data: Bytes) -> None:
     """Put one layer of consecutive pages, ``[count, layer_bytes]``, into frames."""
     count = len(data)
     if on_host(arena):
-        arena.layer_rows(frame, count, layer)[:] = data
+        copy(arena.layer_rows(frame, count, layer), data)
         return
     target = arena.pages[frame : frame + count, layer]
     target.copy_(torch.from_numpy(data).view(target.dtype).view(target.shape))
@@ -91,7 +93,7 @@ def layer_target(arena: Arena, frame: int, count: int, layer: int) -> Callable[[
         if on_host(arena):
             yield arena.layer_rows(frame, count, layer)
             return
-        buffer = np.empty((count, arena.layout.layer_bytes), np.uint8)
+        buffer = kvstore.empty((count, arena.layout.layer_bytes))
         yield buffer
         receive_layer(arena, frame, layer, buffer)
 

@@ -1,7 +1,8 @@
 """Reading: what another process stored, brought into one warm buffer by the store or by plain copies of its memory.
 
 The limit of a get is memcpy out of the same frames of the same mapping into the same buffer, in two ways of which the
-faster one counts: one ``memmove`` per page, or one copy per run of consecutive frames.
+faster one counts: one ``memmove`` per page, or one copy per run of consecutive frames. The buffer starts at a memory
+page, as frames do, where every way to copy is at its best.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvstore.bench.harness import BenchFailed
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
+from kvstore.tier.host_memory import empty
 
 MEMCPYS = ("memmove_per_page", "copy_per_run")
 VERBS = ("get", *MEMCPYS)
@@ -41,7 +43,8 @@ class Reading:
         self.work = work
         self.cache: PrefixCache = store.cache(work.layout)
         self.content = Content(work.layout.page_bytes)
-        self.out = np.zeros((work.pages, work.layout.page_bytes), np.uint8)
+        self.out: Rows = empty((work.pages, work.layout.page_bytes))
+        self.out[:] = 0
         self.batches = [self._locate(chain) for chain in range(work.chains)]
 
     @property

@@ -27,6 +27,7 @@ from kvstore.bench import (
     overload,
     put,
     restart,
+    unaligned,
 )
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import Settings, Stage
@@ -67,6 +68,7 @@ _ROWS = (
     Row("get_256k", "get, 32 pages of 256 KiB / memcpy", Bar(0.90), partial(get.get, geometry="256k")),
     Row("get_one_256k", "get of one page of 256 KiB / memcpy", _at_most(2), partial(get.get_one, geometry="256k")),
     Row("get_64k", "get, 32 pages of 64 KiB / memcpy", Bar(0.75), partial(get.get, geometry="64k")),
+    Row("get_unaligned", "reads into arrays as numpy makes them / that start at a page", Bar(0.8), unaligned.unaligned),
     Row(
         "metrics_cost",
         "get of 64 KiB pages, counted / not counted",

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
+from kvstore.tier.host_memory import copy
 
 Rows = npt.NDArray[np.uint8]
 
@@ -90,9 +91,9 @@ def fill(target: Rows, source: Any) -> None:
     """Copy rows into as many rows; ``source`` is one array, or a slice of ``PageRows``."""
     if isinstance(source, list):
         for row, bytes_of_page in zip(target, source, strict=True):
-            row[:] = bytes_of_page
+            copy(row, bytes_of_page)
     else:
-        target[:] = source
+        copy(target, source)
 
 
 def flat_bytes(buffer: Any, field: str) -> Rows:

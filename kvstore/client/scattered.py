@@ -6,6 +6,7 @@ from typing import Any
 
 from kvstore.client.buffers import Rows, flat_bytes
 from kvstore.errors import InvalidRequest
+from kvstore.tier.host_memory import copy
 
 
 class Scattered:
@@ -26,12 +27,12 @@ class Scattered:
     def write(self, start: int, data: Rows) -> None:
         """Copy ``data`` to ``start`` of the value."""
         for part, low, high, at in self._cut(start, data.size):
-            part[low:high] = data[at : at + high - low]
+            copy(part[low:high], data[at : at + high - low])
 
     def read(self, start: int, into: Rows) -> None:
         """Copy from ``start`` of the value as much as ``into`` takes and there is."""
         for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
-            into[at : at + high - low] = part[low:high]
+            copy(into[at : at + high - low], part[low:high])
 
     def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
         """As many of these rows from ``start`` on as lie in one buffer, as a view; None where the first does not."""

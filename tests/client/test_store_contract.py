@@ -24,6 +24,7 @@ import kvstore
 from kvstore import Layout, PrefixCache, Store, Tier, client
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace
 from kvstore.model.shard import Shard
+from kvstore.tier.host_memory import PAGE_BYTES
 from tests.helpers.content import SMALL, contents, layer_of
 from tests.helpers.processes import Machine, free_port
 
@@ -97,7 +98,9 @@ def test_put_get_and_lookup(cache: PrefixCache) -> None:
     assert match.tiers == {Tier.DRAM: 7}
     np.testing.assert_array_equal(out[:7], data)
     assert not out[7:].any()
-    np.testing.assert_array_equal(cache.get(keys, verify=True).data, data)
+    found = cache.get(keys, verify=True).data
+    np.testing.assert_array_equal(found, data)
+    assert found.ctypes.data % PAGE_BYTES == 0, "what the store allocates starts at a memory page"
     match = cache.lookup(keys)
     assert (match.pages, match.tokens, match.reason, match.tiers) == (7, 7 * 16, "", {Tier.DRAM: 7})
 

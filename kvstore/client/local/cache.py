@@ -31,6 +31,7 @@ from kvstore.model.replica import STAMPED, Tier
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+from kvstore.tier.host_memory import copy, empty
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.
@@ -99,7 +100,7 @@ class LocalCache(PrefixCache):
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
             if target is None or out is None:  # what is found the second time may be more
                 found = proven if not reason else self._found(mapped, keys, proven, reason)
-                target = np.empty((found, self.page_bytes), np.uint8)
+                target = empty((found, self.page_bytes))
             if failpoint.ACTIVE:
                 failpoint.hit("client.reading")
             if timed and mapped.counting and not now_ns % REUSE_SAMPLED:
@@ -270,7 +271,7 @@ class LocalCache(PrefixCache):
         asked, allocated = len(keys), target is None
         if target is None:  # what is sealed from now on is not looked for
             keys = keys[: self.lookup(keys).pages]
-            target = np.empty((len(keys), shard.nbytes), np.uint8)
+            target = empty((len(keys), shard.nbytes))
         node, now_ns = self._node, time.monotonic_ns()
         if now_ns > node.check_ns:
             node.recheck(now_ns)
@@ -302,11 +303,11 @@ class LocalCache(PrefixCache):
         """The same of pages that are got whole; how many, how many of them came from NVMe, and why not more."""
         parts = shard.unpacked(rows)
         step = max(1, WHOLE_BYTES // self.page_bytes)
-        whole = np.empty((min(step, len(keys)), self.page_bytes), np.uint8)
+        whole = empty((min(step, len(keys)), self.page_bytes))
         pages = nvme_pages = 0
         while True:
             match = self.get(keys[pages : pages + step], whole, verify=verify)
-            parts[pages : pages + match.pages] = shard.part(whole[: match.pages])
+            copy(parts[pages : pages + match.pages], shard.part(whole[: match.pages]))
             pages, nvme_pages = pages + match.pages, nvme_pages + match.tiers.get(Tier.NVME, 0)
             if match.reason or pages == len(keys):
                 return pages, nvme_pages, match.reason

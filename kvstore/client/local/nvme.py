@@ -33,6 +33,7 @@ from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import Bytes, Disk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import faults, payload_sums_in, unpack
+from kvstore.tier.host_memory import copy
 from kvstore.tier.nvme_map import NvmeMap
 from kvstore.tier.records import ExtentTable
 
@@ -319,7 +320,7 @@ class NvmeRead:
             if reason or _digest(page) != sums[i]:
                 good, why = i, _why(part, i, headers[i]) if reason else CHECKSUM
                 break
-        self._rows[part.page : part.page + good] = payloads[:good, : frame_class.page_bytes]
+        copy(self._rows[part.page : part.page + good], payloads[:good, : frame_class.page_bytes])
         return good, why
 
 

@@ -7,9 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.grants import OVER_QUOTA
 from kvstore.client.local.naming import name_objects
@@ -30,6 +27,7 @@ from kvstore.model.objects import (
 )
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
 from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
+from kvstore.tier.host_memory import empty
 
 BUSY_PAUSE_S = 0.005
 KEYS_PAGE = 16384  # of all keys, in memory at once
@@ -81,7 +79,7 @@ class LocalObjects(ObjectVerbs):
             size = found.about.value_bytes
             if target is not None and target.nbytes < size:
                 raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
-            into = target if target is not None else Scattered([np.empty(size, np.uint8)])
+            into = target if target is not None else Scattered([empty(size)])
             if self._read(mapped, salt, found, into):
                 return size if target is not None else into.parts[0]
         return None
@@ -154,7 +152,7 @@ class LocalObjects(ObjectVerbs):
             if not found.copy_to(into, start):
                 return False
         else:
-            page: npt.NDArray[np.uint8] = np.empty((1, page_bytes), np.uint8)
+            page = empty((1, page_bytes))
             if not cache.get(about.head_keys(root, width), out=page).pages:
                 return False
             into.write(start, page[0, : about.value_bytes - start])
@@ -165,7 +163,7 @@ class LocalObjects(ObjectVerbs):
             rows = into.rows(piece * page_bytes, about.pieces - piece, page_bytes)
             straddles = rows is None
             if rows is None:
-                rows = np.empty((1, page_bytes), np.uint8)
+                rows = empty((1, page_bytes))
             if cache.get(keys[piece : piece + len(rows)], out=rows).pages != len(rows):
                 return False
             if straddles:

@@ -26,6 +26,7 @@ from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BY
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import BATCH_MAX
 from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
+from kvstore.tier.host_memory import copy
 from kvstore.tier.index import IndexDamaged
 
 _SEALED = int(FrameState.SEALED)
@@ -189,7 +190,7 @@ def copy_runs(
         extent, frame, page, count, words = run
         stop = frame + count
         source = extent.pages[frame:stop]
-        target[page : page + count] = source if shard is None else shard.part(source)
+        copy(target[page : page + count], source if shard is None else shard.part(source))
         if extent.words[frame:stop].tobytes() != words:
             return page + run.unchanged(), True
         extent.last_use[frame:stop] = now_ns

@@ -17,6 +17,7 @@ from kvstore.client.reader import Reader
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState, Tier
+from kvstore.tier.host_memory import copy
 from kvstore.tier.index import IndexDamaged
 
 WISH_S = 0.05
@@ -68,7 +69,7 @@ class LocalReader(Reader):
         frame, generations = span.frame + skip, span.generations[skip:]
         count = _ready(extent, frame, generations, layer)
         if count:
-            target[page : page + count] = extent.pages[frame : frame + count, start:stop]
+            copy(target[page : page + count], extent.pages[frame : frame + count, start:stop])
             extent.last_use[frame : frame + count] = time.monotonic_ns()
             same = _same(extent, frame, generations[:count])
         else:

@@ -24,6 +24,7 @@ from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, Fram
 from kvstore.model.shard import Shard
 from kvstore.rpc.base import PendingReply
 from kvstore.rpc.control import NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.tier.host_memory import copy
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
@@ -131,7 +132,7 @@ class LocalWriter(Writer):
     def _store_layer(self, start: int, rows: Rows) -> None:
         stop = start + self._shard.width
         for span in self._spans:
-            span.pages[:, start:stop] = rows[span.page : span.page + span.count]
+            copy(span.pages[:, start:stop], rows[span.page : span.page + span.count])
         if failpoint.ACTIVE:
             failpoint.hit("client.layer")
 
@@ -139,12 +140,12 @@ class LocalWriter(Writer):
         span = self._span(page)
         if span is not None:
             i = page - span.page
-            self._shard.part(span.pages[i : i + 1])[0] = rows
+            copy(self._shard.part(span.pages[i : i + 1])[0], rows)
 
     def _store_range(self, page: int, offset: int, row: Rows) -> None:
         span = self._span(page)
         if span is not None:
-            span.pages[page - span.page, offset : offset + len(row)] = row
+            copy(span.pages[page - span.page, offset : offset + len(row)], row)
 
     def _span(self, page: int) -> Span | None:
         return next((span for span in self._spans if 0 <= page - span.page < span.count), None)

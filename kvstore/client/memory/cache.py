@@ -21,6 +21,7 @@ from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.shard import Shard
+from kvstore.tier.host_memory import empty
 
 
 class MemoryPut(PendingPut):
@@ -85,7 +86,7 @@ class MemoryCache(PrefixCache):
             pages, reason = self._pool.prefix(keys)
             self._pool.use(pages, now_ns)
             self._pool.missed(reason)
-        rows = target if target is not None else np.empty((len(pages), shard.nbytes), np.uint8)
+        rows = target if target is not None else empty((len(pages), shard.nbytes))
         parts = shard.unpacked(rows)
         for i, page in enumerate(pages):  # which never change: no lock is needed
             parts[i] = shard.part(page.data[None])[0]

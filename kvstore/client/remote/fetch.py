@@ -13,6 +13,7 @@ from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.errors import Unavailable
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import digest_of, fields
+from kvstore.tier.host_memory import copy, empty
 
 _MATCH, _DATA, _DIGEST = 1, 2, 3  # fields of ReadReply
 
@@ -65,7 +66,7 @@ def _fetch(node: RemoteNode, request: bytes, asked: int, page_bytes: int, rows: 
                 elif number == _MATCH and view is not None:
                     match = pb.LookupReply.FromString(bytes(view))
                     if rows is None:
-                        rows = np.empty((min(match.pages, asked), page_bytes), np.uint8)
+                        rows = empty((min(match.pages, asked), page_bytes))
                     flat, limit = rows.reshape(-1), max(limit, min(match.pages, asked) * page_bytes)
             if not data:
                 continue
@@ -74,7 +75,7 @@ def _fetch(node: RemoteNode, request: bytes, asked: int, page_bytes: int, rows: 
                 raise ValueError(f"{stop} bytes where {limit} were announced")
             if digest_of(data) != digest:
                 return _counted(match, position // page_bytes, CHECKSUM, rows, page_bytes)
-            flat[position:stop] = np.frombuffer(data, np.uint8)
+            copy(flat[position:stop], np.frombuffer(data, np.uint8))
             position = stop
     finally:
         end(stream)

@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.objects import encode_name
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, digest_of, fields, pack_data
+from kvstore.tier.host_memory import empty
 
 PUTS_AT_ONCE: Final = 8  # of one ``put_many``
 KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each: a quarter of a message
@@ -146,7 +147,7 @@ class RemoteObjects(ObjectVerbs):
                         return None
                     if target is not None and target.nbytes < size:
                         raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
-                    into = target if target is not None else Scattered([np.empty(size, np.uint8)])
+                    into = target if target is not None else Scattered([empty(size)])
                 data = found.get(_DATA)
                 if isinstance(data, memoryview) and len(data) and into is not None:
                     if position + len(data) > size or digest_of(data) != found.get(_DIGEST):

@@ -13,6 +13,7 @@ from kvstore.client.remote.node import RemoteNode
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.pb import store_pb2 as pb
+from kvstore.tier.host_memory import copy, empty
 
 
 class RemoteReader(Reader):
@@ -33,13 +34,13 @@ class RemoteReader(Reader):
         self._node.check_open()
         if page == self._fetched:
             self._fetch()
-        target[page : self._fetched] = self._rows[page : self._fetched, start:stop]
+        copy(target[page : self._fetched], self._rows[page : self._fetched, start:stop])
         return self._fetched - page
 
     def _fetch(self) -> None:
         """Fetch what is sealed beyond what we have."""
         if not len(self._rows):
-            self._rows = np.empty((self.pages, self._layout.page_bytes), np.uint8)
+            self._rows = empty((self.pages, self._layout.page_bytes))
         rest = self._keys[self._fetched :]
         request = pb.ReadRequest(pages=self._named(rest))
         self._fetched += fetch(

@@ -18,6 +18,7 @@ from kvstore.rpc.messages import check_text
 from kvstore.service.api import streams
 from kvstore.service.api.patterns import Patterns
 from kvstore.serving.gate import Call, parse
+from kvstore.tier.host_memory import copy, empty
 
 KEYS_MAX: Final = 16384  # of one call
 PATTERN_BYTES_MAX: Final = 1000
@@ -49,7 +50,7 @@ class ObjectCalls:
         if there and not begin.replace:
             return pb.PutObjectReply(stored=False).SerializeToString()
         async with call.buffers(begin.size_bytes + streams.BATCH_BYTES):
-            value: npt.NDArray[np.uint8] = np.empty(begin.size_bytes, np.uint8)
+            value = empty(begin.size_bytes)
             filled = 0
             async for batch in streams.batches(first, requests, call):
                 filled = await call.run(_fill, value, filled, batch)
@@ -127,6 +128,6 @@ def _fill(value: npt.NDArray[np.uint8], filled: int, batch: list[streams.Data]) 
         size = len(message.data)
         if size > len(value) - filled:
             raise InvalidRequest("data", f"is more than the {len(value)} bytes of size_bytes; nothing was stored")
-        value[filled : filled + size] = np.frombuffer(message.data, np.uint8)
+        copy(value[filled : filled + size], np.frombuffer(message.data, np.uint8))
         filled += size
     return filled

@@ -9,8 +9,6 @@ from functools import partial
 from importlib import metadata
 from typing import Any, Final
 
-import numpy as np
-
 from kvstore.client.local.cache import WHOLE_BYTES
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.store import Store
@@ -25,6 +23,7 @@ from kvstore.service.api.wire import Prompt, lookup_reply, prompt_of
 from kvstore.service.node.node import Node
 from kvstore.serving.gate import Call, parse
 from kvstore.serving.weighing import weight_of
+from kvstore.tier.host_memory import empty
 
 LOOKUP_HERE_PAGES: Final = 256  # looked up in the event loop itself: a thread costs more than these
 LOOKUP_HERE_BYTES: Final = 64 << 10
@@ -92,7 +91,7 @@ class PageCalls:
         whole_bytes = max(WHOLE_BYTES, prompt.cache.page_bytes) if shard.count > 1 else 0
         async with call.buffers(streams.buffer_bytes(shard.nbytes) + whole_bytes):
             await call.send(pb.ReadReply(match=lookup_reply(match, prompt)).SerializeToString())
-            rows = np.empty((min(match.pages, streams.batch_pages(shard.nbytes)), shard.nbytes), np.uint8)
+            rows = empty((min(match.pages, streams.batch_pages(shard.nbytes)), shard.nbytes))
             page, reason = 0, ""
             steps = (
                 partial(_get, prompt, shard, start, min(start + len(rows), match.pages), rows, request.verify)

@@ -17,6 +17,7 @@ from kvstore.client.buffers import PageRows
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.data_messages import FIXED64, digest_of, fields, pack_data
 from kvstore.serving.gate import Call
+from kvstore.tier.host_memory import copy, empty
 
 BATCH_BYTES: Final = 4 << 20  # of pages read or put in one step, where a page is not larger
 CHUNK_BYTES: Final = 1 << 20  # of data in a message sent; a client's default bound for a message is 4 MiB
@@ -155,7 +156,7 @@ class Pages:
     def __init__(self, count: int, page_bytes: int, put: Callable[[int, Rows | PageRows], bool]) -> None:
         self._left = count * page_bytes
         self._page_bytes = page_bytes
-        self._rows = np.empty((min(count, batch_pages(page_bytes)), page_bytes), np.uint8)
+        self._rows: Rows = empty((min(count, batch_pages(page_bytes)), page_bytes))
         self._put = put
         self._filled = 0  # bytes of the rows
         self._page = 0
@@ -181,7 +182,7 @@ class Pages:
             while len(data):
                 flat = self._rows.reshape(-1)
                 some = min(len(data), len(flat) - self._filled)
-                flat[self._filled : self._filled + some] = data[:some]
+                copy(flat[self._filled : self._filled + some], data[:some])
                 data, self._filled = data[some:], self._filled + some
                 if self._filled == len(flat) and not self._empty():
                     return False
