@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import select
+
 import numpy as np
 import pytest
 
 from kvstore import PrefixCache
 from kvstore.client.writer import Writer
 from kvstore.errors import OutOfSpace
+from kvstore.rpc.control import Op, pack_json
 from tests.helpers.content import SMALL, Pages, chain, contents, layer_of
-from tests.helpers.processes import Machine, check_laws, check_right, evict_all, put, wait_settled
+from tests.helpers.inside import node_of
+from tests.helpers.processes import Machine, check_laws, check_right, evict_all, put, wait_settled, wait_until
 
 PAGES = 16
 POOL_PAGES = (4 << 20) // SMALL.page_bytes
@@ -30,6 +34,21 @@ def retried(cache: PrefixCache) -> Writer | None:
     except OutOfSpace:
         return None
     return second
+
+
+def test_what_a_client_sent_before_it_died_is_done(machine: Machine) -> None:
+    """Also where it had not read a reply: the kernel tells the node of that first, and of its last request then."""
+    daemon = machine.serve("n", dram="4MiB")
+    store, other = machine.connect("n"), machine.connect("n")
+    assert put(other, 1, PAGES) == PAGES
+    channel = node_of(store).writable().channel
+    channel.request(Op.ADMIN, body=(pack_json({"call": "stats"}),))
+    assert select.select([channel._socket], [], [], 60.0)[0], "no reply"
+    daemon.stop()
+    channel.request(Op.ADMIN, body=(pack_json({"call": "evict", "pages": PAGES}),))
+    channel._socket.close()  # as the kernel does for a process that is killed
+    daemon.resume()
+    wait_until("it is done", lambda: check_right(other, {1: PAGES}) == 0)
 
 
 @pytest.mark.parametrize("restarted", [False, True])

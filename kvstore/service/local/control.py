@@ -198,7 +198,7 @@ class ControlServer:
         if connection.waits:
             return False  # it hung up
         try:
-            size = connection.sock.recv_into(self._buffer)
+            size = self._receive(connection.sock)
             if size == 0:
                 return False
             message = control.decode(memoryview(self._buffer)[:size])
@@ -218,6 +218,12 @@ class ControlServer:
             log.info("session %016x: %s", connection.session, error)
             return False
         return self._send(connection, reply)
+
+    def _receive(self, sock: socket.socket) -> int:
+        try:
+            return sock.recv_into(self._buffer)
+        except ConnectionResetError:  # it died with replies unread: said once, and then comes what it had sent before
+            return sock.recv_into(self._buffer)
 
     def _send(self, connection: _Connection, reply: bytes | None) -> bool:
         """False where the connection is over."""
