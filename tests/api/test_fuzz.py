@@ -33,7 +33,7 @@ from tests.helpers.processes import Daemon, Machine, check_laws, check_right
 
 FUZZ_S = float(os.environ.get("KVSTORE_TEST_FUZZ_S", "4"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
-CALL_S, SLACK_S = 8.0, 2.0  # longer than any call takes on a busy machine: what is still there then hangs
+CALL_S, SLACK_S = 30.0, 20.0  # longer than any call takes on a busy machine: what is still there then hangs
 WATCH_S = 0.6  # a watch goes on until shortly before its deadline
 SETTLE_S = 0.05  # a cancelled call's last step
 REPLIES_MAX = 200
@@ -47,6 +47,11 @@ KEEPS = ("Write", "PutObject")  # streams: what was whole before the mistake sta
 KEYS = chain(1, 6)
 PAGES = pages_message(KEYS)
 OTHER = pages_message(chain(2, 3))
+
+
+def enough(codes: Counter[str]) -> bool:
+    """So many calls were served, and refused, that it says something."""
+    return codes["INVALID_ARGUMENT"] > 20 and codes["OK"] > 20
 
 
 class Fuzzer:
@@ -212,7 +217,7 @@ def test_nothing_breaks_and_a_refusal_changes_nothing(served: tuple[Daemon, str,
     left = list(METHODS)
     fuzzer.restore()
     had, held_then = stored(store), held(store)
-    while left or time.monotonic() < deadline:
+    while left or time.monotonic() < deadline or not enough(fuzzer.codes):
         if calls % 100 == 99:
             fuzzer.restore()
             had, held_then = stored(store), held(store)
@@ -231,7 +236,6 @@ def test_nothing_breaks_and_a_refusal_changes_nothing(served: tuple[Daemon, str,
             assert not more, f"{more} were {held_then} before {code}: {shown}"
         had, held_then = has, held_now
     print(f"\n{calls} calls, seed {SEED}: {dict(fuzzer.codes)}")
-    assert fuzzer.codes["INVALID_ARGUMENT"] > 20 and fuzzer.codes["OK"] > 20, fuzzer.codes
     check_well(daemon, fuzzer.client, store)
 
 
@@ -257,7 +261,7 @@ def test_many_at_once(machine: Machine, tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(FUZZ_S + 20)
+        thread.join(FUZZ_S + 60)
     assert not failures, failures[0]
     codes = sum((fuzzer.codes for fuzzer in fuzzers), Counter[str]())
     print(f"\n{codes.total()} calls, seed {SEED}: {dict(codes)}")
@@ -280,7 +284,7 @@ def test_admin_documents_over_the_local_socket(machine: Machine) -> None:
     deadline, had, held_then = time.monotonic() + FUZZ_S / 2, stored(store), held(store)
     for key in KEYS.hashes:
         inputs.learn(key)
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or min(ended["InvalidRequest"], ended["served"]) <= 20:
         if rng.random() < 0.1:
             body = inputs.noise()
         else:
@@ -288,7 +292,7 @@ def test_admin_documents_over_the_local_socket(machine: Machine) -> None:
             body = control.pack_json({"call": call, **inputs.arguments()})
             body = inputs.mutated(body) if rng.random() < 0.1 else body
         try:
-            node.exchange(Op.ADMIN, body=(body,), timeout_s=15.0)
+            node.exchange(Op.ADMIN, body=(body,), timeout_s=60.0)
             ended["served"] += 1
         except KVStoreError as error:
             ended[type(error).__name__] += 1
@@ -297,7 +301,6 @@ def test_admin_documents_over_the_local_socket(machine: Machine) -> None:
             assert all(count <= held_then[name] for name, count in held(store).items()), f"{error}: {body!r}"
         had, held_then = stored(store), held(store)
     print(f"\n{ended.total()} documents, seed {SEED}: {dict(ended)}")
-    assert ended["InvalidRequest"] > 20 and ended["served"] > 20, ended
     check_right(store, {1: 6})
     check_laws(store)
     assert "Traceback" not in daemon.trace(), daemon.trace()

@@ -33,11 +33,11 @@ def test_what_was_made_for_a_caller_who_has_gone_is_undone() -> None:
 
         def work() -> int:
             began.set()
-            go.wait(5)
+            go.wait(60)
             return 7
 
         call = asyncio.create_task(lane.run(lambda _: None, work, undone.append))
-        await asyncio.to_thread(began.wait, 5)
+        await asyncio.to_thread(began.wait, 60)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -54,7 +54,7 @@ def test_what_was_made_for_a_caller_who_has_gone_is_undone() -> None:
 def test_cancelled_calls_that_waited_for_a_thread_leave_nothing() -> None:
     async def test() -> None:
         lane, go, ran = Lane(1, "test"), threading.Event(), []
-        first = asyncio.create_task(lane.run(lambda _: None, lambda: go.wait(5), None))
+        first = asyncio.create_task(lane.run(lambda _: None, lambda: go.wait(60), None))
         waiting = [asyncio.create_task(lane.run(lambda _: None, lambda: ran.append(1), None)) for _ in range(100)]
         await asyncio.sleep(0.05)
         for call in waiting:
@@ -77,9 +77,9 @@ def test_the_budget_is_shared_waited_for_and_given_back() -> None:
         began = time.monotonic()
         with pytest.raises(TooManyCalls) as refused:
             await budget.take(3, 0.1)
-        assert 0.05 < time.monotonic() - began < 2 and refused.value.retry_after_s > 0
-        waiting = asyncio.create_task(budget.take(3, 5.0))
-        gone = asyncio.create_task(budget.take(3, 5.0))
+        assert time.monotonic() - began > 0.05 and refused.value.retry_after_s > 0
+        waiting = asyncio.create_task(budget.take(3, 60.0))
+        gone = asyncio.create_task(budget.take(3, 60.0))
         await asyncio.sleep(0.01)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
@@ -100,9 +100,8 @@ def test_calls_that_hold_a_little_do_not_wait_for_each_others_little() -> None:
         budget = budget_of(1000)
         for _ in range(2):
             assert await budget.take(10, 1.0) == 10
-        began = time.monotonic()
-        assert 800 < await budget.take(1000, 5.0, mine=10) < 980
-        assert time.monotonic() - began < 4
+        taking = asyncio.create_task(budget.take(1000, 3600.0, mine=10))  # for which nobody would wait
+        assert 800 < await asyncio.wait_for(taking, 60.0) < 980
 
     run(test)
 
@@ -195,7 +194,7 @@ def test_buffers_count_as_taken_until_the_last_step_has_ended() -> None:
         async def serve() -> None:
             call = Call(gate, LOCAL, Context(), time.monotonic() + 60)
             async with call.buffers(600):
-                await call.wait(go.wait, 5)
+                await call.wait(go.wait, 60)
 
         task = asyncio.create_task(serve())
         await asyncio.sleep(0.05)

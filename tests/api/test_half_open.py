@@ -52,11 +52,11 @@ def test_a_request_that_came_while_the_loop_was_late_is_taken() -> None:
             wire = Wire()
             receiving = asyncio.create_task(call.receive(aiter(wire.messages())))
             await asyncio.sleep(0)
-            bringing = threading.Timer(0.01, wire.bring)
+            bringing = threading.Thread(target=wire.bring)
             bringing.start()
+            bringing.join()
             time.sleep(LATE_S)
             assert await receiving == b"request"
-            bringing.join()
 
     run(test)
 

@@ -18,7 +18,7 @@ from kvstore.rpc.grpc_errors import RETRY_KEY, from_rpc
 from tests.helpers import api
 from tests.helpers.api import Client, pages_message
 from tests.helpers.content import LARGE, SMALL, chain, contents
-from tests.helpers.processes import Machine, wait_until
+from tests.helpers.processes import WAIT_S, Machine, wait_until
 from tests.helpers.scraping import calls_under_way
 
 Code = grpc.StatusCode
@@ -27,7 +27,7 @@ CLIENTS = 200
 LOAD_S = 5.0
 HANGS_S = 30.0
 DEADLINES_S = (0.05, 0.2, 0.5, 1.0, 2.0)
-LATE_S = 5.0  # after its deadline: a call that kept to none would end when its stream stalls, after 20
+LATE_S = 10.0  # after its deadline: a call that kept to none would end when its stream stalls, after 20
 RPCS_MAX = 64
 BUFFERS = 96 << 20
 GROWTH_MAX = 2 * BUFFERS + (96 << 20)  # buffers, their messages on the way in and out, and 200 connections
@@ -128,7 +128,7 @@ class Caller:
         return Code.OK
 
 
-def wait_idle(client: Client, timeout_s: float = 8.0) -> None:
+def wait_idle(client: Client, timeout_s: float = WAIT_S) -> None:
     """Nothing is held for anybody any more."""
 
     def idle() -> bool:
@@ -184,7 +184,7 @@ def test_two_hundred_clients(machine: Machine) -> None:
 def test_too_many_calls_are_refused_with_a_hint(machine: Machine) -> None:
     daemon, address = api.serve_with(machine, "rpcs_max = 2")
     client = Client(address)
-    watches = [client.stub.Watch(pb.WatchRequest(), timeout=20) for _ in range(2)]
+    watches = [client.stub.Watch(pb.WatchRequest(), timeout=60) for _ in range(2)]
     for watch in watches:
         next(watch)
     for name, request in (("About", pb.AboutRequest()), ("Stats", pb.Empty())):
@@ -193,7 +193,7 @@ def test_too_many_calls_are_refused_with_a_hint(machine: Machine) -> None:
         assert refused.value.code() is Code.RESOURCE_EXHAUSTED
         assert int(dict(refused.value.trailing_metadata())[RETRY_KEY]) > 0
     watches[0].cancel()
-    wait_until("there is room again", lambda: client.code("About", pb.AboutRequest()) is Code.OK, 5)
+    wait_until("there is room again", lambda: client.code("About", pb.AboutRequest()) is Code.OK)
     watches[1].cancel()
     client.close()
     assert daemon.terminate() == 0
@@ -267,10 +267,9 @@ def test_buffers_are_shared_and_come_back(machine: Machine) -> None:
         return client.code("Read", pb.ReadRequest(pages=STORED)) is Code.RESOURCE_EXHAUSTED
 
     wait_until("they hold the buffers", used_up)
-    began = time.monotonic()
     with pytest.raises(grpc.RpcError) as refused:
         client.read(STORED)
-    assert refused.value.code() is Code.RESOURCE_EXHAUSTED and time.monotonic() - began < 5
+    assert refused.value.code() is Code.RESOURCE_EXHAUSTED
     assert int(dict(refused.value.trailing_metadata())[RETRY_KEY]) > 0
     assert client.code("Lookup", pb.LookupRequest(pages=STORED)) is Code.OK  # what needs none goes on
     with pytest.raises(grpc.RpcError) as refused:
@@ -279,7 +278,7 @@ def test_buffers_are_shared_and_come_back(machine: Machine) -> None:
     for call in held:
         call.cancel()
     over.set()
-    wait_until("there is room again", lambda: client.code("Read", pb.ReadRequest(pages=STORED)) is Code.OK, 5)
+    wait_until("there is room again", lambda: client.code("Read", pb.ReadRequest(pages=STORED)) is Code.OK)
     client.close()
     assert daemon.terminate() == 0
 
@@ -291,15 +290,13 @@ def test_the_nodes_own_limit_bounds_a_call_without_a_deadline(machine: Machine) 
 
     def endless() -> Iterator[pb.WriteRequest]:
         yield pb.WriteRequest(begin=pb.WriteBegin(pages=STORED))
-        over.wait(30)
+        over.wait(60)
 
-    began = time.monotonic()
     with pytest.raises(grpc.RpcError) as ended:
         client.stub.Write(endless())
     assert ended.value.code() is Code.DEADLINE_EXCEEDED
     over.set()
     list(client.stub.Watch(pb.WatchRequest()))  # ends well before the limit
-    assert time.monotonic() - began < 6
     client.close()
 
 
@@ -311,7 +308,7 @@ def test_slow_readers_hold_nothing_but_buffers(machine: Machine) -> None:
     client.call("Write", api.write_messages(pages, contents(keys, LARGE)))
     before = daemon.memory_bytes()
     slow = [Client(address) for _ in range(8)]
-    streams = [reader.stub.Read(pb.ReadRequest(pages=pages), timeout=30) for reader in slow]
+    streams = [reader.stub.Read(pb.ReadRequest(pages=pages), timeout=60) for reader in slow]
     for stream in streams:
         assert next(stream).match.pages == 64
     held = [before]
@@ -342,7 +339,7 @@ def test_what_cancelled_calls_took_comes_back(machine: Machine) -> None:
     pages = pages_message(keys, LARGE)
     client.call("Write", api.write_messages(pages, contents(keys, LARGE)))
     for _ in range(20):
-        stream = client.stub.Read(pb.ReadRequest(pages=pages), timeout=30)
+        stream = client.stub.Read(pb.ReadRequest(pages=pages), timeout=60)
         next(stream)
         stream.cancel()
     # Some are cancelled before they are carried out, some while, some after; of these only the deadline ends.

@@ -51,7 +51,7 @@ class Reflected:
             f"/{SERVICE}/{name}", lambda request: request.SerializeToString(), reply.FromString
         )
         given = iter(requests) if method.client_streaming else requests[0]
-        found = made(given, timeout=10)
+        found = made(given, timeout=60)
         return list(found) if isinstance(found, Iterator) else found
 
 
@@ -150,5 +150,5 @@ def test_health(machine: Machine, name: str) -> None:
 
     _, address = api.serve_api(machine)
     with grpc.insecure_channel(address) as channel:
-        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
     assert reply.status == health_pb2.HealthCheckResponse.SERVING

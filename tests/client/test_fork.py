@@ -126,7 +126,7 @@ def test_spawn_works(machine: Machine) -> None:
     found = context.SimpleQueue()
     child = context.Process(target=spawned, args=("n", 1, found))
     child.start()
-    child.join(20.0)
+    child.join(60)
     assert child.exitcode == 0
     assert found.get() == (PAGES, "", PAGES)
     check_pages(store, {1: PAGES, 2: PAGES})

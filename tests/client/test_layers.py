@@ -292,7 +292,7 @@ def test_reader_in_a_thread_streams(cache: kvstore.PrefixCache) -> None:
         for layer in range(4):
             time.sleep(0.01)
             writer.write_layer(layer, layer_of(data, layer))
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive() and not wrong
 
 

@@ -175,7 +175,7 @@ def test_prefills_released_at_any_moment(lab: Bench) -> None:
 
     def ask(number: int) -> None:
         chance = random.Random(number)
-        while time.monotonic() < stop_s:
+        while time.monotonic() < stop_s or len(told) <= 50:
             name = f"{number}-{chance.random()}"
             told.append(prefill(one, name, prompt(number, chance.randint(20, 60))))
             time.sleep(0.004 * chance.random())
@@ -188,7 +188,7 @@ def test_prefills_released_at_any_moment(lab: Bench) -> None:
     finally:
         sys.setswitchinterval(interval_s)
     all_free(one)
-    assert len(told) > 50 and [len(ends(each)) for each in told] == [1] * len(told)
+    assert [len(ends(each)) for each in told] == [1] * len(told)
 
 
 def test_a_prefill_and_an_answer_of_one_id(lab: Bench) -> None:

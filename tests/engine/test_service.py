@@ -44,7 +44,7 @@ from tests.helpers.processes import Machine, wait_until
 from tests.helpers.scraping import Scrape, fetch
 
 REQUESTS_MAX = 4
-LOST_S = 20.0  # by when an engine that stands still is known to, and another one has answered
+LOST_S = 60.0  # by when an engine that stands still is known to, and another one has answered
 LONG = {"max_tokens": 4000, "ignore_eos": True}  # some seconds
 
 
@@ -104,7 +104,7 @@ def test_text_and_tokens_are_the_same_prompt(engine: EngineClient, stub: Any) ->
     assert answer.usage.prompt_tokens == len(text.encode()) and answer.usage.completion_tokens == 12
     assert answer.usage.ttft_ms > 0 and answer.usage.tpot_ms > 0
     request = pb.SubmitRequest(token_ids=text.encode(), sampling=pb.Sampling(max_tokens=12, ignore_eos=True))
-    replies = list(stub.Submit(request, timeout=20))
+    replies = list(stub.Submit(request, timeout=60))
     assert [reply.WhichOneof("event") for reply in replies[:1] + replies[-1:]] == ["accepted", "finished"]
     assert replies[0].accepted.prompt_tokens == len(text.encode()) and not replies[0].accepted.tokens
     found = [token.id for reply in replies for token in reply.tokens.tokens]
@@ -112,16 +112,13 @@ def test_text_and_tokens_are_the_same_prompt(engine: EngineClient, stub: Any) ->
 
 
 def test_a_stream_comes_token_by_token(engine: EngineClient) -> None:
-    begun_s, first_s = time.monotonic(), 0.0
-    events = []
-    for event in engine.stream(prompt(20), max_tokens=400, ignore_eos=True):
-        first_s = first_s or time.monotonic() - begun_s
-        events.append(event)
-    took_s = time.monotonic() - begun_s
-    assert first_s < took_s / 2, "the first token waited for the others"
-    assert [event.index for event in events[:-1] if isinstance(event, Token)] == list(range(400))
+    stream = engine.stream(prompt(20), max_tokens=1500, ignore_eos=True)
+    events = [next(stream)]
+    assert any(engine.status()["requests"].values()), "the first token waited for the others"
+    events += stream
+    assert [event.index for event in events[:-1] if isinstance(event, Token)] == list(range(1500))
     end = events[-1]
-    assert isinstance(end, Finished) and end.reason == "length" and end.usage.completion_tokens == 400
+    assert isinstance(end, Finished) and end.reason == "length" and end.usage.completion_tokens == 1500
 
 
 def test_sampling_follows_the_seed_and_stops_at_strings(engine: EngineClient) -> None:
@@ -155,12 +152,17 @@ def test_cancelling_by_id_ends_the_stream(shared: EngineProcess, engine: EngineC
     assert not engine.cancel("to-be-cancelled")
 
 
-def test_a_caller_that_goes_away_cancels(engine: EngineClient) -> None:
+def test_a_caller_that_goes_away_cancels(shared: EngineProcess, engine: EngineClient) -> None:
+    def cancelled() -> float:
+        return Scrape(shared.http)("kvstore_engine_requests_total", outcome="cancelled")
+
+    before = cancelled()
     stream = engine.stream(prompt(20), **LONG)
     next(stream)
     assert any(engine.status()["requests"].values())
     stream.close()
-    wait_idle(engine, 3.0)
+    wait_idle(engine)
+    assert cancelled() == before + 1
 
 
 def test_a_client_that_is_closed_keeps_no_connection(shared: EngineProcess, engine: EngineClient) -> None:
@@ -180,10 +182,8 @@ def test_a_client_that_is_closed_keeps_no_connection(shared: EngineProcess, engi
 
 
 def test_a_deadline_is_kept(engine: EngineClient) -> None:
-    begun_s = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded):  # long before all tokens were there
         engine.generate(prompt(20), deadline_s=0.3, **LONG)
-    assert time.monotonic() - begun_s < 3.0
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -225,11 +225,11 @@ def test_bad_messages_are_refused_by_name(stub: Any) -> None:
         ("own_prefill", pb.SubmitRequest(text="a", own_prefill=True, prefill=["127.0.0.1:1"])),
     ):
         with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Submit(message, timeout=10))
+            list(stub.Submit(message, timeout=60))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, field
         error = from_rpc(refused.value)
         assert isinstance(error, InvalidRequest) and error.field == field, error
-    assert list(stub.Submit(good, timeout=10))[-1].finished.reason
+    assert list(stub.Submit(good, timeout=60))[-1].finished.reason
 
 
 @pytest.mark.parametrize("name", [method.name for method in pb.DESCRIPTOR.services_by_name["Engine"].methods])
@@ -253,7 +253,7 @@ def test_garbage_is_the_caller_s_mistake(shared: EngineProcess, engine: EngineCl
             if name == "Drain":
                 message = b"\xff" + message  # a good one would drain the engine for the other tests
             try:
-                found = call(message, timeout=5)
+                found = call(message, timeout=60)
                 list(found) if method.server_streaming else found
             except grpc.RpcError as error:
                 assert error.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL), (message, error)
@@ -300,7 +300,7 @@ def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: An
     assert ours.fingerprint.hex() in said and theirs.fingerprint.hex() in said
     with pytest.raises(grpc.RpcError) as raw:
         list(
-            stub.Prefill(pb.PrefillRequest(request=submit_request(request), layout=layout_message(theirs)), timeout=10)
+            stub.Prefill(pb.PrefillRequest(request=submit_request(request), layout=layout_message(theirs)), timeout=60)
         )
     assert raw.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
@@ -313,7 +313,7 @@ def test_status_health_and_reflection(shared: EngineProcess, engine: EngineClien
     assert (status["role"], status["model"], status["device"]) == ("both", "tiny-llama", "cpu")
     assert status["layout"] == {"fingerprint": layout_of().fingerprint.hex(), "page_tokens": 16}
     with grpc.insecure_channel(shared.address) as channel:
-        asked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
+        asked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
         assert asked.status == health_pb2.HealthCheckResponse.SERVING
         assert SERVICE in ProtoReflectionDescriptorDatabase(channel).get_services()
     assert fetch(shared.http, "/healthz")[0] == fetch(shared.http, "/readyz")[0] == 200

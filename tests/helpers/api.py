@@ -97,7 +97,7 @@ class Certificates:
         return [*curve, "-keyout", self.path(f"{name}.key"), "-out", self.path(f"{name}.pem")]
 
     def _run(self, *arguments: str) -> None:
-        done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(["openssl", *arguments], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
 
     def path(self, name: str) -> str:

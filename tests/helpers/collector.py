@@ -71,7 +71,7 @@ class Collector:
         self._closed.set()
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(5)
+        self._thread.join(60)
 
 
 def attributes(span: Span) -> dict[str, Any]:

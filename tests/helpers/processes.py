@@ -26,9 +26,9 @@ from kvstore import Layout, Store
 from tests.helpers.content import SMALL, chain, contents, mismatch
 from tests.helpers.nursery import ROOT, Child, Nursery, of_engines, of_nodes
 
-START_S = 20.0  # a daemon or worker on a slow, busy machine
+START_S = 60.0  # a daemon or worker on a slow, busy machine
 WAIT_S = 40.0
-SETTLE_S = 8.0  # dead writers' frames come back: a tick, and a look at the session's lock
+SETTLE_S = 20.0  # dead writers' frames come back: a tick, and a look at the session's lock; not their deadline, 30 s
 POLL_S = 0.005
 
 CLI = (sys.executable, "-c", "from kvstore.cli.main import main; main()")
@@ -262,7 +262,7 @@ class Machine:
         code = process.wait(timeout_s)
         return subprocess.CompletedProcess(command, code, process.output(), process.errors.read_text(errors="replace"))
 
-    def connect(self, name: str, timeout_s: float = 10.0) -> Store:
+    def connect(self, name: str, timeout_s: float = 30.0) -> Store:
         """A store in this process; closed at the end of the test at the latest."""
         store = kvstore.connect(name, timeout_s)
         self.stores.append(store)

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.processes import Daemon, Machine
 
-SCRAPE_S = 10.0
+SCRAPE_S = 30.0
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A sample's name, and its labels in order."""

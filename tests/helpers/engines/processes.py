@@ -12,7 +12,7 @@ from tests.helpers.nursery import of_engines
 from tests.helpers.processes import CLI, Machine, Process, wait_until
 
 START_S = 90.0  # torch and transformers are loaded, on a slow, busy machine
-WAIT_S = 30.0
+WAIT_S = 60.0
 SMALL = {"threads": "1", "arena": "16MiB", "page_tokens": "16", "node": "none"}
 
 

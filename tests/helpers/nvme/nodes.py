@@ -78,7 +78,7 @@ def kill(daemon: Daemon) -> None:
 def start_killed(machine: Machine, failpoint: str, **flags: str) -> None:
     """A daemon, which comes to its failpoint."""
     daemon = machine.spawn(NODE, failpoint=failpoint, **flags)
-    assert daemon.wait(40.0) == KILLED, daemon.trace()
+    assert daemon.wait(60) == KILLED, daemon.trace()
 
 
 def stored(machine: Machine, prompts: int = 50, **settings: Any) -> tuple[Daemon, Store, dict[int, int]]:
