@@ -160,6 +160,22 @@ class EngineConfig:
     """PEM file of authorities: every client has to show a certificate of one of them."""
     identities: Path | None = daemon.identities()
     """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
+    catalog: str = daemon.catalog()
+    """Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT,...; empty: there is no cluster."""
+    pool: str = daemon.pool()
+    """Name of the pool in the catalog: nodes and engines of one name find each other."""
+    catalog_ttl_s: float = daemon.catalog_ttl_s()
+    """Seconds after which others take a daemon that is not heard of for gone."""
+    catalog_ca: Path | None = daemon.catalog_ca()
+    """PEM file of authorities that sign etcd's certificates; makes the connection TLS."""
+    catalog_cert: Path | None = daemon.catalog_cert()
+    """PEM file with the certificate that is shown to etcd."""
+    catalog_key: Path | None = daemon.catalog_key()
+    """PEM file with its private key."""
+    catalog_user: str = daemon.catalog_user()
+    """User name at etcd; empty: none is told."""
+    catalog_password_file: Path | None = daemon.catalog_password_file()
+    """File with that user's password; only its owner may read it."""
     log_level: str = daemon.log_level()
     """debug, info, warning or error."""
     log_format: str = daemon.log_format()
@@ -170,6 +186,7 @@ class EngineConfig:
         require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
         require("listen", bool(self.listen), "needs an address", self.listen)
         daemon.check(self)
+        daemon.check_catalog(self.pool, self.catalog_ttl_s, self.catalog_cert, self.catalog_key)
         require("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}", self.dtype)
         require("compress", self.compress in CODECS, f"must be one of {', '.join(CODECS)}", self.compress)
         parse_link(self.link)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
 from engine.api.metrics import Metrics, Tally
+from engine.cluster import Place, entry_of
 from engine.config import WITHOUT_NODE, EngineConfig
 from kvstore.client.store import Store
 from kvstore.config import format_size
 from kvstore.serving import lifecycle, listening, logs
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
+from kvstore.serving.membership import Membership
 
 if TYPE_CHECKING:
     from engine.compute.models import Model
@@ -59,6 +61,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         InvalidRequest: no such model or device, too small an arena, an address that cannot be had; names the setting.
         NodeUnavailable: there is no node to connect to.
     """
+    membership = Membership(config) if config.catalog else None
     with lifecycle.running(config, log, "the engine") as life:
         listening.plan(config, Identities(config.identities))  # all of this before minutes are spent on a model
         store = _connect(config)
@@ -69,7 +72,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         life.begun(model=config.model)
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
         gc.freeze()  # what torch and transformers made lives as long as we do: no collection need look at it
-        _run(config, model, store, life, announce)
+        _run(config, model, store, membership, life, announce)
 
 
 def _connect(config: EngineConfig) -> Store | None:
@@ -83,6 +86,7 @@ def _run(
     config: EngineConfig,
     model: Model,
     store: Store | None,
+    membership: Membership | None,
     life: Life,
     announce: Callable[[Ready], None],
 ) -> None:
@@ -94,10 +98,13 @@ def _run(
     others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it
     engine = Engine(config, model, store, lambda address: others.enter_context(EngineClient(address)), tally)
     server = EngineServer(config, engine, model, tally)
+    place: Place | None = None
     engine.start()
     try:
         server.start()
         life.on_hangup(server.reload)
+        if membership is not None:
+            place = Place(membership, entry_of(config, model, store, server.addresses), engine.found)
         if life.http is not None:
             life.http.routes["/metrics"] = Metrics(config.name, tally, engine.status, server.calls).route
         said = Ready(
@@ -113,13 +120,17 @@ def _run(
             pid=os.getpid(),
         )
         life.serves(lambda: announce(said), said.took_s, arena=format_size(config.arena), frames=said.frames)
-        life.wait()
+        life.wait(lambda: None if place is None else place.look(engine.door.role))
         life.retires()
+        if place is not None:
+            place.leave()  # before it drains: nobody should come any more
         server.retire()
         left = engine.drain(None, config.drain_s)
         if left:
             logs.event(log, logging.WARNING, "requests did not end in time", requests=left)
     finally:
+        if place is not None:
+            place.leave()
         engine.stop()
         server.stop()
         others.close()

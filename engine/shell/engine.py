@@ -110,6 +110,7 @@ class Engine:
         )
         self._numbers = itertools.count(1)
         self._stopping = False
+        self._found: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -124,6 +125,11 @@ class Engine:
             self._thread.join(STOP_S)
         self.performer.stop()
         self.pool.stop()
+
+    def found(self, engines: tuple[str, ...]) -> None:
+        """Addresses of engines that compute prompts for others now; replaces what was found before."""
+        self._found = engines
+        self.inbox.post(ev.EnginesFound(time.monotonic(), engines))
 
     @property
     def alive(self) -> bool:
@@ -248,7 +254,7 @@ class Engine:
         cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
         work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers)
         stored = 0
-        if answers and request.prefill is None and self.config.prefill:
+        if answers and request.prefill is None and (self.config.prefill or self._found):
             stored = self.pool.written(work, work.prompt // work.page_tokens) * work.page_tokens
         with self._entry:
             self.door.enter(request.id, work.number)

@@ -59,6 +59,7 @@ class EngineState:
         self._routes = Routes(self.roster)
         self._passes = Passes(self.roster)
         self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.EnginesFound: self._routes.found,
             ev.Submitted: self._submitted,
             ev.Cancelled: self._cancelled,
             ev.Migrate: self._passes.migrate,

@@ -23,6 +23,16 @@ class Event:
 
 
 @dataclass(slots=True)
+class EnginesFound(Event):
+    """Who computes prompts for others now, by what the cluster tells; replaces what was told before.
+
+    Engines that we were started with come before them: then these are not asked.
+    """
+
+    engines: tuple[str, ...]
+
+
+@dataclass(slots=True)
 class Submitted(Event):
     """A prompt is to be answered (or, not ``answers``, computed for another engine and held for ``hold_s``).
 
@@ -30,7 +40,7 @@ class Submitted(Event):
         name: what errors call it.
         prompt: its tokens, with those that another engine has generated already, which are ``generated``.
         tokens_max: of the answer, with those.
-        engines: to compute the prompt, in this order; None: those the engine was started with.
+        engines: to compute the prompt, in this order; None: those the engine was started with, or found.
         stored: leading tokens that the pool has as exact pages.
         lazy: the KV moves only once it is computed.
         stopped: what was generated already holds a stop string.

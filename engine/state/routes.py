@@ -24,14 +24,26 @@ class Routes:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._avoided: dict[str, float] = {}
+        self._found: tuple[str, ...] = ()
+
+    def found(self, event: ev.EnginesFound) -> None:
+        """Others have come or gone."""
+        self._found = event.engines
 
     def choose(self, event: ev.Submitted) -> list[str]:
         """Engines to ask, none where it is computed here. Where the pool has almost all, the rest is computed here."""
         asked, rules = event.engines, self._roster.rules
-        addresses = asked if asked is not None else rules.prefill if event.role is Role.DECODE else ()
+        addresses = asked if asked is not None else self._ours(event.sequence) if event.role is Role.DECODE else ()
         if asked is None and max(1, event.prompt - event.stored) <= rules.local_prefill_tokens:
             return []
         return [address for address in addresses if self._avoided.get(address, 0.0) <= event.now_s]
+
+    def _ours(self, sequence: int) -> tuple[str, ...]:
+        """Those we were started with, in their order. Else those we found, each the first for its share of requests."""
+        if self._roster.rules.prefill or not self._found:
+            return self._roster.rules.prefill
+        first = sequence % len(self._found)
+        return self._found[first:] + self._found[:first]
 
     def ask(self, sequence: Sequence) -> bool:
         """Ask the next engine. Whether there is one."""

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 import kvstore
+from kvstore.cli.cluster import cluster
 from kvstore.cli.node import node_option
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs
 from kvstore.cli.tiers import frame_states, of_files
@@ -15,9 +16,14 @@ from kvstore.cli.tiers import frame_states, of_files
 
 @click.command()
 @node_option
+@click.option("--catalog", metavar="URL", help="Show who is in a cluster instead: file:PATH, etcd://HOST:PORT,...")
+@click.option("--pool", default="default", show_default=True, help="Which pool of that catalog.")
 @json_option
-def status(node: str | None, as_json: bool) -> None:
-    """Show a node's capacity, use and counters."""
+def status(node: str | None, catalog: str | None, pool: str, as_json: bool) -> None:
+    """Show a node's capacity, use and counters; or who is in a cluster."""
+    if catalog is not None:
+        cluster(catalog, pool, as_json)
+        return
     with kvstore.connect(node) as store:
         stats = store.stats()
     if as_json:

@@ -180,6 +180,22 @@ class NodeConfig:
     """ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere."""
     kv_events_replay: str = setting("", parse_text, "ZMQ address to replay missed KV events at.")
     """ZMQ address where subscribers ask for events they missed; empty: nowhere."""
+    catalog: str = daemon.catalog()
+    """Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT,...; empty: there is no cluster."""
+    pool: str = daemon.pool()
+    """Name of the pool in the catalog: nodes and engines of one name find each other."""
+    catalog_ttl_s: float = daemon.catalog_ttl_s()
+    """Seconds after which others take a daemon that is not heard of for gone."""
+    catalog_ca: Path | None = daemon.catalog_ca()
+    """PEM file of authorities that sign etcd's certificates; makes the connection TLS."""
+    catalog_cert: Path | None = daemon.catalog_cert()
+    """PEM file with the certificate that is shown to etcd."""
+    catalog_key: Path | None = daemon.catalog_key()
+    """PEM file with its private key."""
+    catalog_user: str = daemon.catalog_user()
+    """User name at etcd; empty: none is told."""
+    catalog_password_file: Path | None = daemon.catalog_password_file()
+    """File with that user's password; only its owner may read it."""
     log_level: str = daemon.log_level()
     """debug, info, warning or error."""
     log_format: str = daemon.log_format()
@@ -189,6 +205,7 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         daemon.check(self)
+        daemon.check_catalog(self.pool, self.catalog_ttl_s, self.catalog_cert, self.catalog_key)
         require("name", self.name.strip(".") != "", "cannot be dots alone: it names a folder", self.name)
         require("shm_dir", self.shm_dir.is_absolute(), "must be an absolute path", str(self.shm_dir))
         require("sessions_max", 1 <= self.sessions_max <= 65535, "must be from 1 to 65535", self.sessions_max)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvstore.config.reading import setting
-from kvstore.config.values import parse_address_or_none, parse_listen, parse_path_or_none, parse_text
+from kvstore.config.values import parse_address_or_none, parse_listen, parse_number, parse_path_or_none, parse_text
 from kvstore.errors import InvalidRequest
 
 LOG_FORMATS = ("text", "json")
@@ -60,6 +60,49 @@ def log_level() -> Any:
 def log_format() -> Any:
     """One of ``LOG_FORMATS``."""
     return setting("text", parse_text, "text, or json: one object per line.")
+
+
+def catalog() -> Any:
+    """Where a cluster keeps who is there."""
+    about = "Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT[,HOST:PORT...]."
+    return setting("", parse_text, about, metavar="URL")
+
+
+def catalog_ca() -> Any:
+    """Whose servers count."""
+    return setting(None, parse_path_or_none, "Authorities of etcd's certificates, PEM; makes it TLS.", metavar="FILE")
+
+
+def catalog_cert() -> Any:
+    """Our certificate."""
+    return setting(None, parse_path_or_none, "Certificate that we show to etcd, PEM.", metavar="FILE")
+
+
+def catalog_key() -> Any:
+    """Its key."""
+    return setting(None, parse_path_or_none, "Its private key, PEM.", metavar="FILE")
+
+
+def catalog_user() -> Any:
+    """Of etcd's own authentication."""
+    return setting("", parse_text, "User name at etcd.")
+
+
+def catalog_password_file() -> Any:
+    """Its password."""
+    return setting(None, parse_path_or_none, "File with the password; only its owner may read it.", metavar="FILE")
+
+
+def catalog_ttl_s() -> Any:
+    """Liveness."""
+    return setting(10.0, parse_number, "Seconds after which others take a daemon that is not heard of for gone.")
+
+
+def pool() -> Any:
+    """Which nodes and engines belong together."""
+    return setting(
+        "default", parse_text, "Name of the pool in the catalog: nodes and engines of one name find each other."
+    )
 
 
 class DaemonConfig(Protocol):
@@ -115,6 +158,13 @@ def check(config: DaemonConfig) -> None:
     require("tls_key", both, "goes with tls_cert", str(config.tls_key))
     ca = config.tls_client_ca is None or config.tls_cert is not None
     require("tls_client_ca", ca, "needs tls_cert and tls_key", str(config.tls_client_ca))
+
+
+def check_catalog(pool: str, ttl_s: float, cert: Path | None, key: Path | None) -> None:
+    """Raises InvalidRequest where one of these settings makes no sense. The catalog's URL is read when it is used."""
+    require("pool", NAME.fullmatch(pool) is not None, "must match [a-zA-Z0-9._-]{1,48}", pool)
+    require("catalog_ttl_s", 1 <= ttl_s <= 3600, "must be from 1 to 3600", ttl_s)
+    require("catalog_key", (cert is None) == (key is None), "goes with catalog_cert", str(key))
 
 
 def require(name: str, holds: bool, rule: str, got: object) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib import metadata
 from typing import TYPE_CHECKING
 
+from kvstore.catalog import schema
+from kvstore.catalog.schema import NodeEntry
 from kvstore.config import NodeConfig, format_size
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
 from kvstore.service.local.control import ControlServer
 from kvstore.service.local.dispatch import Dispatcher
 from kvstore.service.node import on_stop
@@ -18,6 +21,7 @@ from kvstore.service.upkeep.background import Background
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.serving import lifecycle, tracing
 from kvstore.serving.lifecycle import Life
+from kvstore.serving.membership import Membership, host, reachable
 from kvstore.tier.header import DaemonState
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
     Raises:
         NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
     """
+    membership = Membership(config) if config.catalog else None
     with lifecycle.running(config, log, "the daemon") as life:
         if config.otlp_endpoint:
             tracing.configure(config.otlp_endpoint, config.name)
@@ -41,10 +46,12 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
             node = Node.start(config)
         life.at_end(node.stop)
         life.begun()
-        _run(node, config, life, announce)
+        _run(node, config, membership, life, announce)
 
 
-def _run(node: Node, config: NodeConfig, life: Life, announce: Callable[[str], None]) -> None:
+def _run(
+    node: Node, config: NodeConfig, membership: Membership | None, life: Life, announce: Callable[[str], None]
+) -> None:
     scrubber = Scrubber(node, config.scrub_bytes_per_s)
     background = Background(node, scrubber)
     dispatcher = Dispatcher(node, scrubber, background.mover.wake)
@@ -54,13 +61,16 @@ def _run(node: Node, config: NodeConfig, life: Life, announce: Callable[[str], N
     control.start()
     background.start()
     node.enter(DaemonState.READY)
-    if api is not None:
-        try:
+    try:
+        if api is not None:
             api.start()
-        except InvalidRequest:
-            _end_serving(node, api, control, background, life)
-            raise
-        life.on_hangup(api.reload)
+            life.on_hangup(api.reload)
+        if membership is not None:
+            membership.start(_entry(config, node, api))
+            life.at_end(membership.stop)
+    except (InvalidRequest, NodeBusy, Unavailable):
+        _end_serving(node, api, control, background, life)
+        raise
     if life.http is not None:
         from kvstore.service.operator.metrics import (
             Metrics,  # only here: a daemon without HTTP needs no prometheus_client
@@ -80,6 +90,19 @@ def _run(node: Node, config: NodeConfig, life: Life, announce: Callable[[str], N
     life.wait(watch.look)
     _end_serving(node, api, control, background, life)
     watch.look(last=True)
+
+
+def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
+    tiers = node_stats(node)["tiers"]
+    return NodeEntry(
+        name=config.name,
+        process=schema.new_process(),
+        incarnation=f"{node.incarnation:016x}",
+        addresses=reachable(api.addresses if api is not None else []),
+        capacity_bytes={name.lower(): tier["capacity_bytes"] for name, tier in tiers.items()},
+        host=host(),
+        version=metadata.version("kvstore"),
+    )
 
 
 def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | None:

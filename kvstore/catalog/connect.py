@@ -1,0 +1,86 @@
+"""From what the user writes after ``--catalog`` to a catalog."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.memory import MemoryCatalog
+from kvstore.errors import InvalidRequest
+
+ETCD_PORT: Final = 2379
+_ENDPOINT: Final = re.compile(r"(\[[0-9a-fA-F:]+\]|[a-zA-Z0-9.-]+)(:[0-9]{1,5})?")
+_FORMS: Final = "is memory, file:PATH or etcd://HOST:PORT[,HOST:PORT...]"
+
+
+def check_url(url: str) -> str:
+    """The same, or InvalidRequest naming ``catalog``."""
+    scheme, _, rest = url.partition(":")
+    right = url == "memory" or (scheme == "file" and Path(rest).is_absolute() and rest != "/")
+    right = right or (scheme == "etcd" and rest.startswith("//") and all(map(_ENDPOINT.fullmatch, _split(rest))))
+    if not right:
+        raise InvalidRequest("catalog", f"{_FORMS} (PATH is absolute), got {url[:200]!r}")
+    return url
+
+
+class Access(Protocol):
+    """Settings of how to get to etcd: see ``kvstore.config.daemon``."""
+
+    @property
+    def catalog_ca(self) -> Path | None:
+        """PEM file of authorities."""
+
+    @property
+    def catalog_cert(self) -> Path | None:
+        """PEM file with our certificate."""
+
+    @property
+    def catalog_key(self) -> Path | None:
+        """PEM file with its key."""
+
+    @property
+    def catalog_user(self) -> str:
+        """User name."""
+
+    @property
+    def catalog_password_file(self) -> Path | None:
+        """File with the password."""
+
+
+def to_catalog(url: str, access: Access) -> Catalog:
+    """A catalog that was not started yet.
+
+    Raises:
+        InvalidRequest: no such form of a URL, or a file cannot be read, or others may read the password.
+    """
+    scheme, _, rest = check_url(url).partition(":")
+    if scheme == "file":
+        from kvstore.catalog.file import FileCatalog
+
+        return FileCatalog(Path(rest))
+    if scheme == "etcd":
+        from kvstore.catalog.etcd import EtcdCatalog  # only here: it loads gRPC
+        from kvstore.catalog.etcd_channel import Credentials
+
+        endpoints = [each if re.search(r":[0-9]+$", each) else f"{each}:{ETCD_PORT}" for each in _split(rest)]
+        password = _password(access.catalog_password_file)
+        pem = access.catalog_ca, access.catalog_cert, access.catalog_key
+        return EtcdCatalog(endpoints, Credentials(*pem, access.catalog_user, password))
+    return MemoryCatalog()
+
+
+def _split(rest: str) -> list[str]:
+    return rest.removeprefix("//").rstrip("/").split(",")
+
+
+def _password(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise InvalidRequest("catalog_password_file", f"{path} can be read by others; chmod 600 it")
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest("catalog_password_file", f"{path}: {error}") from error

@@ -1,0 +1,157 @@
+"""Every key and value that the store keeps in a catalog, spelled once, versioned.
+
+::
+
+    /kvstore/v1/POOL/nodes/NAME       a node that serves
+    /kvstore/v1/POOL/engines/NAME     an engine that serves
+
+Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
+process that wrote it, so that nobody takes another's entry for its own. Fields that a reader does not know are ignored,
+and entries that make no sense are skipped: whoever may write into the catalog can harm the pool, yet not crash it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from kvstore.catalog.base import Entry
+from kvstore.errors import InvalidRequest
+
+VERSION: Final = 1
+NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,64}")
+TEXT_MAX: Final = 512
+ITEMS_MAX: Final = 64
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]{2,45}\]|[a-zA-Z0-9.-]{1,253}):[0-9]{1,5}")
+
+log = logging.getLogger("kvstore.catalog")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEntry:
+    """A node that serves.
+
+    Attributes:
+        name: unique in the pool.
+        process: of the daemon, 16 hex digits.
+        incarnation: of its DRAM segment, 16 hex digits.
+        addresses: HOST:PORT of its gRPC API, best first; none where only its own machine reaches it.
+        capacity_bytes: by tier, such as ``{"dram": 2**30}``.
+        host: its machine's name: engines of the same host map its memory.
+        version: of kvstore.
+    """
+
+    name: str
+    process: str
+    incarnation: str
+    addresses: tuple[str, ...] = ()
+    capacity_bytes: dict[str, int] = field(default_factory=dict)
+    host: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEntry:
+    """An engine that serves.
+
+    Attributes:
+        role: prefill, decode or both.
+        model: its name.
+        layout: fingerprint of its pages, 32 hex digits: only engines of one fingerprint can hand over to each other.
+        addresses: HOST:PORT of its gRPC API, best first.
+        node: name of the node whose pool it reads and writes; empty: none.
+        device: such as cpu or cuda:0.
+    """
+
+    name: str
+    process: str
+    role: str
+    model: str
+    layout: str
+    addresses: tuple[str, ...] = ()
+    node: str = ""
+    device: str = ""
+    host: str = ""
+    version: str = ""
+
+
+Value = TypeVar("Value", NodeEntry, EngineEntry)
+_FOLDERS: Final = {NodeEntry: "nodes", EngineEntry: "engines"}
+
+
+def prefix(pool: str) -> str:
+    """What every key of a pool begins with."""
+    return f"/kvstore/v{VERSION}/{_named('pool', pool)}/"
+
+
+def folder(pool: str, kind: type[Any]) -> str:
+    """What every key of entries of that kind begins with."""
+    return f"{prefix(pool)}{_FOLDERS[kind]}/"
+
+
+def key_of(pool: str, value: NodeEntry | EngineEntry) -> str:
+    """Where it is published."""
+    return folder(pool, type(value)) + _named("name", value.name)
+
+
+def encode(value: NodeEntry | EngineEntry) -> bytes:
+    """As it is published."""
+    return json.dumps({"v": VERSION, **dataclasses.asdict(value)}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode(kind: type[Value], entry: Entry) -> Value | None:
+    """The value of an entry; None where it makes no sense or is of a newer version."""
+    try:
+        found = json.loads(entry.value)
+        if not isinstance(found, dict) or found.get("v") != VERSION:
+            raise ValueError("of another version")
+        value = kind(**{each.name: _checked(each, found) for each in dataclasses.fields(kind) if each.name in found})
+        if entry.key.rpartition("/")[2] != value.name:
+            raise ValueError("the name is not that of the key")
+    except (ValueError, TypeError, RecursionError) as error:
+        log.warning("%s is skipped: %s", entry.key[:200], str(error)[:200])
+        return None
+    return value
+
+
+def decode_all(kind: type[Value], entries: Iterable[Entry]) -> list[Value]:
+    """Those that make sense."""
+    return [value for value in (decode(kind, each) for each in entries) if value is not None]
+
+
+def new_process() -> str:
+    """Drawn once per process that publishes."""
+    return secrets.token_hex(8)
+
+
+def _named(what: str, name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(what, f"must match {NAME.pattern}, got {name[:80]!r}")
+    return name
+
+
+def _checked(each: dataclasses.Field[Any], found: dict[str, Any]) -> Any:
+    value = found[each.name]
+    if each.name == "addresses":
+        if not isinstance(value, list) or len(value) > ITEMS_MAX or not all(_is_address(item) for item in value):
+            raise ValueError("addresses are HOST:PORT")
+        return tuple(value)
+    if each.name == "capacity_bytes":
+        if not isinstance(value, dict) or len(value) > ITEMS_MAX:
+            raise ValueError("capacity_bytes is an object of numbers")
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
+            raise ValueError("capacity_bytes holds sizes")
+        return value
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
+        raise ValueError(f"{each.name} is a text of at most {TEXT_MAX} characters")
+    return value
+
+
+def _is_address(item: object) -> bool:
+    return isinstance(item, str) and _ADDRESS.fullmatch(item) is not None

@@ -1,0 +1,172 @@
+"""Membership: a daemon's place in its pool. It says that we are there, and knows who else is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, Final, Protocol
+
+from kvstore.catalog import schema
+from kvstore.catalog.base import Catalog, Entry
+from kvstore.catalog.connect import Access, check_url, to_catalog
+from kvstore.catalog.presence import Presence
+from kvstore.catalog.schema import EngineEntry, NodeEntry
+from kvstore.errors import DeadlineExceeded
+from kvstore.serving import logs
+
+START_S: Final = 20.0
+STOP_S: Final = 8.0
+
+log = logging.getLogger("kvstore.cluster")
+
+
+class CatalogConfig(Access, Protocol):
+    """A configuration of a daemon that may be in a cluster: see ``kvstore.config.daemon``."""
+
+    @property
+    def catalog(self) -> str:
+        """URL of the catalog."""
+
+    @property
+    def catalog_ttl_s(self) -> float:
+        """How long others go on seeing us after we died."""
+
+    @property
+    def pool(self) -> str:
+        """Which nodes and engines belong together."""
+
+
+class Membership:
+    """From ``start`` to ``stop``, in a thread and an event loop of its own. Other methods may be called anywhere.
+
+    With the catalog away a daemon goes on with the members it knows, and publishes itself again once it is back.
+
+    Args:
+
+    Raises:
+        InvalidRequest: the catalog's URL is none.
+    """
+
+    def __init__(self, config: CatalogConfig) -> None:
+        check_url(config.catalog)
+        self._config = config
+        self._on_change: Callable[[], None] = lambda: None
+        self._known: dict[str, Entry] = {}  # replaced, never changed: readers have no lock
+        self._revision = 0
+        self._catalog: Catalog | None = None
+        self._presence: Presence | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self, mine: NodeEntry | EngineEntry, on_change: Callable[[], None] = lambda: None) -> None:
+        """Publish ``mine``, and know everybody else when this returns.
+
+        Args:
+            on_change: called in that thread whenever nodes or engines come, change or go. It must not wait.
+
+        Raises:
+            NodeBusy: another live process has that name.
+            Unavailable: the catalog does not answer; says what to do.
+            InvalidRequest: the catalog's settings make no sense; names the setting.
+        """
+        config = self._config
+        self._on_change = on_change
+        self._catalog = to_catalog(config.catalog, config)
+        self._thread.start()
+        try:
+            self._do(self._start(self._catalog, mine), START_S)
+        except BaseException:
+            self.stop()
+            raise
+        logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._known))
+
+    def update(self, mine: NodeEntry | EngineEntry) -> None:
+        """Publish ``mine`` anew, under the same name; where the catalog is away, once it is back. Does not wait."""
+        if self._presence is not None:
+            work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
+            asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self) -> None:
+        """Leave at once, in the eyes of others too."""
+        if self._thread.ident is None or self._loop.is_closed():
+            return
+        with contextlib.suppress(DeadlineExceeded):
+            self._do(self._stop(), STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+
+    @property
+    def published(self) -> bool:
+        """Whether others see us now, as far as we can know."""
+        return self._presence is not None and self._presence.published
+
+    def nodes(self) -> list[NodeEntry]:
+        """Nodes of the pool, ourselves among them, by name."""
+        return schema.decode_all(NodeEntry, self._below(NodeEntry))
+
+    def engines(self) -> list[EngineEntry]:
+        """Engines of the pool, ourselves among them, by name."""
+        return schema.decode_all(EngineEntry, self._below(EngineEntry))
+
+    def _below(self, kind: type[Any]) -> list[Entry]:
+        known, start = self._known, schema.folder(self._config.pool, kind)
+        return [known[key] for key in sorted(known) if key.startswith(start)]
+
+    async def _start(self, catalog: Catalog, mine: NodeEntry | EngineEntry) -> None:
+        await catalog.start()
+        self._presence = Presence(catalog, self._config.catalog_ttl_s)
+        await self._presence.start({schema.key_of(self._config.pool, mine): schema.encode(mine)})
+        first = asyncio.Event()
+        self._watching = asyncio.create_task(self._watch(catalog, first), name="catalog watch")
+        await first.wait()
+
+    async def _stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._presence is not None:
+            await self._presence.close()
+        if self._catalog is not None:
+            await self._catalog.close()
+
+    async def _watch(self, catalog: Catalog, first: asyncio.Event) -> None:
+        async with aclosing(catalog.watch(schema.prefix(self._config.pool))) as updates:
+            async for update in updates:
+                known = {} if update.whole else dict(self._known)
+                for key in update.gone:
+                    known.pop(key, None)
+                known.update({each.key: each for each in update.entries})
+                self._known = known
+                first.set()
+                self._on_change()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _do(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            done.cancel()
+            raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s") from None
+
+
+def host() -> str:
+    """This machine, as its entries name it."""
+    return socket.gethostname()[:255]
+
+
+def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Of addresses that a server listens at, those that another machine or process can be told."""
+    return tuple(each for each in addresses if not each.startswith("unix:"))
