@@ -15,6 +15,7 @@ NAMES = (
     "node.instruction",  # between two instructions
     "node.word",  # a record's body is written, its word is not
     "node.commit",  # records are written, the index is not committed
+    "node.drained",  # a published put is performed, its log does not say so
     "node.reply",  # everything is performed, the reply is not sent
     "node.recover",  # recovery was decided, nothing written yet
     "node.rebuild",  # a new index is built, not yet named
@@ -31,6 +32,8 @@ NAMES = (
     "nvme.loaded",  # tables were made again from a device's directories
     "client.granted",  # frames were granted, nothing copied
     "client.copied",  # pages are copied, the seal is not sent
+    "client.recorded",  # a record is written into the log of puts, and not published
+    "client.published",  # it is, and nobody was told
     "client.sealing",  # the seal is sent, its reply not read
     "client.layer",  # a layer is copied, its progress mark not raised
     "client.reading",  # pages are found and proven, not copied

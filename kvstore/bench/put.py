@@ -81,7 +81,7 @@ class Writing:
         return keys, self._targets[self._chain % len(self._targets)]
 
     def put(self, given: tuple[Keys, Rows]) -> int:
-        """Ours: returns when every page is sealed."""
+        """Ours: returns when every page is published."""
         self._last = given[0]
         return self.cache.put(given[0], self.source)
 
@@ -127,7 +127,7 @@ def put(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def put_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """One new page, acknowledged, p50, with free frames; a second line into a full pool."""
+    """One new page, published, p50, with free frames; a second line into a full pool."""
     return _put(stage, name, bar, geometry, 1, Kind.TIME)
 
 

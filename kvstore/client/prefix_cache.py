@@ -177,8 +177,16 @@ class PrefixCache(ABC):
     # --- writing ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
-        """Store the full pages of ``tokens``; returns how many are new. Pages already in DRAM are skipped.
+    def put(
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        wait: bool = False,
+    ) -> int:
+        """Store the full pages of ``tokens``; returns how many were new. Pages already in DRAM are skipped.
 
         Pages that are only on NVMe are written to DRAM as well, which saves reading them later; they are not new.
 
@@ -187,10 +195,15 @@ class PrefixCache(ABC):
             extras: as in ``keys``.
             checksum: compute the layers' checksums here; otherwise the node does, soon after the seal. Without effect
                 over gRPC, where what arrives is verified in any case.
+            wait: return when the node has sealed the pages, and count those that it took. Otherwise a put on this
+                machine returns when its pages are *published* in shared memory: every later lookup finds them, by any
+                process, and they survive the daemon and this process. What the node then does not take (another writer
+                was faster, the pages before have left meanwhile) was counted all the same.
 
         Fewer new pages than expected mean that the store is full of pages that may not leave (leased, being written),
         or that another writer was faster, or that the pages before were evicted meanwhile; what was stored is a
-        prefix either way. When this returns, every counted page is sealed and survives the daemon.
+        prefix either way. Pages are always waited for where they cannot be published: over gRPC, in an embedded store,
+        for a tenant with a quota, behind a page that only NVMe has, for more than 64 sessions at a time.
 
         Raises:
             InvalidRequest: as ``keys``; ``pages`` is not exactly as large as the full pages, or not contiguous.
@@ -202,7 +215,8 @@ class PrefixCache(ABC):
     def put_async(
         self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
     ) -> PendingPut:
-        """``put`` without waiting for the last acknowledgements. ``pages`` may be reused as soon as this returns.
+        """``put(wait=True)`` without waiting for the last acknowledgements. ``pages`` may be reused as soon as this
+        returns.
 
         A put whose ``result`` is never asked for is sealed all the same; its replies are read by a later put, or soon
         after the last one.

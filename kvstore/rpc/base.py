@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvstore.rpc.control import Message, Op
 from kvstore.rpc.copies import Copies
+from kvstore.rpc.publisher import Publisher
 from kvstore.tier.counters import SessionCounters
 
 
@@ -44,6 +45,11 @@ class Channel(Protocol):
     @property
     def copies(self) -> Copies:
         """Entered around every store into a frame granted to this session."""
+        ...
+
+    @property
+    def publisher(self) -> Publisher | None:
+        """Where puts are published instead of being sent; None: nowhere."""
         ...
 
     @property

@@ -64,6 +64,7 @@ class Op(IntEnum):
     #                NO_REPLY, with HINT or without. a=1: an order; asked again while pages are on their way.
     #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
     DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
+    DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
 
 
 class Message(NamedTuple):

@@ -22,6 +22,7 @@ from kvstore.state.node_state import NodeState, Session
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
+from kvstore.state.through import was_granted
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -140,9 +141,13 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
         if not writers:
             unowned.append(address)
             continue
-        if int(table.groups[frame]) == 0:  # granted ahead; it may have its key already, from a seal cut short
-            state.sessions[min(writers.items())[1]].granted.add(address)
+        group, owner = int(table.groups[frame]), min(writers.items())[1]
+        through = was_granted(group, address) and states[frame] == RESERVED
+        if group == 0 or through:  # granted ahead; it may have its key already, from a seal cut short
+            state.sessions[owner].granted.add(address)
             state.segment.pool(table.frame_class).granted_ahead += 1
+            if through:  # on its way to NVMe: whoever published it, or asks again, has it saved anew
+                out.append(ev.WriteGranted([address], owner))
             continue
         doomed |= not table.sound[frame]
         if doomed and states[frame] != QUARANTINED:
@@ -155,7 +160,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             parent,
             parent == root,
             address,
-            int(table.groups[frame]),
+            group,
             max(1, info >> 32 & 0xFF),
             int(table.leases[frame]),
             writers,

@@ -234,7 +234,12 @@ class Tenants:
     def named_by(self, event: ev.NameRoot) -> list[ev.Instruction]:
         """See ``events.NameRoot``."""
         self.name(event.root, event.about)
-        return [ev.Reply(detail={"named": True})]
+        return [ev.Reply(detail={"named": True, "limited": self.limited(event.root)})]
+
+    def limited(self, root: bytes) -> bool:
+        """Its tenant has a quota where clients write."""
+        quotas = next(iter(self.holdings.values())).quotas
+        return quotas.get(self.salt(root), quotas.get(EVERYBODY_ELSE)) is not None
 
     def name(self, root: bytes, about: dict[str, Any]) -> bool:
         """A client said whose this root is. Whether that is news: the first word counts, until one tells the layout."""

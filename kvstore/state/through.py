@@ -28,7 +28,12 @@ from kvstore.state.writing import Writing
 
 SHARE = 8  # this part of a class's frames may be filled by pages that go through
 TTL_NS = 60 * 10**9  # of a page that cannot be saved yet
-GROUP = 1 << 63  # of pages that were written into granted frames; the rest of the number is the frame's generation
+GROUP = 1 << 63  # of pages that were written into granted frames; the rest of the number is their least generation
+
+
+def was_granted(group: int, address: Address) -> bool:
+    """Whether a record of that group is of a page that was written into a granted frame."""
+    return group >= GROUP and group ^ GROUP <= address.generation
 
 
 class Through(Behind):
@@ -209,7 +214,7 @@ class Through(Behind):
         pool.granted_ahead -= len(addresses)
         self.upper.expect(addresses, number)
         until_ns = event.now_ns + TTL_NS
-        group = GROUP | addresses[0].generation
+        group = GROUP | min(address.generation for address in addresses)
         out.append(ev.WriteReserved(addresses, event.rows[places], parents, event.session, group, 0, 1, until_ns))
         pages = []
         for i, parent, address in zip(places, parents, addresses, strict=True):

@@ -9,6 +9,8 @@
         segment                        the data (dram.SegmentFile)
         records-<extent>  marks-<extent>   two tables per carved extent (records.ExtentTable)
         index-<epoch>/                 LMDB: key -> address (index.Index)
+        puts                           what clients put and the daemon has not taken in (put_log.PutLog); absent: an
+                                       earlier version's
         secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
         quarantine                     positions that nobody may have yet (quarantine); absent where there are none
@@ -120,6 +122,11 @@ class NodeFolder:
     def nvme(self) -> Path:
         """What clients need to read the node's NVMe (nvme_map.NvmeMap); absent where it has none."""
         return self.path / "nvme"
+
+    @property
+    def puts(self) -> Path:
+        """Where clients publish what they have put (put_log.PutLog)."""
+        return self.path / "puts"
 
     @property
     def secret(self) -> Path:

@@ -20,7 +20,7 @@ from kvstore.tier.plain_files import open_plain
 HEADER_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 16  # those in use
+_WORDS: Final = 17  # those in use
 
 
 class DaemonState(IntEnum):
@@ -67,6 +67,7 @@ class Header:
     verify_reads = _Word(13)  # 1: clients verify checksums on every read
     names_forgotten = _Word(14)  # times that the node forgot names of roots: clients say theirs again
     growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``resize``
+    puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

@@ -121,6 +121,32 @@ def test_the_version_before_takes_over_again(old: Version, new: Version, machine
     check_laws(machine.connect("n"))
 
 
+def test_what_was_published_is_told_to_a_node_of_the_version_before(
+    old: Version, new: Version, machine: Machine
+) -> None:
+    """The daemon was stopped, so it took nothing in, and then killed; the next one has no log of puts."""
+    daemon = new.serve(dram="256MiB")
+    client, other = new.client(), new.client()
+    fill(client)
+    assert client.ask("stats")["dram"]
+    daemon.stop()
+    for seed in range(500, 504):
+        assert client.ask("put", seed=seed, pages=2) == {"new": 2}
+    daemon.kill()
+    daemon = old.serve(dram="256MiB")
+    assert client.ask("put", seed=600, pages=2) == {"new": 2}
+    for seed in (*range(500, 504), 600):
+        for asked in (client, other):
+            found = asked.ask("get", seed=seed, pages=2)
+            assert (found["pages"], found["wrong"]) == (2, 0), seed
+    check(other)
+    assert daemon.terminate() == 0
+    new.serve(dram="256MiB")  # finds records of what is stored long since
+    fill(client, 700)
+    check(client, 700)
+    check_laws(machine.connect("n"))
+
+
 @pytest.mark.parametrize("end", ["terminated", "killed"])
 def test_pages_on_nvme_outlive_a_reboot_with_an_upgrade(
     end: str, old: Version, new: Version, machine: Machine, tmp_path: Path

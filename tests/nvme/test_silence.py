@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ import pytest
 
 from kvstore import Store
 from kvstore.errors import Unavailable
-from kvstore.failpoint import STALL, STALLED
+from kvstore.failpoint import STALL
 from tests.helpers.content import FEW, SMALL, chain, mismatch
+from tests.helpers.nvme.files import silent
 from tests.helpers.nvme.nodes import (
     NODE,
     PROMPT_PAGES,
@@ -38,17 +37,6 @@ OBJECTS = 6
 ROUND = 10  # prompts
 AN_EXTENT = 50  # pages
 OLD, NEW = range(60), range(1000, 1060)  # prompts of each layout, stored before and during the silence
-
-
-@contextmanager
-def silent(device: Path) -> Iterator[None]:
-    """Every call to this device waits meanwhile."""
-    stalled = Path(f"{device}{STALLED}")
-    stalled.touch()
-    try:
-        yield
-    finally:
-        stalled.unlink()
 
 
 def serve(machine: Machine, size: str = "6MiB", answer_s: float = ANSWER_S, **more: Any) -> Daemon:

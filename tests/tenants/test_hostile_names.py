@@ -35,6 +35,7 @@ def test_reads_make_the_node_remember_nothing(machine: Machine) -> None:
     local = machine.connect("api")
     names = node_of(local).folder.path / NAMES
     assert put(local, 1, 1, salt="b") == 1
+    local.stats()  # by now it is taken in
     before = size_of(names)
     assert before > 0, "paired: whose the page is stands there"
     with kvstore.connect(f"kv://{address}", token="a-token") as store:

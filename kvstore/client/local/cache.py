@@ -20,7 +20,7 @@ from kvstore.client.local.prefetch import bring, have_verified, tell_damaged, te
 from kvstore.client.local.proof import Run, copy_runs, prove, tell_reuse
 from kvstore.client.local.put import LocalPut, checksums_of
 from kvstore.client.local.reader import LocalReader
-from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, stored_pages
+from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.writer import LocalWriter
 from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
 from kvstore.client.prefix_cache import PrefixCache
@@ -31,6 +31,7 @@ from kvstore.model.replica import STAMPED, Tier
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+from kvstore.tier.header import DaemonState
 from kvstore.tier.host_memory import copy, empty
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
@@ -218,10 +219,18 @@ class LocalCache(PrefixCache):
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
+    def put(
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        wait: bool = False,
+    ) -> int:
         """See ``PrefixCache.put``."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(tokens, pages, extras, checksum)
+        put = self._start_put(tokens, pages, extras, checksum, wait)
         new = put.result()
         put.counters.took(PUT, start_ns)
         return new
@@ -231,20 +240,24 @@ class LocalCache(PrefixCache):
     ) -> LocalPut:
         """See ``PrefixCache.put_async``."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(tokens, pages, extras, checksum)
+        put = self._start_put(tokens, pages, extras, checksum, True)
         put.counters.took(PUT_ASYNC, start_ns)
         put.leave()
         return put
 
-    def _start_put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None, checksum: bool) -> LocalPut:
+    def _start_put(
+        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None, checksum: bool, wait: bool
+    ) -> LocalPut:
         keys = self._named(tokens, extras)
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
         keys = keys.with_tag(self._tag_in(mapped))
         self._name(mapped)
-        stored, last = stored_pages(mapped, keys, self._closed)
+        publishes = not wait and self.root not in mapped.limited and mapped.header.state == DaemonState.READY
+        look = stored_or_published if publishes else stored_pages
+        stored, last = look(mapped, keys, self._closed)
         known = known_on_nvme(mapped, keys, stored, self._closed) if stored < len(rows) else ()
-        put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known)
+        put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known, publishes)
         if stored < len(rows):
             if last is not None:
                 mapped.mark_used(last)  # what the new pages hang on must not be what leaves for them

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvstore.client.local.dialling import dial
 from kvstore.client.local.session import SessionFile
 from kvstore.client.store import AFTER_FORK
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
@@ -22,13 +22,12 @@ from kvstore.model.replica import Status
 from kvstore.rpc import control
 from kvstore.rpc.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 from kvstore.rpc.copies import Copies
+from kvstore.rpc.publisher import Publisher
 from kvstore.tier.counters import SessionCounters
 from kvstore.tier.folder import NodeFolder
 
 OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
-_POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
 _RETRY_MIN_S, _RETRY_MAX_S = 0.001, 0.05
-_SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
 
 _NEW, _DONE, _LOST = 0, 1, 2
 _REFUSALS = (int(Status.INVALID), int(Status.FAILED))
@@ -91,6 +90,7 @@ class SocketChannel:
         self.copies = Copies()
         self._session = secrets.randbits(63) | 1
         self._file = SessionFile(folder, self._session)
+        self.publisher = Publisher(folder, self._session, self.copies)
         self._refusal = ""
         self._renewed = False  # closed because another channel follows
         self._sending = threading.Lock()  # held while a request is encoded and sent, or a connection made
@@ -150,7 +150,8 @@ class SocketChannel:
             while True:
                 if op is Op.GRANT and flags & AHEAD and self._socket is None:  # no need to wait for a daemon now
                     raise NodeUnavailable(f"{self.folder.name}: not connected, and nothing needed")
-                sock = self._socket or self._connect(deadline)
+                # That there is something to take in is a hint: worth one try.
+                sock = self._socket or self._connect(deadline, once=op is Op.DRAIN)
                 if len(self._waiting) >= OUTSTANDING_MAX:
                     self._collect_oldest(deadline)
                     continue
@@ -212,8 +213,9 @@ class SocketChannel:
                     self._waiting.remove(reply)
                 reply._state = _NEW
 
-    def _connect(self, deadline: float) -> socket.socket:
-        """A connection that has said HELLO. Retries until the deadline: the daemon may be restarting."""
+    def _connect(self, deadline: float, once: bool) -> socket.socket:
+        """A connection that has said HELLO. Retries until the deadline, for the daemon may be restarting.
+        ``once``: not where nobody listens."""
         pause_s = _RETRY_MIN_S
         self._bury(deadline)
         while True:
@@ -226,11 +228,12 @@ class SocketChannel:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
                 self._file.lock()
-                _connect_path(sock, self.folder)
+                dial(sock, self.folder)
                 self._hello(sock, deadline)
             except OSError as error:
                 sock.close()
-                if time.monotonic() + pause_s >= deadline:
+                nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+                if (once and nobody) or time.monotonic() + pause_s >= deadline:
                     raise NodeUnavailable(f"{self.folder.name}: its daemon does not answer ({error})") from None
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
@@ -260,12 +263,15 @@ class SocketChannel:
             _refuse(message)
         if message.op != Status.OK:
             raise NodeUnavailable(f"{self.folder.name}: too many sessions")
-        incarnation = control.unpack_json(message.body).get("incarnation")
+        about = control.unpack_json(message.body)
+        incarnation = about.get("incarnation")
         if self.incarnation is None:
             self.incarnation = incarnation
         elif incarnation is not None and incarnation != self.incarnation:
             self.ended = True
             raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
+        for request in self.publisher.assigned(about.get("puts")):
+            sock.send(request)
 
     # --- receiving: one thread at a time, for whoever waits ----------------------------------------------------------
 
@@ -371,20 +377,6 @@ def _refuse(message: Message) -> NoReturn:
     if field == "protocol":
         raise VersionMismatch(reason)
     raise InvalidRequest(field, reason)
-
-
-def _connect_path(sock: socket.socket, folder: Path) -> None:
-    path = str(folder / "control")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _POLL)
-    if len(path.encode()) <= _SUN_PATH_MAX:
-        sock.connect(path)
-        return
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sock.connect(f"/proc/self/fd/{fd}/control")
-    finally:
-        os.close(fd)
 
 
 _channels: weakref.WeakSet[Any] = weakref.WeakSet()

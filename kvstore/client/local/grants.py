@@ -18,7 +18,7 @@ AHEAD_BYTES_MAX = 16 << 20
 POOLS_MAX = 256  # of a client: a node's own, on behalf of all its remote callers, sees any geometry they think of
 IDLE_S = 2.0  # frames that nobody took for so long are given back
 PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames granted in return wait in them
-AHEAD_PUTS = 8  # so many puts like the last one are asked for at once
+AHEAD_PUTS = 32  # so many puts like the last one are asked for at once, before the last quarter of them is used
 OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
 BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
@@ -80,8 +80,9 @@ class GrantPool:
         """After a put of ``used`` pages: have another one like it find its frames. Asked for now, read by ``take``."""
         with self._lock:
             left = len(self._frames)
-            count = min(self.ahead_max, AHEAD_PUTS * used) - left
-            if left >= used or count <= 0 or self._asked is not None:
+            most = min(self.ahead_max, AHEAD_PUTS * used)
+            count = most - left
+            if left >= max(used, most // 4) or count <= 0 or self._asked is not None:
                 return
             with contextlib.suppress(Unavailable):
                 self._asked = self._request(count, before, AHEAD)

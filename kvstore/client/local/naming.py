@@ -10,7 +10,7 @@ from kvstore.client.local.node import Mapped
 from kvstore.client.local.prefetch import heard_from
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
-from kvstore.rpc.control import NO_REPLY, Op, pack_json
+from kvstore.rpc.control import NO_REPLY, Op, pack_json, unpack_json
 
 LAYOUT_BYTES_MAX = 4096  # of a layout as JSON: its texts may be of any length, what the node remembers may not
 NAMED_MAX = 1 << 14  # roots that a client remembers to have named; the node does not mind hearing it again
@@ -53,5 +53,7 @@ def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool) -> N
             mapped.channel.request(Op.ADMIN, flags=NO_REPLY, body=body, timeout_s=0.0)
             mapped.named[root + _QUIETLY] = forgotten  # it may not have been heard
     else:
-        mapped.exchange(Op.ADMIN, body=body)
+        said = unpack_json(mapped.exchange(Op.ADMIN, body=body).body)
+        if said.get("limited"):
+            mapped.limited.add(root)
         mapped.named[root] = forgotten

@@ -19,6 +19,7 @@ from kvstore.client.local.claims import Claims
 from kvstore.client.local.ends import Embedded, Ends
 from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.nvme import NvmeReader
+from kvstore.client.local.published import Published
 from kvstore.client.local.read_threads import ReadThreads
 from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
@@ -87,7 +88,8 @@ class MappedExtent:
 class Mapped:
     """One incarnation of a node under one index epoch, mapped. Reads that hold it may finish with it at any time.
 
-    Replaced, never changed, when either number changes; the index is let go of when the last reader has.
+    Replaced, never changed, when either number changes (but see ``stored.follow``); the index is let go of when the
+    last reader has.
     """
 
     __slots__ = (
@@ -107,6 +109,8 @@ class Mapped:
         "claims",
         "named",
         "nvme",
+        "published",
+        "limited",
         "timeout_s",
     )
 
@@ -138,7 +142,9 @@ class Mapped:
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
+        self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
         self.nvme = nvme
+        self.published = Published(folder, header)
         self.timeout_s = timeout_s
 
     def extent(self, number: int) -> MappedExtent | None:

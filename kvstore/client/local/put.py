@@ -19,10 +19,12 @@ from kvstore.client.local.node import Mapped
 from kvstore.client.pending import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, word_of
 from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import CHECKSUMS, CONTINUES, Op, batch_pages, pack_addresses
+from kvstore.rpc.control import CHECKSUMS, CONTINUES, NO_REPLY, Op, batch_pages, encode, pack_addresses
+from kvstore.rpc.publisher import Publisher
 from kvstore.tier.counters import SessionCounters
+from kvstore.tier.index import IndexDamaged
 
 # The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
 # request costs as much as copying half a MiB. Measured: 16 MiB is best from 64 KiB to 2 MiB pages.
@@ -64,10 +66,18 @@ class LocalPut(PendingPut):
         "_failure",
         "_sent_again",
         "_refused",
+        "_publishes",
+        "_published",
     )
 
     def __init__(
-        self, mapped: Mapped, keys: Keys, frame_class: FrameClass, flags: int = 0, known: Collection[int] = ()
+        self,
+        mapped: Mapped,
+        keys: Keys,
+        frame_class: FrameClass,
+        flags: int = 0,
+        known: Collection[int] = (),
+        publishes: bool = False,
     ) -> None:
         self._mapped = mapped
         self._keys = keys
@@ -81,6 +91,8 @@ class LocalPut(PendingPut):
         self._failure: Unavailable | None = None
         self._sent_again = False
         self._refused = False  # the tenant may have no more
+        self._publishes = publishes  # until a batch cannot be: what follows it hangs on its seal
+        self._published = 0  # where the last batch's record ends in our slot
 
     @property
     def counters(self) -> SessionCounters:
@@ -182,18 +194,60 @@ class LocalPut(PendingPut):
             body = (*body, checksums_of(rows[page : page + count], self._pool.frame_class.layers).tobytes())
         batch = Batch(page, addresses, body)
         self._batches.append(batch)
-        self._request(batch)
+        self._publishes = self._publishes and self._publish(batch)
+        if self._publishes:
+            self._batches.pop()
+        else:
+            self._request(batch)
 
     def _request(self, batch: Batch) -> None:
         batch.reply = self._mapped.channel.request(
             Op.SEAL_GRANTED,
             count=len(batch.addresses),
             a=self._pool.class_number,
-            flags=self._flags | (CONTINUES if batch.page > self._first else 0),
+            flags=self._flags_of(batch),
             body=batch.body,
         )
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
+
+    def _flags_of(self, batch: Batch) -> int:
+        return self._flags | (CONTINUES if batch.page > self._first else 0)
+
+    def _publish(self, batch: Batch) -> bool:
+        """Put its request where the node finds it: these pages are found from now on, and their frames are no longer
+        ours. False where it has to be sent: the log is full, or only NVMe has their parent."""
+        mapped, count = self._mapped, len(batch.addresses)
+        publisher = mapped.channel.publisher
+        if publisher is None or not self._hangs(publisher, batch):
+            return False
+        number, flags = self._pool.class_number, self._flags_of(batch) | NO_REPLY
+        request = encode(Op.SEAL_GRANTED, 0, count=count, a=number, flags=flags, body=batch.body)
+        position = publisher.publish(request, mapped.header)
+        if not position:
+            return False
+        if failpoint.ACTIVE:
+            failpoint.hit("client.published")
+        self._published = position
+        pages = range(batch.page, batch.page + count)
+        new = sum(page not in self._known for page in pages) if self._known else count
+        self._new += new
+        self.counters.put(mapped.row(self._pool.frame_class), new)
+        if publisher.unheard:
+            with contextlib.suppress(Unavailable):
+                mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
+        return True
+
+    def _hangs(self, publisher: Publisher, batch: Batch) -> bool:
+        """Whether these pages hang on the root, or on a page that is in DRAM or published: neither leaves before they
+        are taken in."""
+        keys, before = self._keys, batch.body[0]
+        if before == keys.root or (batch.page > self._first and publisher.marked < self._published):
+            return True
+        try:
+            return self._mapped.index.find(Tier.DRAM, before) is not None or publisher.holds(before)
+        except IndexDamaged:
+            return False
 
     def _settle(self, batch: Batch) -> None:
         """Wait for the batch's statuses. Sent again once, where the daemon went away before it answered."""
@@ -231,16 +285,20 @@ class LocalPut(PendingPut):
 
     def _sort_out(self, batch: Batch, statuses: bytes) -> list[int]:
         """Frames that are still ours go back to the pool: what the record says counts, not what the status implies.
-        Returns the pages that are sealed."""
-        back, sealed = [], []
+        Those of pages that the node has not done with are given up: it may be reading them. Returns the pages that are
+        sealed."""
+        back, busy, sealed = list[Address](), list[Address](), []
         for page, (address, status) in enumerate(zip(batch.addresses, statuses, strict=True), batch.page):
             extent = self._mapped.extent(address.extent)
             word = int(extent.words[address.frame]) if extent is not None else 0
             if status == _OK or (batch.sent_again and word == word_of(address.generation, FrameState.SEALED)):
                 sealed.append(page)
+            elif status == _BUSY:
+                busy.append(address)
             elif status != _STALE and still_ours(address, word):
                 back.append(address)
         self._pool.add(back)
+        self._pool.forfeit(busy)
         return sealed
 
     def _abandon(self) -> None:

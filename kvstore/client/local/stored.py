@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from kvstore.client.local.node import Mapped
+from kvstore.client.local.published import published_here
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
-from kvstore.tier.index import IndexDamaged
+from kvstore.tier.index import Index, IndexDamaged
+
+LOOKS = 8  # at what was published, while the node is just taking it in
 
 RootAt = Callable[[bytes], bytes | None]
 """The root of the page at a raw address, as its record says now; None where there is no such record."""
@@ -26,6 +29,34 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
 
     ``closed``: chains are prefix-closed in the index, so that a binary search will do.
     """
+    seen: bytes | None = mapped.published.seen
+    found = _named(mapped, hashes, closed)
+    for _ in range(LOOKS):
+        if found[0] == len(hashes) or seen is None:
+            break
+        seen = mapped.published.look(hashes[found[0]], seen, mapped.channel)
+        if follow(mapped):  # what was taken in meanwhile may be in a new index alone
+            seen = mapped.published.seen
+        if seen is not None:
+            found = _named(mapped, hashes, closed)
+    return found
+
+
+def follow(mapped: Mapped) -> bool:
+    """Whether the node has made its index anew since the one at hand was opened, and that one is replaced by it: what
+    was missed is to be looked up again."""
+    header = mapped.header
+    epoch = header.epoch
+    if epoch == mapped.epoch or header.incarnation != mapped.incarnation:
+        return False
+    index = Index.open_reader(mapped.folder, epoch)
+    if index is None:
+        return False
+    mapped.index, mapped.epoch = index, epoch
+    return True
+
+
+def _named(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
     try:
         if closed:
             return mapped.index.longest(Tier.DRAM, hashes)
@@ -38,7 +69,12 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
 
 def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
     """How many leading pages of ``keys`` are in DRAM, and the raw address of the last one. A hint."""
-    count, last = named_pages(mapped, keys.hashes, closed)
+    return _ours_of(mapped, keys, named_pages(mapped, keys.hashes, closed), closed)
+
+
+def _ours_of(mapped: Mapped, keys: Keys, named: tuple[int, bytes | None], closed: bool) -> tuple[int, bytes | None]:
+    """Of the pages that the index names those of that root."""
+    count, last = named
     if last is None or (closed and mapped.root_at(last) in (None, keys.root)):
         return count, last
     try:
@@ -47,6 +83,22 @@ def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes |
         return 0, None
     ours = _ours(found, keys.root, mapped.root_at)
     return len(ours), ours[-1] if ours else None
+
+
+def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
+    """The same for a put: pages that this session has published count, whether the node has taken them in or not."""
+    publisher = mapped.channel.publisher
+    for _ in range(LOOKS):
+        if publisher is None or mapped.published.quiet:
+            break
+        marked = publisher.marked
+        stored, last = _ours_of(mapped, keys, _named(mapped, keys.hashes, closed), closed)
+        more = published_here(publisher, keys.hashes, stored)
+        if publisher.marked == marked and not follow(mapped):  # else some pages may have been in neither
+            if more or stored == len(keys.hashes) or not mapped.published.holds(keys.hashes[stored]):
+                return stored + more, last
+            break  # somebody else's
+    return stored_pages(mapped, keys, closed)
 
 
 def stored_beyond(mapped: Mapped, keys: Keys, dram: int, closed: bool) -> tuple[int, int]:

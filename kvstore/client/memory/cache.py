@@ -93,7 +93,15 @@ class MemoryCache(PrefixCache):
         data = rows if target is None else None
         return Match(len(pages) * self._page_tokens, len(pages), reason, data)
 
-    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
+    def put(
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        wait: bool = False,
+    ) -> int:
         """See ``PrefixCache.put``."""
         keys = self._named(tokens, extras)
         rows = rows_to_read(pages, self.page_bytes, len(keys))

@@ -162,11 +162,20 @@ class RemoteCache(PrefixCache):
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def put(self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False) -> int:
+    def put(
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        wait: bool = False,
+    ) -> int:
         """See ``PrefixCache.put``. One round trip asks what is stored already, a stream brings the rest.
 
         Args:
             checksum: has no effect: what arrives is verified in any case.
+            wait: has none either: the node has sealed the pages when it answers.
         """
         keys = self._named(tokens, extras)
         rows = rows_to_read(pages, self.page_bytes, len(keys))

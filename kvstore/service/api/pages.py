@@ -130,7 +130,7 @@ class PageCalls:
             nonlocal new_pages
             keys = prompt.keys[page : page + len(rows)]
             try:
-                new_pages += prompt.cache.put(keys, rows)
+                new_pages += prompt.cache.put(keys, rows, wait=True)
             except QuotaExceeded:
                 if not new_pages:
                     raise

@@ -32,6 +32,8 @@ from kvstore.tier.plain_files import chmod_socket, open_folder, remove
 log = logging.getLogger("kvstore.control")
 
 POLL_S = 0.5
+WATCH_S = 0.001  # between looks at the log of puts, ...
+QUIET_S = 0.05  # ... until nobody published for so long
 HELLO_S = 5.0  # a connection that says nothing within this is closed
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
@@ -123,6 +125,8 @@ class ControlServer:
         self._slow = _SlowCalls(self._carry_out, SLOW_THREADS)
         self._deletions = _SlowCalls(self._carry_out, DELETE_THREADS)
         self._stopped = False
+        self._drained = 0
+        self._quiet_at: float | None = None  # when nobody looks at the log of puts any more; None: nobody does
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
         self._listener: socket.socket | None = None
 
@@ -159,8 +163,9 @@ class ControlServer:
             for bell in bells:
                 poll.register(bell, select.EPOLLIN)
             swept = time.monotonic()
+            self._node.puts.watched(False)
             while not self._stopped:
-                for fd, _ in poll.poll(POLL_S):
+                for fd, _ in poll.poll(self._watch_puts()):
                     if fd == listening:
                         self._accept(poll)
                     elif fd in bells:
@@ -179,6 +184,20 @@ class ControlServer:
         for connection in self._connections.values():
             connection.sock.close()
         self._listener.close()
+
+    def _watch_puts(self) -> float:
+        """Take in what clients published; how long to wait for requests then. While they publish it is looked at all
+        the time, so that they need not wake anybody; after ``QUIET_S`` they have to."""
+        puts, now = self._node.puts, time.monotonic()
+        puts.drain()
+        if puts.times != self._drained:
+            puts.watched(True)
+            self._drained, self._quiet_at = puts.times, now + QUIET_S
+        elif self._quiet_at is not None and now >= self._quiet_at:
+            self._quiet_at = None
+            puts.watched(False)
+            return 0.0  # who published meanwhile did not tell: look once more
+        return WATCH_S if self._quiet_at is not None else POLL_S
 
     def _accept(self, poll: select.epoll) -> None:
         assert self._listener is not None

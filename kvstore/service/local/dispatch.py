@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
-from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Address, Status, identity_bytes
+from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Status
 from kvstore.rpc import control
 from kvstore.rpc.control import BATCH_MAX, Message, Op
 from kvstore.service.node.node import Node
+from kvstore.service.node.sealing import seal_event
 from kvstore.service.operator.admin import Admin
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
@@ -41,6 +39,7 @@ class Dispatcher:
             Op.PREFETCH: self._prefetch,
             Op.DELETE: self._delete,
             Op.ADMIN: self._admin,
+            Op.DRAIN: self._drain,
         }
         self.admin = Admin(node, scrubber, wake)
 
@@ -60,7 +59,8 @@ class Dispatcher:
         if reply.status != Status.OK:
             reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
             return 0, control.encode(Status.FAILED, message.request_id, body=[reason.encode()])
-        about = {"name": self.node.config.name, "incarnation": f"{self.node.incarnation:016x}"}
+        incarnation, puts = f"{self.node.incarnation:016x}", self.node.puts.give(message.a)
+        about = {"name": self.node.config.name, "incarnation": incarnation, "puts": puts}
         return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
 
     def exchange(self, session: int, message: Message) -> bytes | None:
@@ -115,29 +115,7 @@ class Dispatcher:
         return control.encode(reply.status, message.request_id, count=len(reply.addresses), body=body)
 
     def _seal_granted(self, session: int, message: Message, now_ns: int) -> bytes:
-        frame_class = control.unpack_class(message.a)
-        count, body = _at_least_one(message), message.body
-        width = identity_bytes(frame_class.page_tokens)
-        parent = control.unpack_key(body, 0)
-        addresses = control.unpack_addresses(body, count, KEY_BYTES)
-        start = KEY_BYTES + count * ADDRESS_BYTES
-        rows = control.unpack_rows(body, count, frame_class.page_tokens, start)
-        sums = None
-        if message.flags & control.CHECKSUMS:
-            sums = _checksums(body, start + count * width, count, frame_class.layers)
-        for number in {address.extent for address in addresses}:
-            there = self.node.contents.class_of(number)
-            if there is None:  # dropped since: its addresses can be nobody's
-                # Each still an address of its own: one that is named twice is another's mistake, and refused.
-                addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
-            elif there != frame_class:
-                raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
-        continues = bool(message.flags & control.CONTINUES)
-        event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues)
-        if message.flags & control.OBJECT:
-            if count != 1 or sums is not None:
-                raise InvalidRequest("count", "one object at a time, without checksums")
-            event.replaces = control.unpack_addresses(body, 1, start + width)[0]
+        event = seal_event(session, message, self.node.contents.class_of, now_ns)
         reply = self.node.handle(event)
         if Status.BUSY in reply.statuses:
             self.wake()
@@ -201,6 +179,10 @@ class Dispatcher:
             self.wake()
         return _statuses(message, reply)
 
+    def _drain(self, session: int, message: Message, now_ns: int) -> bytes:
+        self.node.puts.drain()
+        return control.encode(Status.OK, message.request_id)
+
     def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
         body = control.pack_json(self.admin.call(control.unpack_json(message.body)))
         limit = control.MESSAGE_BYTES_MAX - control.HEAD.size
@@ -213,12 +195,6 @@ def _at_least_one(message: Message) -> int:
     if message.entries == 0:
         raise InvalidRequest("count", "must not be 0")
     return message.entries
-
-
-def _checksums(body: memoryview, offset: int, count: int, layers: int) -> Any:
-    if len(body) < offset + 4 * count * layers:
-        raise InvalidRequest("checksums", f"{count} pages of {layers} layers need {4 * count * layers} bytes")
-    return np.frombuffer(body, np.uint32, count * layers, offset).reshape(count, layers)
 
 
 def _accepted(reply: ev.Reply) -> ev.Reply:

@@ -44,6 +44,7 @@ class InProcessChannel:
         self._session = secrets.randbits(63) | 1
         self.ended = False
         self.copies = Copies()
+        self.publisher = None  # a request is a call
         self.counters = SessionCounters()
         node.sessions.join(self._session, self.counters)
         node.handle(ev.SessionOpened(time.monotonic_ns(), self._session))

@@ -25,6 +25,7 @@ from kvstore.service.node.erasing import deletes, erase_all, taken_out
 from kvstore.service.node.folder_memory import FolderMemory, lean_table_fits
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.performer import MOVED, Performer
+from kvstore.service.node.put_drain import PutDrain
 from kvstore.service.node.room import make_room
 from kvstore.serving import logs
 from kvstore.state import events as ev
@@ -65,7 +66,10 @@ def while_running(
     ) -> Callable[Concatenate[Node, Rest], Result | Otherwise]:
         def held(node: Node, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result | Otherwise:
             with node._mutex:
-                return otherwise if node._stopped else method(node, *args, **kwargs)
+                if node._stopped:
+                    return otherwise
+                node.puts.take_in()
+                return method(node, *args, **kwargs)
 
         update_wrapper(held, method)
         return held
@@ -82,6 +86,7 @@ class Node:
         contents: what lies where, for threads that read beside the decisions.
         waiting: what was decided and is still to be carried out.
         sessions: which clients live and what they counted.
+        puts: what clients published.
         events: what happened to pages.
         scan: of NVMe, where there is one.
         nvme_failures: path -> why that target is not used, or not written to any more.
@@ -106,6 +111,7 @@ class Node:
         self.ending = False
         self.kv_last: Callable[[], int] | None = None
         self._mutex = threading.Lock()
+        self.puts = PutDrain(performer, state, self.contents, self._mutex)
         self._ticks = 0
         self._stopped = False
 
@@ -121,6 +127,9 @@ class Node:
         """
         failures: dict[str, str] = {}
         node = cls(config, *startup.start(config, failures), failures)
+        for session in node.puts.sessions():  # what it published is taken in before
+            node.handle(ev.SessionOpened(time.monotonic_ns(), session))
+            node.handle(ev.SessionLost(time.monotonic_ns(), session))
         node.sessions.sweep()
         return node
 
@@ -130,6 +139,7 @@ class Node:
         with self._mutex:
             if not self._stopped:
                 self._stopped = True
+                self.puts.end()
                 self.enter(DaemonState.STOPPED)
                 self.performer.close(keep_name)
                 if remove:
@@ -169,6 +179,7 @@ class Node:
         with self._mutex:
             if self._stopped:
                 return ev.Reply()  # a thread that was late for the stop
+            self.puts.take_in()
             needed = self.state.frames_needed(event)
             if needed is not None:
                 self._make_room(*needed)
@@ -179,8 +190,9 @@ class Node:
             reply = self.performer.perform(instructions)
             while self.performer.sessions_to_check:
                 session = self.performer.sessions_to_check.pop()
-                if not self.sessions.alive(session):
+                if not self.sessions.alive(session) and self.puts.may_end(session):
                     self.performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
+                    self.puts.ended(session)
             book = self.performer.book
         if book.dirty:
             book.flush()
@@ -206,7 +218,7 @@ class Node:
         short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
         missing = max(0, short - len(segment.vacant & segment.populated))
         for position in sorted(segment.vacant - segment.populated)[:missing]:
-            self._populate(position)
+            self.performer.perform(self.state.handle(self._populated(position)))
         make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
 
     def populate_next(self) -> bool:
@@ -216,25 +228,19 @@ class Node:
         position = self._unpopulated()
         if position is None:
             return False
-        try:
-            self.performer.segment.populate(position)  # outside the mutex: half a second per GiB
-            event: ev.Event = ev.Populated(time.monotonic_ns(), [position])
-        except OutOfSpace:
-            event = ev.PopulationFailed(time.monotonic_ns(), [position])
-        self.handle(event)
+        self.handle(self._populated(position))  # outside the mutex: half a second per GiB
         return True
 
     @while_running(None)
     def _unpopulated(self) -> int | None:
         return min(self.state.segment.vacant - self.state.segment.populated, default=None)
 
-    def _populate(self, position: int) -> None:
-        now_ns = time.monotonic_ns()
+    def _populated(self, position: int) -> ev.Event:
         try:
             self.performer.segment.populate(position)
-            self.performer.perform(self.state.handle(ev.Populated(now_ns, [position])))
+            return ev.Populated(time.monotonic_ns(), [position])
         except OutOfSpace:
-            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
+            return ev.PopulationFailed(time.monotonic_ns(), [position])
 
     def tick(self) -> None:
         """Do what is due: end what is past its deadline, sweep lost sessions and dead readers, let the index grow."""
@@ -376,18 +382,15 @@ class Node:
         with self._mutex:
             if self._stopped:
                 raise Unavailable("the node is stopping")
+            self.puts.take_in()
             return at(self.performer, self.state)
-
-    # --- looking in -------------------------------------------------------------------------------------------------
 
     def verify(self) -> list[str]:
         """The conservation laws over state, records and index, now. One line per finding."""
-        with self._mutex:
-            performer = self.performer
-            return [
-                finding
-                for tier, space in self.state.spaces.items()
-                for finding in integrity.check(
-                    self.state, tier, space.records.snapshots(), performer.index.addresses(tier)
-                )
-            ]
+        return self.look(_findings)
+
+
+def _findings(performer: Performer, state: NodeState) -> list[str]:
+    spaces = state.spaces.items()
+    pairs = ((tier, space.records.snapshots(), performer.index.addresses(tier)) for tier, space in spaces)
+    return [finding for pair in pairs for finding in integrity.check(state, *pair)]

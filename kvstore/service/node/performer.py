@@ -42,6 +42,7 @@ from kvstore.tier.environment import ALWAYS_THERE
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index
+from kvstore.tier.put_log import PutLog
 from kvstore.tier.records import ExtentTable
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
@@ -75,6 +76,7 @@ class Performer:
         self.sessions_to_check: list[int] = []
         self.events = EventLog(staged=True)
         self.book = Book(folder, header.incarnation)
+        self.puts: PutLog | None = None
         self._index_ops: list[IndexOp] = []  # of one decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
@@ -270,10 +272,8 @@ class Performer:
         tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
         for table, frames, places in self._by_extent(addresses):
             fmt = table.fmt
-            plain = info_word(table.frame_class.page_bytes, flags=STAMPED if sums is not None else 0, position=0)
+            plain = info_word(table.frame_class.page_bytes, flags=0, position=0)
             infos = [plain | info for info in _of(instruction.standings, places)]
-            if sums is not None and fmt.tail:
-                table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
             if instruction.rows is not None and instruction.parents is not None:
                 parents = _of(instruction.parents, places)
                 self._write_bodies(table, frames, instruction.rows[places], parents, infos, 0)
@@ -286,6 +286,10 @@ class Performer:
                 # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
                 # a kill in between leaves wrong, is a hint.
                 table.column(fmt.info)[frames] = np.array(infos, np.uint64)
+            if sums is not None:
+                if fmt.tail:  # not before: they lie where a start reads whose frame it is
+                    table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
+                table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
         self._index_ops.append((tier, instruction.keys, addresses))
         root = self.root(addresses[0].extent, addresses[0].frame)
         self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)

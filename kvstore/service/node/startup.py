@@ -28,6 +28,7 @@ from kvstore.service.node.index_keeper import snapshot
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.nvme_start import open_nvme, open_tables, secret_on_nvme
 from kvstore.service.node.performer import Performer
+from kvstore.service.node.put_drain import open_log
 from kvstore.service.node.tier_view import TierView
 from kvstore.state import events as ev
 from kvstore.state import recovery
@@ -99,6 +100,7 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     else:
         segment_file = resize.fit(config, folder, header, segment_file)
     header.state = DaemonState.STARTING
+    header.heartbeat_ns = 0  # the one before gave no sign of us
     header.pid = os.getpid()
     header.verify_reads = int(config.verify_reads)
     return _recover(config, folder, header, segment_file, failures)
@@ -113,6 +115,7 @@ def _clear(folder: NodeFolder) -> None:
         Index.remove(folder, epoch)
     remove(folder.segment)
     remove(folder.path / QUARANTINE)
+    remove(folder.puts)
 
 
 def _void(folder: NodeFolder, number: int, keep: bool) -> None:
@@ -201,7 +204,8 @@ def _recover_tiers(
     index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, stores, index, map_bytes, time.monotonic_ns)
     nvme, segment_file = performer.nvme, performer.segment
-    living, lost = living_ids(folder), list[int]()
+    performer.puts = puts = open_log(folder, header)
+    living, lost = living_ids(folder) | set(puts.sessions() if puts is not None else ()), list[int]()
     for number in folder.extents():
         opened = (ExtentTable.open(folder, number, store.incarnation, writable=True) for store in stores.values())
         table = next(filter(None, opened), None)

@@ -28,7 +28,7 @@ METRICS = (
     _counter("hit_tokens", "Tokens of those pages.", "tier"),
     _counter("missed_pages", "Pages that gets and leases did not find, by why the match ended.", "reason"),
     _counter("missed_tokens", "Tokens of those pages."),
-    _counter("put_pages", "New pages that clients put and the node acknowledged."),
+    _counter("put_pages", "New pages that clients put: published in shared memory, or acknowledged by the node."),
     _counter("read_bytes", "Bytes that clients copied or were lent, by tier.", "tier"),
     _counter(
         "tier_bytes", "Bytes that crossed a tier's border, clients and the other tier alike.", "tier", "direction"

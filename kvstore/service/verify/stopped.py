@@ -33,6 +33,7 @@ from kvstore.tier.frame_header import layer_sums
 from kvstore.tier.header import DaemonState, Header, boot_id
 from kvstore.tier.index import Index, IndexDamaged
 from kvstore.tier.nvme_map import NvmeMap
+from kvstore.tier.put_log import LogDamaged, PutLog
 from kvstore.tier.records import ExtentTable
 
 
@@ -92,6 +93,7 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
             _verify_records(table, report)
         _verify_closure(tier, snapshots, report)
         _verify_index(folder, header, tier, snapshots, report)
+    _verify_puts(folder, header, report)
     data = np.memmap(folder.segment, np.uint8, "r")
     for table in tables.values():
         if table.tier == Tier.DRAM:
@@ -184,6 +186,24 @@ def _entry_fault(key: bytes, address: Address, found: Snapshot | None) -> str:
     if int(found.words[address.frame]) != address.generation << 8 | FrameState.SEALED:
         return "is not sealed under that generation"
     return "" if bytes(found.keys[address.frame]).ljust(16, b"\0") == key else "holds another key"
+
+
+def _verify_puts(folder: NodeFolder, header: Header, report: Report) -> None:
+    """What clients published and no daemon has taken in: the next start does."""
+    puts = PutLog.open(folder, header.puts_id, writable=False)
+    if puts is None:
+        if header.puts_id:
+            report.findings.append("puts: is absent or damaged: what was published there and not taken in is lost")
+        return
+    for slot in puts.waiting():
+        session, count = puts.session(slot), 0
+        try:
+            for _ in puts.records(slot) if session else ():
+                count += 1
+        except LogDamaged as error:
+            report.findings.append(f"puts: session {session:016x}: {error}: what it published from there on is lost")
+        if count:
+            report.repairs.append(f"puts: session {session:016x}: {count} puts are published and not taken in")
 
 
 def _verify_pages(table: ExtentTable, data: npt.NDArray[np.uint8], extent_bytes: int, report: Report) -> None:

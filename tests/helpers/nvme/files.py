@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +25,7 @@ import numpy as np
 import xxhash
 
 from kvstore import Keys, Layout, Store
+from kvstore.failpoint import STALLED
 from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import FileDisk
@@ -110,6 +112,17 @@ def save_all(store: Store, timeout_s: float = 20.0) -> None:
 def reboot(machine: Machine, name: str = "n") -> None:
     """What is left of shared memory when the machine restarts: nothing."""
     shutil.rmtree(machine.folder(name))
+
+
+@contextmanager
+def silent(device: Path) -> Iterator[None]:
+    """Every call to this device waits meanwhile; of a node with the failpoint ``STALL``."""
+    stalled = Path(f"{device}{STALLED}")
+    stalled.touch()
+    try:
+        yield
+    finally:
+        stalled.unlink()
 
 
 def scanned(store: Store) -> None:

@@ -105,7 +105,8 @@ def put_prompt(a: Arguments, cache: PrefixCache, seed: int, pages: int, parts: i
     for part in range(1, parts + 1):
         keys = keys_of(a, seed, max(1, pages * part // parts))
         data = bytes_of(a, keys)
-        new += again(lambda keys=keys, data=data: cache.put(keys, data, checksum=a.get("checksum", False)))
+        how = {"checksum": a.get("checksum", False), "wait": a.get("wait", False)}
+        new += again(lambda keys=keys, data=data, how=how: cache.put(keys, data, **how))
         log("put", seed=seed, pages=max(new, cache.lookup(keys).pages), new=new)
 
 
@@ -248,7 +249,12 @@ def race(a: Arguments) -> None:
                         writer.write_layer(layer, layer_of(data, layer, cache.layout))
                 log("raced", seed=a["first"] + i, seen=cache.lookup(keys).pages)
             else:
-                log("raced", seed=a["first"] + i, new=cache.put(keys, data), seen=cache.lookup(keys).pages)
+                log(
+                    "raced",
+                    seed=a["first"] + i,
+                    new=cache.put(keys, data, wait=a["wait"]),
+                    seen=cache.lookup(keys).pages,
+                )
 
 
 def stopped_put(a: Arguments) -> None:

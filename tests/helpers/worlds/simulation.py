@@ -21,9 +21,11 @@ WINDOW = 400  # steps in which each class must have stored something
 class Simulation:
     """Clients that put, write, read and die; a daemon that dies too. Every choice comes from the seed."""
 
+    make_world: type[World] = World
+
     def __init__(self, seed: int, *, crash_every: int, classes: tuple[FrameClass, ...] = (SMALL, LARGE)) -> None:
         self.random = random.Random(seed)
-        self.world = World(EXTENT_BYTES, POSITIONS, now_ns=self.random.choice([10**9, 50 * 86_400 * 10**9]))
+        self.world = self.make_world(EXTENT_BYTES, POSITIONS, now_ns=self.random.choice([10**9, 50 * 86_400 * 10**9]))
         self.crash_every = crash_every
         self.classes = classes
         self.sealed: Counter[FrameClass] = Counter()  # in this window
@@ -92,13 +94,16 @@ class Simulation:
         if short > 0 or self.random.random() < 0.3:
             ahead = short <= 0
             world.grant(session, chain.frame_class, max(short, 4), ahead=ahead, anchor=anchor)
-        statuses = world.put(session, chain, stored, resend=self.random.random() < 0.5)
-        self.sealed[chain.frame_class] += statuses.count(Status.OK)
+        self._send_pages(session, chain, stored)
         spare = world.clients[session].granted.get(chain.frame_class, [])
         if len(spare) > 16 or self.random.random() < 0.05:  # as a client gives back what it does not need
             world.revoke(session, spare[8:])
         if world.clients[session].forfeited:
             world.revoke(session, list(world.clients[session].forfeited))
+
+    def _send_pages(self, session: int, chain: Chain, stored: int) -> None:
+        statuses = self.world.put(session, chain, stored, resend=self.random.random() < 0.5)
+        self.sealed[chain.frame_class] += statuses.count(Status.OK)
 
     def _write(self) -> None:
         """Ranks of a write group reserve, seal in any order, or leave each other in the lurch."""

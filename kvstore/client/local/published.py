@@ -1,0 +1,92 @@
+"""Published: pages that were put, and that the node has not taken in yet. No page is proven by what stands in the log.
+
+Whoever misses a key looks for it there. If it is there, the node is asked to take in what was published, and the index
+once more. With the node down that is a miss, until it is back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.rpc.base import Channel
+from kvstore.rpc.control import Op
+from kvstore.rpc.publisher import Publisher
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.put_log import PutLog
+
+DRAIN_S: Final = 2.0  # a node that does not answer within this is not asked again before it gives a sign
+_PUTS_ID = Header.puts_id.position
+
+
+class Published:
+    """The log of one mapped node, for whoever reads there. Threads may share it.
+
+    Attributes:
+        seen: up to which positions the node was through at some moment. They only grow. So where they are the same
+            after the index was read, nothing was taken in meanwhile: a page that the index does not have, and that does
+            not wait in the log either, was not put before.
+    """
+
+    __slots__ = ("_folder", "_header", "_id", "_log", "_unanswered_ns", "seen")
+
+    def __init__(self, folder: NodeFolder, header: Header) -> None:
+        self._folder = folder
+        self._header = header
+        self._id: int = header.puts_id
+        self._log = PutLog.open(folder, self._id)
+        self._unanswered_ns = -1  # the node's last sign when it did not answer
+        self.seen = b""
+
+    @property
+    def quiet(self) -> bool:
+        """Everything published has been taken in."""
+        log = self._log
+        return log is None or log.quiet
+
+    def holds(self, key: bytes) -> bool:
+        """Whether somebody has published the page of that key, and it is not taken in. A hint."""
+        log = self._log
+        return log is not None and log.holds(key)
+
+    def look(self, key: bytes, seen: bytes, channel: Channel) -> bytes | None:
+        """After the index did not have ``key``: None where that is final. Else it is worth another look, and what is
+        ``seen`` before that. Where the key is among what was published, the node takes that in first.
+
+        ``seen``: of before the index was read.
+        """
+        if self._header.words[_PUTS_ID] != self._id:  # the daemon has made a log since this node was mapped
+            self._id = self._header.words[_PUTS_ID]
+            self._log = PutLog.open(self._folder, self._id)
+            seen = b""
+        log = self._log
+        if log is None:
+            return None
+        waits = not log.quiet and log.holds(key)
+        if not waits and log.drained == seen:
+            return None
+        if waits and not self._ask(channel):
+            return None
+        self.seen = log.drained
+        return self.seen
+
+    def _ask(self, channel: Channel) -> bool:
+        """Have the node take in what was published; False where it does not."""
+        sign_ns = self._header.heartbeat_ns
+        if sign_ns == self._unanswered_ns:
+            return False
+        try:
+            channel.request(Op.DRAIN, timeout_s=DRAIN_S).result()
+            return True
+        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            self._unanswered_ns = sign_ns
+        return False
+
+
+def published_here(publisher: Publisher, hashes: list[bytes], stored: int) -> int:
+    """How many pages from ``stored`` on this session has published itself, and the node has not taken in."""
+    count = stored
+    while count < len(hashes) and publisher.holds(hashes[count]):
+        count += 1
+    return count - stored

@@ -1,0 +1,199 @@
+"""PutDrain: takes in what clients published in the log of puts, before the node decides about anything else.
+
+A record is decided and performed as the request that it is, then marked. What it may not have (another writer was
+first, its parent has left) its writer never hears of: those frames are free again at once. One that makes no sense is
+passed over, and a slot that is damaged is read no further: those frames come back when their session ends.
+
+A parent may leave for NVMe just before its child is published. Then the child follows it there, and its record stays
+until it has arrived: asked again every ``AGAIN_S``, by the next daemon too, while those behind it are taken in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore import failpoint
+from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore.model.replica import Status
+from kvstore.rpc import control
+from kvstore.rpc.control import Op
+from kvstore.service.node.contents import Contents
+from kvstore.service.node.performer import Performer
+from kvstore.service.node.sealing import seal_event
+from kvstore.serving import logs
+from kvstore.state import events as ev
+from kvstore.state.node_state import NodeState
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.put_log import LogDamaged, PutLog
+
+log = logging.getLogger("kvstore.node")
+
+_BUSY, _OK = int(Status.BUSY), int(Status.OK)
+AGAIN_S = 0.005  # between looks at records whose pages are on their way to NVMe
+
+
+def open_log(folder: NodeFolder, header: Header) -> PutLog | None:
+    """The log that the header names, or a new one. None where there is no memory for it."""
+    found = PutLog.open(folder, header.puts_id)
+    if found is None:
+        header.puts_id = 0
+        try:
+            found = PutLog.create(folder)
+        except OutOfSpace as error:
+            log.warning("puts are not published in shared memory: %s", error)
+            return None
+        header.puts_id = found.id
+    return found
+
+
+@dataclass
+class _Held:
+    """A slot that has a record whose pages are on their way to NVMe. ``done``: records behind it that are taken in."""
+
+    stop: int
+    again_s: float
+    done: set[int] = field(default_factory=set)
+
+
+class PutDrain:
+    """The node's side of the log, from the node's start to ``end``. The node takes in before each decision
+    (``take_in``, with its mutex held); others ask for it (``drain``).
+
+    Attributes:
+        times: how often there was something.
+    """
+
+    def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: threading.Lock) -> None:
+        self.times = 0
+        self._puts = performer.puts
+        self._performer = performer
+        self._state = state
+        self._class_of = contents.class_of
+        self._mutex = mutex
+        self._held: dict[int, _Held] = {}  # by slot
+
+    def end(self) -> None:
+        """Take in what there is; what is published from now on is for the next start. The mutex is held."""
+        self.take_in()
+        self._puts = None
+
+    def drain(self) -> None:
+        """Take in everything that was published before this call."""
+        with self._mutex:
+            taken, book = self.take_in(), self._performer.book
+        if taken and book.dirty:
+            book.flush()
+
+    def take_in(self) -> bool:
+        """The same where the mutex is held; whether there was something. Half a microsecond where there is not."""
+        puts = self._puts
+        if puts is None or puts.quiet:
+            return False
+        for slot in puts.waiting():
+            self._take_in(puts, slot)
+        self.times += 1
+        return True
+
+    def _take_in(self, puts: PutLog, slot: int) -> None:
+        session = puts.session(slot)
+        if not session:
+            puts.skip(slot)
+            return
+        now_s, stop, before = time.monotonic(), puts.published(slot), self._held.pop(slot, None)
+        if before is not None and before.stop == stop and now_s < before.again_s:
+            self._held[slot] = before
+            return
+        held = None
+        try:
+            for position, request in puts.records(slot):
+                done = (before is not None and position in before.done) or self._decided(puts, slot, position, request)
+                if not done and held is None:
+                    held = self._held[slot] = _Held(stop, now_s + AGAIN_S)
+                if held is None:
+                    puts.mark(slot, position)
+                elif done:
+                    held.done.add(position)
+        except LogDamaged as error:
+            self._bad("a session's log of puts is damaged: it is read no further", error)
+            puts.close(slot)
+
+    def _decided(self, puts: PutLog, slot: int, position: int, request: bytes) -> bool:
+        """Take in one record; False where its pages are on their way. One that makes no sense is passed over, and one
+        that fails for no known reason fails once: not at every decision, nor in every daemon to come."""
+        whole = arrived = False
+        try:
+            arrived = self._decide(puts.session(slot), request)
+            whole = True
+        except InvalidRequest as error:
+            self._bad("a published put makes no sense: it is passed over", error)
+            arrived = whole = True
+        finally:
+            if not whole:
+                puts.mark(slot, position)
+        if failpoint.ACTIVE:
+            failpoint.hit("node.drained")
+        return arrived
+
+    def _bad(self, what: str, error: Exception) -> None:
+        logs.event(log, logging.ERROR, what, reason=str(error))
+        self._state.counters["put_logs_damaged"] += 1
+
+    def _decide(self, session: int, request: bytes) -> bool:
+        message = control.decode(memoryview(request))
+        if message.op != Op.SEAL_GRANTED or message.flags & control.OBJECT or message.entries > control.BATCH_MAX:
+            raise InvalidRequest("op", f"{message.op}, flags {message.flags}, {message.entries} pages: not published")
+        event = seal_event(session, message, self._class_of, time.monotonic_ns())
+        statuses = self._perform(event).statuses or [int(Status.STALE)] * message.entries
+        if _BUSY in statuses:
+            return False
+        refused = [address for address, status in zip(event.addresses, statuses, strict=True) if status != _OK]
+        self._state.counters["puts_drained"] += 1
+        if refused:  # of a record that was performed before a kill no frame is the session's any more
+            freed = self._perform(ev.Revoke(event.now_ns, session, refused)).statuses.count(_OK)
+            self._state.counters["pages_published_in_vain"] += freed
+        return True
+
+    def _perform(self, event: ev.Event) -> ev.Reply:
+        reply = self._performer.perform(self._state.handle(event))
+        assert reply is not None, "these events are answered"
+        return reply
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def sessions(self) -> list[int]:
+        """Those that have a slot."""
+        return list(self._puts.sessions()) if self._puts is not None else []
+
+    def give(self, session: int) -> dict[str, Any] | None:
+        """Where a session that said hello may publish, as it is told; None: nowhere."""
+        with self._mutex:
+            puts = self._puts
+            slot = puts.give(session) if puts is not None else None
+            if puts is None or slot is None:
+                return None
+            return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid()}
+
+    def may_end(self, session: int) -> bool:
+        """The session is dead; whether all that it published is taken in. The mutex is held."""
+        self.take_in()  # it may have published until just now
+        puts = self._puts
+        slot = puts.sessions().get(session) if puts is not None else None
+        return puts is None or slot is None or puts.marked(slot) == puts.published(slot)
+
+    def ended(self, session: int) -> None:
+        """The session's frames are free, and its slot is. The mutex is held."""
+        puts = self._puts
+        slot = puts.sessions().get(session) if puts is not None else None
+        if puts is not None and slot is not None:
+            puts.free(slot)
+
+    def watched(self, watched: bool) -> None:
+        """Whether the log is looked at all the time; else clients that publish have to tell."""
+        if self._puts is not None:
+            self._puts.asleep = not watched

@@ -1,0 +1,135 @@
+"""Records of the log of puts that no client of this version writes, and a node that fails at one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import Keys
+from kvstore.config import NodeConfig
+from kvstore.model.replica import FrameClass, Tier
+from kvstore.rpc.control import NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
+from kvstore.service.node.node import Node
+from kvstore.state import events as ev
+from kvstore.tier.put_log import PutLog
+from tests.helpers.content import SMALL, chain
+
+CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
+SESSION = 4711
+
+
+class Published:
+    """A node without its threads, and a session that publishes there."""
+
+    def __init__(self, shm_dir: Path) -> None:
+        self.config = NodeConfig(name="n", shm_dir=shm_dir, dram=4 << 20)
+        self.start()
+
+    def start(self) -> None:
+        self.node = Node.start(self.config)
+        puts = self.node.performer.puts
+        assert puts is not None
+        self.log: PutLog = puts
+        self.node.handle(ev.SessionOpened(time.monotonic_ns(), SESSION))
+        self.slot = (self.node.puts.give(SESSION) or {})["slot"]
+
+    def request(self, keys: Keys, op: int = Op.SEAL_GRANTED, flags: int = NO_REPLY) -> bytes:
+        """As a client makes it, in frames granted for it."""
+        grant = ev.Grant(time.monotonic_ns(), SESSION, CLASS, len(keys), False, keys.parent)
+        addresses = sorted(self.node.handle(grant).addresses)
+        assert len(addresses) == len(keys)
+        body = keys.parent, pack_addresses(addresses), keys.identity_bytes
+        return encode(op, 0, count=len(keys), a=pack_class(CLASS), flags=flags, body=body)
+
+    def publish(self, *requests: bytes) -> None:
+        for request in requests:
+            assert self.log.append(self.slot, SESSION, request)
+
+    def has(self, keys: Keys) -> int:
+        return self.node.performer.index._index.longest(Tier.DRAM, keys.hashes)[0]
+
+    def counted(self, name: str) -> int:
+        return self.node.state.counters[name]
+
+
+@pytest.fixture
+def published() -> Iterator[Published]:
+    with tempfile.TemporaryDirectory(prefix="kvtest-", dir="/dev/shm") as path:
+        made = Published(Path(path))
+        yield made
+        made.node.stop(remove=True)
+
+
+def bad_requests(published: Published) -> dict[str, bytes]:
+    good = published.request(chain(100, 2))
+    return {
+        "another verb": published.request(chain(102, 2), op=Op.REVOKE),
+        "an object": published.request(chain(101, 2), flags=NO_REPLY | OBJECT),
+        "too short for a header": good[:16],
+        "rows are missing": good[:-40],
+        "no pages": encode(Op.SEAL_GRANTED, 0, count=0, a=pack_class(CLASS), flags=NO_REPLY),
+        "no class": encode(Op.SEAL_GRANTED, 0, count=1, a=0, flags=NO_REPLY, body=(bytes(400),)),
+        "more pages than it has": encode(Op.SEAL_GRANTED, 0, count=60_000, a=pack_class(CLASS), body=(bytes(400),)),
+    }
+
+
+def test_a_record_that_makes_no_sense_is_passed_over(published: Published) -> None:
+    for count, (what, request) in enumerate(bad_requests(published).items(), 1):
+        before, after = chain(2 * count, 2), chain(2 * count + 1, 2)
+        published.publish(published.request(before), request, published.request(after))
+        published.node.puts.drain()
+        assert (published.has(before), published.has(after)) == (2, 2), what
+        assert published.counted("put_logs_damaged") == count, what
+        assert published.log.quiet, what
+    assert published.node.verify() == []
+
+
+def test_pages_named_twice_and_frames_of_nobody_are_refused(published: Published) -> None:
+    keys = chain(1, 2)
+    request = published.request(keys)
+    first, second = request[-2 * 16 - len(keys.identity_bytes) :][:16], request[-len(keys.identity_bytes) - 16 :][:16]
+    published.publish(request.replace(second, first), request, request)
+    published.node.puts.drain()
+    assert published.log.quiet and published.has(keys) in (0, 2)
+    assert published.counted("put_logs_damaged") == 0
+    assert published.node.verify() == []
+
+
+def test_a_record_that_fails_for_no_known_reason_fails_once(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at every decision, and not at every start."""
+    keys, after = chain(1, 2), chain(2, 2)
+    published.publish(published.request(keys), published.request(after))
+    handle = published.node.state.handle
+
+    def failing(event: ev.Event) -> list[ev.Instruction]:
+        if isinstance(event, ev.SealGranted) and event.rows[0].tobytes() in keys.identity_bytes:
+            raise RuntimeError("a bug")
+        return handle(event)
+
+    monkeypatch.setattr(published.node.state, "handle", failing)
+    with pytest.raises(RuntimeError):
+        published.node.puts.drain()
+    published.node.tick()
+    assert (published.has(keys), published.has(after)) == (0, 2)
+    monkeypatch.undo()
+    published.node.stop()
+    published.start()
+    assert published.log.quiet and published.has(after) == 2
+    assert published.node.verify() == []
+
+
+def test_what_is_published_before_a_stop_and_after_it_is_taken_in(published: Published) -> None:
+    before, after = chain(1, 3), chain(2, 3)
+    requests = [published.request(before), published.request(after)]
+    published.publish(requests[0])
+    published.node.stop()
+    published.publish(requests[1])
+    published.start()
+    assert (published.has(before), published.has(after)) == (3, 3)
+    assert published.node.verify() == []
