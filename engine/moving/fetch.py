@@ -21,9 +21,9 @@ import numpy as np
 import xxhash
 
 from engine.compute.arrivals import Arrivals
-from engine.memory import staging
 from engine.memory.arena import Arena, runs
 from engine.memory.lossy import Lossy
+from engine.memory.staging import staging_of
 from engine.model.request import Admitted, Done, Failed, Grain, HandOff, Piece, Progress, Request, Source
 from engine.moving.link import Link
 from engine.moving.peers import Peers, Pieces
@@ -69,7 +69,7 @@ class Fetch:
         self._work = work
         self._attempt = attempt
         self._peers = peers
-        self._arena = arena
+        self._layout, self._staging = arena.layout, staging_of(arena)
         self._link = link
         self._codec_name, self._codec = codec
         exact = work.cache is not None and codec[1] is None
@@ -204,7 +204,7 @@ class Fetch:
             for piece in pieces:
                 if self._stopped():
                     raise self.failure or NodeUnavailable("the hand-off was given up")
-                if piece.layer >= self._arena.layout.layers:
+                if piece.layer >= self._layout.layers:
                     raise InvalidRequest("layer", f"{self.address} sent layer {piece.layer}, which there is not")
                 if xxhash.xxh3_64_intdigest(piece.data) != piece.checksum:
                     raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
@@ -224,7 +224,7 @@ class Fetch:
         assert frames is not None
         first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
         count = piece.tokens // page_tokens
-        layout = self._codec.layout if self._codec is not None else self._arena.layout
+        layout = self._codec.layout if self._codec is not None else self._layout
         inside = piece.token_start <= there and piece.token_start + piece.tokens <= self._work.prompt
         whole = piece.token_start % page_tokens == 0 and (not rest or not count) and piece.tokens > 0
         if (
@@ -241,10 +241,10 @@ class Fetch:
             data = self._codec.decode(data)
             self._work.lossy = True
         if rest:
-            staging.receive_tail(self._arena, int(frames[first]), piece.layer, rest, data.copy())
+            self._staging.receive_tail(int(frames[first]), piece.layer, rest, data.copy())
             return
         for index, frame, some in runs(frames[first : first + count]):
-            staging.receive_layer(self._arena, frame, piece.layer, data[index : index + some])
+            self._staging.receive_layer(frame, piece.layer, data[index : index + some])
 
     # --- out of the pool ----------------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Fetch:
 
     def _read_group(self, page: int, stop: int, tail: Pieces | None) -> bool:
         """Read pages layer by layer, with the tail's same layers. False where they are not in the pool."""
-        work, layout = self._work, self._arena.layout
+        work, layout = self._work, self._layout
         assert work.cache is not None and work.frames is not None
         keys = work.cache.keys(work.tokens[: stop * work.page_tokens])[page:stop]
         readers = [
@@ -281,11 +281,10 @@ class Fetch:
         ]
         for layer in range(layout.layers):
             for reader, frame, count in readers:
-                with_rows = staging.layer_target(self._arena, frame, count, layer)
                 while True:
                     done = self.handoff is not None
                     try:
-                        with with_rows() as rows:
+                        with self._staging.layer_target(frame, count, layer) as rows:
                             reader.read_layer(layer, rows)
                         break
                     except DeadlineExceeded:
@@ -321,15 +320,15 @@ class Fetch:
             first, full = position // page_tokens, min(handoff.stored, work.prompt // page_tokens)
             keys = work.cache.keys(work.tokens[: work.prompt])
             for index, frame, count in runs(work.frames[first : max(first, full)]):
-                with staging.receive(self._arena, frame, count) as rows:
+                with self._staging.receive(frame, count) as rows:
                     found = work.cache.get(keys[first + index : first + index + count], out=rows)
                 position += found.tokens
-                moved += found.pages * self._arena.layout.page_bytes
+                moved += found.pages * self._layout.page_bytes
                 if found.pages < count:
                     break
             self._link.carry(moved, self._stopped)
             work.spent.moved_bytes += moved
-        arrived = [position] * self._arena.layout.layers
+        arrived = [position] * self._layout.layers
         if position < work.prompt:
             with closing(self._pull(position)) as pieces:
                 for piece in pieces:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import xxhash
 
 from engine.compute.arrivals import Arrivals
-from engine.memory import staging
 from engine.memory.arena import Arena, runs
 from engine.memory.lossy import Lossy
+from engine.memory.staging import staging_of
 from engine.model.request import Piece
 from engine.moving.work import Work
 from engine.state import events as ev
@@ -36,7 +36,7 @@ class Prefills:
     """
 
     def __init__(self, arena: Arena, codecs: Mapping[str, Lossy | None], post: Callable[[ev.Event], None]) -> None:
-        self._arena = arena
+        self._staging = staging_of(arena)
         self._layout = arena.layout
         self._codecs = codecs
         self._post = post
@@ -133,11 +133,11 @@ class Prefills:
         for index, frame, count in runs(work.frames[first:last]):
             for done in range(0, count, step):
                 some = min(step, count - done)
-                rows = staging.send_layer(self._arena, frame + done, some, layer)
+                rows = self._staging.send_layer(frame + done, some, layer)
                 data = (rows if codec is None else codec.encode(rows)).tobytes()
                 token_start = (first + index + done) * page_tokens
                 yield Piece(layer, token_start, some * page_tokens, data, xxhash.xxh3_64_intdigest(data))
         if rest := stop - last * page_tokens:
-            rows = staging.send_tail(self._arena, int(work.frames[last]), layer, rest)
+            rows = self._staging.send_tail(int(work.frames[last]), layer, rest)
             data = (rows if codec is None else codec.encode(rows)).tobytes()
             yield Piece(layer, last * page_tokens, rest, data, xxhash.xxh3_64_intdigest(data))

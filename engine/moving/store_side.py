@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.memory import staging
 from engine.memory.arena import Arena, runs
 from engine.memory.lossy import Lossy
+from engine.memory.staging import Staging, staging_of
 from engine.moving.work import Work
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
@@ -60,7 +60,7 @@ class Pool:
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
         self._in_doubt = False  # the node may hold frames for us that we know nothing of
-        self._arena = arena
+        self._staging = staging_of(arena)
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self._look, name="engine-pool", daemon=True)
@@ -145,7 +145,7 @@ class Pool:
             start = first + index
             asked = keys[start : start + count]
             found = Match(0, 0, "")
-            with self._forgiven(), staging.receive(self._arena, frame, count) as rows:
+            with self._forgiven(), self._staging.receive(frame, count) as rows:
                 if kind and self.codec is not None:
                     found = cache.get(asked)
                     if found.data is not None and found.pages:
@@ -170,7 +170,7 @@ class Pool:
         cache = self._writes_to(work)
         if cache is None or stop_page <= work.stored_pages:
             return None
-        return ChunkWriter(self, cache, work, start_page, stop_page, self._arena)
+        return ChunkWriter(self, cache, work, start_page, stop_page, self._staging)
 
     def append(self, work: Work, pages: int) -> None:
         """Write those of the first ``pages`` pages that are not stored yet, without waiting for the acknowledgement."""
@@ -207,7 +207,7 @@ class Pool:
         first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
         for index, frame, count in runs(work.frames[first:stop]):
             start = first + index
-            cache.put_async(keys[start : start + count], self.encoded(staging.send(self._arena, frame, count)))
+            cache.put_async(keys[start : start + count], self.encoded(self._staging.send(frame, count)))
             work.spent.written_bytes += count * cache.page_bytes
         return stop
 
@@ -240,17 +240,17 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, pool: Pool, cache: PrefixCache, work: Work, start_page: int, stop_page: int, arena: Arena
+        self, pool: Pool, cache: PrefixCache, work: Work, start_page: int, stop_page: int, staging: Staging
     ) -> None:
         self._pool = pool
         self._cache = cache
         self._work = work
-        self._arena = arena
+        self._staging = staging
         self._behind = start_page  # pages before the chunk
         self._stop = stop_page
         self._first = 0
         self._keys: Keys | None = None
-        self._runs: list[tuple[int, int, Rows | None]] = []
+        self._layers: list[Callable[[int], Rows]] = []  # per run of frames
         self._writer: Writer | None = None
 
     def before(self) -> None:
@@ -268,10 +268,8 @@ class ChunkWriter:
                 return
             # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
             assert work.frames is not None
-            self._runs = [
-                (frame, count, staging.layers_in_place(self._arena, frame, count))
-                for _, frame, count in runs(work.frames[self._first : self._stop])
-            ]
+            frames = runs(work.frames[self._first : self._stop])
+            self._layers = [self._staging.layers(frame, count) for _, frame, count in frames]
             writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
             writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
             self._writer = writer.__enter__()
@@ -295,8 +293,8 @@ class ChunkWriter:
 
     def _rows(self, layer: int) -> Any:
         parts = []
-        for frame, count, there in self._runs:
-            rows = staging.send_layer(self._arena, frame, count, layer) if there is None else there[layer]
+        for rows_of in self._layers:
+            rows = rows_of(layer)
             parts.append(rows if self._pool.codec is None else self._pool.codec.encode(rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -13,6 +15,8 @@ ABSENT, GENERATION, IDENTITY = "absent", "generation", "identity"
 CHECKSUM, EXTENT, IO = "checksum", "extent", "io"
 ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # what a page may say that is in another tier (now)
 
+NONE_BELOW: Final[Mapping[Tier, int]] = MappingProxyType({})
+
 
 class Match:
     """How much of a prompt was found. A value: it does not change.
@@ -22,25 +26,30 @@ class Match:
         pages: pages covered, from the first one on.
         reason: why no more pages: "" where all asked for were found, else "absent", "generation" (it changed while it
             was read), "identity" (another page has that key), "checksum", "extent" (its frames are gone), or "io" (the
-            NVMe device it is on cannot be read, or did not answer in time).
+            device it is on cannot be read, or did not answer in time).
         data: uint8 ``[pages, page_bytes]`` where ``get`` was given no buffer, else None.
     """
 
-    __slots__ = ("tokens", "pages", "reason", "data", "_nvme_pages")
+    __slots__ = ("tokens", "pages", "reason", "data", "_below")
 
     def __init__(
-        self, tokens: int, pages: int, reason: str, data: npt.NDArray[np.uint8] | None = None, nvme_pages: int = 0
+        self,
+        tokens: int,
+        pages: int,
+        reason: str,
+        data: npt.NDArray[np.uint8] | None = None,
+        below: Mapping[Tier, int] = NONE_BELOW,
     ) -> None:
         self.tokens: Final = tokens
         self.pages: Final = pages
         self.reason: Final = reason
         self.data: Final = data
-        self._nvme_pages = nvme_pages
+        self._below: Final = below
 
     @property
     def tiers(self) -> dict[Tier, int]:
         """Pages by the tier they were found in; of a page that is in several the fastest counts."""
-        found = {Tier.DRAM: self.pages - self._nvme_pages, Tier.NVME: self._nvme_pages}
+        found = {Tier.DRAM: self.pages - sum(self._below.values()), **self._below}
         return {tier: pages for tier, pages in found.items() if pages}
 
     def __bool__(self) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state import events as ev
@@ -22,30 +21,12 @@ from kvstore.state.copying import Batch, Copies
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool
 from kvstore.state.space import UNSAVED_MAX, Space
+from kvstore.state.tier_parts import TieringRules
 
 ADMISSIONS = ("all", "reused")
 AHEAD_SHARE = 8  # this part of a class's frames is kept ready to leave
 LEAVES_PER_STEP = 256  # cold leaves looked at per class and step
 CLIMB_MAX = 4096  # pages of one chain looked at per step; what is longer takes several
-
-
-@dataclass(frozen=True, slots=True)
-class TieringRules:
-    """How a node uses a tier below its first one.
-
-    Args:
-        demote_at: share of a class's frames above in use from which on cold pages are saved ahead; 0: all pages at
-            once.
-        promote_after: reads after which a page is loaded into the tier above.
-        admission: "all" saves every page that leaves the tier above, "reused" only those of chains used by a later
-            request.
-        write_bytes_per_day: bytes that may be written per day; 0: no limit.
-    """
-
-    demote_at: float = 0.5
-    promote_after: int = 2
-    admission: str = "all"
-    write_bytes_per_day: int = 0
 
 
 class Climb:

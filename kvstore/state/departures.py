@@ -14,12 +14,12 @@ from typing import Protocol
 from kvstore.model.replica import Address, Tier
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool, Extent, Segment
+from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import Pages
 from kvstore.state.tenants import Holdings
+from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import Leaving, Vacated
-from kvstore.state.views import PageIndex, RecordView
 
 
 class Below(Protocol):
@@ -52,17 +52,9 @@ class Departures(Pages):
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        index: PageIndex,
-        records: RecordView,
-        leases: LeaseTable,
-        counters: Counter[str],
-        generation: int,
-        tier: Tier,
-        holdings: Holdings,
+        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: Holdings
     ) -> None:
-        super().__init__(segment, index, records, leases, counters, generation, tier, holdings)
+        super().__init__(tier, parts, leases, counters, holdings)
         self.below: Below | None = None
         self.ages: Counter[int] = Counter()
         self.ages_sum_s = 0

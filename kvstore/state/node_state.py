@@ -17,7 +17,7 @@ from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool, Segment
+from kvstore.state.frames import ClassPool
 from kvstore.state.leases import LeaseTable
 from kvstore.state.objects import Objects
 from kvstore.state.pages import standings_of
@@ -26,8 +26,8 @@ from kvstore.state.pins import Pins
 from kvstore.state.shrinking import shrink
 from kvstore.state.space import Space
 from kvstore.state.tenants import Quota, Tenants
-from kvstore.state.tiering import Tiering, TieringRules
-from kvstore.state.views import PageIndex, RecordView
+from kvstore.state.tier_parts import TierParts
+from kvstore.state.tiering import Tiering
 from kvstore.state.writing import Writing, named_twice
 
 # Frames granted ahead of need, over all sessions, may take this share of a class; asking for what a put needs now
@@ -43,18 +43,6 @@ class Session:
 
     granted: set[Address] = field(default_factory=set)
     connected: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TierParts:
-    """A tier of a node as its state needs it. ``generation``: none below this one was used; ``rules``: how pages come
-    there from the tier above."""
-
-    segment: Segment
-    index: PageIndex
-    records: RecordView
-    generation: int = 1
-    rules: TieringRules = field(default_factory=TieringRules)
 
 
 class NodeState:
@@ -87,9 +75,7 @@ class NodeState:
         self.spaces: dict[Tier, Space] = {}
         for tier, parts in tiers.items():
             counters = Counter[str]() if self.spaces else self.counters  # those of the first tier are the node's
-            held = self.tenants.holdings[tier]
-            there = parts.segment, parts.index, parts.records
-            self.spaces[tier] = Space(*there, self.leases, counters, parts.generation, tier, held)
+            self.spaces[tier] = Space(tier, parts, self.leases, counters, self.tenants.holdings[tier])
         self.space = next(iter(self.spaces.values()))
         self.segment, self.records = self.space.segment, self.space.records
         self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)

@@ -22,11 +22,11 @@ from kvstore.model.replica import Address, FrameState, Tier, position_of, standi
 from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool, Extent, Segment
+from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
 from kvstore.state.tenants import Holdings
+from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import Erasing, Vacated, must_erase
-from kvstore.state.views import PageIndex, RecordView
 
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -45,23 +45,13 @@ class Pages:
     """Pages of one tier. The base of ``Space``; every change leaves as instructions in ``out``."""
 
     def __init__(
-        self,
-        segment: Segment,
-        index: PageIndex,
-        records: RecordView,
-        leases: LeaseTable,
-        counters: Counter[str],
-        generation: int,
-        tier: Tier,
-        holdings: Holdings,
+        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: Holdings
     ) -> None:
-        self.segment = segment
-        self.index = index
-        self.records = records
+        self.tier = tier
+        self.segment, self.index, self.records = parts.segment, parts.index, parts.records
+        self.generation = parts.generation
         self.leases = leases
         self.counters = counters
-        self.generation = generation
-        self.tier = tier
         self.holdings = holdings
         self.now_ns = 0
         # Of NVMe: has frames erased that are RETIRING, see ``Copies.start_erasing``.

@@ -19,13 +19,13 @@ from typing import Protocol
 from kvstore.model.replica import Address, FrameState, Tier, standing
 from kvstore.state import events as ev
 from kvstore.state.departures import Departures
-from kvstore.state.frames import ClassPool, Extent, Segment
+from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import FREE, RETIRING, SEALED
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import Holdings
+from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import must_erase
-from kvstore.state.views import PageIndex, RecordView
 
 RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
@@ -54,17 +54,9 @@ class Space(Departures):
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        index: PageIndex,
-        records: RecordView,
-        leases: LeaseTable,
-        counters: Counter[str],
-        generation: int,
-        tier: Tier,
-        holdings: Holdings,
+        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: Holdings
     ) -> None:
-        super().__init__(segment, index, records, leases, counters, generation, tier, holdings)
+        super().__init__(tier, parts, leases, counters, holdings)
         self.quotas = Quotas(self)
         self.clears: Clears | None = None
         self.in_flight: Callable[[], set[int]] = set

@@ -24,16 +24,17 @@ from kvstore.model.replica import Address, FrameState, Status, Tier, keys_of, ro
 from kvstore.state import events as ev
 from kvstore.state.clearing import Clearing
 from kvstore.state.copying import NODE_SESSION, Batch, Copies
-from kvstore.state.demotion import ADMISSIONS, Demotion, TieringRules
+from kvstore.state.demotion import ADMISSIONS, Demotion
 from kvstore.state.last_save import LastSave
 from kvstore.state.pins import Pins
 from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
 from kvstore.state.through import Through
+from kvstore.state.tier_parts import TieringRules
 from kvstore.state.writing import Writing
 
-__all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Pair", "Tiering", "TieringRules"]
+__all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Pair", "Tiering"]
 
 
 class Pair:

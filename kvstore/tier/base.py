@@ -31,6 +31,8 @@ class TierStore(Protocol):
         generation: below every generation that this start may give its frames, above all that earlier ones gave.
         extent_bytes, positions: its geometry.
         mapped: its frames are memory of this process: whoever decides moves a page by itself.
+        relayed: pages come and go one by one, through ``read_page`` and ``write_page``, carried by ``upkeep.relay``. A
+            tier that is not relayed has a mover that knows it.
     """
 
     @property
@@ -60,6 +62,11 @@ class TierStore(Protocol):
 
     @property
     def mapped(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def relayed(self) -> bool:
         """See the class."""
         ...
 

@@ -15,6 +15,7 @@ class DramStore:
     tier = Tier.DRAM
     generation = 1
     mapped = True
+    relayed = False
 
     def __init__(self, segment: SegmentFile, incarnation: int, found: Iterable[tuple[int, FrameClass]] = ()) -> None:
         self.segment = segment

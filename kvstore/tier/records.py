@@ -36,7 +36,8 @@ _SUMMED_BYTES: Final = _HEAD.size - 8
 _COPIES_AT: Final = (0, 2048)  # of the head; the second one is zeros where version 0.1 made the table
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
 # Per frame: where clients write, their progress; elsewhere the last use alone.
-_MARKS_BYTES: Final = {Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8, Tier.HBM: 8}
+_MARKS_BYTES: Final = {Tier.HBM: 8, Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}
+_HEADLESS: Final = (Tier.DRAM,)  # nothing stands before their frames: the records say all of it
 
 Words = npt.NDArray[np.uint64]
 
@@ -376,9 +377,9 @@ def _sound_head(
     if head[1] != _VERSION:
         raise unknown_version(folder, f"records-{extent}", head[1], _VERSION)
     page_bytes, page_tokens, layers, frames, number = head[5:10]
-    tier = _TIERS[number] if number < len(_TIERS) else None
-    if tier not in _MARKS_BYTES:
+    if number >= len(_TIERS):
         return None
+    tier = _TIERS[number]
     row_bytes = _format(FrameClass(page_bytes, page_tokens, layers), tier).row_bytes
     # The sizes too: a row beyond the end of a file would be a SIGBUS, not a miss.
     sizes = (RECORDS_HEAD_BYTES + frames * row_bytes, frames * _MARKS_BYTES[tier])
@@ -386,7 +387,7 @@ def _sound_head(
 
 
 def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:
-    return frame_class.record if tier is Tier.DRAM else frame_class.lean
+    return frame_class.record if tier in _HEADLESS else frame_class.lean
 
 
 def _map(path: Path, writable: bool) -> mmap.mmap:

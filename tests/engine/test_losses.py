@@ -160,7 +160,7 @@ def test_a_damaged_page_in_dram_is_a_hole(lab: Lab) -> None:
     assert mapped is not None
     address = mapped.index.find(Tier.DRAM, keys_of(one, store, tokens).hashes[3])
     assert address is not None
-    extent = mapped.extent(address.extent)
+    extent = mapped.dram.extent(address.extent)
     assert extent is not None
     extent.pages[address.frame, 77] ^= 0xFF
     assert lab.answers(one, [tokens], 4)[0].cached == {"dram": 48}

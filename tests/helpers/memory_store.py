@@ -14,6 +14,7 @@ class MemoryStore:
     """See ``TierStore``: pages are dictionary entries, with the headers that they were written under."""
 
     mapped = False
+    relayed = True
     generation = 1
 
     def __init__(self, tier: Tier, incarnation: int, extent_bytes: int, positions: int) -> None:

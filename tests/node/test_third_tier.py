@@ -1,7 +1,9 @@
-"""A tier more is a class and a row: pages go down to it, are found and read there, and come up again."""
+"""A tier more is a class and a row for the node, and a class and a row for its clients: pages go down to it, are found,
+read and proven there, and come up again."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -10,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kvstore
+from kvstore.client.local import lower_tiers
+from kvstore.client.match import CHECKSUM
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import Address, FrameClass, Status, Tier
 from kvstore.service.node import startup
@@ -17,11 +22,14 @@ from kvstore.service.node.node import Node
 from kvstore.service.upkeep.relay import Relay
 from kvstore.service.upkeep.tier_mover import Mover
 from kvstore.state import events as ev
-from kvstore.state.tiering import TieringRules
+from kvstore.state.tier_parts import TieringRules
 from kvstore.tier import frame_header
 from kvstore.tier.disk import aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
+from tests.helpers.inside import node_of
+from tests.helpers.memory_reader import MemoryReader
 from tests.helpers.memory_store import MemoryStore
+from tests.helpers.processes import wait_until
 from tests.helpers.worlds.world import Chain, root_of
 
 FAR = Tier.HBM  # the one name of a tier that no store has yet; here it is the lowest
@@ -97,6 +105,18 @@ def pool(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     pool.node.stop(remove=True)
 
 
+@pytest.fixture
+def store(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kvstore.Store]:
+    """An embedded store of three tiers, whose pages are saved in all of them as soon as they are sealed."""
+    far = MemoryStore(FAR, 77, EXTENT_BYTES, 4)
+    row = startup.LowerTier(lambda *_: far, lambda _: TieringRules(demote_at=0.0, promote_after=100))
+    monkeypatch.setitem(startup.LOWER_TIERS, FAR, row)
+    monkeypatch.setitem(lower_tiers.LOWER_READERS, FAR, lambda folder, _: MemoryReader(far, folder))
+    nvme = f"{tmp_path / 'nvme'}:8MiB"
+    with kvstore.open(dram="4MiB", nvme=nvme, shm_dir=shm_dir, demote_at=0.0, promote_after=100) as store:
+        yield store
+
+
 def test_pages_go_down_to_the_third_tier_and_come_up_again(pool: Pool) -> None:
     data = np.random.default_rng(1).integers(0, 256, (len(CHAIN.keys), SMALL.page_bytes), np.uint8)
     pool.put(CHAIN, data)
@@ -150,3 +170,75 @@ def test_a_daemon_that_starts_again_knows_nothing_of_another_stores_pages(pool: 
     pool.node = Node.start(pool.node.config)
     assert pool.node.verify() == []
     assert [pool.pages(tier) for tier in (Tier.DRAM, Tier.NVME, FAR)] == [6, 6, 0]
+
+
+# --- what clients read ------------------------------------------------------------------------------------------------
+
+LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
+TOKENS = list(range(6 * LAYOUT.page_tokens))
+PROMPT = [*TOKENS, 0]  # a hit leaves at least one token to be computed
+
+
+def counts(store: kvstore.Store) -> dict[Tier, int]:
+    """Pages that the index lists, by tier."""
+    mapped = node_of(store).writable()
+    return {reader.tier: mapped.index.count(reader.tier) for reader in mapped.tiers}
+
+
+def sink(store: kvstore.Store, *tiers: str) -> None:
+    """Wait until all pages are in the lowest tier, then have them leave these."""
+    wait_until("all pages are in every tier", lambda: len(set(counts(store).values())) == 1 and counts(store)[FAR])
+    for tier in tiers:
+        assert store.evict(tier=tier, percent=100)["stayed"] == {}, tier
+
+
+@pytest.mark.parametrize("attention", ["full", "window"])
+def test_a_client_reads_the_third_tier(store: kvstore.Store, attention: str) -> None:
+    window = {"attention": "window", "window": 32} if attention == "window" else {}
+    layout = dataclasses.replace(LAYOUT, **window)
+    cache = store.cache(layout)
+    data = np.random.default_rng(1).integers(0, 256, (6, layout.page_bytes), np.uint8)
+    assert cache.put(TOKENS, data) == 6
+    sink(store, "dram", "nvme")
+    assert counts(store) == {Tier.DRAM: 0, Tier.NVME: 0, FAR: 6}
+    assert cache.lookup(PROMPT).tiers == {FAR: 6}
+    match = cache.get(PROMPT)
+    assert (match.tiers, match.reason) == ({FAR: 6}, "") and match.data is not None and (match.data == data).all()
+    half = cache.get_shard(PROMPT, rank=1, ranks=2)
+    assert half.tiers == {FAR: 6}
+    assert cache.get([*PROMPT, *range(16)]).tiers == {FAR: 6}
+    assert cache.prefetch(TOKENS[:17]).pages == 2
+    found = counts(store)
+    assert found == {Tier.DRAM: 2, Tier.NVME: 2, FAR: 6}
+    match = cache.get(PROMPT)
+    assert match.tiers == {Tier.DRAM: 2, FAR: 4} and match.data is not None and (match.data == data).all()
+    sink_dram = store.evict(tier="dram", percent=100)
+    assert sink_dram["pages"] == 2
+    match = cache.get(PROMPT)
+    assert match.tiers == {Tier.NVME: 2, FAR: 4} and match.data is not None and (match.data == data).all()
+    with cache.lease(PROMPT) as lease:  # views are of memory: all come up, tier by tier
+        assert len(lease.pages) == 6 and all((view == page).all() for view, page in zip(lease.pages, data, strict=True))
+
+
+def test_a_damaged_page_of_the_third_tier_ends_the_match(store: kvstore.Store) -> None:
+    cache = store.cache(LAYOUT)
+    data = np.zeros((6, LAYOUT.page_bytes), np.uint8)
+    cache.put(TOKENS, data)
+    sink(store, "dram", "nvme")
+    mapped = node_of(store).writable()
+    far = mapped.below[FAR]
+    assert isinstance(far, MemoryReader)
+    key = mapped.in_pool(cache.keys(TOKENS)).hashes[3]
+    address = mapped.index.find(FAR, key)
+    assert address is not None
+    far.flip(address)
+    match = cache.get(PROMPT)
+    assert (match.pages, match.reason) == (3, CHECKSUM)
+
+
+def test_objects_are_read_from_the_third_tier(store: kvstore.Store) -> None:
+    value = np.random.default_rng(2).bytes(100_000)
+    assert store.put("name", value)
+    sink(store, "dram", "nvme")
+    assert store.contains("name") and store.object_keys() == ["name"]
+    assert bytes(store.get("name")) == value

@@ -522,7 +522,7 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
     first_s, second_s = np.diff(times_s)
     assert first_s > 0.4 and second_s < first_s / 2, "the second one did not wait"
     answer.set()
-    wait_until(lambda: not mapped.nvme.threads._owed)
+    wait_until(lambda: not mapped.below[Tier.NVME].threads._owed)
     assert (out == 7).all(), "answered too late"
     assert cache.get(keys, out).pages == 8, "and is asked again"
     np.testing.assert_array_equal(out, data)
@@ -637,7 +637,7 @@ def test_silence_after_the_first_bad_page_does_not_count(
     out = np.full((40, cache.page_bytes), 7, np.uint8)
     match = cache.get(reads.keys, out)
     answer.set()
-    wait_until(lambda: not mapped.nvme.threads._owed)
+    wait_until(lambda: not mapped.below[Tier.NVME].threads._owed)
     assert (match.pages, match.reason) == expected
     np.testing.assert_array_equal(out[: match.pages], reads.data[: match.pages])
     assert (out[silent : silent + 4] == 7).all(), "answered too late"

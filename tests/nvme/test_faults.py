@@ -397,7 +397,7 @@ def test_a_page_that_cannot_be_read_costs_no_other(embedded: Embedded) -> None:
 
 def sector_of(store: Store, address: Address) -> int:
     """A byte of that page's payload, in the file of its device."""
-    reader = node_of(store).writable().nvme
+    reader = node_of(store).writable().below[Tier.NVME]
     map_ = reader._opened()
     assert map_ is not None
     extent = reader._open_extent(address.extent, map_)

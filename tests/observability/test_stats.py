@@ -100,7 +100,7 @@ def test_a_checksum_that_does_not_hold_is_the_reason(store: kvstore.Store) -> No
     mapped = node_of(store).mapped()
     assert mapped is not None
     assert cache.get(keys).pages == 4
-    extent = next(iter(mapped.extents.values()))
+    extent = next(iter(mapped.dram.extents.values()))
     extent.pages[np.flatnonzero(extent.words & np.uint64(0xFF) == 2)[2], 5] ^= 1
     assert cache.get(keys, verify=True).pages == 2
     assert store.stats()["clients"]["missed_checksum"] == 2

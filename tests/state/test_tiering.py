@@ -13,7 +13,8 @@ from kvstore.state import demotion, integrity, promotion, space
 from kvstore.state import events as ev
 from kvstore.state.copying import Batch
 from kvstore.state.pages import standings_of
-from kvstore.state.tiering import NODE_SESSION, TieringRules
+from kvstore.state.tier_parts import TieringRules
+from kvstore.state.tiering import NODE_SESSION
 from kvstore.tier import nvme_geometry
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk

@@ -13,7 +13,7 @@ import pytest
 from kvstore.model.replica import Tier
 from kvstore.service.node import book
 from kvstore.state import events as ev
-from kvstore.state.tiering import TieringRules
+from kvstore.state.tier_parts import TieringRules
 from tests.helpers.worlds.memory_shell import Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.simulation import SMALL

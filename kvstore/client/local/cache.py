@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -20,9 +21,10 @@ from kvstore.client.local.prefetch import bring, have_verified, tell_damaged, te
 from kvstore.client.local.proof import Run, copy_runs, prove, tell_reuse
 from kvstore.client.local.put import LocalPut, checksums_of
 from kvstore.client.local.reader import LocalReader
-from kvstore.client.local.stored import known_on_nvme, locate, stored_beyond, stored_or_published, stored_pages
+from kvstore.client.local.stored import known_below, locate, stored_beyond, stored_or_published, stored_pages
+from kvstore.client.local.tier_reader import LowerReader
 from kvstore.client.local.writer import LocalWriter
-from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, Match
+from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, NONE_BELOW, Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
@@ -42,8 +44,8 @@ _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 class LocalCache(PrefixCache):
-    """A prefix cache that reads index, records and pages where they lie; only writes, and pages to be brought from
-    NVMe, need the daemon.
+    """A prefix cache that reads index, records and pages where they lie; only writes, and pages to be brought up
+    from a lower tier, need the daemon.
     """
 
     def __init__(self, node: LocalNode, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
@@ -70,15 +72,13 @@ class LocalCache(PrefixCache):
         start_ns = time.monotonic_ns()
         mapped = self._node.mapped()
         keys = self._asked(tokens, extras)
-        pages, nvme_pages, asked = 0, 0, len(keys.hashes)
+        pages, below, asked = 0, NONE_BELOW, len(keys.hashes)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
             if pages < asked:
-                found, more = stored_beyond(mapped, keys, pages, self._closed)
-                if more and mapped.nvme.readable():
-                    pages, nvme_pages = found, more
+                pages, below = stored_beyond(mapped, keys, pages, self._closed, readable=True)
             mapped.counters.took(LOOKUP, start_ns)
-        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, nvme_pages)
+        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, below)
 
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -96,7 +96,7 @@ class LocalCache(PrefixCache):
         target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         if mapped is None or not asked:
             return self._missed(asked, out)
-        pages, nvme_pages, reason = 0, 0, ""
+        pages, below, reason = 0, NONE_BELOW, ""
         for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
             if target is None or out is None:  # what is found the second time may be more
@@ -116,10 +116,11 @@ class LocalCache(PrefixCache):
         if reason:
             if reason in ELSEWHERE and target is not None:
                 checked = self._verify if verify is None else verify
-                pages, nvme_pages, reason = self._beyond(mapped, keys, target, pages, reason, checked)
+                pages, below, reason = self._beyond(mapped, keys, target, pages, reason, checked)
             if reason:
                 node.missed(reason)
-            mapped.counters.got(mapped.row(self.frame_class), asked, pages - nvme_pages, nvme_pages, reason)
+            read = sum(below.values())
+            mapped.counters.got(mapped.row(self.frame_class), asked, pages - read, read, reason)
         elif mapped.counting:
             counters, row = self._counted
             if counters is not mapped.counters:
@@ -128,7 +129,7 @@ class LocalCache(PrefixCache):
         if timed and mapped.counting:
             mapped.counters.timed(mapped.row(self.frame_class), now_ns)
         data = target[:pages] if out is None and target is not None else None
-        return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
+        return Match(pages * self._page_tokens, pages, reason, data, below)
 
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -143,7 +144,7 @@ class LocalCache(PrefixCache):
         keys = self._asked(tokens, extras)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
-            if known_on_nvme(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
+            if known_below(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
                 self._name(mapped)
                 bring(mapped, keys, self._closed, time.monotonic() + timeout_s)
                 pages = stored_pages(mapped, keys, self._closed)[0]
@@ -155,25 +156,26 @@ class LocalCache(PrefixCache):
         data = np.empty((0, self.page_bytes), np.uint8) if out is None else None
         return Match(0, 0, ABSENT if asked else "", data)
 
-    # --- reading what is not in DRAM --------------------------------------------------------------------------------
+    # --- reading what is not in memory ------------------------------------------------------------------------------
 
-    def _found(self, mapped: Mapped, keys: Keys, dram: int, reason: str) -> int:
-        """How many pages a get may bring, where DRAM has the first ``dram`` and then none for that reason."""
-        return stored_beyond(mapped, keys, dram, self._closed)[0] if reason in ELSEWHERE else dram
+    def _found(self, mapped: Mapped, keys: Keys, proven: int, reason: str) -> int:
+        """How many pages a get may bring, where memory has the first ``proven`` and then none for that reason."""
+        return stored_beyond(mapped, keys, proven, self._closed)[0] if reason in ELSEWHERE else proven
 
     def _beyond(
         self, mapped: Mapped, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
-    ) -> tuple[int, int, str]:
-        """Go on after ``pages`` that came from DRAM: with NVMe, and with DRAM again where a page moved there meanwhile,
-        or where pages of a layout that is not prefix-closed lie here and there.
+    ) -> tuple[int, Mapping[Tier, int], str]:
+        """Go on after ``pages`` that came from memory: with the tiers below, and with memory again where a page moved
+        there meanwhile, or where pages of a layout that is not prefix-closed lie here and there.
 
-        Returns pages, how many of them came from NVMe, and why not more.
+        Returns pages, how many of them came from which lower tier, and why not more.
         """
-        limit, nvme_pages, retried = min(len(keys), len(target)), 0, False
+        limit, retried = min(len(keys), len(target)), False
+        below: dict[Tier, int] = {}
         while reason in ELSEWHERE and pages < limit:
             rest, rows = keys[pages:limit], target[pages:limit]
-            count, why = self._from_nvme(mapped, rest, rows)
-            pages, nvme_pages = pages + count, nvme_pages + count
+            count, why = self._from_below(mapped, rest, rows, below)
+            pages += count
             reason = why if count or why != ABSENT else reason
             scattered = bool(count) and not self._closed
             if why not in ELSEWHERE or not (scattered or (why != ABSENT and not retried)):
@@ -185,14 +187,28 @@ class LocalCache(PrefixCache):
             if verify:
                 copied, reason = self._verified(mapped, runs, rows, copied, reason)
             pages, reason = pages + copied, GENERATION if changed else reason
-        return pages, nvme_pages, reason or ("" if pages == len(keys) else ABSENT)
+        return pages, below, reason or ("" if pages == len(keys) else ABSENT)
 
-    def _from_nvme(self, mapped: Mapped, keys: Keys, rows: Rows) -> tuple[int, str]:
-        """Read the leading pages of ``keys`` from NVMe into ``rows``; how many that were, and why not more."""
-        located = locate(mapped, keys[: len(rows)], self._closed)
+    def _from_below(self, mapped: Mapped, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
+        """Read the leading pages of ``keys`` into ``rows``, each tier going on where the one above ends; how many that
+        were, and why not more. Adds to ``below`` how many came from which."""
+        pages, reason = 0, ABSENT
+        for tier, reader in mapped.below.items():
+            count, why = self._read(mapped, reader, keys, rows)
+            if count:
+                pages, below[tier] = pages + count, below.get(tier, 0) + count
+                keys, rows = keys[count:], rows[count:]
+            reason = why if count or why != ABSENT else reason
+            if why not in ELSEWHERE:
+                break
+        return pages, reason
+
+    def _read(self, mapped: Mapped, reader: LowerReader, keys: Keys, rows: Rows) -> tuple[int, str]:
+        """Read the leading pages of ``keys`` from one tier into ``rows``; how many that were, and why not more."""
+        located = locate(mapped, reader, keys[: len(rows)], self._closed)
         if not located:
             return 0, ABSENT
-        read = mapped.nvme.start(located, keys, self.frame_class, rows)
+        read = reader.start(located, keys, self.frame_class, rows)
         self._name(mapped, quietly=True)
         tell_read(mapped, read.addresses)  # while the devices are at it
         pages, why = read.result(mapped.timeout_s)
@@ -256,11 +272,11 @@ class LocalCache(PrefixCache):
         publishes = not wait and self.root not in mapped.limited and mapped.header.state == DaemonState.READY
         look = stored_or_published if publishes else stored_pages
         stored, last = look(mapped, keys, self._closed)
-        known = known_on_nvme(mapped, keys, stored, self._closed) if stored < len(rows) else ()
+        known = known_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()
         put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known, publishes)
         if stored < len(rows):
             if last is not None:
-                mapped.mark_used(last)  # what the new pages hang on must not be what leaves for them
+                mapped.dram.mark_used(last)  # what the new pages hang on must not be what leaves for them
             put.send(rows, stored)
         return put
 
@@ -290,20 +306,20 @@ class LocalCache(PrefixCache):
             node.recheck(now_ns)
         mapped, checked = node.mapped(), self._verify if verify is None else verify
         keys = mapped.in_pool(keys) if mapped is not None else keys
-        pages, nvme_pages, reason = 0, 0, ABSENT
+        pages, below, reason = 0, NONE_BELOW, ABSENT
         if mapped is not None and not checked:
-            pages, reason = self._shard_in_dram(mapped, keys, shard, target, now_ns)
+            pages, reason = self._shard_in_place(mapped, keys, shard, target, now_ns)
         if mapped is not None and pages < len(keys) and reason in ELSEWHERE:
-            count, nvme_pages, reason = self._shard_of_whole(keys[pages:], shard, target[pages:], checked)
-            pages += count
+            count, tiers, reason = self._shard_of_whole(keys[pages:], shard, target[pages:], checked)
+            pages, below = pages + count, {tier: tiers[tier] for tier in mapped.below}
         elif pages < asked:
             node.missed(reason or ABSENT)
         reason = "" if pages == asked else reason or ABSENT
         data = target[:pages] if allocated else None
-        return Match(pages * self.layout.page_tokens, pages, reason, data, nvme_pages)
+        return Match(pages * self.layout.page_tokens, pages, reason, data, below)
 
-    def _shard_in_dram(self, mapped: Mapped, keys: Keys, shard: Shard, target: Rows, now_ns: int) -> tuple[int, str]:
-        """Copy a shard's part of the leading pages that are in DRAM; how many that were, and why not more."""
+    def _shard_in_place(self, mapped: Mapped, keys: Keys, shard: Shard, target: Rows, now_ns: int) -> tuple[int, str]:
+        """Copy a shard's part of the leading pages that are in memory; how many that were, and why not more."""
         runs, _, reason = prove(mapped, keys, self.page_bytes, self._closed)
         pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
         reason = GENERATION if changed else reason
@@ -312,15 +328,15 @@ class LocalCache(PrefixCache):
             mapped.counters.got(mapped.row(self.frame_class), pages if goes_on else len(keys), pages, 0, reason)
         return pages, reason
 
-    def _shard_of_whole(self, keys: Keys, shard: Shard, rows: Rows, verify: bool) -> tuple[int, int, str]:
-        """The same of pages that are got whole; how many, how many of them came from NVMe, and why not more."""
+    def _shard_of_whole(self, keys: Keys, shard: Shard, rows: Rows, verify: bool) -> tuple[int, Counter[Tier], str]:
+        """The same of pages that are got whole; how many, how many of them from which tier, and why not more."""
         parts = shard.unpacked(rows)
         step = max(1, WHOLE_BYTES // self.page_bytes)
         whole = empty((min(step, len(keys)), self.page_bytes))
-        pages = nvme_pages = 0
+        pages, tiers = 0, Counter[Tier]()
         while True:
             match = self.get(keys[pages : pages + step], whole, verify=verify)
             copy(parts[pages : pages + match.pages], shard.part(whole[: match.pages]))
-            pages, nvme_pages = pages + match.pages, nvme_pages + match.tiers.get(Tier.NVME, 0)
+            pages, tiers = pages + match.pages, tiers + Counter(match.tiers)
             if match.reason or pages == len(keys):
-                return pages, nvme_pages, match.reason
+                return pages, tiers, match.reason

@@ -12,7 +12,7 @@ from kvstore.client.lease import Lease
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import bring
 from kvstore.client.local.proof import Run, address_parts, prove
-from kvstore.client.local.stored import known_on_nvme
+from kvstore.client.local.stored import known_below
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Match
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
@@ -25,7 +25,8 @@ _RELEASE_S = 0.2  # a release that cannot be sent is no loss: the deadline passe
 
 
 class LocalLease(Lease):
-    """A lease whose views are of DRAM: what is on NVMe only is brought there when it is taken, as far as there is room.
+    """A lease whose views are of DRAM: what only a lower tier has is brought there when it is taken, as
+    far as there is room.
 
     It ends with the death of this process too. After its end the views show whatever is there, and leaving raises
     ``LeaseBroken`` where a page changed. Views live no longer than the lease; they are memory all the same, so using
@@ -97,10 +98,10 @@ class LocalLease(Lease):
                 mapped.channel.request(Op.RELEASE, a=self._id, flags=NO_REPLY, timeout_s=_RELEASE_S)
 
     def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
-        """Runs in DRAM, and why not more; what more is on NVMe is brought to DRAM first."""
+        """Runs in DRAM, and why not more; what more is in lower tiers is brought to DRAM first."""
         keys, closed = self._keys, self._layout.attention == "full"
         runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
-        if reason in ELSEWHERE and known_on_nvme(mapped, keys, pages, closed):
+        if reason in ELSEWHERE and known_below(mapped, keys, pages, closed):
             self._name(mapped)
             bring(mapped, keys, closed, time.monotonic() + mapped.timeout_s)
             runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.client.local.channel import SocketChannel
 from kvstore.client.local.claims import Claims
+from kvstore.client.local.dram import DramReader
 from kvstore.client.local.ends import Embedded, Ends
 from kvstore.client.local.grants import GrantPool, GrantPools
-from kvstore.client.local.nvme import NvmeReader
+from kvstore.client.local.lower_tiers import lower_readers
 from kvstore.client.local.published import Published
 from kvstore.client.local.read_threads import ReadThreads
+from kvstore.client.local.tier_reader import LowerReader, TierReader
 from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.model.objects import is_object_class
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import FrameClass, FrameState, Tier
+from kvstore.model.replica import FrameClass, Tier
 from kvstore.rpc.base import Channel
 from kvstore.rpc.control import Message, Op
 from kvstore.tier.counters import TIMED_NS
@@ -35,54 +32,9 @@ from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header, boot_id
 from kvstore.tier.index import Index
-from kvstore.tier.records import ExtentTable
 from kvstore.tier.secret_file import read_secret
 
-_unpack_address = struct.Struct("<IIQ").unpack_from
 _EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
-
-
-class MappedExtent:
-    """One extent as a client sees it. Valid for ever: a dropped extent's words are zero, so that nothing matches.
-
-    ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
-    ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
-    ``last_use`` uint64 ``[frames]``, ``progress`` uint64 ``[frames, SHARDS_MAX]``: marks, clients write them.
-    ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
-    """
-
-    __slots__ = (
-        "number",
-        "frame_class",
-        "page_bytes",
-        "words",
-        "identity",
-        "roots",
-        "info",
-        "checksums",
-        "last_use",
-        "progress",
-        "pages",
-        "views",
-        "_table",
-    )
-
-    def __init__(self, table: ExtentTable, segment: SegmentMap) -> None:
-        frame_class, fmt = table.frame_class, table.fmt
-        self.number = table.extent
-        self.frame_class = frame_class
-        self.page_bytes = frame_class.page_bytes
-        self.words = table.words
-        self.identity = table.rows[:, fmt.identity]
-        self.roots = table.rows[:, fmt.root]
-        self.info = table.column(fmt.info)
-        self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
-        self.last_use = table.last_use
-        self.progress = table.marks[:, 1:]
-        place = table.position, frame_class.frame_bytes, table.frames
-        self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
-        self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]
-        self._table = table  # keeps the mappings
 
 
 class Mapped:
@@ -90,6 +42,9 @@ class Mapped:
 
     Replaced, never changed, when either number changes (but see ``stored.follow``); the index is let go of when the
     last reader has.
+
+    Attributes:
+        dram, below: how each tier is read; ``below`` the fastest first. ``tiers``: all of them, in that order.
     """
 
     __slots__ = (
@@ -100,17 +55,18 @@ class Mapped:
         "secret",
         "epoch",
         "index",
-        "segment",
-        "extents",
+        "dram",
+        "below",
+        "tiers",
         "channel",
         "counters",
         "counting",
         "pools",
         "claims",
         "named",
-        "nvme",
         "published",
         "limited",
+        "tell_ns",
         "timeout_s",
     )
 
@@ -121,10 +77,10 @@ class Mapped:
         incarnation: int,
         epoch: int,
         index: Index,
-        segment: SegmentMap,
+        dram: DramReader,
+        below: Mapping[Tier, LowerReader],
         channel: Channel,
         older: Mapped | None,
-        nvme: NvmeReader,
         timeout_s: float,
     ) -> None:
         self.folder = folder
@@ -134,41 +90,19 @@ class Mapped:
         self.secret: bytes = older.secret if older is not None else read_secret(folder, incarnation)
         self.epoch = epoch
         self.index = index
-        self.segment = segment
+        self.dram = dram
+        self.below = below
+        self.tiers: tuple[TierReader, ...] = (dram, *below.values())
         self.channel = channel
         self.counters = channel.counters
         self.counting = True  # of gets; a benchmark compares with gets that are not counted
-        self.extents: dict[int, MappedExtent] = older.extents if older is not None else {}
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
         self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
-        self.nvme = nvme
         self.published = Published(folder, header)
+        self.tell_ns: int = older.tell_ns if older is not None else 0  # when it may be told again: it did not listen
         self.timeout_s = timeout_s
-
-    def extent(self, number: int) -> MappedExtent | None:
-        """The extent of that number; None where there is none (any more)."""
-        found = self.extents.get(number)
-        return found if found is not None else self._open_extent(number)
-
-    def _open_extent(self, number: int) -> MappedExtent | None:
-        table = ExtentTable.open(self.folder, number, self.incarnation, writable=False)
-        if table is None or table.tier is not Tier.DRAM:
-            return None
-        extents = self.extents
-        for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
-            if not self.folder.records(old).exists():
-                extents.pop(old, None)
-        extent = MappedExtent(table, self.segment)
-        extents[number] = extent
-        return extent
-
-    def root_at(self, raw_address: bytes) -> bytes | None:
-        """The root of the page at a raw address, as its record says now; None where there is no such record."""
-        number, frame, _ = _unpack_address(raw_address)
-        extent = self.extents.get(number) or self.extent(number)
-        return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
 
     def in_pool(self, keys: Keys) -> Keys:
         """The same pages by the keys that they have in this node's pool."""
@@ -205,24 +139,11 @@ class Mapped:
 
     def object_rows(self) -> Iterator[bytes]:
         """Identity rows of the heads of all objects that the index names, as they say themselves."""
-        for _, raw in self.index.scan(Tier.DRAM):
-            number, frame, generation = _unpack_address(raw)
-            extent = self.extent(number)
-            if extent is not None and is_object_class(extent.frame_class):
-                row = extent.identity[frame].tobytes()
-                if int(extent.words[frame]) == generation << 8 | FrameState.SEALED:
-                    yield row
-        for _, raw in self.index.scan(Tier.NVME):
-            found = self.nvme.object_head(raw)
-            if found is not None:
-                yield found[1]
-
-    def mark_used(self, raw_address: bytes) -> None:
-        """Mark a page as used now: whoever looks for pages to evict looks elsewhere first."""
-        number, frame, _ = _unpack_address(raw_address)
-        extent = self.extents.get(number) or self.extent(number)
-        if extent is not None and frame < len(extent.last_use):
-            extent.last_use[frame] = time.monotonic_ns()
+        for reader in self.tiers:
+            for _, raw in self.index.scan(reader.tier):
+                head = reader.object_head(raw)
+                if head is not None:
+                    yield head.row
 
 
 class LocalNode:
@@ -349,14 +270,15 @@ class LocalNode:
             if old is not None and (incarnation != old.incarnation or old.channel.ended):
                 self._unmap(old)
                 old = None
-            segment = old.segment if old is not None else SegmentMap.open(self.folder, incarnation)
+            segment = old.dram.segment if old is not None else SegmentMap.open(self.folder, incarnation)
             index = Index.open_reader(self.folder, epoch)
             if segment is None or index is None:
                 return None  # the daemon is about to make it, or there will be another epoch
             channel = self._channel(old, incarnation)
-            nvme = old.nvme if old is not None else NvmeReader(self.folder, self._threads)
+            dram = old.dram if old is not None else DramReader(self.folder, incarnation, segment)
+            below = old.below if old is not None else lower_readers(self.folder, self._threads)
             self._header_id = identity
-            parts = self.folder, header, incarnation, epoch, index, segment, channel, old, nvme
+            parts = self.folder, header, incarnation, epoch, index, dram, below, channel, old
             self._mapped = Mapped(*parts, self.timeout_s)
             self._ends.pools = self._mapped.pools
             return self._mapped

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.client.local.read_threads import THREADS, Bounce, Read, ReadThreads
+from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY, IO
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
@@ -98,15 +99,16 @@ class Part(NamedTuple):
 
 
 class NvmeReader:
-    """One node's NVMe as one process reads it. Threads may share it.
+    """See ``LowerReader``: one node's NVMe as one process reads it.
 
     Life: made (nothing opened) -> devices opened by the first read, again when the node says that they are others ->
-    dropped. Holds no page and no lease: a page that leaves while it is read is a miss.
+    dropped. A page that leaves while it is read is a miss.
     """
+
+    tier = Tier.NVME
 
     def __init__(self, folder: NodeFolder, threads: ReadThreads) -> None:
         self.threads = threads
-        self.tell_ns = 0  # when the node may be told again what was read: it did not listen
         self._folder = folder
         self._map: NvmeMap | None = None
         self._map_id: tuple[int, ...] = ()
@@ -115,11 +117,11 @@ class NvmeReader:
         self._extents: dict[int, NvmeExtent] = {}
 
     def readable(self) -> bool:
-        """Whether there are devices, and this process may read at least what the node says of them."""
+        """See ``LowerReader``: there are devices, and this process may read at least what the node says of them."""
         return self._opened() is not None
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """The root of the page at a raw address, as its record says now; None where there is no such record."""
+        """See ``TierReader``."""
         number, frame, _ = ADDRESS.unpack_from(raw)
         extent = self._extents.get(number)
         if extent is None:
@@ -128,7 +130,7 @@ class NvmeReader:
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> NvmeRead:
-        """Begin to read the leading pages of ``keys``, at these addresses, into ``rows`` ``[pages, page_bytes]``."""
+        """See ``LowerReader``."""
         map_ = self._opened()
         if map_ is None:
             return NvmeRead(self, [], [], [], keys, rows, IO)
@@ -137,8 +139,8 @@ class NvmeReader:
         parts, unread = _parts(map_, runs)
         return NvmeRead(self, located, runs, parts, keys, rows, unread or why or reason)
 
-    def object_head(self, raw: bytes) -> tuple[FrameClass, bytes] | None:
-        """Class and identity row of the object's head at that address, proven by its header; None where it is not."""
+    def object_head(self, raw: bytes) -> ObjectHead | None:
+        """See ``TierReader``. Its header proves it."""
         number, frame, generation = ADDRESS.unpack(raw)
         map_ = self._opened()
         extent = None if map_ is None else self._extents.get(number) or self._open_extent(number, map_)
@@ -156,7 +158,7 @@ class NvmeReader:
         found = unpack(header, frame_class, place.incarnation, number, frame, generation)
         if isinstance(found, str) or int(extent.words[frame]) != generation << 8 | _SEALED:
             return None
-        return frame_class, found.key + found.root + found.extra + found.tokens.tobytes()
+        return ObjectHead(frame_class, found.key + found.root + found.extra + found.tokens.tobytes())
 
     def _runs(self, located: list[bytes], frame_class: FrameClass, map_: NvmeMap) -> tuple[list[NvmeRun], str]:
         """Runs of consecutive frames that should hold these pages, and why not all of them ("" where all).
@@ -214,7 +216,7 @@ class NvmeReader:
 
     def _open_extent(self, number: int, map_: NvmeMap) -> NvmeExtent | None:
         table = ExtentTable.open(self._folder, number, map_.incarnation)
-        if table is None or table.tier is not Tier.NVME:
+        if table is None or table.tier is not self.tier:
             self._check_ns = 0
             return None
         extents = self._extents
@@ -227,12 +229,7 @@ class NvmeReader:
 
 
 class NvmeRead:
-    """Pages on their way from the devices. Made by ``NvmeReader.start``; ends with ``result``.
-
-    Attributes:
-        addresses: of the pages that are read, end to end.
-        damaged: after ``result``, the raw address of the page whose bytes do not hold, b"" where there is none.
-    """
+    """See ``PendingRead``: pages on their way from the devices. Made by ``NvmeReader.start``."""
 
     def __init__(
         self,
@@ -256,14 +253,11 @@ class NvmeRead:
 
     @property
     def addresses(self) -> bytes:
-        """See the class."""
+        """See ``PendingRead``."""
         return b"".join(self._located[: self._parts[-1].page + self._parts[-1].length]) if self._parts else b""
 
     def result(self, silence_s: float) -> tuple[int, str]:
-        """How many leading pages are in the caller's rows and proven, and why not more ("" where all).
-
-        Marks them as used. Devices that bring nothing for ``silence_s`` are not waited for: reason "io".
-        """
+        """See ``PendingRead``."""
         pages, reason = self._read_all(silence_s)
         now_ns = time.monotonic_ns()
         for run in self._runs:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
-from kvstore.client.local.node import Mapped, MappedExtent
+from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.node import Mapped
 from kvstore.client.local.put import Batch, LocalPut, frame_runs
 from kvstore.client.scattered import Scattered
 from kvstore.errors import NodeUnavailable, QuotaExceeded
-from kvstore.model.objects import About, is_object_class, key_hash, read_row
+from kvstore.model.objects import About, key_hash, read_row
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS, KEY, Address, FrameClass, FrameState, Status, Tier, word_of
+from kvstore.model.replica import KEY, Address, FrameClass, Status
 from kvstore.rpc.control import OBJECT, Op, pack_addresses
 from kvstore.tier.index import IndexDamaged
 
 
 class Found(NamedTuple):
-    """An object's head, proven. ``extent`` None: it is on NVMe."""
+    """An object's head, proven. ``extent`` None: it is not in memory."""
 
     about: About
     frame_class: FrameClass
@@ -42,33 +43,17 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
     """The head of the object of that name, wherever it is; None where there is none, or another string's."""
     key = key_hash(root, name)
     try:
-        raw = mapped.index.find_many(Tier.DRAM, [key])[0]
-        found = _in_dram(mapped, raw) if raw is not None else None
-        if found is None:
-            raw = mapped.index.find_many(Tier.NVME, [key])[0]
-            found = mapped.nvme.object_head(raw) if raw is not None else None
-            if found is None or raw is None:
-                return None
-            frame_class, row = found
-            found = frame_class, row, raw, None, 0, 0
+        for reader in mapped.tiers:
+            raw = mapped.index.find_many(reader.tier, [key])[0]
+            head = reader.object_head(raw) if raw is not None else None
+            if raw is not None and head is not None:
+                about = read_row(head.row)
+                if about is None or about[0] != root or about[1].name != name or head.row[KEY] != key:
+                    return None
+                return Found(about[1], head.frame_class, raw, head.extent, head.frame, head.word)
     except IndexDamaged:
-        return None
-    about = read_row(found[1])
-    if about is None or about[0] != root or about[1].name != name or found[1][KEY] != key:
-        return None
-    return Found(about[1], found[0], *found[2:])
-
-
-def _in_dram(mapped: Mapped, raw: bytes) -> Any:
-    number, frame, generation = ADDRESS.unpack(raw)
-    extent = mapped.extents.get(number) or mapped.extent(number)
-    word = word_of(generation, FrameState.SEALED)
-    if extent is None or frame >= len(extent.words) or int(extent.words[frame]) != word:
-        return None
-    row = extent.identity[frame].tobytes()
-    if not is_object_class(extent.frame_class) or int(extent.words[frame]) != word:
-        return None
-    return extent.frame_class, row, raw, extent, frame, word
+        pass  # the daemon will rebuild it under a new epoch
+    return None
 
 
 class _FromSource(LocalPut):
@@ -92,7 +77,7 @@ class _FromSource(LocalPut):
     def _copy(self, rows: Rows, page: int, addresses: list[Address]) -> None:
         page_bytes = self._pool.frame_class.page_bytes
         for number, frame, i, j in frame_runs(addresses):
-            extent = self._mapped.extent(number)
+            extent = self._mapped.dram.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             for place in range(i, j):
@@ -114,7 +99,11 @@ class PiecesPut(_FromSource):
     def last_address(self) -> bytes | None:
         """Where the last piece that is stored is."""
         try:
-            found = [raw for raw in self._mapped.index.find_many(Tier.DRAM, self._keys.hashes) if raw is not None]
+            found = [
+                raw
+                for raw in self._mapped.index.find_many(self._mapped.dram.tier, self._keys.hashes)
+                if raw is not None
+            ]
         except IndexDamaged:
             return None
         return found[-1] if found else None

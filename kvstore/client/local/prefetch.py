@@ -29,21 +29,22 @@ _ASK_S_MIN: Final = 0.2  # for an answer, however close the deadline is
 
 
 def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
-    """Have the node bring to DRAM what of these leading pages is on NVMe only; until ``deadline`` (``time.monotonic``).
+    """Have the node bring to DRAM what of these leading pages only lower tiers have.
 
-    Returns when it is done, refused or late: the index tells what is in DRAM then.
+    Returns when it is done or refused, or at ``deadline`` (``time.monotonic``): the index tells what is in DRAM then.
 
     Raises:
         NodeUnavailable, DeadlineExceeded: the node did not answer in time.
     """
-    stored = stored_pages(mapped, keys, closed)[0]
-    for part in _parts(b"".join(locate(mapped, keys[stored:], closed))):
-        pause_s = PAUSE_MIN_S
-        while (status := _ordered(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
-        if status != Status.OK:
-            return
+    rest = keys[stored_pages(mapped, keys, closed)[0] :]
+    for reader in reversed(mapped.tiers[1:]):  # a page comes up tier by tier
+        for part in _parts(b"".join(locate(mapped, reader, rest, closed))):
+            pause_s = PAUSE_MIN_S
+            while (status := _ordered(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            if status != Status.OK:
+                return
 
 
 def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
@@ -68,18 +69,19 @@ def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.v
 
 
 def _is_reserved(mapped: Mapped, number: int, frame: int, generation: int) -> bool:
-    extent = mapped.extent(number)
+    extent = mapped.dram.extent(number)
     return extent is not None and int(extent.words[frame]) == word_of(generation, FrameState.RESERVED)
 
 
 def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:
     """The same without waiting for anything. Nothing is raised."""
-    for part in _parts(b"".join(locate(mapped, keys, closed))):
-        _tell(mapped, part, 0)
+    for reader in reversed(mapped.tiers[1:]):
+        for part in _parts(b"".join(locate(mapped, reader, keys, closed))):
+            _tell(mapped, part, 0)
 
 
 def tell_read(mapped: Mapped, addresses: bytes) -> None:
-    """These pages were read from NVMe just now: the node decides whether they are worth DRAM. Nothing is raised."""
+    """These pages were read from a lower tier: the node decides whether they are worth DRAM. Nothing is raised."""
     for part in _parts(addresses):
         _tell(mapped, part, HINT)
 
@@ -122,13 +124,13 @@ def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
         try:
             mapped.channel.request(Op.PREFETCH, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
-            mapped.nvme.tell_ns = time.monotonic_ns() + SILENT_NS
+            mapped.tell_ns = time.monotonic_ns() + SILENT_NS
 
 
 def heard_from(mapped: Mapped) -> bool:
     """The node gave a sign of late, and took what it was told."""
     now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: it is just starting
-    return now_ns >= mapped.nvme.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
+    return now_ns >= mapped.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
 
 
 def _parts(raw: bytes) -> Iterator[bytes]:

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.node import Mapped, MappedExtent
+from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.node import Mapped
 from kvstore.client.local.stored import named_pages, stored_pages
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState, Tier
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import BATCH_MAX
 from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
@@ -71,7 +72,7 @@ def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> t
     if raw is None:
         return [], 0, ABSENT if asked else ""
     number, frame, generation = _unpack_address(raw)
-    extent = mapped.extents.get(number) or mapped.extent(number)
+    extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
     first = frame + 1 - stored
     if extent is not None and first >= 0 and extent.page_bytes == page_bytes:
         words = extent.words[first : frame + 1].tobytes()
@@ -99,7 +100,7 @@ def _holds(run: Run, keys: Keys) -> bool:
 def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
     """Look every page up, and prove run after run. Plain loops: a batch has a few runs, and numpy's calls add up."""
     try:
-        found = mapped.index.find_many(Tier.DRAM, keys.hashes[:stored])
+        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[:stored])
     except IndexDamaged:
         return [], 0, ABSENT
     count = found.index(None) if None in found else stored
@@ -112,7 +113,7 @@ def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tup
         number, offset, stop = numbers[page], frames[page] - page, page + 1
         while stop < count and frames[stop] - stop == offset and numbers[stop] == number:
             stop += 1
-        extent = mapped.extents.get(number) or mapped.extent(number)
+        extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
         if extent is None or extent.page_bytes != page_bytes:
             return runs, page, EXTENT
         frame, length = frames[page], stop - page

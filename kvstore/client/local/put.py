@@ -19,7 +19,7 @@ from kvstore.client.local.node import Mapped
 from kvstore.client.pending import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, word_of
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
 from kvstore.rpc.base import PendingReply
 from kvstore.rpc.control import CHECKSUMS, CONTINUES, NO_REPLY, Op, batch_pages, encode, pack_addresses
 from kvstore.rpc.publisher import Publisher
@@ -175,7 +175,7 @@ class LocalPut(PendingPut):
 
     def _copy(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:
         for number, frame, i, j in frame_runs(addresses):
-            extent = self._mapped.extent(number)
+            extent = self._mapped.dram.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
@@ -245,7 +245,7 @@ class LocalPut(PendingPut):
         if before == keys.root or (batch.page > self._first and publisher.marked < self._published):
             return True
         try:
-            return self._mapped.index.find(Tier.DRAM, before) is not None or publisher.holds(before)
+            return self._mapped.index.find(self._mapped.dram.tier, before) is not None or publisher.holds(before)
         except IndexDamaged:
             return False
 
@@ -289,7 +289,7 @@ class LocalPut(PendingPut):
         sealed."""
         back, busy, sealed = list[Address](), list[Address](), []
         for page, (address, status) in enumerate(zip(batch.addresses, statuses, strict=True), batch.page):
-            extent = self._mapped.extent(address.extent)
+            extent = self._mapped.dram.extent(address.extent)
             word = int(extent.words[address.frame]) if extent is not None else 0
             if status == _OK or (batch.sent_again and word == word_of(address.generation, FrameState.SEALED)):
                 sealed.append(page)

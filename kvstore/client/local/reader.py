@@ -9,14 +9,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.node import LocalNode, Mapped, MappedExtent
+from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import wish
 from kvstore.client.local.proof import address_runs, equal_rows
-from kvstore.client.local.stored import known_on_nvme
+from kvstore.client.local.stored import known_below
 from kvstore.client.reader import Reader
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState, Tier
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState
 from kvstore.tier.host_memory import copy
 from kvstore.tier.index import IndexDamaged
 
@@ -97,7 +98,7 @@ class LocalReader(Reader):
         """Find and prove the run of frames that starts with ``page``."""
         keys = self._keys.hashes
         try:
-            found = mapped.index.find_many(Tier.DRAM, keys[page:])
+            found = mapped.index.find_many(mapped.dram.tier, keys[page:])
             raw = []
             for i, value in enumerate(found):
                 if value is None:
@@ -112,7 +113,7 @@ class LocalReader(Reader):
         if not runs:
             return
         number, frame, _, words = runs[0]
-        extent = mapped.extent(number)
+        extent = mapped.dram.extent(number)
         if extent is None or extent.page_bytes != self._layout.page_bytes:
             return
         generations = words >> _8
@@ -129,14 +130,14 @@ class LocalReader(Reader):
             self._spans.append(Span(extent, frame, page, generations[:count]))
 
     def _waits_for(self, page: int) -> None:
-        """Layers are read in DRAM: a page that is on NVMe only has to come there first."""
+        """Layers are read in DRAM: a page that only a lower tier has has to come there first."""
         now_s = time.monotonic()
         if now_s < self._wish_s:
             return
         self._wish_s = now_s + WISH_S
         if self._mapped is not None and self._span(page) is None:
             closed = self._layout.attention == "full"
-            if known_on_nvme(self._mapped, self._keys, page, closed):
+            if known_below(self._mapped, self._keys, page, closed):
                 self._name(self._mapped, True)
             wish(self._mapped, self._keys[page:], closed)
 

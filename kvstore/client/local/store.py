@@ -13,7 +13,6 @@ from kvstore.client.store import Store, check_cache
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Tier
 from kvstore.rpc import control
 from kvstore.rpc.control import Op
 from kvstore.tier.folder import list_nodes
@@ -112,9 +111,12 @@ class LocalStore(Store, LocalObjects):
         if mapped is not None:
             header = mapped.header
             stats["incarnation"] = f"{mapped.incarnation:016x}"
-            stats["pages"], stats["nvme_pages"] = mapped.index.count(Tier.DRAM), mapped.index.count(Tier.NVME)
+            stats["pages"] = mapped.index.count(mapped.dram.tier)
+            stats |= {f"{tier}_pages": mapped.index.count(tier) for tier in mapped.below}
             capacity = header.positions * header.extent_bytes
-            stats["tiers"] = {"dram": {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}}
+            stats["tiers"] = {
+                str(mapped.dram.tier): {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}
+            }
         return stats
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.published import published_here
+from kvstore.client.local.tier_reader import TierReader
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
 from kvstore.tier.index import Index, IndexDamaged
@@ -25,7 +26,7 @@ RootAt = Callable[[bytes], bytes | None]
 
 
 def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
-    """How many leading keys the index names in DRAM, whoever's pages they are, and the raw address of the last one.
+    """How many leading keys the index names in memory, whoever's pages they are, and the raw address of the last one.
 
     ``closed``: chains are prefix-closed in the index, so that a binary search will do.
     """
@@ -59,8 +60,8 @@ def follow(mapped: Mapped) -> bool:
 def _named(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
     try:
         if closed:
-            return mapped.index.longest(Tier.DRAM, hashes)
-        found = mapped.index.find_many(Tier.DRAM, hashes)
+            return mapped.index.longest(mapped.dram.tier, hashes)
+        found = mapped.index.find_many(mapped.dram.tier, hashes)
     except IndexDamaged:
         return 0, None  # the daemon will rebuild it under a new epoch
     count = found.index(None) if None in found else len(found)
@@ -68,20 +69,20 @@ def _named(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, byte
 
 
 def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
-    """How many leading pages of ``keys`` are in DRAM, and the raw address of the last one. A hint."""
+    """How many leading pages of ``keys`` are in memory, and the raw address of the last one. A hint."""
     return _ours_of(mapped, keys, named_pages(mapped, keys.hashes, closed), closed)
 
 
 def _ours_of(mapped: Mapped, keys: Keys, named: tuple[int, bytes | None], closed: bool) -> tuple[int, bytes | None]:
     """Of the pages that the index names those of that root."""
     count, last = named
-    if last is None or (closed and mapped.root_at(last) in (None, keys.root)):
+    if last is None or (closed and mapped.dram.root_at(last) in (None, keys.root)):
         return count, last
     try:
-        found = mapped.index.find_many(Tier.DRAM, keys.hashes[:count])
+        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[:count])
     except IndexDamaged:
         return 0, None
-    ours = _ours(found, keys.root, mapped.root_at)
+    ours = _ours(found, keys.root, mapped.dram.root_at)
     return len(ours), ours[-1] if ours else None
 
 
@@ -101,58 +102,78 @@ def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, 
     return stored_pages(mapped, keys, closed)
 
 
-def stored_beyond(mapped: Mapped, keys: Keys, dram: int, closed: bool) -> tuple[int, int]:
-    """How many leading pages are in any tier, and how many of those on NVMe alone, where the first ``dram`` are in DRAM
-    and the next one is not."""
+def stored_beyond(
+    mapped: Mapped, keys: Keys, mapped_pages: int, closed: bool, readable: bool = False
+) -> tuple[int, dict[Tier, int]]:
+    """How many leading pages are in any tier, and how many of those in which lower tier alone, where the first
+    ``mapped_pages`` are in memory and the next one is not. ``readable``: only of tiers that this process may read.
+    """
+    pages = mapped_pages
+    below: dict[Tier, int] = {}
     if closed:
-        more = _leading_on_nvme(mapped, keys, dram)
-        return dram + more, more
-    on_nvme = known_on_nvme(mapped, keys, dram, closed)
+        for tier, reader in mapped.below.items():
+            more = _leading(mapped, reader, keys, pages)
+            if more and (not readable or reader.readable()):
+                pages, below[tier] = pages + more, more
+        return pages, below
+    known = {tier: _known(mapped, reader, keys, pages) for tier, reader in mapped.below.items()}
+    known = {tier: them for tier, them in known.items() if them and (not readable or mapped.below[tier].readable())}
     try:
-        found = mapped.index.find_many(Tier.DRAM, keys.hashes[dram:]) if on_nvme else []
+        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[pages:]) if known else []
     except IndexDamaged:
-        return dram, 0
-    ours = [raw if raw is not None and mapped.root_at(raw) in (None, keys.root) else None for raw in found]
-    count = next((i for i, raw in enumerate(ours) if raw is None and dram + i not in on_nvme), len(ours))
-    return dram + count, ours[:count].count(None)
+        return pages, {}
+    for raw in found:
+        if raw is None or mapped.dram.root_at(raw) not in (None, keys.root):
+            having = [tier for tier, them in known.items() if pages in them]
+            if not having:
+                break
+            below[having[0]] = below.get(having[0], 0) + 1
+        pages += 1
+    return pages, below
 
 
-def known_on_nvme(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
-    """Which pages from ``start`` on are on NVMe, whatever else has them."""
+def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
+    """Which pages from ``start`` on are in a lower tier, whatever else has them."""
+    readers = mapped.below.values()
     if closed:
-        return range(start, start + _leading_on_nvme(mapped, keys, start))
-    try:
-        found = mapped.index.find_many(Tier.NVME, keys.hashes[start:])
-    except IndexDamaged:
-        return ()
-    root_at = mapped.nvme.root_at
-    return {page for page, raw in enumerate(found, start) if raw is not None and root_at(raw) in (None, keys.root)}
+        return range(start, start + max((_leading(mapped, reader, keys, start) for reader in readers), default=0))
+    return set[int]().union(*(_known(mapped, reader, keys, start) for reader in readers))
 
 
-def locate(mapped: Mapped, keys: Keys, closed: bool) -> list[bytes]:
-    """Raw addresses of the leading pages of ``keys`` that are on NVMe. Hints too."""
-    hashes = keys.hashes[: _leading_on_nvme(mapped, keys, 0)] if closed else keys.hashes
+def locate(mapped: Mapped, reader: TierReader, keys: Keys, closed: bool) -> list[bytes]:
+    """Raw addresses of the leading pages of ``keys`` in that tier. Hints too."""
+    hashes = keys.hashes[: _leading(mapped, reader, keys, 0)] if closed else keys.hashes
     try:
-        found = mapped.index.find_many(Tier.NVME, hashes)
+        found = mapped.index.find_many(reader.tier, hashes)
     except IndexDamaged:
         return []
     if not closed:
-        found = list(_ours(found, keys.root, mapped.nvme.root_at))
+        found = list(_ours(found, keys.root, reader.root_at))
     count = found.index(None) if None in found else len(found)
     return [raw[:ADDRESS_BYTES] for raw in found[:count] if raw is not None]
 
 
-def _leading_on_nvme(mapped: Mapped, keys: Keys, start: int) -> int:
-    """How many pages from ``start`` on are on NVMe, where chains are prefix-closed."""
-    index, hashes = mapped.index, keys.hashes
+def _known(mapped: Mapped, reader: TierReader, keys: Keys, start: int) -> set[int]:
+    """Which pages from ``start`` on are in that tier, where any may be."""
+    try:
+        found = mapped.index.find_many(reader.tier, keys.hashes[start:])
+    except IndexDamaged:
+        return set()
+    root_at, root = reader.root_at, keys.root
+    return {page for page, raw in enumerate(found, start) if raw is not None and root_at(raw) in (None, root)}
+
+
+def _leading(mapped: Mapped, reader: TierReader, keys: Keys, start: int) -> int:
+    """How many pages from ``start`` on are in that tier, where chains are prefix-closed."""
+    index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:
         # The first key alone tells most often that there are none.
-        if start == len(hashes) or index.find(Tier.NVME, hashes[start]) is None:
+        if start == len(hashes) or index.find(tier, hashes[start]) is None:
             return 0
-        count, last = index.longest(Tier.NVME, hashes[start:] if start else hashes)
-        if last is None or mapped.nvme.root_at(last) in (None, keys.root):
+        count, last = index.longest(tier, hashes[start:] if start else hashes)
+        if last is None or reader.root_at(last) in (None, keys.root):
             return count
-        return len(_ours(index.find_many(Tier.NVME, hashes[start : start + count]), keys.root, mapped.nvme.root_at))
+        return len(_ours(index.find_many(tier, hashes[start : start + count]), keys.root, reader.root_at))
     except IndexDamaged:
         return 0  # the daemon will rebuild it under a new epoch
 

@@ -70,7 +70,7 @@ class LocalWriter(Writer):
         keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
         page, last = stored_pages(mapped, keys, self._layout.attention == "full")
         if last is not None:
-            mapped.mark_used(last)
+            mapped.dram.mark_used(last)
         limit = batch_pages(self._class.page_tokens, self._class.layers)
         number, count = self._shard.number, self._shard.count
         head = WRITER.pack(self._group, number, count)
@@ -110,7 +110,7 @@ class LocalWriter(Writer):
     def _lay_out(self, mapped: Mapped) -> None:
         addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
         for number, frame, first, words in address_runs(addresses, _RESERVED):
-            extent = mapped.extent(number)
+            extent = mapped.dram.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             for i, count in unbroken(self.pages_new[first : first + len(words)]):
@@ -201,7 +201,7 @@ class LocalWriter(Writer):
             again = mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))
             statuses = bytearray(again.result().body[:count])
         for i, (number, frame, generation) in enumerate(np.frombuffer(part, ADDRESS_DTYPE).tolist()):
-            extent = mapped.extent(number)
+            extent = mapped.dram.extent(number)
             word = generation << 8 | int(FrameState.SEALED)
             if statuses[i] == Status.STALE and extent is not None and int(extent.words[frame]) == word:
                 statuses[i] = Status.OK

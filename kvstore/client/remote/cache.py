@@ -105,7 +105,7 @@ class RemoteCache(PrefixCache):
         match = self._read(keys, shard, None, bool(verify))
         if match.data is not None:
             target[: match.pages] = match.data
-        return Match(match.tokens, match.pages, match.reason, None, match.tiers.get(Tier.NVME, 0))
+        return Match(match.tokens, match.pages, match.reason, None, {Tier.NVME: match.tiers.get(Tier.NVME, 0)})
 
     def _read(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool) -> Match:
         """The match's pages, or a shard's part of them, in ``target``; None: in ``match.data``."""
@@ -125,7 +125,7 @@ class RemoteCache(PrefixCache):
                 node.missed(reason)
                 break
         data = (parts[0] if len(parts) == 1 else np.concatenate(parts)) if target is None else None
-        return Match(pages * self._page_tokens, pages, reason, data, nvme_pages)
+        return Match(pages * self._page_tokens, pages, reason, data, {Tier.NVME: nvme_pages})
 
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -157,8 +157,8 @@ class RemoteCache(PrefixCache):
             found = min(reply.pages, len(part))
             pages, nvme_pages = pages + found, nvme_pages + min(reply.nvme_pages, found)
             if found < len(part):
-                return Match(pages * self._page_tokens, pages, reply.reason or ABSENT, None, nvme_pages)
-        return Match(pages * self._page_tokens, pages, "", None, nvme_pages)
+                return Match(pages * self._page_tokens, pages, reply.reason or ABSENT, None, {Tier.NVME: nvme_pages})
+        return Match(pages * self._page_tokens, pages, "", None, {Tier.NVME: nvme_pages})
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

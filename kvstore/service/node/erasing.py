@@ -76,12 +76,12 @@ def deletes(event: ev.Event) -> bool:
     return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
 
 
-def taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable]) -> list[ev.Erase]:
-    """The erasures on NVMe among these instructions, which are left without them."""
+def taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[ev.Erase]:
+    """The erasures in that tier among these instructions, which are left without them."""
     erases = [
         instruction
         for instruction in instructions
-        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == Tier.NVME
+        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == tier
     ]
     instructions[:] = [instruction for instruction in instructions if instruction not in erases]
     return erases

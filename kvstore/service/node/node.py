@@ -24,7 +24,7 @@ from kvstore.service.node.contents import Contents
 from kvstore.service.node.erasing import deletes, erase_all, taken_out
 from kvstore.service.node.folder_memory import FolderMemory, lean_table_fits
 from kvstore.service.node.nvme_pages import NvmePages
-from kvstore.service.node.performer import MOVED, Performer
+from kvstore.service.node.performer import Performer
 from kvstore.service.node.put_drain import PutDrain
 from kvstore.service.node.room import make_room
 from kvstore.serving import logs
@@ -185,8 +185,9 @@ class Node:
                 self._make_room(*needed)
             instructions = self.state.handle(event)
             self.state.segment.tables.clear()
-            erases = taken_out(instructions, self.performer.tables) if deletes(event) else []
-            nvme = self.performer.nvme
+            nvme, erases = self.performer.nvme, list[ev.Erase]()
+            if nvme is not None and deletes(event):
+                erases = taken_out(instructions, self.performer.tables, nvme.tier)
             reply = self.performer.perform(instructions)
             while self.performer.sessions_to_check:
                 session = self.performer.sessions_to_check.pop()
@@ -324,7 +325,7 @@ class Node:
     @property
     def relayed(self) -> list[Tier]:
         """Tiers that ``upkeep.relay`` carries pages to."""
-        return [tier for tier in self.performer.stores if tier not in MOVED]
+        return [tier for tier, store in self.performer.stores.items() if store.relayed]
 
     @property
     def nvme(self) -> NvmePages | None:
@@ -361,7 +362,7 @@ class Node:
                 self.nvme_failures[path] = str(error)
                 said = "device failed: it takes no more writes, the node goes on without"
                 logs.event(log, logging.ERROR, said, path=path, reason=str(error))
-                self.handle(ev.TierFailed(time.monotonic_ns(), Tier.NVME, nvme.devices.neighbours(position)))
+                self.handle(ev.TierFailed(time.monotonic_ns(), nvme.tier, nvme.devices.neighbours(position)))
 
     def nvme_tables(self) -> list[ExtentTable]:
         """The tables of all extents on NVMe."""

@@ -23,7 +23,6 @@ from kvstore.model.replica import (
     Address,
     FrameClass,
     FrameState,
-    Tier,
     info_word,
     standing_of,
 )
@@ -356,7 +355,7 @@ class NvmePages(NvmeStore):
         """The position of this page that the error is of: to which it is copied, or, of NVMe too, from which."""
         source, target = tables[page.source.extent], tables[page.target.extent].position
         failed = error.filename if isinstance(error, OSError) else ""
-        return source.position if source.tier == Tier.NVME and self.path(source.position) == failed else target
+        return source.position if source.tier == self.tier and self.path(source.position) == failed else target
 
     @staticmethod
     def _broke(done: Copied, run: range, position: int, error: OSError | KVStoreError) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig, NvmeTarget
 from kvstore.errors import InvalidRequest, OutOfSpace
-from kvstore.model.replica import FRAME_ALIGN, FrameState, Tier, word_of
+from kvstore.model.replica import FRAME_ALIGN, FrameState, word_of
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.tier.disk import Disk, FileDisk
 from kvstore.tier.folder import EMBEDDED_PREFIX, NodeFolder
@@ -164,7 +164,7 @@ def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTab
     loading = folder.path / LOADING  # tables that are only half filled must not be taken for the truth
     for number, table in list(tables.items()):
         doubted = loading.exists() or number in nvme.devices.doubted
-        if table.tier == Tier.NVME and (doubted or not _is_same(table, known.get(number))):
+        if table.tier == nvme.tier and (doubted or not _is_same(table, known.get(number))):
             tables.pop(number).unlink()
             table.close()
     missing = [extent for number, extent in sorted(known.items()) if number not in tables]
@@ -187,7 +187,7 @@ def _is_same(table: ExtentTable, extent: ExtentOnDisk | None) -> bool:
 
 def _from_disk(folder: NodeFolder, nvme: NvmePages, extent: ExtentOnDisk) -> ExtentTable:
     place = extent.number, extent.position, extent.frame_class, nvme.incarnation, extent.frames
-    table = ExtentTable.create(folder, *place, tier=Tier.NVME)
+    table = ExtentTable.create(folder, *place, tier=nvme.tier)
     directory = None
     if extent.clean:
         try:

@@ -17,6 +17,7 @@ class NvmeStore:
 
     tier = Tier.NVME
     mapped = False
+    relayed = False
 
     def __init__(self, devices: NvmeDevices) -> None:
         self.devices = devices

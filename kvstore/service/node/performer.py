@@ -47,9 +47,6 @@ from kvstore.tier.records import ExtentTable
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
-MOVED = frozenset((Tier.DRAM, Tier.NVME))
-"""Tiers that ``upkeep.tier_mover`` copies between, whole runs at a time; ``upkeep.relay`` copies to and from others."""
-
 log = logging.getLogger("kvstore.node")
 
 
@@ -216,7 +213,7 @@ class Performer:
 
     def _copy(self, instruction: Work | ev.Load) -> None:
         addresses = [address for page in instruction.pages for address in _ends(page)]
-        if not {self.tables[address.extent].tier for address in addresses} <= MOVED:
+        if any(self.stores[self.tables[address.extent].tier].relayed for address in addresses):
             self.waiting.relays.append(instruction)
         elif isinstance(instruction, ev.Load):
             self.waiting.loads.append(instruction)

@@ -22,7 +22,6 @@ from kvstore import failpoint
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.model.pool_secret import NO_SECRET
-from kvstore.model.replica import Tier
 from kvstore.service.node.book import NAMES, PINS
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.folder import NodeFolder
@@ -57,7 +56,7 @@ def _give_up_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, lef
         if table is None:
             continue
         end = table.position * extent_bytes + table.frames * table.frame_class.frame_bytes
-        if table.tier == Tier.DRAM and end > left:
+        if end > left:
             table.disbelieve()
             given_up += 1
         table.close()

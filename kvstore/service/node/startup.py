@@ -35,8 +35,8 @@ from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import ExtentNumbers, Segment
-from kvstore.state.node_state import NodeState, TierParts
-from kvstore.state.tiering import TieringRules
+from kvstore.state.node_state import NodeState
+from kvstore.state.tier_parts import TieringRules, TierParts
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.dram_store import DramStore
@@ -136,7 +136,7 @@ def _give_up(
 ) -> Held:
     """Give up extents whose tables cannot be believed. Returns the positions where a living session may write: those,
     and what earlier starts wrote down."""
-    carved = {table.position for table in performer.tables.values() if table.tier == Tier.DRAM}
+    carved = {table.position for table in performer.tables.values() if performer.stores[table.tier].mapped}
     vacant = set(range(performer.segment.positions)) - carved
     held, doubted = read_quarantine(folder, header.incarnation), set[int]()
     on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
@@ -220,8 +220,9 @@ def _recover_tiers(
         nvme.devices.write_map(folder)
     else:
         remove(folder.nvme)
-    mapped = [(table.position, table.frame_class) for table in performer.tables.values() if table.tier == Tier.DRAM]
-    performer.stores[Tier.DRAM] = DramStore(segment_file, header.incarnation, mapped)
+    mapped = [table for table in performer.tables.values() if performer.stores[table.tier].mapped]
+    carved = [(table.position, table.frame_class) for table in mapped]
+    performer.stores[Tier.DRAM] = DramStore(segment_file, header.incarnation, carved)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     found = [extent_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
-from kvstore.service.node.performer import MOVED
-from kvstore.service.node.startup import LOWER_TIERS
 from kvstore.service.upkeep.device_lanes import Lane
 from kvstore.service.upkeep.relay import Relay
 from kvstore.service.upkeep.scanner import Scanner
@@ -40,7 +38,7 @@ class Background:
         work = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
             work |= {"mover": self._move, "scanner": self._scan}
-        if LOWER_TIERS.keys() - MOVED:
+        if node.relayed:
             work["relay"] = self._relay
         self._threads = [
             threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()

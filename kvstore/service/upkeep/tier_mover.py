@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, Tier
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState
 from kvstore.service.node.erasing import erase_some
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import Copied, NvmePages
@@ -171,7 +171,7 @@ class Mover:
         if (saves, loads) != self._late:
             self._late = saves, loads
             places = ([p for device in found for p in nvme.devices.positions_of(device)] for found in self._late)
-            self._node.handle(ev.DevicesLate(time.monotonic_ns(), Tier.NVME, *places))
+            self._node.handle(ev.DevicesLate(time.monotonic_ns(), nvme.tier, *places))
 
     # --- pieces of work: in a lane ----------------------------------------------------------------------------------
 

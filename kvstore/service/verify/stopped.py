@@ -11,6 +11,7 @@ stopped it must not.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from kvstore.service.verify.stopped_nvme import verify_targets
 from kvstore.state import closure
 from kvstore.state.views import Snapshot
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
+from kvstore.tier.environment import ALWAYS_THERE
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import layer_sums
 from kvstore.tier.header import DaemonState, Header, boot_id
@@ -82,46 +84,49 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
         said = "its tail was cut off: some" if cut else "is absent, damaged or of another incarnation: the"
         report.findings.append(f"segment: {said} pages in DRAM are lost")
         return {}
-    tables = _tables(folder, header, segment, report)
+    mapped, lower = _tables(folder, header, segment, report)
     if (folder.path / LOADING).exists():
         report.repairs.append("nvme: the tables in shared memory were just being filled: they are made anew")
-        tables = {number: table for number, table in tables.items() if table.tier == Tier.DRAM}
-    for tier in (Tier.DRAM, Tier.NVME):
-        mine = {number: table for number, table in tables.items() if table.tier == tier}
-        snapshots = [snapshot(table) for table in mine.values()]
-        for table in mine.values():
+        lower = {}
+    for tier in dict.fromkeys((*ALWAYS_THERE, *(table.tier for table in lower.values()))):
+        mine = [table for table in (*mapped.values(), *lower.values()) if table.tier == tier]
+        snapshots = [snapshot(table) for table in mine]
+        for table in mine:
             _verify_records(table, report)
         _verify_closure(tier, snapshots, report)
         _verify_index(folder, header, tier, snapshots, report)
     _verify_puts(folder, header, report)
     data = np.memmap(folder.segment, np.uint8, "r")
-    for table in tables.values():
-        if table.tier == Tier.DRAM:
-            _verify_pages(table, data, segment.extent_bytes, report)
-    return {number: table for number, table in tables.items() if table.tier == Tier.NVME}
+    for table in mapped.values():
+        _verify_pages(table, data, segment.extent_bytes, report)
+    return lower
 
 
-def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Report) -> dict[int, ExtentTable]:
+Tables = dict[int, ExtentTable]
+
+
+def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Report) -> tuple[Tables, Tables]:
+    """Those of the segment's extents, and those of the devices'."""
     devices = NvmeMap.open(folder)
-    tables: dict[int, ExtentTable] = {}
+    mapped: Tables = {}
+    lower: Tables = {}
     places: set[tuple[Tier, int]] = set()
     for number in folder.extents():
-        table = ExtentTable.open(folder, number, header.incarnation)
+        table, tables, positions = ExtentTable.open(folder, number, header.incarnation), mapped, segment.positions
         if table is None and devices is not None:
-            table = ExtentTable.open(folder, number, devices.incarnation)
+            table, tables, positions = ExtentTable.open(folder, number, devices.incarnation), lower, sys.maxsize
         if table is None:
             report.findings.append(f"records-{number}: cannot be believed: the extent is lost with its pages")
             continue
         place = table.tier, table.position
-        beyond = table.tier == Tier.DRAM and table.position >= segment.positions
-        if place in places or beyond:
+        if place in places or table.position >= positions:
             report.findings.append(f"{table.tier}: extent {number}: position {table.position} is not its own")
             continue
         places.add(place)
         tables[number] = table
     if devices is not None:
         devices.close()
-    return tables
+    return mapped, lower
 
 
 def _sealed(table: ExtentTable) -> npt.NDArray[np.intp]:

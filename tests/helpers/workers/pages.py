@@ -266,7 +266,7 @@ def stopped_put(a: Arguments) -> None:
     def stop_and_copy(self: LocalPut, rows: Any, page: int, addresses: Any) -> None:
         log("granted", frames=[tuple(address) for address in addresses])
         for extent, _, _ in addresses:  # mapped, as in the middle of a copy
-            self._mapped.extent(extent)
+            self._mapped.dram.extent(extent)
         os.kill(os.getpid(), signal.SIGSTOP)
         copy(self, rows, page, addresses)
         log("copied")
@@ -298,7 +298,7 @@ def read(a: Arguments) -> None:
             if time.monotonic() > logged + 0.02:
                 logged = time.monotonic()
                 mapped = node_of(store).mapped()
-                segment = id(mapped.segment) if mapped is not None else 0
+                segment = id(mapped.dram.segment) if mapped is not None else 0
                 log("read", reads=reads, pages=pages, segment=segment, misses=node_of(store).misses)
             time.sleep(a.get("pause_s", 0.0))
 

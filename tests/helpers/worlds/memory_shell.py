@@ -22,8 +22,9 @@ from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Segment
-from kvstore.state.node_state import NodeState, TierParts
-from kvstore.state.tiering import NODE_SESSION, TieringRules
+from kvstore.state.node_state import NodeState
+from kvstore.state.tier_parts import TieringRules, TierParts
+from kvstore.state.tiering import NODE_SESSION
 from kvstore.state.views import Snapshot
 from kvstore.tier import nvme_geometry
 from tests.helpers.worlds.simulated_disk import SimulatedDisk

@@ -1,0 +1,79 @@
+"""Staging: bytes of frames to and from the host, the same whether they are there already or come through a buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvstore
+from engine.memory.arena import Arena
+from engine.memory.staging import DeviceStaging, HostStaging, Staging, staging_of
+from kvstore.errors import InvalidRequest
+
+LAYOUT = kvstore.Layout(model="m", layers=3, kv_heads=2, head_dim=4, dtype="float32", page_tokens=8)
+
+
+@pytest.fixture(params=[HostStaging, DeviceStaging])
+def staging(request: pytest.FixtureRequest) -> Staging:
+    """Both ways, each over an arena of its own; a buffer does not mind that it need not be."""
+    made: Staging = request.param(Arena(LAYOUT, 6, LAYOUT.shape[-1] // 2))
+    return made
+
+
+def rows(count: int, width: int = LAYOUT.page_bytes) -> np.ndarray:
+    return np.random.default_rng(count).integers(0, 256, (count, width), np.uint8)
+
+
+def test_pages_go_in_and_come_out(staging: Staging) -> None:
+    data = rows(3)
+    with staging.receive(2, 3) as target:
+        assert target.shape == data.shape and not target.any()
+        target[:] = data
+    assert (staging.send(2, 3) == data).all()
+    assert not staging.send(0, 2).any() and not staging.send(5, 1).any()
+
+
+def test_what_is_not_filled_keeps_what_it_was(staging: Staging) -> None:
+    data = rows(2)
+    with staging.receive(1, 2) as target:
+        target[:] = data
+    with staging.receive(1, 2) as target:
+        target[0] = 7
+    assert (staging.send(1, 1) == 7).all() and (staging.send(2, 1) == data[1:]).all()
+
+
+def test_layers_go_in_and_come_out(staging: Staging) -> None:
+    data = [rows(4, LAYOUT.layer_bytes) + layer for layer in range(LAYOUT.layers)]
+    staging.receive_layer(1, 0, data[0])
+    for layer in (1, 2):
+        with staging.layer_target(1, 4, layer) as target:
+            target[:] = data[layer]
+    layers = staging.layers(1, 4)
+    for layer in range(LAYOUT.layers):
+        assert (staging.send_layer(1, 4, layer) == data[layer]).all()
+        assert (layers(layer) == data[layer]).all()
+    pages = staging.send(1, 4)
+    assert all((pages[:, slice(*LAYOUT.byte_range(layer))] == data[layer]).all() for layer in range(LAYOUT.layers))
+
+
+def test_layers_show_what_is_computed_later(staging: Staging) -> None:
+    layers = staging.layers(0, 2)
+    data = rows(2, LAYOUT.layer_bytes)
+    staging.receive_layer(0, 1, data)
+    assert (layers(1) == data).all()
+
+
+def test_a_tail_has_its_tokens_and_no_others(staging: Staging) -> None:
+    with staging.receive(0, 1) as target:
+        target[:] = rows(1)
+    tail = staging.send_tail(0, 1, 3)
+    assert tail.shape == (1, 3 * LAYOUT.layer_bytes // LAYOUT.page_tokens)
+    staging.receive_tail(4, 1, 3, tail)
+    assert (staging.send_tail(4, 1, 3) == tail).all()
+    assert np.count_nonzero(staging.send(4, 1)) <= tail.size, "nothing beside those tokens"
+    with pytest.raises(InvalidRequest):
+        staging.receive_tail(4, 1, 3, tail[:, 1:])
+
+
+def test_the_arena_decides() -> None:
+    assert type(staging_of(Arena(LAYOUT, 1, 4))) is HostStaging
