@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
     from kvstore.model.replica import Tier
+    from kvstore.model.retention import Retention
     from kvstore.tier.host_memory import empty
 
     __version__: str
@@ -42,6 +43,7 @@ __all__ = [
     "Match",
     "PrefixCache",
     "Reader",
+    "Retention",
     "Store",
     "Tier",
     "Writer",
@@ -61,6 +63,7 @@ _HOMES = {
     "Match": "kvstore.client.match",
     "PrefixCache": "kvstore.client.prefix_cache",
     "Reader": "kvstore.client.reader",
+    "Retention": "kvstore.model.retention",
     "Store": "kvstore.client.store",
     "Tier": "kvstore.model.replica",
     "Writer": "kvstore.client.writer",

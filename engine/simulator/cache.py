@@ -15,6 +15,7 @@ A trace stamps arrivals in coarse ticks; here every request comes at a milliseco
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class Access:
 
     now_ms: int
     blocks: tuple[int, ...]
+    owner: int = 0
+    hints: bytes = b""  # of each block how long it is worth keeping, see ``engine.simulator.hints``; or nothing
 
 
 def accesses(requests: Iterable[Request]) -> list[Access]:
@@ -52,20 +55,25 @@ class CacheSimulation:
         self.used_ms = array("q", bytes(8 * capacity))
         self.parent = array("q", bytes(8 * capacity))
         self.children = array("q", bytes(8 * capacity))
-        self.pages: list[tuple[int, int, int]] = [(0, 0, 0)] * capacity  # block, position, turns
+        self.pages = [Page(0)] * capacity  # as stored: of last uses ``used_ms`` knows
+        self.blocks = array("q", bytes(8 * capacity))
         self.evicted = 0
+        self.hits_of: Counter[int] = Counter()  # by owner, of the requests that ``run`` counted
+        self.blocks_of: Counter[int] = Counter()
 
     def run(self, trace: Sequence[Access], count_from: int = 0) -> tuple[int, int]:
         """(hits, blocks) of the requests from that one on; the ones before only fill the cache."""
         hits = blocks = 0
         for number, access in enumerate(trace):
-            found = self.request(access.now_ms, access.blocks)
+            found = self.request(access.now_ms, access.blocks, access.owner, access.hints)
             if number >= count_from:
                 hits += found
                 blocks += len(access.blocks)
+                self.hits_of[access.owner] += found
+                self.blocks_of[access.owner] += len(access.blocks)
         return hits, blocks
 
-    def request(self, now_ms: int, blocks: Sequence[int]) -> int:
+    def request(self, now_ms: int, blocks: Sequence[int], owner: int = 0, hints: bytes = b"") -> int:
         """One request: how many pages it hits. Its other pages are stored afterwards."""
         slots, used_ms = self.slots, self.used_ms
         hits, anchor = 0, _NONE
@@ -76,11 +84,11 @@ class CacheSimulation:
             used_ms[slot] = now_ms
             hits, anchor = hits + 1, slot
         if hits < len(blocks):
-            self._put(now_ms, blocks, hits, anchor)
+            self._put(now_ms, blocks, hits, anchor, owner, hints)
         return hits
 
-    def _put(self, now_ms: int, blocks: Sequence[int], stored: int, anchor: int) -> None:
-        turns = min(self.pages[anchor][2] + 1, 255) if anchor != _NONE else 0
+    def _put(self, now_ms: int, blocks: Sequence[int], stored: int, anchor: int, owner: int, hints: bytes) -> None:
+        turns = min(self.pages[anchor].turns + 1, 255) if anchor != _NONE else 0
         self._hold(anchor)
         self._make_room(len(blocks) - stored, now_ms)
         self._unhold(anchor)
@@ -93,7 +101,8 @@ class CacheSimulation:
             self.used_ms[slot] = now_ms
             self.parent[slot] = parent
             self.children[slot] = 0
-            self.pages[slot] = blocks[position], position, turns
+            hint, self.blocks[slot] = hints[position] if hints else 0, blocks[position]
+            self.pages[slot] = Page(now_ms, key_of(blocks[position]), position, turns, hint, owner)
             if position == stored:
                 self._hold(parent)
             else:
@@ -107,7 +116,7 @@ class CacheSimulation:
             slot = self.policy.victim(self.used_ms.__getitem__, now_ms)
             if slot is None:
                 return
-            block = self.pages[slot][0]
+            block = self.blocks[slot]
             assert not self.children[slot], "only leaves leave"
             self.policy.forget(slot, key_of(block))
             del self.slots[block]
@@ -128,8 +137,7 @@ class CacheSimulation:
                 self._offer(slot)
 
     def _offer(self, slot: int) -> None:
-        block, position, turns = self.pages[slot]
-        self.policy.add(slot, Page(self.used_ms[slot], key_of(block), position, turns))
+        self.policy.add(slot, self.pages[slot]._replace(used_ms=self.used_ms[slot]))
 
 
 def key_of(block: int) -> int:

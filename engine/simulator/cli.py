@@ -8,12 +8,14 @@ from pathlib import Path
 
 import click
 
-from engine.simulator.compare import Half, compare, known_policies, plot, require_plotting, table
+from engine.simulator.compare import Half, compare, compare_hints, known_policies, plot, require_plotting, table
 from engine.simulator.generate import RATE_DEFAULT, bimodal, conversations
+from engine.simulator.hints import RULES
 from engine.simulator.mixtures import agents, scans, shifts
 from engine.simulator.trace import Request, read_trace, statistics, write_trace
 from kvstore.cli.output import json_option, print_json, print_pairs, print_table
 from kvstore.errors import InvalidRequest
+from kvstore.state.eviction import POLICY_DEFAULT
 
 REQUESTS_DEFAULT = 12_000
 
@@ -74,6 +76,7 @@ def stats(trace: str, limit: int | None, as_json: bool) -> None:
 @click.option("--limit", type=int, help="Run no more requests than this.")
 @click.option("--capacity", default="1000,5859,10000,50000", show_default=True, metavar="PAGES[,..]", help="In blocks.")
 @click.option("--policy", metavar="NAME[,..]", help=f"All unless given: {', '.join(known_policies())}.")
+@click.option("--hints", "rule", type=click.Choice(RULES), help="Beside it, requests with the hints of this rule.")
 @click.option("--half", type=click.Choice([half.value for half in Half]), default="all", show_default=True)
 @click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw it as well.")
 @json_option
@@ -85,6 +88,7 @@ def cache(
     limit: int | None,
     capacity: str,
     policy: str | None,
+    rule: str | None,
     half: str,
     picture: Path | None,
     as_json: bool,
@@ -94,6 +98,10 @@ def cache(
     The policies are the ones a node runs, under a node's rules. Beside them: LRU and the optimum (Belady) of a cache
     of single blocks, the optimum under the node's rules, and a cache that never evicts. --half first runs the first
     half of the requests alone, --half second runs all and counts the second half.
+
+    --hints deals the requests to ten tenants and runs one policy (gittins unless given) without hints, with those that
+    a program could give by the kind of its requests (type) or by what it knows of its sessions (sessions), and where
+    one of the ten says of every page that it is worth the most.
     """
     if (trace is None) == (kind is None):
         raise InvalidRequest("trace", "give either --trace FILE or --generate KIND")
@@ -104,8 +112,12 @@ def cache(
     else:
         source, made = f"{kind}, seed {seed}", requests if limit is None else min(requests, limit)
         run = GENERATORS[str(kind)](made, RATE_DEFAULT, seed)
-    names = _names(policy) if policy is not None else known_policies()
-    found = compare(source, run, _capacities(capacity), names, Half(half))
+    if rule is not None:
+        name = policy if policy is not None else POLICY_DEFAULT
+        found = compare_hints(source, run, _capacities(capacity), name, rule, Half(half))
+    else:
+        names = _names(policy) if policy is not None else known_policies()
+        found = compare(source, run, _capacities(capacity), names, Half(half))
     if picture is not None:
         plot(found, picture)
     if as_json:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.simulator.cache import Access, CacheSimulation, accesses
+from engine.simulator.hints import LIAR, dealt, hinted
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
 from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import Request
@@ -70,6 +71,22 @@ def compare(
     Raises:
         InvalidRequest: a capacity is out of range, a policy is not known, or the trace is empty.
     """
+    trace, count_from, blocks = _counted(requests, capacities, policies, half)
+    return Comparison(
+        source,
+        half,
+        len(trace) - count_from,
+        blocks,
+        infinite_hits(trace, count_from) / blocks,
+        tuple(capacities),
+        tuple(line for capacity in capacities for line in _lines(trace, capacity, policies, count_from, blocks)),
+    )
+
+
+def _counted(
+    requests: Iterable[Request], capacities: Sequence[int], policies: Sequence[str], half: Half
+) -> tuple[list[Access], int, int]:
+    """The requests to run, from which one on they count, and how many blocks those have."""
     for capacity in capacities:
         if not 1 <= capacity <= CAPACITY_MAX:
             raise InvalidRequest("capacity", f"must be between 1 and {CAPACITY_MAX} pages, is {capacity}")
@@ -84,15 +101,7 @@ def compare(
     blocks = sum(len(access.blocks) for access in trace[count_from:])
     if not blocks:
         raise InvalidRequest("half", f"the {half} half of one request is empty")
-    return Comparison(
-        source,
-        half,
-        len(trace) - count_from,
-        blocks,
-        infinite_hits(trace, count_from) / blocks,
-        tuple(capacities),
-        tuple(line for capacity in capacities for line in _lines(trace, capacity, policies, count_from, blocks)),
-    )
+    return trace, count_from, blocks
 
 
 def _lines(
@@ -107,6 +116,40 @@ def _lines(
     hits, _ = CacheSimulation(capacity, Belady(trace)).run(trace, count_from)
     yield Line(BELADY, capacity, hits / blocks)
     yield Line(BELADY_BLOCKS, capacity, belady_hits(trace, capacity, count_from) / blocks)
+
+
+def compare_hints(
+    source: str,
+    requests: Iterable[Request],
+    capacities: Sequence[int],
+    policy: str,
+    rule: str,
+    half: Half = Half.ALL,
+) -> Comparison:
+    """Run a policy at every capacity with the hints of a rule, without, and where a tenth of the tenants lie.
+
+    Beside them LRU, and the others' and the liar's own share of the hits before and after it lied.
+
+    Raises:
+        InvalidRequest: as ``compare``, or there is no such rule.
+    """
+    trace, count_from, blocks = _counted(requests, capacities, [policy], half)
+    plain = dealt(trace)
+    honest, lying = hinted(plain, rule), hinted(plain, rule, lying=True)
+    lines = []
+    for capacity in capacities:
+        for name, kind, run in (("lru", "lru", plain), (policy, policy, plain)):
+            hits, _ = CacheSimulation(capacity, make_policy(kind, capacity)).run(run, count_from)
+            lines.append(Line(name, capacity, hits / blocks))
+        for name, run in ((f"{policy}, hints", honest), (f"{policy}, a tenth lies", lying)):
+            simulation = CacheSimulation(capacity, make_policy(policy, capacity))
+            hits, _ = simulation.run(run, count_from)
+            its, its_blocks = simulation.hits_of[LIAR], simulation.blocks_of[LIAR]
+            lines.append(Line(name, capacity, hits / blocks))
+            lines.append(Line(f"{name}: its neighbours", capacity, (hits - its) / max(1, blocks - its_blocks)))
+            lines.append(Line(f"{name}: that tenth", capacity, its / max(1, its_blocks)))
+    infinite = infinite_hits(plain, count_from) / blocks
+    return Comparison(source, half, len(trace) - count_from, blocks, infinite, tuple(capacities), tuple(lines))
 
 
 def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:

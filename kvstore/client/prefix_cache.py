@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, check_extras, root_key
 from kvstore.model.replica import FrameClass
+from kvstore.model.retention import Retention, hints_of
 from kvstore.model.shard import Shard
 
 
@@ -74,6 +75,13 @@ class PrefixCache(ABC):
                 raise InvalidRequest("extras", "are part of the keys already")
             return tokens.with_tag(self._tag())
         return self.keys(tokens, extras)
+
+    def _to_store(
+        self, tokens: Any, extras: Sequence[bytes] | None, retention: Retention | Sequence[Retention]
+    ) -> Keys:
+        """Keys of all full pages, with the hints that they are stored with."""
+        keys = self._named(tokens, extras)
+        return keys.hinted(hints_of(retention, len(keys), self._page_tokens)) if retention != () else keys
 
     def _asked(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
         """Keys of the pages a prompt can match: all but the one that holds its last token."""
@@ -185,6 +193,7 @@ class PrefixCache(ABC):
         *,
         checksum: bool = False,
         wait: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> int:
         """Store the full pages of ``tokens``; returns how many were new. Pages already in DRAM are skipped.
 
@@ -199,6 +208,8 @@ class PrefixCache(ABC):
                 machine returns when its pages are *published* in shared memory: every later lookup finds them, by any
                 process, and they survive the daemon and this process. What the node then does not take (another writer
                 was faster, the pages before have left meanwhile) was counted all the same.
+            retention: how long new pages are worth keeping, or those of ranges of ``tokens``. A hint to eviction that
+                orders this cache's own pages; a page that is stored keeps the one it came with.
 
         Fewer new pages than expected mean that the store is full of pages that may not leave (leased, being written),
         or that another writer was faster, or that the pages before were evicted meanwhile; what was stored is a
@@ -206,14 +217,21 @@ class PrefixCache(ABC):
         for a tenant with a quota, behind a page that only NVMe has, for more than 64 sessions at a time.
 
         Raises:
-            InvalidRequest: as ``keys``; ``pages`` is not exactly as large as the full pages, or not contiguous.
+            InvalidRequest: as ``keys``; ``pages`` is not exactly as large as the full pages, or not contiguous;
+                ``retention`` is something else.
             QuotaExceeded: nothing new was stored, because the tenant has all it may have.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some pages may be stored.
         """
 
     @abstractmethod
     def put_async(
-        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> PendingPut:
         """``put(wait=True)`` without waiting for the last acknowledgements. ``pages`` may be reused as soon as this
         returns.
@@ -244,6 +262,7 @@ class PrefixCache(ABC):
         extras: Sequence[bytes] | None = None,
         stage: int = 0,
         stages: int = 1,
+        retention: Retention | Sequence[Retention] = (),
     ) -> Writer:
         """Write the full pages layer by layer: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
 
@@ -255,12 +274,13 @@ class PrefixCache(ABC):
                 several machines must name theirs by the same text.
             rank, ranks: which share of the KV heads this writer writes; see ``Layout.shard_heads``.
             stage, stages: which layers it writes; see ``Layout.shard_layers``. ``ranks * stages`` is at most 8.
+            retention: as for ``put``; of the shards of one write the first that reserves a page counts.
 
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s``, ``group``, or a number of the shard makes no sense.
         """
         shard = Shard(self.layout, rank, ranks, stage, stages)
-        return self._writer(shard, self._named(tokens, extras), ttl_s, group)
+        return self._writer(shard, self._to_store(tokens, extras, retention), ttl_s, group)
 
     def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:
         """Read pages layer by layer while they are being written: ``cache.reader(tokens).read_layer(0, out)``.

@@ -106,11 +106,12 @@ class Keys:
     ``parent`` is the key of the page before the first one (the root, if the first is page 0). ``links`` and ``before``
     are the same in the chain alone, without the ``tag`` of a pool: equal in all pools, and what goes over gRPC. A cache
     takes keys with any tag or none, and goes by its own; a tag of None is that of keys that are no hashes of tokens.
+    ``hints``: a byte per page that says how long it is worth keeping (``retention``), for who stores them; or nothing.
     Holds a reference to the caller's token array: do not change it afterwards.
     """
 
     __slots__ = (
-        *("__dict__", "before", "extras", "hashes", "links", "media"),
+        *("__dict__", "before", "extras", "hashes", "hints", "links", "media"),
         *("page_tokens", "parent", "root", "tag", "tokens"),
     )
 
@@ -124,6 +125,7 @@ class Keys:
         extras: list[bytes] | None,
         media: Sequence[bytes] | None = None,
         tag: bytes | None = b"",
+        hints: bytes = b"",
     ) -> None:
         self.page_tokens = page_tokens
         self.root = root
@@ -134,6 +136,7 @@ class Keys:
         self.hashes = tagged(links, tag) if tag else links
         self.tokens = tokens
         self.extras = extras
+        self.hints = hints
         self.media = media  # what ``extras`` are digests of, as the caller gave it
 
     @classmethod
@@ -168,8 +171,15 @@ class Keys:
         """The same pages in a pool that gives their root this tag."""
         if tag == self.tag or self.tag is None:
             return self
+        return self._as(tag, self.hints)
+
+    def hinted(self, hints: bytes) -> Keys:
+        """The same pages with these hints."""
+        return self._as(self.tag, hints) if hints else self
+
+    def _as(self, tag: bytes | None, hints: bytes) -> Keys:
         parts = self.page_tokens, self.root, self.before, self.links, self.tokens, self.extras, self.media
-        return Keys(*parts, tag)
+        return Keys(*parts, tag, hints)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -188,7 +198,8 @@ class Keys:
         tokens = self.tokens[start * self.page_tokens : stop * self.page_tokens]
         extras = self.extras[start:stop] if self.extras is not None else None
         media = self.media[start:stop] if self.media is not None else None
-        return Keys(self.page_tokens, self.root, before, self.links[start:stop], tokens, extras, media, self.tag)
+        hints = self.hints[start:stop]
+        return Keys(self.page_tokens, self.root, before, self.links[start:stop], tokens, extras, media, self.tag, hints)
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
         """Root and extra of pages ``start`` to ``stop``, 32 bytes each, as they stand between key and tokens."""

@@ -260,12 +260,15 @@ def info_word(
     return payload_bytes | min(position, POSITION_MAX) << 32 | flags << 48 | min(turns, TURNS_MAX) << 56
 
 
-_STANDING = POSITION_MAX << 32 | TURNS_MAX << 56
+_HINT_SHIFT = 49  # the flags of a SEALED record but for ``STAMPED``
+_HINT_MASK = 0x7F
+_STANDING = POSITION_MAX << 32 | _HINT_MASK << _HINT_SHIFT | TURNS_MAX << 56
 
 
-def standing(position: int, turns: int) -> int:
-    """The part of a SEALED record's ``info`` that says where in its chain the page is, and after how many turns."""
-    return min(position, POSITION_MAX) << 32 | min(turns, TURNS_MAX) << 56
+def standing(position: int, turns: int, hint: int = 0) -> int:
+    """The part of a SEALED record's ``info`` that says where in its chain the page is, after how many turns, and what
+    hint came with it (see ``retention``)."""
+    return min(position, POSITION_MAX) << 32 | hint << _HINT_SHIFT | min(turns, TURNS_MAX) << 56
 
 
 def standing_of(info: int) -> int:
@@ -276,6 +279,11 @@ def standing_of(info: int) -> int:
 def position_of(info: int) -> int:
     """Position in its chain of the page whose SEALED record has this ``info``; ``POSITION_MAX``: that or later."""
     return info >> 32 & POSITION_MAX
+
+
+def hint_in(info: int) -> int:
+    """The hint that the page was stored with; 0: none."""
+    return info >> _HINT_SHIFT & _HINT_MASK
 
 
 def turns_of(info: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
+from kvstore.model import retention
 from kvstore.model.replica import (
     ADDRESS,
     ADDRESS_BYTES,
@@ -38,6 +39,7 @@ CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CONTINUES = 16  # flag: SEAL_GRANTED brings more of a put whose first pages came before; it is no later request
 OBJECT = 32  # flag: SEAL_GRANTED brings the head of an object; at the end of its body the address that it replaces
+HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with a byte per page, how long it is worth keeping (``retention``)
 HINT = 8  # flag: PREFETCH tells what was read from NVMe just now; whether it is worth DRAM is the node's to decide
 
 _CLASS = struct.Struct("<IHH")
@@ -98,7 +100,7 @@ def decode(data: memoryview) -> Message:
 
 def batch_pages(page_tokens: int, layers: int) -> int:
     """How many pages of a class fit one request (identity row, address and checksums each)."""
-    row = identity_bytes(page_tokens) + ADDRESS_BYTES + 4 * layers
+    row = identity_bytes(page_tokens) + ADDRESS_BYTES + 4 * layers + 1  # a hint
     return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size - 64) // row))
 
 
@@ -135,6 +137,18 @@ def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> 
     width = identity_bytes(page_tokens)
     _need(body, offset + count * width)
     return np.frombuffer(body, np.uint8, count * width, offset).reshape(count, width)
+
+
+def unpack_hints(message: Message) -> bytes:
+    """A byte per page at the end of the body, where the flag says so; else nothing. Raises InvalidRequest where they
+    are missing, or are no hints."""
+    if not message.flags & HINTS:
+        return b""
+    _need(message.body, message.entries)
+    hints = bytes(message.body[len(message.body) - message.entries :])
+    if hints and max(hints) >= retention.HINTS:
+        raise InvalidRequest("hints", "must be below 128")
+    return hints
 
 
 def unpack_key(body: memoryview, offset: int) -> bytes:

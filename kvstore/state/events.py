@@ -180,6 +180,7 @@ class SealGranted(Happening):
     checksums: npt.NDArray[np.uint32] | None = None
     continues: bool = False  # more of a put whose first pages came before, not a later request
     replaces: Address | None = None  # it is the head of an object, and replaces this one; all zero: none
+    hints: bytes = b""  # of each page how long it is worth keeping (``kvstore.model.retention``); or nothing
 
 
 @dataclass(slots=True)
@@ -203,6 +204,7 @@ class Reserve(Happening):
     ttl_ns: int
     parent: bytes
     rows: Rows
+    hints: bytes = b""  # as of ``SealGranted``
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
         """See ``Happening``."""

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of, position_of
+from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
-from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool
 from kvstore.state.leases import LeaseTable
 from kvstore.state.objects import Objects
-from kvstore.state.pages import standings_of
+from kvstore.state.pages import page_of, standings_of
 from kvstore.state.pending import PendingTable
 from kvstore.state.pins import Pins
 from kvstore.state.shrinking import shrink
@@ -249,9 +248,9 @@ class NodeState:
             granted.difference_update(addresses)
             # What this very request put before (a found page included) is no earlier request's.
             position, turns = self.space.standing_after(parent, event.continues)
-            infos = standings_of(position, turns, last - first)
+            infos = standings_of(position, turns, last - first, event.hints[first:last])
             leaf_key = int.from_bytes(keys[last - 1][:8], "little")
-            leaf = Page(event.now_ns // 1_000_000, leaf_key, position_of(infos[-1]), turns)
+            leaf = page_of(event.now_ns // 1_000_000, leaf_key, infos[-1], number)
             self.space.seal_chain(addresses, parent, leaf, number)
             sums = event.checksums[first:last] if event.checksums is not None else None
             out.append(ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums))

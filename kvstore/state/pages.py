@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState, Tier, position_of, standing, turns_of
+from kvstore.model.replica import Address, FrameState, Tier, hint_in, position_of, standing, turns_of
 from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
@@ -33,12 +33,19 @@ RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
 _SEALED = int(SEALED)  # a plain number: stored for every page of a put
 
 
-def standings_of(position: int, turns: int, count: int) -> list[int]:
-    """``standing`` of so many consecutive pages of a chain, from ``position`` on."""
+def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> list[int]:
+    """``standing`` of so many consecutive pages of a chain, from ``position`` on. ``hints``: of each, or nothing."""
+    if hints:
+        return [standing(position + i, turns, hints[i]) for i in range(count)]
     first, last = standing(position, turns), standing(position + count, turns)
     if last - first == count << 32:  # not so far down that positions saturate
         return list(range(first, last, 1 << 32))
     return [standing(position + i, turns) for i in range(count)]
+
+
+def page_of(used_ms: int, key: int, info: int, owner: int) -> Page:
+    """A page with this ``standing``, as the eviction policy knows it."""
+    return Page(used_ms, key, position_of(info), turns_of(info), hint_in(info), owner)
 
 
 class Pages:
@@ -130,7 +137,8 @@ class Pages:
         records = self.records
         key = int.from_bytes(records.key(extent.number, frame)[:8], "little")
         info = records.standing(extent.number, frame)
-        return Page(records.last_use_ns(extent.number, frame) // 1_000_000, key, position_of(info), turns_of(info))
+        used_ms = records.last_use_ns(extent.number, frame) // 1_000_000
+        return page_of(used_ms, key, info, extent.owner[frame])
 
     def standing_after(self, parent: Address | None, continues: bool) -> tuple[int, int]:
         """(position, turns) of a page that follows ``parent`` (None: starts a chain).
@@ -227,7 +235,7 @@ class Pages:
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
             info = self._standings[address]
-            page = Page(used_ms, int.from_bytes(key[:8], "little"), position_of(info), turns_of(info))
+            page = page_of(used_ms, int.from_bytes(key[:8], "little"), info, extent.owner[address.frame])
             extent.pool.offer(extent.slot_base + address.frame, page)
             if self.holdings.limited:
                 self.listed(extent, address.frame, used_ms)

@@ -28,6 +28,7 @@ class Pending:
     doomed: bool = False
     holds_parent: bool = False
     root: bytes = b""
+    hint: int = 0  # see ``kvstore.model.retention``
     continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
 
     @property

@@ -37,6 +37,8 @@ class Page(NamedTuple):
     key: int = 0  # 64 bits of its key, for memories of pages that left
     position: int = 0  # pages before it in its chain
     turns: int = 0  # how many times its chain had been extended by a later request when it was stored; 0: by the first
+    hint: int = 0  # what its writer said of how long to keep it, see ``kvstore.model.retention``
+    owner: int = 0  # whose it is: hints order pages of one owner only
 
 
 class EvictionPolicy(Protocol):

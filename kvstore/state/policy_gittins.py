@@ -11,12 +11,17 @@ of their key and how often they had been used, and one that comes back goes on f
 of a chain is enough: what is known of a page holds for all before it. Few bits would not be: one page in the middle of
 a chain that is taken for another, much used, keeps all those before it.
 
+*Hints* (``kvstore.model.retention``) decide which pages of an owner leave, never how many. The sixteen lowest without
+hints say how many pages each owner is to lose; it loses those that are lowest with them. So an owner whose hints are
+lies harms itself alone.
+
 *Work.* The index of a page changes with time, so no queue stays in order. Instead every sixteenth eviction looks at
 1,024 leaves, evenly spread over all (up to that many: at all of them); the sixteen lowest are the next to go, each if
 its mark has not moved meanwhile. Every 512 evictions the table of indices is made anew. None of it depends on how many
 pages there are. Deterministic: no randomness, and no time but what callers say.
 
-*Memory.* Per page 14 bytes (``use`` 4, ``word`` 2, ``place`` 4, and 4 in ``order`` while it is a leaf) and 3 of ghosts.
+*Memory.* Per page 14 bytes (``use`` 4, ``word`` 2, ``place`` 4, and 4 in ``order`` while it is a leaf) and 3 of ghosts;
+from the first hint on 5 more (``hint`` 1, ``owner`` 4).
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
 from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
-from kvstore.state.policy_worth import CLASSES, Ledger, age_worth, bin_of, bins_of, gittins
+from kvstore.state.policy_worth import CLASSES, Bins, Ledger, age_worth, bin_of, bins_of, gittins
 
 SAMPLE = 1024
 BATCH = 16  # of a sample, so many are the next to go ...
@@ -39,6 +45,13 @@ HALF_LIFE_EVICTIONS = 1 << 14  # what was seen so many evictions ago counts half
 HALF_LIFE_TURNOVERS = 1  # ... or so many times all pages ago, if that is longer
 GHOSTS_PER_2_PAGES = 3
 _PRINTS = (1 << 14) - 1
+
+# What a hint does to a page's worth, and until which age.
+HINT_WEIGHTS = np.array([float(STEP) ** priority_of(hint) for hint in range(HINTS)])
+HINT_MS = np.array([MS_MAX if ttl_s_of(hint) is None else 1000 * (ttl_s_of(hint) or 0) for hint in range(HINTS)])
+
+Slots = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.intp]  # in such an array
 
 # The word of a slot; 0: nothing is known of it. Uses saturate, of the turns the low bits are kept.
 _LISTED = 1
@@ -91,6 +104,7 @@ class Gittins:
         self._use = array("I")  # by slot: last use, as far as noticed, in ms since the base
         self._word = array("H")  # by slot
         self._place = array("I")  # by slot: where in ``order``
+        self._hint, self._owner = array("B"), array("I")  # by slot, as offered last; empty until there is a hint
         self._order = array("I")  # the listed slots
         self._base_ms: int | None = None
         self._now = 0  # ms since the base
@@ -126,6 +140,8 @@ class Gittins:
         self._word[slot] = word & _LASTING | _LISTED | entry << _ENTRY_SHIFT
         self._place[slot] = len(self._order)
         self._order.append(slot)
+        if page.hint or self._hint:
+            self._hinted(slot, page)
 
     def remove(self, slot: int) -> None:
         """See ``EvictionPolicy.remove``. The page is watched on: what removed it may have used it."""
@@ -248,7 +264,7 @@ class Gittins:
         self._ledger.fade(0.5 ** (self._evicted / half_life))
         self._evicted = 0
 
-    def _sample(self, most: int) -> npt.NDArray[np.uint32]:
+    def _sample(self, most: int) -> Slots:
         """Leaves, evenly spread over all. Each sample begins at another place, so that in time all are in one."""
         listed, order = len(self._order), np.frombuffer(self._order, np.uint32)
         if listed <= most:
@@ -267,8 +283,30 @@ class Gittins:
             worth[ages < np.partition(ages, young)[young]] = np.inf
         count = max(1, min(BATCH, len(slots) // SMALL_SHARE))
         lowest = np.argpartition(worth, count - 1)[:count]
+        if self._hint:
+            lowest = self._as_hinted(slots, ages, worth, lowest)
         lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
+
+    def _hinted(self, slot: int, page: Page) -> None:
+        for table in (self._hint, self._owner):
+            if missing := len(self._word) - len(table):
+                table.extend([0] * missing)
+        self._hint[slot], self._owner[slot] = page.hint, page.owner
+
+    def _as_hinted(self, slots: Slots, ages: Bins, worth: npt.NDArray[np.float64], lowest: Places) -> Places:
+        """As many pages of each owner as there are among the ``lowest``: those lowest as its hints weigh them."""
+        hints = np.frombuffer(self._hint, np.uint8)[slots]
+        if not hints.any():
+            return lowest
+        owners = np.frombuffer(self._owner, np.uint32)[slots]
+        weighed = worth * np.where(ages <= HINT_MS[hints], HINT_WEIGHTS[hints], 1)
+        losers, losses = np.unique(owners[lowest], return_counts=True)
+        chosen = []
+        for owner, count in zip(losers.tolist(), losses.tolist(), strict=True):
+            its = np.flatnonzero(owners == owner)
+            chosen.append(its[np.argpartition(weighed[its], count - 1)[:count]])
+        return np.concatenate(chosen)
 
     def _since_base(self, time_ms: int) -> int:
         """Milliseconds since the base, as 32 bits hold them."""

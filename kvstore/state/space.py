@@ -192,7 +192,7 @@ class Space(Departures):
         if children == 0 and self.holdings.limited:
             self.listed(target, place, page.used_ms)
         self._fresh[key] = new
-        self._standings[new] = standing(page.position, page.turns)
+        self._standings[new] = standing(page.position, page.turns, page.hint)
         self._roots[new] = root
         self._moved[target.number, place] = page
         out.append(ev.Move(key, old, new, freed, self.tier, state))

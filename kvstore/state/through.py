@@ -221,6 +221,7 @@ class Through(Behind):
             out.append(ev.WriteShards(address, 1, 1))
             page = Pending(keys[i], parent, False, address, group, 1, until_ns, sealed_mask=1, root=root)
             page.continues = event.continues or i > 0
+            page.hint = event.hints[i] if event.hints else 0
             pages.append(page)
             self.pending.add(page)
         for page in pages:
@@ -282,7 +283,7 @@ class Through(Behind):
             standings = {anchor: standing(position_of(info) - 1, turns_of(info))}
             for page, target in zip(chain, targets, strict=False):
                 before = standings[page.parent]
-                standings[page.key] = standing(position_of(before) + 1, turns_of(before))
+                standings[page.key] = standing(position_of(before) + 1, turns_of(before), page.hint)
                 source = page.address
                 copying = ev.Copying(page.key, source, target, FrameState.RESERVED, standings[page.key])
                 batch.pages.append(copying)

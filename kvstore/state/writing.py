@@ -81,7 +81,7 @@ class Writing:
         for i, address in zip(done, taken, strict=True):
             statuses[i], addresses[i] = Status.OK, address
             page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
-            page.root = root
+            page.root, page.hint = root, event.hints[i] if event.hints else 0
             page.writing[event.shard] = event.session
             self._hold_parent(page)
             page.continues = not page.holds_parent
@@ -172,7 +172,7 @@ class Writing:
                 return Status.PARTIAL
             self.doom([page], out)
             return Status.NO_PARENT
-        info = standing(*self.space.standing_after(parent, page.continues))
+        info = standing(*self.space.standing_after(parent, page.continues), page.hint)
         self._unhold_parent(page)
         self._forget(page, out)
         self.space.seal(page.address, page.key, page.root, parent, info)

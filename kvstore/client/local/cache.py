@@ -30,6 +30,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED, Tier
+from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
@@ -243,28 +244,32 @@ class LocalCache(PrefixCache):
         *,
         checksum: bool = False,
         wait: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> int:
         """See ``PrefixCache.put``."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(tokens, pages, extras, checksum, wait)
+        put = self._start_put(self._to_store(tokens, extras, retention), pages, checksum, wait)
         new = put.result()
         put.counters.took(PUT, start_ns)
         return new
 
     def put_async(
-        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> LocalPut:
         """See ``PrefixCache.put_async``."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(tokens, pages, extras, checksum, True)
+        put = self._start_put(self._to_store(tokens, extras, retention), pages, checksum, True)
         put.counters.took(PUT_ASYNC, start_ns)
         put.leave()
         return put
 
-    def _start_put(
-        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None, checksum: bool, wait: bool
-    ) -> LocalPut:
-        keys = self._named(tokens, extras)
+    def _start_put(self, keys: Keys, pages: Any, checksum: bool, wait: bool) -> LocalPut:
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
         keys = keys.with_tag(self._tag_in(mapped))

@@ -21,7 +21,7 @@ from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
 from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import CHECKSUMS, CONTINUES, NO_REPLY, Op, batch_pages, encode, pack_addresses
+from kvstore.rpc.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, batch_pages, encode, pack_addresses
 from kvstore.rpc.publisher import Publisher
 from kvstore.tier.counters import SessionCounters
 from kvstore.tier.index import IndexDamaged
@@ -192,6 +192,8 @@ class LocalPut(PendingPut):
         )
         if self._flags & CHECKSUMS:
             body = (*body, checksums_of(rows[page : page + count], self._pool.frame_class.layers).tobytes())
+        if hints := keys.hints[page : page + count]:
+            body = (*body, hints)
         batch = Batch(page, addresses, body)
         self._batches.append(batch)
         self._publishes = self._publishes and self._publish(batch)
@@ -212,7 +214,8 @@ class LocalPut(PendingPut):
             failpoint.hit("client.sealing")
 
     def _flags_of(self, batch: Batch) -> int:
-        return self._flags | (CONTINUES if batch.page > self._first else 0)
+        hints = HINTS if self._keys.hints else 0
+        return self._flags | hints | (CONTINUES if batch.page > self._first else 0)
 
     def _publish(self, batch: Batch) -> bool:
         """Put its request where the node finds it: these pages are found from now on, and their frames are no longer

@@ -23,7 +23,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState, Status
 from kvstore.model.shard import Shard
 from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.rpc.control import HINTS, NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
 from kvstore.tier.host_memory import copy
 
 _RESERVED = int(FrameState.RESERVED)
@@ -82,11 +82,13 @@ class LocalWriter(Writer):
                 head,
                 keys.hashes[page - 1] if page else keys.parent,
                 keys.identity_bytes[page * width : stop * width],
+                keys.hints[page:stop],
             )
             # May be asked twice: what this session has reserved for this group and shard already is joined. It is ours,
             # for no other writer has a claim on it.
             geometry = pack_class(self._class)
-            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, body=body)
+            flags = HINTS if keys.hints else 0
+            message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, flags=flags, body=body)
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
             if busy >= 0:  # pages are being saved to make room

@@ -20,6 +20,7 @@ from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.tier.host_memory import empty
 
@@ -101,9 +102,10 @@ class MemoryCache(PrefixCache):
         *,
         checksum: bool = False,
         wait: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> int:
         """See ``PrefixCache.put``."""
-        keys = self._named(tokens, extras)
+        keys = self._to_store(tokens, extras, retention)
         rows = rows_to_read(pages, self.page_bytes, len(keys))
         pool, parent, new = self._pool, before(keys), 0
         with pool.held() as now_ns:
@@ -128,10 +130,16 @@ class MemoryCache(PrefixCache):
         return new
 
     def put_async(
-        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> MemoryPut:
         """See ``PrefixCache.put_async``."""
-        return MemoryPut(self.put(tokens, pages, extras, checksum=checksum))
+        return MemoryPut(self.put(tokens, pages, extras, checksum=checksum, retention=retention))
 
     # --- leases, and layers -----------------------------------------------------------------------------------------
 

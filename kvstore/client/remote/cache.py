@@ -26,6 +26,7 @@ from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
+from kvstore.model.retention import Retention, ranges_of
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 
@@ -55,6 +56,8 @@ class RemoteCache(PrefixCache):
             raise InvalidRequest("extras", "these keys hold digests of them only; make keys with cache.keys()")
         if keys.parent != keys.root:
             pages.parent = keys.parent
+        for part in ranges_of(keys.hints, self._page_tokens):
+            pages.retention.add(priority=part.priority, ttl_s=part.ttl_s or 0, start=part.start, stop=part.stop or 0)
         return pages
 
     def parts(self, keys: Keys) -> Iterator[Keys]:
@@ -170,6 +173,7 @@ class RemoteCache(PrefixCache):
         *,
         checksum: bool = False,
         wait: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> int:
         """See ``PrefixCache.put``. One round trip asks what is stored already, a stream brings the rest.
 
@@ -177,7 +181,7 @@ class RemoteCache(PrefixCache):
             checksum: has no effect: what arrives is verified in any case.
             wait: has none either: the node has sealed the pages when it answers.
         """
-        keys = self._named(tokens, extras)
+        keys = self._to_store(tokens, extras, retention)
         rows = rows_to_read(pages, self.page_bytes, len(keys))
         new = done = 0
         self._node.check_open()
@@ -189,10 +193,16 @@ class RemoteCache(PrefixCache):
         return new
 
     def put_async(
-        self, tokens: Any, pages: Any, extras: Sequence[bytes] | None = None, *, checksum: bool = False
+        self,
+        tokens: Any,
+        pages: Any,
+        extras: Sequence[bytes] | None = None,
+        *,
+        checksum: bool = False,
+        retention: Retention | Sequence[Retention] = (),
     ) -> PendingPut:
         """See ``PrefixCache.put_async``. Returns when the connection has taken all pages."""
-        keys = self._one_call(self._named(tokens, extras))
+        keys = self._one_call(self._to_store(tokens, extras, retention))
         put, _ = self._sent(keys, rows_to_read(pages, self.page_bytes, len(keys)))
         self._puts.append(put)
         while len(self._puts) > PUTS_UNREAD_MAX:

@@ -13,6 +13,7 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import KEY_BYTES, Tier
+from kvstore.model.retention import RANGES_SENT_MAX, Retention, hints_of
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.messages import check_text, layout_of
 from kvstore.service.node.node import Node
@@ -62,14 +63,22 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
         full = (len(tokens) - 1) // layout.page_tokens
         extras = extras[:full] if extras is not None else None
     used = np.ascontiguousarray(tokens[: full * layout.page_tokens])
+    hints = _hints(pages, full, layout.page_tokens)
     if not pages.parent:
-        return Prompt(cache, store.in_pool(Keys.of(used, layout.page_tokens, cache.root, extras)))
+        return Prompt(cache, store.in_pool(Keys.of(used, layout.page_tokens, cache.root, extras)).hinted(hints))
     if len(pages.parent) != KEY_BYTES:
         raise InvalidRequest("parent", f"must be a key of {KEY_BYTES} bytes, not {len(pages.parent)}")
     chain = Keys.of(used, layout.page_tokens, pages.parent, extras)
     keys = store.in_pool(Keys(layout.page_tokens, cache.root, pages.parent, chain.links, chain.tokens, chain.extras))
     orphan = keys.parent != cache.root and root_of(node, keys.parent) != cache.root
-    return Prompt(cache, keys, orphan)
+    return Prompt(cache, keys.hinted(hints), orphan)
+
+
+def _hints(pages: pb.Pages, count: int, page_tokens: int) -> bytes:
+    if not pages.retention:
+        return b""
+    ranges = [Retention(part.priority, part.ttl_s or None, part.start, part.stop or None) for part in pages.retention]
+    return hints_of(ranges, count, page_tokens, RANGES_SENT_MAX)
 
 
 def root_of(node: Node, key: bytes) -> bytes | None:

@@ -134,6 +134,7 @@ class Dispatcher:
         rows = control.unpack_rows(body, count, frame_class.page_tokens, control.WRITER.size + KEY_BYTES)
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
         event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
+        event.hints = control.unpack_hints(message)
         reply = _accepted(self.node.handle(event))
         if Status.BUSY in reply.statuses:
             self.wake()

@@ -46,7 +46,8 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
         elif there != frame_class:
             raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
     continues = bool(message.flags & control.CONTINUES)
-    event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues)
+    hints = control.unpack_hints(message)
+    event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues, hints=hints)
     if message.flags & control.OBJECT:
         if count != 1 or sums is not None:
             raise InvalidRequest("count", "one object at a time, without checksums")
