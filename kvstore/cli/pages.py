@@ -53,13 +53,18 @@ def pages(
         print_json({"node": name, "next": None, **found})
         return
     if found["pages"]:
-        headers = ("key", "tier", "page", "size", "unused for", "tenant", "model", "hangs on it", "kept")
+        headers = ("key", "tier", "page", "size", "unused for", "tenant", "model", "priority", "hangs on it", "kept")
         print_table(headers, [_row(page) for page in found["pages"]])
         click.echo()
     shown = len(found["pages"])
     click.echo(f"{shown} of {found['total']} pages ({bytes_text(found['bytes'])} in all)")
     if "next" in found:
         click.echo(f"go on with --after {found['next']}")
+
+
+def _priority(page: dict[str, Any]) -> str:
+    ttl = f" for {duration_text(page['ttl_s'])}" if page.get("ttl_s") else ""
+    return f"{page['priority']:+}{ttl}" if page.get("priority") else "-"
 
 
 def _row(page: dict[str, Any]) -> tuple[object, ...]:
@@ -71,6 +76,7 @@ def _row(page: dict[str, Any]) -> tuple[object, ...]:
         duration_text(page["unused_s"]),
         page["tenant"] or "-",
         page["model"] or "-",
+        _priority(page),
         page["holds"],
         ", ".join(fact for fact in ("leased", "pinned") if page[fact]) or "-",
     )

@@ -11,9 +11,9 @@ of their key and how often they had been used, and one that comes back goes on f
 of a chain is enough: what is known of a page holds for all before it. Few bits would not be: one page in the middle of
 a chain that is taken for another, much used, keeps all those before it.
 
-*Hints* (``kvstore.model.retention``) decide which pages of an owner leave, never how many. The sixteen lowest without
-hints say how many pages each owner is to lose; it loses those that are lowest with them. So an owner whose hints are
-lies harms itself alone.
+*Hints* (``kvstore.model.retention``) decide which pages of an owner leave, and never spare it any. The sixteen lowest
+without hints say how many pages each owner is to lose; it loses those that are lowest with them. What it keeps by that
+counts again the next time. So an owner pays for what its hints keep with other pages of its own, and lies harm itself.
 
 *Work.* The index of a page changes with time, so no queue stays in order. Instead every sixteenth eviction looks at
 1,024 leaves, evenly spread over all (up to that many: at all of them); the sixteen lowest are the next to go, each if

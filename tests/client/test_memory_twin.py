@@ -237,7 +237,20 @@ class Calls:
             if which == 6:
                 found = [page["tiers"] for page in store.explain(keys)["pages"]]
                 listed = store.pages(keys=keys, order="place")
-                about = ("position", "root", "tier", "bytes", "tokens", "tenant", "model", "holds", "leased", "pinned")
+                about = (
+                    "position",
+                    "priority",
+                    "ttl_s",
+                    "root",
+                    "tier",
+                    "bytes",
+                    "tokens",
+                    "tenant",
+                    "model",
+                    "holds",
+                    "leased",
+                    "pinned",
+                )
                 rows = [[page["key"][:16], *(page[name] for name in about)] for page in listed["pages"]]
                 return found, listed["total"], listed["bytes"], sorted(rows)  # the rest of a key is the pool's tag
             pin = store.pin(keys, ttl_s)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import kvstore
-from kvstore import Layout, PrefixCache, Store, Tier, client
+from kvstore import Keys, Layout, PrefixCache, Retention, Store, Tier, client
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace
 from kvstore.model.shard import Shard
 from kvstore.tier.host_memory import PAGE_BYTES
@@ -103,6 +103,41 @@ def test_put_get_and_lookup(cache: PrefixCache) -> None:
     assert found.ctypes.data % PAGE_BYTES == 0, "what the store allocates starts at a memory page"
     match = cache.lookup(keys)
     assert (match.pages, match.tokens, match.reason, match.tiers) == (7, 7 * 16, "", {Tier.DRAM: 7})
+
+
+def test_retention_is_kept_with_the_page(cache: PrefixCache, store: Store) -> None:
+    """Of ranges of a prompt, by put, an asynchronous one and a writer; the hint a page came with stays."""
+    keys = cache.keys(tokens(6))
+    data = contents(keys)
+    said = [Retention(3, stop=40), Retention(-2, 300, start=40, stop=4 * 16)]
+    assert cache.put(keys, data, retention=said) == 6
+    assert cache.put(keys, data, retention=Retention(1)) == 0
+    other = cache.keys(tokens(2, start=1000))
+    assert cache.put_async(other, contents(other), retention=Retention(2, ttl_s=4)).result() == 2
+    written = cache.keys(tokens(2, start=2000))
+    with cache.writer(written, retention=[Retention(-1, start=16)]) as writer:
+        for layer in range(SMALL.layers):
+            writer.write_layer(layer, layer_of(contents(written), layer))
+
+    def kept(some: Keys) -> list[tuple[int, int | None]]:
+        told = sorted(store.pages(keys=some)["pages"], key=lambda page: page["position"])
+        return [(page["priority"], page["ttl_s"]) for page in told]
+
+    assert kept(keys) == [(3, None), (3, None), (-2, 512), (-2, 512), (0, None), (0, None)]
+    assert kept(other) == [(2, 4), (2, 4)]
+    assert kept(written) == [(0, None), (-1, None)]
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+
+
+@pytest.mark.parametrize("retention", [Ellipsis, "high", [3], [Retention(1)] * 65, {Retention(1)}])
+def test_retention_of_other_shapes_is_refused(cache: PrefixCache, retention: Any) -> None:
+    keys = cache.keys(tokens(1))
+    with pytest.raises(InvalidRequest) as refused:
+        cache.put(keys, contents(keys), retention=retention)
+    assert refused.value.field == "retention"
+    with pytest.raises(InvalidRequest):
+        cache.writer(keys, retention=retention)
+    assert cache.lookup(keys).pages == 0
 
 
 def test_large_pages_and_buffers_of_other_types(store: Store, salt: str) -> None:

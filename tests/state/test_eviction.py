@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.simulator.policies import POLICIES, Arc, S3Fifo, Slru, make_policy
 from kvstore.errors import InvalidRequest
+from kvstore.model.retention import Retention
 from kvstore.state import eviction, policy_gittins, policy_worth
 from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page
 from kvstore.state.policy_base import heap_pop, heap_push
@@ -428,3 +429,50 @@ def test_large_samples_cover_all_leaves() -> None:
     for _ in range(60):
         seen.update(policy._sample(policy_gittins.SAMPLE).tolist())
     assert len(seen) == 5000
+
+
+def _two_owners(hint_of: Callable[[int, int], int], pages: int = 3000) -> list[int]:
+    """Slots in the order in which they leave: of two owners, slot by slot in turn, all of one age and more."""
+    policy = Gittins(pages)
+    marks = [10**6 + 10 * slot for slot in range(pages)]
+    for slot in range(pages):
+        owner = slot % 2 + 1
+        policy.add(slot, Page(marks[slot], slot, 0, 0, hint_of(slot, owner), owner))
+    left = []
+    for _ in range(pages // 2):
+        slot = policy.victim(marks.__getitem__, 10**6 + 20 * pages)
+        assert slot is not None
+        policy.forget(slot, slot)
+        left.append(slot)
+    return left
+
+
+def test_hints_order_pages_of_their_owner_alone() -> None:
+    """One owner's hints: its worse half leaves first. It loses no fewer pages than without, so the other no more."""
+    low, high = Retention(-2).hint, Retention(2).hint
+    without = _two_owners(lambda slot, owner: 0)
+    hinted = _two_owners(lambda slot, owner: (low if slot % 4 == 0 else high) if owner == 1 else 0)
+
+    def of(left: list[int], owner: int) -> list[int]:
+        return [slot for slot in left if slot % 2 + 1 == owner]
+
+    assert sum(slot % 4 == 0 for slot in of(without, 1)) == pytest.approx(len(of(without, 1)) / 2, rel=0.1)
+    assert sum(slot % 4 == 0 for slot in of(hinted, 1)) > 0.9 * min(len(of(hinted, 1)), 750)
+    assert len(of(hinted, 1)) >= len(of(without, 1))
+
+
+def test_who_says_the_same_of_every_page_says_nothing() -> None:
+    """The highest priority for all of an owner's pages, and the lowest: every page leaves when it would have."""
+    without = _two_owners(lambda slot, owner: 0)
+    for lie in (Retention(3).hint, Retention(-3).hint):
+        assert sorted(_two_owners(lambda slot, owner, lie=lie: lie if owner == 1 else 0)) == sorted(without)
+
+
+def test_a_hint_counts_until_its_time_is_over() -> None:
+    """All pages are older than four seconds: only what lasts longer orders them."""
+    over, lasts = Retention(-3, 4).hint, Retention(-3, 60).hint
+    without = _two_owners(lambda slot, owner: 0)
+    early = _two_owners(lambda slot, owner: over if slot % 4 == 0 else 0)
+    late = _two_owners(lambda slot, owner: lasts if slot % 4 == 0 else 0)
+    assert sorted(early) == sorted(without) != sorted(late)
+    assert sum(slot % 4 == 0 for slot in late) > sum(slot % 4 == 0 for slot in without)

@@ -119,7 +119,8 @@ class MemoryCache(PrefixCache):
                     if missing or not pool.make_room(room_of(data), parent):
                         break
                     data.flags.writeable = False
-                    page = Page(name, parent, proof, data, self._page_tokens, position + i, now_ns)
+                    hint = keys.hints[i] if keys.hints else 0
+                    page = Page(name, parent, proof, data, self._page_tokens, position + i, now_ns, hint)
                     pool.add(page, self._owner)
                     new += 1
                 elif page.proof != proof:

@@ -38,7 +38,8 @@ class MemoryWriter(Writer):
             for i, (name, proof) in enumerate(named(keys)):
                 if name not in pool.pages:
                     about = parent, proof, np.empty(page_bytes, np.uint8), page_tokens, position + i, self._owner
-                    frame = pool.reserve(Frame(name, *about, self._group, shard.count, until_ns), shard.number)
+                    hint = keys.hints[i] if keys.hints else 0
+                    frame = pool.reserve(Frame(name, *about, self._group, shard.count, until_ns, hint), shard.number)
                     if frame is None:
                         break
                     self.pages_new.append(i)

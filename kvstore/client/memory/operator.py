@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvstore.client.memory.pool import Hold, Name, Page, Pool, room_of
 from kvstore.errors import InvalidRequest
+from kvstore.model.retention import priority_of, ttl_s_of
 
 ORDERS: Final = ("coldest", "recent", "place")
 PIN_TTL_S_MAX: Final = 30 * 86_400.0
@@ -124,6 +125,8 @@ class Operator:
             "parent": (page.parent or page.name[:1])[-1].hex(),
             "tier": "dram",
             "position": page.position,
+            "priority": priority_of(page.hint),
+            "ttl_s": ttl_s_of(page.hint),
             "bytes": page.data.nbytes,
             "tokens": page.tokens,
             "unused_s": round((now_ns - page.used_ns) / 1e9, 3),

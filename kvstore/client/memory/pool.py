@@ -58,6 +58,7 @@ class Page:
     tokens: int
     position: int
     used_ns: int
+    hint: int = 0  # shown, but this store evicts by time alone
     children: int = 0
     leases: int = 0
     pins: int = 0
@@ -78,6 +79,7 @@ class Frame:
     group: int
     shards: int
     until_ns: int
+    hint: int = 0
     writers: set[int] = field(default_factory=set)  # shards that have a writer now
     sealed: set[int] = field(default_factory=set)
     progress: dict[int, int] = field(default_factory=dict)  # shard -> leading layers written
@@ -259,7 +261,7 @@ class Pool:
             return False
         self._unlist(frame)
         frame.data.flags.writeable = False
-        page = Page(frame.name, frame.parent, frame.proof, frame.data, frame.tokens, frame.position, now_ns)
+        page = Page(frame.name, frame.parent, frame.proof, frame.data, frame.tokens, frame.position, now_ns, frame.hint)
         self.add(page, frame.owner)
         return True
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.replica import Address, Tier, position_of
+from kvstore.model.replica import Address, Tier, hint_in, position_of
+from kvstore.model.retention import priority_of, ttl_s_of
 from kvstore.service.node.answers import fitted
 from kvstore.service.node.node import Node
 from kvstore.service.operator import selection
@@ -212,6 +213,8 @@ def _described(found: Stored, i: int, names: dict[int, tuple[str, str]], now_ns:
         "tier": str(view.tier),
         "address": list(_address(found, i)),
         "position": position_of(int(found.info[i])),
+        "priority": priority_of(hint_in(int(found.info[i]))),
+        "ttl_s": ttl_s_of(hint_in(int(found.info[i]))),
         "bytes": view.page_bytes,
         "tokens": view.page_tokens,
         "unused_s": round((now_ns - int(found.used_ns[i])) / 1e9, 3),
