@@ -59,6 +59,8 @@ class Promotion:
         """What can be done for one page, and its key; BUSY: it should be, or is being, loaded."""
         if not self.lower.sealed(address):
             return Status.STALE, b""
+        if hint and self._count_read(address) < self.promote_after:  # nearly every page: without asking the index
+            return Status.PARTIAL, b""
         records = self.lower.records
         key, root = records.key(address.extent, address.frame), records.root(address.extent, address.frame)
         there = self.upper.find(key)
@@ -66,8 +68,6 @@ class Promotion:
             return Status.OK if self.upper.root_of(there) == root else Status.NO_PARENT, key
         if key in self._up or key in wanted:
             return Status.BUSY, key
-        if hint and self._count_read(address) < self.promote_after:
-            return Status.PARTIAL, key
         first = next(iter(wanted.values()), None)
         if first is not None and (
             self._class_of(first[1]) != self._class_of(address) or records.root(*first[1][:2]) != root

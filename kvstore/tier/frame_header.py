@@ -46,21 +46,8 @@ _START: Final = struct.Struct("<8sII")
 _SUM_BYTES: Final = 8
 _IDENTITY: Final = _FIXED.size
 assert _IDENTITY + IDENTITY_HEAD_BYTES + _SUM_BYTES == nvme_geometry.HEAD_BYTES
-# What is compared at once for a whole run: from the incarnation to the layers.
-_PLACE = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "<u4"),
-        ("used", "<u4"),
-        ("incarnation", "<u8"),
-        ("extent", "<u4"),
-        ("frame", "<u4"),
-        ("generation", "<u8"),
-        ("page_tokens", "<u4"),
-        ("layers", "<u4"),
-    ]
-)
-assert _PLACE.itemsize == _IDENTITY - KEY_BYTES - 16
+_PLACE: Final = struct.Struct("<8sIIQIIQII")  # what is known of a header beforehand: up to the layers
+assert _PLACE.size == _IDENTITY - KEY_BYTES - 16
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -111,11 +98,8 @@ def pack(
         *(_MAGIC, VERSION, used, incarnation, *address),
         *(frame_class.page_tokens, frame_class.layers, parent, info, payload_sum),
     )
-    out[:_IDENTITY] = np.frombuffer(fixed, np.uint8)
-    out[_IDENTITY:tokens_end] = identity
-    out[tokens_end : used - _SUM_BYTES] = np.ascontiguousarray(checksums, "<u4").view(np.uint8)
-    total = _digest(out[: used - _SUM_BYTES].data)
-    out[used - _SUM_BYTES : used] = np.frombuffer(total.to_bytes(_SUM_BYTES, "little"), np.uint8)
+    summed = b"".join((fixed, identity.tobytes(), checksums.astype("<u4", copy=False).tobytes()))
+    out[:used] = np.frombuffer(summed + _digest(summed).to_bytes(_SUM_BYTES, "little"), np.uint8)
     out[used:] = 0
 
 
@@ -162,22 +146,17 @@ def faults(
     count, used = len(headers), _used(frame_class)
     end = _IDENTITY + identities.shape[1]
     assert end == used - _SUM_BYTES - 4 * frame_class.layers and count == len(generations) == len(identities)
-    expected = np.zeros(count, _PLACE)
-    expected["magic"], expected["version"], expected["used"] = _MAGIC, VERSION, used
-    expected["incarnation"], expected["extent"] = incarnation, extent
-    expected["frame"], expected["generation"] = np.arange(first, first + count), generations
-    expected["page_tokens"], expected["layers"] = frame_class.page_tokens, frame_class.layers
-    place = expected.view(np.uint8).reshape(count, -1)
-    same = (headers[:, : _PLACE.itemsize] == place).all(axis=1)
-    same &= (headers[:, _IDENTITY:end] == identities).all(axis=1)
-    summed = headers[:, : used - _SUM_BYTES]
-    sums = np.ascontiguousarray(headers[:, used - _SUM_BYTES : used]).view("<u8")[:, 0].tolist()
+    head, tail = (_MAGIC, VERSION, used, incarnation, extent), (frame_class.page_tokens, frame_class.layers)
+    found, expected = headers[:, :used].tobytes(), identities.tobytes()
     reasons = []
-    for row in range(count):
-        if same[row] and _digest(summed[row].data) == sums[row]:
+    for row, generation in enumerate(generations.tolist()):  # bytes: a run has few headers, numpy's calls add up
+        raw = found[row * used : (row + 1) * used]
+        same = raw.startswith(_PLACE.pack(*head, first + row, generation, *tail))
+        same = same and raw[_IDENTITY:end] == expected[row * identities.shape[1] : (row + 1) * identities.shape[1]]
+        if same and _digest(raw[:-_SUM_BYTES]) == int.from_bytes(raw[-_SUM_BYTES:], "little"):
             reasons.append("")
         else:
-            reasons.append(_fault(headers[row].tobytes(), frame_class, incarnation) or "swapped")
+            reasons.append(_fault(raw, frame_class, incarnation) or "swapped")
     return reasons
 
 

@@ -38,7 +38,6 @@ from kvstore.tier.nvme_table import (
     Table,
     frame_offset,
     pack_directory,
-    run_buffers,
     unpack_directory,
 )
 from kvstore.tier.nvme_tail import NOTHING, reaching_beyond, restore_tail, tail_is_absent
@@ -220,37 +219,40 @@ class NvmeDevice:
 
     def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
-        self.write_run(position, frame, frame_class, header.reshape(1, -1), (page,))
+        self._write(position, frame, frame_class, [header, page])
 
-    def write_run(
-        self, position: int, first: int, frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]
-    ) -> None:
-        """Write consecutive frames in one request: ``headers`` ``[frames, header_bytes]``, and as many pages of
-        ``[frame_bytes]``. Survives loss of power after ``sync``.
+    def write_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
+        """Write consecutive frames in one request: ``frames`` ``[count, stride_bytes]``, contiguous, has header and
+        page of each. Survives loss of power after ``sync``.
 
         Raises:
             OSError: these frames may hold anything now.
         """
+        self._write(position, first, frame_class, [frames])
+
+    def _write(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> None:
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
-        buffers = run_buffers(frame_class, headers, pages)
-        offset = frame_offset(self.superblock, position, frame_class, first, len(buffers) // 2)
-        self.disk.write(offset, buffers)
+        self.disk.write(self._offset(position, first, frame_class, buffers), buffers)
         self._unsynced = True  # not before: whoever syncs meanwhile does not sync this
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
-        self.read_run(position, frame, frame_class, header.reshape(1, -1), (page,))
+        buffers = [header, page]
+        self.disk.read(self._offset(position, frame, frame_class, buffers), buffers)
 
-    def read_run(
-        self, position: int, first: int, frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]
-    ) -> None:
-        """Read consecutive frames in one request, into buffers as ``write_run`` takes them.
+    def read_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
+        """Read consecutive frames in one request, into memory as ``write_run`` takes it.
 
         Raises:
-            OSError: what the buffers hold means nothing.
+            OSError: what ``frames`` holds means nothing.
         """
-        buffers = run_buffers(frame_class, headers, pages)
-        self.disk.read(frame_offset(self.superblock, position, frame_class, first, len(buffers) // 2), buffers)
+        self.disk.read(self._offset(position, first, frame_class, [frames]), [frames])
+
+    def _offset(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> int:
+        """Where on the device these whole frames begin."""
+        count, rest = divmod(sum(buffer.nbytes for buffer in buffers), nvme_geometry.stride_bytes(frame_class))
+        assert count and not rest, "no whole frames"
+        return frame_offset(self.superblock, position, frame_class, first, count)
 
     def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
         """Read a frame's header ``[header_bytes]`` alone.

@@ -173,24 +173,20 @@ class NvmeDevices:
         device, local = self.place(position)
         device.write_page(local, frame, frame_class, header, page)
 
-    def write_run(
-        self, position: int, first: int, frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]
-    ) -> None:
+    def write_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
         """See ``NvmeDevice``."""
         device, local = self.place(position)
-        device.write_run(local, first, frame_class, headers, pages)
+        device.write_run(local, first, frame_class, frames)
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
         device, local = self.place(position)
         device.read_page(local, frame, frame_class, header, page)
 
-    def read_run(
-        self, position: int, first: int, frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]
-    ) -> None:
+    def read_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
         """See ``NvmeDevice``."""
         device, local = self.place(position)
-        device.read_run(local, first, frame_class, headers, pages)
+        device.read_run(local, first, frame_class, frames)
 
     def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
         """See ``NvmeDevice``."""

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import xxhash
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
-from kvstore.tier.base import Bytes
 from kvstore.tier.disk import Disk, FileDisk
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.nvme_table import Superblock, frame_offset, interleave, run_buffers
+from kvstore.tier.nvme_table import Superblock, frame_offset, interleave
 from kvstore.tier.nvme_target import read_superblock
 from kvstore.tier.plain_files import read_plain
 
@@ -74,24 +73,6 @@ class NvmeMap:
         if disk is None:
             return None
         return Place(disk, frame_offset(superblock, local, frame_class, frame), superblock.incarnation)
-
-    def read_run(
-        self, position: int, first: int, frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]
-    ) -> int | None:
-        """Read consecutive frames of one extent in one request. Returns the incarnation that their headers must carry,
-        None where the device cannot be read here.
-
-        Args:
-            headers: ``[frames, header_bytes]``; pages: as many, of ``[frame_bytes]``; all page-aligned.
-
-        Raises:
-            OSError: the device fails; what the buffers hold means nothing.
-        """
-        place = self.place(position, frame_class, first)
-        if place is None:
-            return None
-        place.disk.read(place.offset, run_buffers(frame_class, headers, pages))
-        return place.incarnation
 
     def close(self) -> None:
         """Let go of the devices. Nobody may be reading."""

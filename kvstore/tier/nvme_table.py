@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
@@ -243,14 +242,6 @@ def frame_offset(superblock: Superblock, position: int, frame_class: FrameClass,
     assert 0 <= position < superblock.positions and 0 <= first < first + frames <= shape, (position, first, frames)
     extent_start = superblock.data_start + position * superblock.extent_bytes
     return extent_start + start + first * nvme_geometry.stride_bytes(frame_class)
-
-
-def run_buffers(frame_class: FrameClass, headers: Bytes, pages: Iterable[Bytes]) -> list[Bytes]:
-    """Header, page, header, page: the buffers of one read or write of consecutive frames."""
-    buffers = [buffer for pair in zip(headers, pages, strict=True) for buffer in pair]
-    sizes = (nvme_geometry.header_bytes(frame_class), frame_class.frame_bytes)
-    assert buffers and all(buffer.nbytes == sizes[at % 2] for at, buffer in enumerate(buffers)), sizes
-    return buffers
 
 
 def interleave(counts: list[int]) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from kvstore.state.views import Rows
 from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.bounces import Bounces
 from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
+from kvstore.tier.host_memory import copy
 from kvstore.tier.io_threads import IoThreads
 from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
@@ -178,44 +179,36 @@ class NvmePages(NvmeStore):
             slots = buffer.reshape(len(run), -1)
             for slot, i in zip(slots, run, strict=True):
                 source, page = tables[pages[i].source.extent], pages[i]
-                slot[:header_bytes] = 0
-                slot[header_bytes:] = frames_of(source)[page.source.frame]
+                copy(slot[header_bytes:], frames_of(source)[page.source.frame])
                 slot[header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
-                self._prove(i, slot, source, page, target, done)
-            headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
+                if not self._prove(i, slot, source, page, target, done):
+                    slot[:header_bytes] = 0
             with self._writes[self._device(pages[run.start].target, tables)]:
-                first = pages[run.start].target.frame
-                self.devices.write_run(target.position, first, frame_class, headers, list(payloads))
+                self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, slots)
 
-    def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> None:
-        """Pack the header of a page whose copy in ``slot`` is what its record says."""
-        frame_class, fmt = target.frame_class, source.fmt
-        row = source.rows[page.source.frame].copy()
-        words = row.view(np.uint64)
-        payload = slot[nvme_geometry.header_bytes(frame_class) :]
-        total, sums = (
-            payload_sum(payload, frame_class),
-            layer_sums(payload[: frame_class.page_bytes], frame_class.layers),
-        )
-        info = int(words[fmt.info // 8])
-        damage = ""
+    def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> bool:
+        """Pack the header of a page whose copy in ``slot`` is what its record says. False: it is not."""
+        frame_class, fmt, record = target.frame_class, source.fmt, source.record(page.source.frame)
+        head = nvme_geometry.header_bytes(frame_class)
+        payload = slot[head : head + frame_class.page_bytes]
+        total, sums = payload_sum(payload, frame_class), layer_sums(payload, frame_class.layers)
         if not _is_sealed(source, page.source, page.state):  # asked after the copy: what was copied is that page
             done.failed[i] = MOVED
-            return
-        if source.identity_sums(slice(page.source.frame, page.source.frame + 1))[0] != words[fmt.identity_sum // 8]:
-            damage = RECORD
-        elif info >> 48 & STAMPED and not np.array_equal(sums, row[fmt.checksums].view(np.uint32)):
+            return False
+        damage = "" if record.is_sound() else RECORD
+        if not damage and record.stamped and sums.tobytes() != record.raw[fmt.checksums]:
             damage = DATA
         if damage:
             done.failed[i] = damage
             done.damaged.append((page.source, damage))
-            return
-        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0) | (page.standing or standing_of(info))
-        identity, parent = row[fmt.identity], row[fmt.parent].tobytes()
+            return False
+        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0)
+        info |= page.standing or standing_of(record.info)
+        identity = np.frombuffer(record.raw, np.uint8)[fmt.identity]
         place = frame_class, self.devices.header_incarnation(target.position), page.target
-        header = slot[: nvme_geometry.header_bytes(frame_class)]
-        frame_header.pack(header, *place, identity, parent, info, sums, total)
+        frame_header.pack(slot[:head], *place, identity, record.parent, info, sums, total)
         done.rows[i], done.checksums[i] = identity, sums
+        return True
 
     # --- across: from one extent of NVMe to others ------------------------------------------------------------------
 
@@ -246,9 +239,8 @@ class NvmePages(NvmeStore):
                     place, identity = (frame_class, incarnation, pages[i].target), identity_row(header)
                     rest = header.info, header.checksums, header.payload_sum
                     frame_header.pack(slot[:header_bytes], *place, identity, header.parent, *rest)
-            headers, payloads = slots[:, :header_bytes], slots[:, header_bytes:]
             with self._writes[self._device(first.target, tables)]:
-                self.devices.write_run(target.position, first.target.frame, frame_class, headers, list(payloads))
+                self.devices.write_run(target.position, first.target.frame, frame_class, slots)
 
     @staticmethod
     def _proven(
@@ -313,7 +305,7 @@ class NvmePages(NvmeStore):
         head = nvme_geometry.header_bytes(frame_class)
         headers, payloads = slots[:, :head], slots[:, head:]
         try:
-            self.devices.read_run(table.position, first, frame_class, headers, list(payloads))
+            self.devices.read_run(table.position, first, frame_class, slots)
         except OSError as error:
             if is_silent(error):  # of all frames, for now; and the buffer is lost
                 raise
