@@ -55,7 +55,8 @@ class Scrubber:
         self._bytes_per_s = bytes_per_s
         self._breather = Breather()
         self._mutex = threading.Lock()
-        self._walk: list[tuple[int, npt.NDArray[np.uint32]]] = []  # (extent, frames) left in this sweep, last first
+        # Left in this sweep, last first: extent, how many pages, and which frames, of the one that was begun.
+        self._walk: list[tuple[int, int, npt.NDArray[np.uint32] | None]] = []
         self._sweep_wanted = 0
         self._sweeps = 0
         self._pages_scrubbed = 0
@@ -71,7 +72,7 @@ class Scrubber:
             "sweeps": self._sweeps,
             "sweep_pages": self._sweep_pages,
             "asked_pages": self._asked_pages,
-            "sweep_pages_left": sum(len(frames) for _, frames in list(self._walk)),
+            "sweep_pages_left": sum(pages for _, pages, _ in list(self._walk)),
             "pages_scrubbed": self._pages_scrubbed,
             "pages_stamped": self._pages_stamped,
             "pages_damaged": self._pages_damaged,
@@ -114,15 +115,19 @@ class Scrubber:
                 asked = self._sweeps < self._sweep_wanted
                 tables = [table for table in contents.tables() if asked or contents.mapped(table.extent)]
                 tables.sort(key=lambda table: table.extent, reverse=True)
-                self._walk = [(table.extent, _sealed(table)) for table in tables]
+                self._walk = [(table.extent, len(_sealed(table)), None) for table in tables]
             walk = self._walk
         while walk and budget_bytes > 0 and time.monotonic() < deadline:
-            number, frames = walk.pop()
+            number, _, frames = walk.pop()
             table = contents.table(number)
-            if table is None or not len(frames):
+            if table is None:
+                continue
+            if frames is None:
+                frames = _sealed(table)
+            if not len(frames):
                 continue
             frame = int(frames[-1])
-            walk.append((number, frames[:-1]))
+            walk.append((number, len(frames) - 1, frames[:-1]))
             self._walk_pages += self.scrub(Address(number, frame, int(table.words[frame]) >> 8)) != Status.STALE
             budget_bytes -= table.frame_class.page_bytes
         with self._mutex:
