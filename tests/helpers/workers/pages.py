@@ -348,7 +348,7 @@ def read_once(a: Arguments, cache: PrefixCache, rng: random.Random, seed: int, p
 
 def read_leased(cache: PrefixCache, keys: Keys, expected: Pages, seed: int) -> int:
     try:
-        with cache.lease(keys, ttl_s=600.0) as lease:
+        with cache.lease(keys, ttl_s=20.0) as lease:
             for page, view in enumerate(lease.pages):
                 compare(view, expected[page], f"lease of prompt {seed}, page {page}")
             return len(lease.pages)
