@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,11 @@ from tests.helpers.processes import Machine
 
 settings.register_profile("facts", deadline=None)  # how fast an example is says nothing about it
 settings.load_profile("facts")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported (torch, for one) stays: no collection in a test looks at half a million objects of it."""
+    gc.freeze()
 
 
 @pytest.fixture
