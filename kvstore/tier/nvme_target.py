@@ -55,9 +55,9 @@ def open_target(
     front, back = (_block(disk, offset) for offset in (0, disk.size_bytes - BLOCK_BYTES))
     first, last = Superblock.unpacked(front), Superblock.unpacked(back)
     half_made = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
-    if make or half_made or _is_blank(disk):
-        return _make(disk, owner, extent_bytes, secret or NO_SECRET)
     found = first or last
+    if make or half_made or (found is None and _is_blank(disk)):
+        return _make(disk, owner, extent_bytes, secret or NO_SECRET)
     if found is None:
         raise InvalidRequest("nvme", f"{disk.path} is neither blank nor a kvstore's{_REMEDY}")
     if last is not None and found.secret == NO_SECRET:

@@ -247,7 +247,6 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
     """Other bytes, in place."""
     with open(path, "r+b", buffering=0) as file:
         assert os.pwrite(file.fileno(), data, offset) == len(data)
-        os.fsync(file.fileno())
 
 
 def flip(path: Path, offset: int, mask: int = 0xFF) -> None:

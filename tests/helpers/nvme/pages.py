@@ -15,7 +15,7 @@ from kvstore.tier.nvme import NvmeDevice
 
 EXTENT_BYTES = 256 << 10
 CLASS = FrameClass(page_bytes=10_000, page_tokens=5, layers=4)  # frames of 12 KiB
-WIDE = FrameClass(page_bytes=40_000, page_tokens=500, layers=800)  # headers of 8 KiB
+WIDE = FrameClass(page_bytes=40_000, page_tokens=1200, layers=100)  # headers of 8 KiB
 CLASSES = (CLASS, WIDE)
 
 
