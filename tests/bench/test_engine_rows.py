@@ -100,6 +100,7 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
     assert pays_from(ratios) == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
     lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer", "turn_64")

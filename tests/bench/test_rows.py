@@ -265,6 +265,7 @@ def test_list() -> None:
     assert CliRunner().invoke(bench, ["--list"]).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_quick_rows_from_end_to_end(tmp_path: Path) -> None:
     rows = ["keys_128k", "get_one_256k", "put_one_256k", "object_put_256k", "object_get_256k"]
@@ -273,6 +274,7 @@ def test_quick_rows_from_end_to_end(tmp_path: Path) -> None:
     assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_quick_nvme_rows_from_end_to_end(disk_dir: Path) -> None:
     rows = ["get_nvme_64k", "demotion_256k", "get_while_demoting_2m", "restart_nvme"]

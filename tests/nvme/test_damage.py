@@ -107,7 +107,8 @@ def test_flipped_bytes_while_it_runs(machine: Machine) -> None:
     serve(machine)
     store = machine.connect("n")
     filled(store, seeds)
-    readers = [nvme_worker(machine, "read", first=0, count=seeds, pages=PAGES, random=i, ways=["get"]) for i in (0, 1)]
+    reads = {"first": 0, "count": seeds, "pages": PAGES, "ways": ["get"], "pause_s": 0.005}
+    readers = [nvme_worker(machine, "read", random=i, **reads) for i in (0, 1)]
     for reader in readers:
         reader.wait_for("read")
     dropped = 0

@@ -240,6 +240,7 @@ def test_killed_while_extents_are_scanned(machine: Machine) -> None:
 # --- random moments -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fits", [True, False])
 def test_random_kills(fits: bool, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
