@@ -27,8 +27,9 @@ PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
 
+# Three at a time suit two cores: a quarter of the time a test waits for a process it has started or killed.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -rs -n 2 --dist worksteal
+	$(BIN)/python -m pytest -rs -n 3 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -128,9 +128,10 @@ def stores(cluster: Cluster, seed: int) -> bool:
 def test_a_node_that_is_away_is_missed_by_nobody(cluster: Cluster, how: str) -> None:
     decode = cluster.client("decode")
     one, two = cluster.address("one"), cluster.address("two")
-    seed = 40 if how == "killed" else 50
-    cluster.reference("decode", prompt(100, seed), 2500)
-    answer = Running(decode, prompt(100, seed), max_tokens=2500).drawn(300)
+    seed = 41 if how == "killed" else 51
+    long = prompt(100, 40)  # both times, since what it should give takes as long as the answer
+    cluster.reference("decode", long, 2500)
+    answer = Running(decode, long, max_tokens=2500).drawn(300)
     handed = [
         Running(decode, prompt(2001, seed + 1), max_tokens=24, prefill=[one], source="dram"),
         Running(decode, prompt(2002, seed + 2), max_tokens=24, prefill=[two], source="arena"),
