@@ -239,7 +239,7 @@ class Machine:
     def spawn(self, name: str, *, failpoint: str = "", cli: Sequence[str] = CLI, **flags: str) -> Daemon:
         """Start a daemon without waiting for it, with the flags of the last one of that name where none are given.
         ``cli``: what runs the command line."""
-        self._flags[name] = flags = flags or self._flags.get(name, {"dram": "16MiB"})
+        self._flags[name] = flags = flags or self._flags.get(name, {"dram": "64MiB"})
         command = [*cli, "serve", "--name", name]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", value]
