@@ -37,7 +37,7 @@ def one_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
 def get(url: str) -> tuple[int, str]:
     """Status and body of an HTTP GET."""
     try:
-        with urllib.request.urlopen(url, timeout=5.0) as answer:
+        with urllib.request.urlopen(url, timeout=60.0) as answer:
             return int(answer.status), answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -145,7 +145,7 @@ def test_reads_need_no_daemon_and_writes_say_so(machine: Machine) -> None:
         pass
     with pytest.raises(NodeUnavailable):
         late.verify()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
     assert late.stats()["state"] == "down"
     machine.serve("n")
     assert cache.put(keys, contents(keys)) == 4

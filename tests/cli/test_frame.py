@@ -121,7 +121,7 @@ def test_reader_that_has_gone_is_quiet() -> None:
         child.stdout.readline()
         child.stdout.close()
         assert child.stderr.read() == b""
-        assert child.wait(30) != 0
+        assert child.wait(60) != 0
 
 
 # --- Subcommands ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import msgpack
 
 from kvstore import Store
 from tests.helpers.content import SMALL, chain
-from tests.helpers.processes import CLI, ROOT, Machine, Process, put, wait_until
+from tests.helpers.processes import CLI, ROOT, WAIT_S, Machine, Process, put, wait_until
 
 PAGES = 8
 
@@ -50,7 +50,7 @@ class Terminal:
             os.chdir(ROOT)
             os.execve(CLI[0], [*CLI, *command], machine.env(TERM="xterm", COLUMNS="120", LINES="40"))
 
-    def read_until(self, holds: Callable[[bytes], bool], timeout_s: float = 20.0) -> None:
+    def read_until(self, holds: Callable[[bytes], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds(self.screen):
             assert time.monotonic() < deadline, self.screen[-2000:]
@@ -62,7 +62,7 @@ class Terminal:
 
     def ended(self) -> int:
         """The exit code, and all that it wrote before."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if select.select([self.fd], [], [], 0.05)[0]:
                 try:
@@ -110,7 +110,7 @@ def test_top_in_a_pipe_prints_frames_and_outlives_the_daemon(machine: Machine) -
         wait_until("the gets are seen", lambda top=top: seen(top))
         busy = [frame for frame in documents(top) if frame["operations"]["get"]["per_s"]][-1]
         assert busy["tiers"]["dram"]["hit_tokens_per_s"] > 0 and busy["tiers"]["dram"]["hit_ratio"] == 1.0
-        assert busy["operations"]["get"]["p99_s"] < 1
+        assert 0 < busy["operations"]["get"]["p99_s"] < WAIT_S
         assert busy["clients"]["sessions_connected"] >= 1 and busy["tenants"][0]["bytes"] == PAGES * SMALL.page_bytes
     assert "\x1b" not in text.output() and text.output().count("operation  per s") >= 2
     daemon.kill()
@@ -185,7 +185,7 @@ def test_events_dump_is_all_that_is_stored(machine: Machine, tmp_path: Path) -> 
     store, _ = node(machine)
     put(store, 1, PAGES)
     with open(tmp_path / "dump", "wb") as out:
-        subprocess.run([*CLI, "events", "--dump"], env=machine.env(), cwd=ROOT, stdout=out, check=True, timeout=20)
+        subprocess.run([*CLI, "events", "--dump"], env=machine.env(), cwd=ROOT, stdout=out, check=True, timeout=60)
     with open(tmp_path / "dump", "rb") as dumped:
         events = [event for _, batch, _ in msgpack.Unpacker(dumped) for event in batch]
     assert events[0] == ["AllBlocksCleared"]
@@ -212,6 +212,6 @@ def test_bash_completes_commands_flags_choices_and_nodes(machine: Machine) -> No
     script += '_kvstore_completion kvstore; echo "${COMPREPLY[*]}"\ndone\n'
     env = machine.env(PATH=f"{machine.logs}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
     done = subprocess.run(
-        ["bash", "-c", script, "bash", *asked], env=env, capture_output=True, text=True, timeout=30, check=False
+        ["bash", "-c", script, "bash", *asked], env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.splitlines() == list(asked.values()), done.stderr

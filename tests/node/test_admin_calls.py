@@ -153,7 +153,7 @@ def test_a_daemon_ends_in_time_during_long_calls(machine: Machine) -> None:
     wait_until("as many are under way as may be", lambda: len(threads(daemon)) >= before + SLOW_THREADS)
     began = time.monotonic()
     assert daemon.terminate() == 0, daemon.trace()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert "Traceback" not in daemon.trace()
     machine.serve("n")
     check_laws(store)

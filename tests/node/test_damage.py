@@ -140,7 +140,7 @@ def test_a_flipped_byte_of_a_page(finder: str, machine: Machine) -> None:
         keys = chain(2, PAGES)
         match = store.cache(SMALL).get(keys, verify=True)
         assert (match.pages, mismatch(match, keys)) == (DAMAGED, "")
-    wait_until("it is found", lambda: damage(store) == {"damaged_data": 1}, 5.0)
+    wait_until("it is found", lambda: damage(store) == {"damaged_data": 1})
     keys = chain(2, PAGES)
     match = store.cache(SMALL).get(keys)
     assert (match.pages, mismatch(match, keys)) == (DAMAGED, "")
@@ -204,7 +204,7 @@ def test_flipped_bytes_anywhere_in_the_records(machine: Machine) -> None:
             machine.serve("n")
         check_right(store, dict.fromkeys(range(40), PAGES))
     store.verify()
-    wait_until("the laws hold", lambda: store.verify()["findings"] == [], 5.0)
+    wait_until("the laws hold", lambda: store.verify()["findings"] == [])
     reader.finish()
     for seed in range(40):
         mended(store, seed)
@@ -256,7 +256,7 @@ def test_flipped_bytes_of_the_index(machine: Machine) -> None:
         for _ in range((1, 4, 64)[number % 3]):
             flip(path, rng.randrange(used), 1 << rng.randrange(8))
         writer = machine.worker("put", "n", first=1000 + number, count=1, pages=PAGES)
-        died["writer"] += writer.wait(30.0) < 0
+        died["writer"] += writer.wait(60) < 0
         reader.signal(signal.SIGTERM)
         code = reader.wait()
         assert code != WRONG_BYTES, reader.events("wrong")

@@ -185,6 +185,6 @@ def test_reader_killed_at(name: str, machine: Machine) -> None:
         worker = machine.worker("read", "n", failpoint=f"{name}:{count}", first=0, count=8, pages=8, ways=ways)
         assert worker.wait() == KILLED, worker.trace()
         check_pages(store, dict.fromkeys(range(8), 8))
-    wait_until("its leases end", lambda: store.stats()["leases"] == 0, 1.5)  # by its death, not by their deadline
+    wait_until("its leases end", lambda: store.stats()["leases"] == 0)  # by its death, not by their deadline
     check_laws(store)
     evict_all(store)

@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from kvstore import Store, Tier
 from kvstore.errors import KVStoreError
 from kvstore.tier import nvme_geometry
 from tests.helpers.content import LARGE, SMALL, layer_of
+from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
     CLASS,
     MIB,
@@ -154,7 +154,7 @@ def test_the_watermark(machine: Machine) -> None:
     time.sleep(0.5)
     assert tier(store)["pages"] == 0, "120 of 256 frames are in use"
     put_all(store, range(15, 29))
-    wait_until("it saves", lambda: tier(store)["pages"] > 0, 3.0)
+    wait_until("it saves", lambda: tier(store)["pages"] > 0)
     assert tier(store, "dram")["demoted"] == 0 and tier(store, "dram")["pages"] == 29 * PAGES, "nothing had to leave"
     check_laws(store)
 
@@ -163,7 +163,7 @@ def test_the_watermark(machine: Machine) -> None:
 def test_a_dram_full_of_leases(nvme: int, machine: Machine) -> None:
     """A put ends in time, with what found room; when the leases end, puts find room again."""
     serve(machine, nvme=nvme, nvme_extent=MIB // 4)
-    store = machine.connect("n", timeout_s=1.0)
+    store = machine.connect("n")
     if nvme == 2 * MIB:
         put_all(store, range(1000, 1000 + 2 * DRAM_PROMPTS))
         wait_until("NVMe is full", lambda: tier(store)["evicted"])
@@ -172,9 +172,10 @@ def test_a_dram_full_of_leases(nvme: int, machine: Machine) -> None:
     for seed in range(DRAM_PROMPTS):
         keys, data = prompt(seed, PAGES)
         cache.put(keys, data)
-        lease = cache.lease(keys, ttl_s=20.0)
+        lease = cache.lease(keys, ttl_s=600.0)
         lease.__enter__()
         leases.append((seed, lease))
+    node_of(store).writable().timeout_s = 1.0
     for seed in range(100, 103):
         keys, data = prompt(seed, PAGES)
         started = time.monotonic()
@@ -182,7 +183,7 @@ def test_a_dram_full_of_leases(nvme: int, machine: Machine) -> None:
             stored = cache.put(keys, data)
         except KVStoreError as error:
             raise AssertionError(f"a full store is no failure: {error}") from error
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 30.0
         assert stored < PAGES
     for seed, lease in leases:
         expected = prompt(seed, PAGES)[1]
@@ -326,12 +327,15 @@ def test_readers_of_pages_that_are_evicted_and_rewritten(machine: Machine) -> No
     while time.monotonic() < end:
         assert tier(store)["used_bytes"] <= tier(store)["capacity_bytes"]
         time.sleep(0.05)
+
+    def pressed() -> bool:
+        clients = store.stats()["clients"]
+        gone = tier(store)["evicted"].get("space", 0)
+        return bool(gone > 500 and clients["hit_nvme"] > 500 and clients["missed_absent"] > 100)
+
+    wait_until("enough was read, missed and evicted", pressed)
     for worker in [*readers, *writers]:
         worker.finish()
-    clients = store.stats()["clients"]
-    about: dict[str, Any] = tier(store)
-    assert about["evicted"]["space"] > 500, about["evicted"]
-    assert clients["hit_nvme"] > 500 and clients["missed_absent"] > 100, clients
     wait_settled(store)
     check_laws(store)
     assert target(machine).stat().st_size == 3 * MIB

@@ -429,7 +429,7 @@ def test_the_faulty_disk_fails_on_request() -> None:
 
 def test_tasks_run_side_by_side_and_answer_in_order() -> None:
     threads = IoThreads(4)
-    together = threading.Barrier(4, timeout=10)
+    together = threading.Barrier(4, timeout=60)
 
     def task(number: int) -> int:
         together.wait()
@@ -465,7 +465,7 @@ def test_bugs_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow() -> int:
         if threading.current_thread() is threading.main_thread():
-            started.wait(5)
+            started.wait(60)
         return 1
 
     with pytest.raises((AssertionError, KeyError)):
@@ -497,6 +497,6 @@ def test_a_forked_child_works_alone() -> None:
     queue = context.SimpleQueue()
     child = context.Process(target=lambda: queue.put(threads.run([lambda: 1, lambda: 2])))
     child.start()
-    child.join(20)
+    child.join(60)
     assert child.exitcode == 0 and queue.get() == [1, 2]
     threads.close()

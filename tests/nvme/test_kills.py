@@ -98,7 +98,7 @@ class Load:
 
 def killed(daemon: Daemon) -> None:
     """It came to its failpoint."""
-    assert daemon.wait(40.0) == KILLED, daemon.trace()
+    assert daemon.wait(60) == KILLED, daemon.trace()
 
 
 def check_after(store: Store, acked: dict[int, int]) -> None:

@@ -14,6 +14,7 @@ from kvstore.tier.patient_disk import PatientDisk, is_silent, open_patiently
 from tests.helpers.processes import wait_until
 
 ANSWER_S = 0.2
+PATIENT_S = 60.0  # for a disk that answers
 
 
 class StoppedDisk(MemoryDisk):
@@ -59,7 +60,7 @@ def refused(call: Callable[[], None]) -> OSError:
 
 
 def test_a_disk_that_answers_is_the_disk() -> None:
-    disk = PatientDisk(StoppedDisk(), ANSWER_S)
+    disk = PatientDisk(StoppedDisk(), PATIENT_S)
     disk.write(4096, [block(7)])
     disk.sync()
     buffer = block(0)
@@ -74,7 +75,7 @@ def test_errors_are_the_disk_s_own() -> None:
         def sync(self) -> None:
             raise OSError(errno.EIO, "broken", self.path)
 
-    error = refused(PatientDisk(Broken(), ANSWER_S).sync)
+    error = refused(PatientDisk(Broken(), PATIENT_S).sync)
     assert error.errno == errno.EIO and not is_silent(error)
 
 
@@ -124,7 +125,7 @@ def test_close_waits_for_nobody_and_lets_go_when_all_has_come() -> None:
 
 def test_many_callers_at_a_time() -> None:
     below = StoppedDisk()
-    disk = PatientDisk(below, 60.0)
+    disk = PatientDisk(below, PATIENT_S)
     below.answers.clear()
     threads = [threading.Thread(target=disk.write, args=(4096 * i, [block(i)])) for i in range(40)]
     for thread in threads:
@@ -149,4 +150,4 @@ def test_a_disk_that_is_not_open_in_time(tmp_path_factory: pytest.TempPathFactor
     assert is_silent(error) and error.filename == str(path)
     below.answers.set()
     wait_until("what came too late is closed", lambda: below.closed)
-    open_patiently(str(path), 1 << 20, ANSWER_S, open_it).close()
+    open_patiently(str(path), 1 << 20, PATIENT_S, open_it).close()

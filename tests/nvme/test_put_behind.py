@@ -132,7 +132,7 @@ def test_layers_of_a_chain_longer_than_dram(machine: Machine, node: tuple[Daemon
 def test_what_nvme_cannot_hold_is_cut(machine: Machine) -> None:
     """A chain longer than both tiers: a prefix of it is stored, the put ends in time, and its neighbour goes on."""
     started(machine, nvme=4 << 20, nvme_extent=1 << 20)
-    with kvstore.connect("n", timeout_s=2.0) as store:
+    with kvstore.connect("n", timeout_s=5.0) as store:
         keys, pages = prompt(1, 400)
         stored = store.cache(SMALL).put(keys, pages)
         assert 64 < stored < 400
@@ -148,7 +148,7 @@ def test_many_conversations_at_once(machine: Machine) -> None:
     failures: list[str] = []
 
     def extend(seed: int) -> None:
-        with kvstore.connect("n", timeout_s=20.0) as store:
+        with kvstore.connect("n", timeout_s=60.0) as store:
             cache = store.cache(SMALL)
             for one in (seed, 9):
                 keys, pages = prompt(one, 60)

@@ -415,7 +415,7 @@ def test_an_embedded_store_is_dropped_without_close(machine: Machine) -> None:
         "os.kill(os.getpid(), 9)"
     )
     process = machine.start(Process, "embedded", [sys.executable, "-c", code], of_nodes())
-    assert process.wait(40.0) == -9, process.trace()
+    assert process.wait(60) == -9, process.trace()
     with kvstore.open(dram="4MiB", nvme=f"{node}:32MiB", nvme_extent="1MiB", shm_dir=str(machine.shm_dir)) as store:
         wait_scanned(store)
         check_stored(store, dict.fromkeys(range(40), PAGES))
@@ -449,5 +449,5 @@ def test_two_readers_while_an_embedded_store_closes(machine: Machine) -> None:
     wait_until("both read", lambda: len(reads) == 2 and min(reads.values()) > 10)
     store.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert wrong == [] and len(ends) == 2, (wrong, ends)

@@ -116,9 +116,9 @@ def test_waiting_ends_with_news_or_with_time() -> None:
     log = EventLog(0)
     started = time.monotonic()
     assert not log.wait(None, 0.05)
-    assert 0.05 <= time.monotonic() - started < 1
+    assert time.monotonic() - started >= 0.05
     threading.Timer(0.05, log.append, ("evicted", Tier.DRAM, "space", [key(1)])).start()
-    assert log.wait(None, 5.0)
+    assert log.wait(None, 60.0)
     assert log.wait(0, 0.0)  # there is news already
 
 
@@ -254,7 +254,7 @@ def test_a_node_with_nvme_tells_of_saving_and_loading(tmp_path: Path) -> None:
 
 
 def wait_for(store: Any, after: int, kind: str, pages: int) -> list[str]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         found = [k for event in told(store, after) if event[0] == kind for k in event[3]]
         if len(found) >= pages:

@@ -71,7 +71,7 @@ def test_json_lines_tell_of_a_daemon_s_life(machine: Machine, tmp_path: Path) ->
     for client in (stranger, tenant):
         client.close()
     host, port = api.rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=5) as one:
+    with socket.create_connection((host, int(port)), timeout=60) as one:
         one.sendall(b"\x16\x03\x01 this is no HTTP/2")  # gRPC's own code writes nothing between our lines
     damage(machine, store)
     wait_until("the refusals are told", lambda: len(named(daemon, "gRPC calls refused")) >= 2)

@@ -151,7 +151,7 @@ def test_purge_by_command_says_why_not(name: str, open_dir: Path, precious: Path
         (link_folder if name == "linked" else link_header)(open_dir / f"kvstore-{name}", precious)
     command = [*CLI, "purge", name]
     env = {**os.environ, "KVSTORE_SHM_DIR": str(open_dir)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert untouched(precious)
     if name == "linked":
         assert done.returncode == 2 and "no folder" in done.stderr, done.stderr
@@ -167,7 +167,7 @@ def test_purge_all_takes_our_own_and_a_user_is_refused_anothers(open_dir: Path) 
     with stranger():
         NodeFolder(open_dir, "theirs", group_shared=True).create()
     NodeFolder(open_dir, "ours").create()
-    done = subprocess.run([*CLI, "purge", "--all"], env={**os.environ, "KVSTORE_SHM_DIR": str(open_dir)}, timeout=30)
+    done = subprocess.run([*CLI, "purge", "--all"], env={**os.environ, "KVSTORE_SHM_DIR": str(open_dir)}, timeout=60)
     assert done.returncode == 0
     assert sorted(os.listdir(open_dir)) == ["kvstore-theirs"]
     NodeFolder(open_dir, "ours").create()

@@ -385,7 +385,7 @@ def test_a_killed_client_is_counted_once(folder: NodeFolder, sessions: Sessions)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert set(seen) == {6} and not sessions.alive(3)
 
 
@@ -413,6 +413,6 @@ def test_clients_come_and_go_while_the_node_looks(folder: NodeFolder, sessions: 
             file.close()
     finally:
         stopped.set()
-        looker.join(30)
+        looker.join(60)
     assert sessions.totals().counts["pages_put"] == 100
     assert os.listdir(folder.sessions) == []

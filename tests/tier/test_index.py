@@ -374,7 +374,7 @@ def test_threads_read_while_one_writes_and_another_closes(folder: NodeFolder, wr
             reader.close()
     done.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert not failures
 
 
