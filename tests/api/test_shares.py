@@ -53,7 +53,7 @@ def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, 
     ]
     for thread in threads:
         thread.start()
-    wait_until("a pattern is matched", lambda: children(daemon), 5)
+    wait_until("a pattern is matched", lambda: children(daemon))
     wait_until("all are there", lambda: calls_under_way(daemon) + len(ended) >= PATTERNS)
     for number in range(PUTS):
         keys = chain(30 + number, 4, salt="b")
@@ -69,7 +69,7 @@ def test_slow_patterns_of_one_tenant_are_nothing_to_another(node: tuple[Daemon, 
     for thread in threads:
         thread.join(60)
     assert len(ended) == PATTERNS and Code.OK not in ended
-    wait_until("nothing matches any more", lambda: not children(daemon), 5)
+    wait_until("nothing matches any more", lambda: not children(daemon), 0.8 * MATCH_S)
     b.close()
     assert daemon.terminate() == 0
     assert "Traceback" not in daemon.trace(), daemon.trace()
@@ -83,7 +83,7 @@ def test_patterns_say_what_is_wrong_with_them(node: tuple[Daemon, str]) -> None:
         a.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="(", salt="a"))
     assert wrong.value.code() is Code.INVALID_ARGUMENT and "no regular expression" in wrong.value.details()
     assert a.code("RemoveObjects", ENDLESS, 0.5) is Code.DEADLINE_EXCEEDED
-    wait_until("nothing matches any more", lambda: not children(daemon), 5)
+    wait_until("nothing matches any more", lambda: not children(daemon), 0.8 * MATCH_S)
     assert a.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="a+", salt="a")).removed == 1
     a.close()
     assert daemon.terminate() == 0
@@ -95,7 +95,7 @@ def test_a_pattern_does_not_outlive_a_killed_daemon_for_long(node: tuple[Daemon,
     a.call("PutObject", api.put_messages("a" * 40, b"value", "a"))
     asked = threading.Thread(target=lambda: a.code("RemoveObjects", ENDLESS, PATTERN_S))
     asked.start()
-    wait_until("a pattern is matched", lambda: [pid for pid in children(daemon) if cpu_limit(pid) != "unlimited"], 5)
+    wait_until("a pattern is matched", lambda: [pid for pid in children(daemon) if cpu_limit(pid) != "unlimited"])
     (left,) = children(daemon)
     daemon.kill()
     asked.join(60)

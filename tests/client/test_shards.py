@@ -237,9 +237,9 @@ def test_a_shard_that_does_not_seal(end: str, machine: Machine) -> None:
     cache, keys = store.cache(SMALL), chain(1, PAGES)
     rng = random.Random(1)
     parts = shards(SMALL, (2, 2))
-    writers = [cache.writer(keys, group="g", ttl_s=1.5 if end != "revokes" else 30.0, **part.cut) for part in parts]
+    writers = [cache.writer(keys, group="g", ttl_s=3.0 if end != "revokes" else 30.0, **part.cut) for part in parts]
     if end == "sees another cut":  # number 3 of 4 as well, but of other bytes
-        writers[3] = cache.writer(keys, group="g", rank=3, ranks=4, ttl_s=1.5)
+        writers[3] = cache.writer(keys, group="g", rank=3, ranks=4, ttl_s=3.0)
     for writer in writers[: 3 if end == "never comes" else 4]:
         writer.__enter__()
     for writer in writers[:3]:

@@ -7,6 +7,7 @@ Every wait has a deadline, every process is ended by its pid, and every node liv
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -47,11 +48,18 @@ def wait_until(what: str, holds: Callable[[], Any], timeout_s: float = WAIT_S) -
     return value
 
 
+# Below those that the kernel gives to whoever does not ask for one. Each test process has its own.
+_ports = range(10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 16, 30_000, 16)
+_numbers = itertools.count(os.getpid())
+
+
 def free_port() -> int:
-    """One of loopback that nobody has."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One of loopback that nobody has, nor gets while a daemon is started again."""
+    while True:
+        port = _ports[next(_numbers) % len(_ports)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Process:

@@ -182,7 +182,9 @@ def test_reader_killed_at(name: str, machine: Machine) -> None:
         put(store, seed, 8)
     ways = ["lease"] if name == "client.leased" else ["get", "verify"]
     for count in (1, 2, 5):
-        worker = machine.worker("read", "n", failpoint=f"{name}:{count}", first=0, count=8, pages=8, ways=ways)
+        worker = machine.worker(
+            "read", "n", failpoint=f"{name}:{count}", first=0, count=8, pages=8, ways=ways, ttl_s=600.0
+        )
         assert worker.wait() == KILLED, worker.trace()
         check_pages(store, dict.fromkeys(range(8), 8))
     wait_until("its leases end", lambda: store.stats()["leases"] == 0)  # by its death, not by their deadline

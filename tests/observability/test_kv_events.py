@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from kvstore.service.node import event_log
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import admin, node_of
 from tests.helpers.kv_follower import END, Follower, dump
-from tests.helpers.processes import Daemon, Machine, wait_until
+from tests.helpers.processes import Daemon, Machine, free_port, wait_until
 
 SEEDS = range(40)
 PAGES = 8
@@ -35,15 +34,7 @@ FACTS = {
 
 @pytest.fixture
 def addresses() -> dict[str, str]:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    return {
-        "kv_events": f"tcp://127.0.0.1:{ports[0]}",
-        "kv_events_replay": f"tcp://127.0.0.1:{ports[1]}",
-    }
+    return {name: f"tcp://127.0.0.1:{free_port()}" for name in ("kv_events", "kv_events_replay")}
 
 
 @pytest.fixture

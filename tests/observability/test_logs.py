@@ -79,7 +79,7 @@ def test_json_lines_tell_of_a_daemon_s_life(machine: Machine, tmp_path: Path) ->
     assert daemon.terminate() == 0
     (start,), (ready,), (stop,) = (named(daemon, message) for message in ("start", "ready", "stop"))
     assert (start["pid"], start["version"]) == (daemon.pid, "0.1.0")
-    assert ready["pages"] == 0 and 0 < ready["took_s"] < 20 and stop["uptime_s"] >= ready["took_s"]
+    assert ready["pages"] == 0 and 0 < ready["took_s"] < 60 and stop["uptime_s"] >= ready["took_s"]
     refused = named(daemon, "gRPC calls refused")
     calls = Counter({line["code"]: 0 for line in refused})
     for line in refused:

@@ -112,7 +112,7 @@ def test_what_an_operator_evicts(store: kvstore.Store) -> None:
     store.evict(pages=4)
     dram = store.stats()["tiers"]["dram"]
     assert dram["evicted"] == {"request": 4}
-    assert 0 < dram["age_at_eviction_s"]["p50"] <= dram["age_at_eviction_s"]["p90"] <= 1.0
+    assert 0 < dram["age_at_eviction_s"]["p50"] <= dram["age_at_eviction_s"]["p90"] <= 60.0
 
 
 # --- ages -----------------------------------------------------------------------------------------------------------

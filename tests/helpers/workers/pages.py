@@ -334,7 +334,7 @@ def read_once(a: Arguments, cache: PrefixCache, rng: random.Random, seed: int, p
     ways = a.get("ways", ("get", "get", "out", "verify", "lease", "layers"))
     way = rng.choice(ways)
     if way == "lease":
-        return read_leased(cache, keys, expected, seed)
+        return read_leased(cache, keys, expected, seed, a.get("ttl_s", 2.0))
     if way == "layers":
         return read_layers(cache, keys, expected, seed)
     out = np.empty((pages, cache.page_bytes), np.uint8) if way == "out" else None
@@ -346,9 +346,9 @@ def read_once(a: Arguments, cache: PrefixCache, rng: random.Random, seed: int, p
     return match.pages
 
 
-def read_leased(cache: PrefixCache, keys: Keys, expected: Pages, seed: int) -> int:
+def read_leased(cache: PrefixCache, keys: Keys, expected: Pages, seed: int, ttl_s: float) -> int:
     try:
-        with cache.lease(keys, ttl_s=20.0) as lease:
+        with cache.lease(keys, ttl_s=ttl_s) as lease:
             for page, view in enumerate(lease.pages):
                 compare(view, expected[page], f"lease of prompt {seed}, page {page}")
             return len(lease.pages)
