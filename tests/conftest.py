@@ -6,11 +6,12 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.processes import Machine
 
-settings.register_profile("facts", deadline=None)  # how fast an example is says nothing about it
+# How fast an example is says nothing about it; and the same examples each time.
+settings.register_profile("facts", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("facts")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +17,7 @@ from kvstore.bench.http2 import Connection, call_headers
 from kvstore.pb import store_pb2 as pb
 from tests.helpers import api
 from tests.helpers.api import Client
-from tests.helpers.processes import Daemon, Machine, wait_until
+from tests.helpers.processes import CLI, Daemon, Machine, wait_until
 
 Code = grpc.StatusCode
 
@@ -57,7 +59,7 @@ class HalfOpen:
 def is_served(client: Client) -> bool:
     """A call of this client's is not refused."""
     code = client.code("About", pb.AboutRequest(), CALL_S)
-    assert code in (Code.OK, Code.RESOURCE_EXHAUSTED), code
+    assert code in (Code.OK, Code.RESOURCE_EXHAUSTED, Code.CANCELLED), code  # CANCELLED: as below
     return code is Code.OK
 
 
@@ -96,16 +98,18 @@ def test_strangers_are_refused_before_they_say_anything(
     assert "Traceback" not in node[0].trace(), node[0].trace()
 
 
-def test_half_open_calls_of_a_tenant_give_way(node: tuple[Daemon, str], half_open: Callable[[str], HalfOpen]) -> None:
+def test_half_open_calls_of_a_tenant_give_way(machine: Machine, tmp_path: Path) -> None:
+    """Else they would keep their places for good: this node waits an hour for a request."""
+    patient = f"from kvstore.serving.gate import Gate; Gate.first_message_s = 3600.0; {CLI[2]}"
+    settings = {"cli": (sys.executable, "-c", patient), "identities": api.identities_file(tmp_path)}
+    node = api.serve_with(machine, f"rpcs_max = {RPCS_MAX}", **settings)
     for token in ("a-token", "op-token"):
-        calls = half_open(token)
-        calls.wait_seen(RPCS_MAX)
-        for client in (Client(node[1], "b-token"), Client(node[1], "op-token"), Client(node[1], token)):
-            wait_until("one gives way", partial(is_served, client))
-            codes = [client.code("About", pb.AboutRequest(), CALL_S) for _ in range(3)]
-            assert codes == [Code.OK] * 3, (token, codes, calls.ended)
-            client.close()
-        calls.close()
+        with contextlib.closing(HalfOpen(node[1], token)) as calls:
+            calls.wait_seen(RPCS_MAX)
+            for client in (Client(node[1], "b-token"), Client(node[1], "op-token"), Client(node[1], token)):
+                for _ in range(4):
+                    wait_until("one gives way", partial(is_served, client))
+                client.close()
     assert node[0].terminate() == 0
     assert "Traceback" not in node[0].trace(), node[0].trace()
 

@@ -19,7 +19,7 @@ def test_frames_of_a_put_that_nobody_asks_about_come_back(
     refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages were refused, so that their frames are still its own; only its replies say so."""
-    monkeypatch.setattr(grants, "IDLE_S", 0.1)
+    monkeypatch.setattr(grants, "IDLE_S", 1.0)
     with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
         cache = store.cache(LAYOUT)
         keys = cache.keys(np.arange(64, dtype=np.uint32))
@@ -31,7 +31,7 @@ def test_frames_of_a_put_that_nobody_asks_about_come_back(
 
             def overtaken(pool: grants.GrantPool, count: int) -> list[grants.Address]:
                 monkeypatch.undo()  # the other put is no slower than this one, and first
-                monkeypatch.setattr(grants, "IDLE_S", 0.1)
+                monkeypatch.setattr(grants, "IDLE_S", 1.0)
                 assert cache.put(keys, pages) == 8
                 return send(pool, count)
 

@@ -55,7 +55,7 @@ class Follower:
             if number > self.last:
                 self.take(number, payload)
 
-    def follow_until(self, holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def follow_until(self, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Take what comes until ``holds``; gaps are asked for."""
         deadline = time.monotonic() + timeout_s
         while not holds():

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run it in an event loop, for 10 s at most."""
-    asyncio.run(asyncio.wait_for(test(), 10))
+    """Run it in an event loop, for a minute at most."""
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 async def until(holds: Callable[[], bool]) -> None:

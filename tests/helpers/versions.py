@@ -103,7 +103,7 @@ def grpc_of(daemon: Daemon) -> str:
     return "kv://" + daemon.output().split("grpc on ")[1].split()[0].rstrip(",")
 
 
-def wait_saved(client: Client, pages: int, timeout_s: float = 20.0) -> None:
+def wait_saved(client: Client, pages: int, timeout_s: float = 60.0) -> None:
     """Everything is on NVMe, and nothing in DRAM."""
     deadline = time.monotonic() + timeout_s
     while (stats := client.ask("stats"))["dram"] or stats["nvme"] != pages:

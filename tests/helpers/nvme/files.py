@@ -37,7 +37,7 @@ from kvstore.tier.records import ExtentTable
 from tests.helpers.content import SMALL, Pages, chain, contents, mismatch
 from tests.helpers.inside import node_of
 from tests.helpers.nursery import of_nodes
-from tests.helpers.processes import Daemon, Machine, Worker, wait_until
+from tests.helpers.processes import WAIT_S, Daemon, Machine, Worker, wait_until
 
 MIB = 1 << 20
 CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
@@ -98,7 +98,7 @@ def tier(store: Store, name: str = "nvme") -> dict[str, Any]:
     return dict(store.stats()["tiers"][name])
 
 
-def save_all(store: Store, timeout_s: float = 20.0) -> None:
+def save_all(store: Store, timeout_s: float = WAIT_S) -> None:
     """Wait until NVMe has all that DRAM has, and make DRAM empty."""
 
     def empty() -> bool:

@@ -14,7 +14,7 @@ from kvstore import Layout, Store
 from tests.helpers.content import SMALL, chain, mismatch
 from tests.helpers.inside import admin
 from tests.helpers.nursery import of_nodes
-from tests.helpers.processes import CLI, SETTLE_S, Daemon, Machine, Worker, put, wait_until
+from tests.helpers.processes import CLI, SETTLE_S, WAIT_S, Daemon, Machine, Worker, put, wait_until
 
 NODE = "n"
 NVME_WORKER = (sys.executable, "-m", "tests.helpers.workers.nvme")
@@ -119,7 +119,7 @@ def wait_quiet(store: Store, timeout_s: float = SETTLE_S + 12) -> None:
         raise AssertionError(f"{late}: {held(store)}") from None
 
 
-def wait_pages(store: Store, pages: int, timeout_s: float = 20.0) -> int:
+def wait_pages(store: Store, pages: int, timeout_s: float = WAIT_S) -> int:
     """At least so many pages are on NVMe; returns how many."""
 
     def there() -> int:
@@ -129,7 +129,7 @@ def wait_pages(store: Store, pages: int, timeout_s: float = 20.0) -> int:
     return int(wait_until(f"{pages} pages are on NVMe", there, timeout_s))
 
 
-def save_all(store: Store, pages: int, timeout_s: float = 20.0) -> None:
+def save_all(store: Store, pages: int, timeout_s: float = WAIT_S) -> None:
     """Everything leaves DRAM, so that all of these pages are on NVMe; the node rests then."""
 
     def saved() -> bool:
@@ -146,7 +146,7 @@ def save_all(store: Store, pages: int, timeout_s: float = 20.0) -> None:
     wait_quiet(store)
 
 
-def wait_scanned(store: Store, timeout_s: float = 20.0) -> None:
+def wait_scanned(store: Store, timeout_s: float = WAIT_S) -> None:
     """The scan after a start is done."""
     wait_until("the scan is done", lambda: "scanning" not in nvme(store)["state"], timeout_s)
 
