@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +41,7 @@ from tests.helpers.processes import ROOT, Machine, free_port, wait_until
 from tests.helpers.scraping import Scrape, http_of
 
 PAGES = 6
+SLOW_S = 1.5
 LONG_S = 60.0  # nobody waits so long for a node that is not there
 
 
@@ -290,6 +293,35 @@ def test_nothing_there(machine: Machine) -> None:
     for address in (f"kv://127.0.0.1:{free_port()}", f"kv+unix://{machine.shm_dir}/none"):
         with pytest.raises(NodeUnavailable, match="kv"):
             kvstore.connect(address, timeout_s=2.0)
+
+
+def test_a_node_that_is_slow_to_take_a_connection(machine: Machine, address: str) -> None:
+    """As one on a busy machine, or a far one: a connection is waited for as long as the call allows."""
+    host, _, port = address.removeprefix("kv://").rpartition(":")
+
+    def carry(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def take(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs, _ = listening.accept()
+                time.sleep(SLOW_S)
+                ours = socket.create_connection((host, int(port)))
+                for pair in ((theirs, ours), (ours, theirs)):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        taking = threading.Thread(target=take, args=(listening,), daemon=True)
+        taking.start()
+        with kvstore.connect(f"kv://127.0.0.1:{listening.getsockname()[1]}", timeout_s=LONG_S) as store:
+            keys = chain(1, PAGES)
+            assert store.cache(SMALL).put(keys, contents(keys)) == PAGES
+        listening.shutdown(socket.SHUT_RDWR)
+        taking.join(60)
 
 
 def test_the_environment_names_the_node(machine: Machine, address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,7 @@ def test_over_grpc_a_full_quota_is_back_pressure_with_a_hint(machine: Machine) -
             said = dict(error.value.trailing_metadata())
             assert int(said[RETRY_KEY]) > 0 and said["kvstore-error"] == "QuotaExceeded"
             client.close()
+        wait_until("the lease ends", lambda: local.stats()["leases"] == 0)
         assert cache.put(more, contents(more)) == PAGES, "paired: the lease ended"
         pin, foreign = store.pin(more[:1], 60), store.cache(SMALL, salt="b").keys(prompt(1, 2))
         for forbidden in (lambda: store.unpin(pin["pin"]), store.pins, store.stats, lambda: store.pin(foreign, 9)):
