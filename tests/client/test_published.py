@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import Layout, Store
+from kvstore.client.local.published import DRAIN_S
 from kvstore.errors import DeadlineExceeded, QuotaExceeded, Unavailable
 from kvstore.service.verify.stopped import verify_folder
 from kvstore.tier import put_log
@@ -18,6 +19,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.put_log import PutLog
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.inside import hurry
 from tests.helpers.processes import (
     Daemon,
     Machine,
@@ -103,7 +105,7 @@ def test_what_grows_is_not_written_again(machine: Machine) -> None:
 @pytest.mark.parametrize("killed", ["daemon", "writer", "both"])
 def test_a_put_that_returned_survives(killed: str, machine: Machine) -> None:
     daemon = machine.serve("n")
-    store = machine.connect("n", timeout_s=2.0)
+    store = machine.connect("n")
     worker = machine.worker("put", "n", first=0, count=1 << 20, pages=3, pause_s=0.01)
     worker.wait_for("put", 5)
     daemon.stop()
@@ -131,8 +133,9 @@ def test_a_put_that_returned_survives(killed: str, machine: Machine) -> None:
 
 def test_while_the_daemon_is_down_puts_go_on_as_long_as_frames_last(machine: Machine) -> None:
     daemon = machine.serve("n")
-    writer, reader = machine.connect("n", timeout_s=0.5), machine.connect("n", timeout_s=0.5)
+    writer, reader = machine.connect("n"), machine.connect("n")
     warm(writer)
+    hurry(writer, 0.5)
     daemon.kill()
     acked = {}
     with pytest.raises(Unavailable):
@@ -143,7 +146,7 @@ def test_while_the_daemon_is_down_puts_go_on_as_long_as_frames_last(machine: Mac
     began = time.monotonic()
     cache = reader.cache(SMALL)
     assert [cache.lookup(chain(seed, 2)).pages for seed in acked] == [0] * len(acked), "a log row proves nothing"
-    assert time.monotonic() - began < 2.0, "a read waited for a daemon that is down"
+    assert time.monotonic() - began < len(acked) * DRAIN_S / 2, "reads waited for a daemon that is down"
     machine.serve("n")
     check_pages(reader, acked)
     check_laws(reader)
@@ -158,7 +161,7 @@ def test_a_stopped_daemon_costs_a_reader_one_deadline(machine: Machine) -> None:
     for _ in range(20):
         for seed in acked:
             assert cache.lookup(chain(seed, 2)).pages == 0
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < 20 * DRAIN_S
     daemon.resume()
     wait_until("it gives a sign", lambda: cache.lookup(chain(0, 2)).pages == 2)
     check_pages(reader, acked)
@@ -166,9 +169,10 @@ def test_a_stopped_daemon_costs_a_reader_one_deadline(machine: Machine) -> None:
 
 def test_the_first_of_two_writers_wins_and_the_other_frames_are_free(machine: Machine) -> None:
     daemon = machine.serve("n", dram="256MiB")
-    one, other = machine.connect("n"), machine.connect("n", timeout_s=0.2)
+    one, other = machine.connect("n"), machine.connect("n")
     warm(one)
     warm(other, first=2_000_000)
+    hurry(other, 0.2)
     daemon.stop()
     keys = chain(5, 4)
     assert one.cache(SMALL).put(keys, contents(keys)) == 4
@@ -176,6 +180,7 @@ def test_the_first_of_two_writers_wins_and_the_other_frames_are_free(machine: Ma
         other.cache(SMALL).put(keys, contents(keys), wait=True)  # it asks, and nobody answers
     daemon.resume()
     check_pages(one, {5: 4})
+    hurry(other, 60.0)
     assert other.cache(SMALL).put(keys, contents(keys)) == 0
     for store in (one, other):
         store.close()
@@ -200,14 +205,15 @@ def test_a_full_log_is_taken_in_by_asking(machine: Machine) -> None:
 
 def test_a_full_log_of_a_stopped_daemon_ends_at_the_deadline(machine: Machine) -> None:
     daemon = machine.serve("n", dram="64MiB")
-    store = machine.connect("n", timeout_s=0.5)
+    store = machine.connect("n")
     warm(store, WIDE, 7)
+    hurry(store, 0.5)
     daemon.stop()
     acked, began = {}, time.monotonic()
     with pytest.raises(Unavailable):
         for seed in range(100):
             acked[seed] = put(store, seed, 7, WIDE)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0
     daemon.resume()
     check_pages(machine.connect("n"), acked, WIDE)
     store.close()

@@ -13,6 +13,13 @@ def node_of(opened: Store | PrefixCache) -> LocalNode:
     return cast(LocalNode, cast(Any, opened)._node)
 
 
+def hurry(store: Store, timeout_s: float) -> None:
+    """From here on a request to its node has so long."""
+    node = node_of(store)
+    mapped = node.writable()
+    node.timeout_s = mapped.timeout_s = mapped.channel.timeout_s = timeout_s
+
+
 def admin(store: Store, call: str, **arguments: Any) -> dict[str, Any]:
     """An admin call as it is sent: what no public verb would say."""
     return store._admin(call, **arguments)

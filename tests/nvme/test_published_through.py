@@ -10,7 +10,7 @@ from kvstore import Store
 from kvstore.errors import QuotaExceeded
 from kvstore.failpoint import STALL
 from tests.helpers.content import SMALL
-from tests.helpers.inside import node_of
+from tests.helpers.inside import hurry, node_of
 from tests.helpers.nvme.files import MIB, found, prompt, save_all, silent, target, tier, write_config
 from tests.helpers.processes import Daemon, Machine, check_laws, frames, put, wait_settled, wait_until
 
@@ -71,13 +71,15 @@ def test_children_follow_their_parent(killed: str, machine: Machine) -> None:
 def test_a_frame_whose_page_is_on_its_way_is_not_written_again(machine: Machine) -> None:
     """Its writer was told to ask again, and gave up; what it puts next must not be saved under the first page's key."""
     serve(machine)
-    store, other = machine.connect("n", timeout_s=0.5), machine.connect("n")
+    store, other = machine.connect("n"), machine.connect("n")
     assert put(store, 1, PAGES) == PAGES
     save_all(other)
     with silent(target(machine)):
         keys, data = prompt(1, PAGES + MORE)
+        hurry(store, 0.5)
         with pytest.raises(QuotaExceeded):  # what is said of everything that may not be stored now
             store.cache(SMALL).put(keys[PAGES:], data[PAGES:])
+        hurry(store, 30.0)
         for seed in range(20, 40):
             assert put(store, seed, MORE) == MORE
     wait_until("they have arrived", lambda: found(other, 1, PAGES + MORE) == PAGES + MORE)
