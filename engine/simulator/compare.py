@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.simulator.cache import Access, CacheSimulation, accesses
-from engine.simulator.hints import LIAR, dealt, hinted
+from engine.simulator.hints import LIAR, TENTHS, dealt, hinted
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
 from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import Request
@@ -126,22 +126,22 @@ def compare_hints(
     rule: str,
     half: Half = Half.ALL,
 ) -> Comparison:
-    """Run a policy at every capacity with the hints of a rule, without, and where a tenth of the tenants lie.
+    """Run a policy at every capacity without hints, and with those of a rule, by all tenants or by nine of ten.
 
-    Beside them LRU, and the others' and the liar's own share of the hits before and after it lied.
+    Beside them LRU, and the hit ratios of the tenth and of its neighbours.
 
     Raises:
         InvalidRequest: as ``compare``, or there is no such rule.
     """
     trace, count_from, blocks = _counted(requests, capacities, [policy], half)
     plain = dealt(trace)
-    honest, lying = hinted(plain, rule), hinted(plain, rule, lying=True)
+    runs = {f"{policy}, a tenth {tenth}": hinted(plain, rule, tenth) for tenth in TENTHS}
     lines = []
     for capacity in capacities:
         for name, kind, run in (("lru", "lru", plain), (policy, policy, plain)):
             hits, _ = CacheSimulation(capacity, make_policy(kind, capacity)).run(run, count_from)
             lines.append(Line(name, capacity, hits / blocks))
-        for name, run in ((f"{policy}, hints", honest), (f"{policy}, a tenth lies", lying)):
+        for name, run in runs.items():
             simulation = CacheSimulation(capacity, make_policy(policy, capacity))
             hits, _ = simulation.run(run, count_from)
             its, its_blocks = simulation.hits_of[LIAR], simulation.blocks_of[LIAR]

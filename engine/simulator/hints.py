@@ -2,14 +2,14 @@
 
 A trace names no tenants and no kinds of prompts, so a stated rule makes them. Its requests are dealt to ten tenants,
 whole sessions at a time, and tenants share no pages. A *system prompt* is the run of leading blocks that more than one
-request in a hundred opens with. The rules:
+request in a hundred, and more than ten, open with. The rules:
 
 ``type``      what a program knows of its own requests: system prompts have priority 2; a prompt that opens with none is
               a document read once, with priority -2.
 ``sessions``  a program that knows of nine prompts in ten whether a later one goes on from them, which in a trace is
               looked up ahead: new pages of those that nobody goes on from have priority -2. System prompts as above.
 
-A *liar* says that every page is worth the most. A tenth of the tenants, one, lies.
+A *liar* says that every page is worth the most. A tenth of the tenants, one, hints like the others, is silent, or lies.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.retention import PRIORITY_MAX, Retention
 
 RULES = ("type", "sessions")
+TENTHS = ("hints", "is silent", "lies")
 TENANTS = 10
 LIAR = 0
-SHARED_RATIO = 0.01
+SHARED_RATIO, SHARED_LEAST = 0.01, 10
 KNOWN_OF_TEN = 9
 _HIGH, _LOW = Retention(2).hint, Retention(-2).hint
 _LIE = Retention(PRIORITY_MAX).hint
@@ -44,8 +45,8 @@ def dealt(trace: Sequence[Access]) -> list[Access]:
     return found
 
 
-def hinted(trace: Sequence[Access], rule: str, *, lying: bool = False) -> list[Access]:
-    """The requests of ``dealt`` with the hints of a rule; ``lying``: those of the liar say the most of every page.
+def hinted(trace: Sequence[Access], rule: str, tenth: str = "hints") -> list[Access]:
+    """The requests of ``dealt`` with the hints of a rule. ``tenth``: what one of the tenants does (see ``TENTHS``).
 
     Raises:
         InvalidRequest: there is no such rule.
@@ -57,8 +58,8 @@ def hinted(trace: Sequence[Access], rule: str, *, lying: bool = False) -> list[A
     found = []
     for number, access in enumerate(trace):
         count, shared = len(access.blocks), _shared(access, openings)
-        if lying and access.owner == LIAR:
-            hints = bytes([_LIE]) * count
+        if tenth != "hints" and access.owner == LIAR:
+            hints = bytes([_LIE]) * count if tenth == "lies" else b""
         else:
             low = not shared if rule == "type" else not _goes_on(access, shared, number, last)
             hints = bytes([_HIGH]) * shared + bytes([_LOW if low else 0]) * (count - shared)
@@ -69,7 +70,7 @@ def hinted(trace: Sequence[Access], rule: str, *, lying: bool = False) -> list[A
 def _openings(trace: Sequence[Access]) -> set[int]:
     """Blocks of system prompts: so many requests have each of them."""
     uses = Counter(block for access in trace for block in access.blocks)
-    return {block for block, count in uses.items() if count > SHARED_RATIO * len(trace)}
+    return {block for block, count in uses.items() if count > max(SHARED_LEAST, SHARED_RATIO * len(trace))}
 
 
 def _shared(access: Access, openings: set[int]) -> int:

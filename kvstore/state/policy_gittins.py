@@ -27,6 +27,7 @@ from the first hint on 5 more (``hint`` 1, ``owner`` 4).
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -300,12 +301,11 @@ class Gittins:
         if not hints.any():
             return lowest
         owners = np.frombuffer(self._owner, np.uint32)[slots]
-        weighed = worth * np.where(ages <= HINT_MS[hints], HINT_WEIGHTS[hints], 1)
-        losers, losses = np.unique(owners[lowest], return_counts=True)
+        weighed = worth * HINT_WEIGHTS[np.where(ages <= HINT_MS[hints], hints, 0)]
         chosen = []
-        for owner, count in zip(losers.tolist(), losses.tolist(), strict=True):
-            its = np.flatnonzero(owners == owner)
-            chosen.append(its[np.argpartition(weighed[its], count - 1)[:count]])
+        for owner, count in Counter(owners[lowest].tolist()).items():
+            its = (owners == owner).nonzero()[0]
+            chosen.append(its[weighed[its].argpartition(count - 1)[:count]])
         return np.concatenate(chosen)
 
     def _since_base(self, time_ms: int) -> int:

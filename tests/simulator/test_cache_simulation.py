@@ -15,12 +15,14 @@ from engine.simulator.cache import Access, CacheSimulation, accesses, key_of
 from engine.simulator.cli import GENERATORS, simulate
 from engine.simulator.compare import BELADY, BELADY_BLOCKS, LRU_BLOCKS, Half, compare, table
 from engine.simulator.generate import ConversationShape, conversations
+from engine.simulator.hints import LIAR, TENANTS, TENTHS, dealt, hinted
 from engine.simulator.mixtures import AgentShape, ScanShape, ShiftShape, agents, scans, shifts
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
 from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import Request, statistics, write_trace
 from kvstore.cli.main import run
 from kvstore.errors import InvalidRequest
+from kvstore.model.retention import Retention
 from tests.helpers.traces import assert_well_formed, digest
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=40)
@@ -287,3 +289,46 @@ def test_cache_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments
     assert run(simulate, ["cache", *arguments]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"kvstore: {named}: ") and said.err.count("\n") == 1
+
+
+# --- hints ------------------------------------------------------------------------------------------------------------
+
+
+def conversations_with_a_prompt(requests: int) -> list[Access]:
+    """Requests that open with block 0, each followed by its own; every fourth is gone on from once, later."""
+    return [
+        Access(1000 * number, (0, *range(10 * number, 10 * number + 8)) if number % 4 or not number else (0, number))
+        for number in range(1, requests + 1)
+    ]
+
+
+def test_requests_are_dealt_by_session_and_hinted_by_rule() -> None:
+    trace = [*conversations_with_a_prompt(40), Access(10**6, (0, 10, 11, 900)), Access(10**6 + 1, (901, 902))]
+    plain = dealt(trace)
+    assert len({access.owner for access in plain}) > 1
+    assert all(block % TENANTS == access.owner for access in plain for block in access.blocks), "none is shared"
+    assert plain[0].owner == plain[-2].owner, "a session stays its tenant's"
+    high, low, lie = Retention(2).hint, Retention(-2).hint, Retention(3).hint
+    typed = hinted(plain, "type")
+    assert typed[-1].hints == bytes([low, low]) or typed[-1].owner == plain[0].owner
+    for tenth in TENTHS:
+        for before, after in zip(typed, hinted(plain, "type", tenth), strict=True):
+            count = len(after.blocks)
+            says = {"hints": before.hints, "is silent": b"", "lies": bytes([lie]) * count}
+            assert after.hints == (says[tenth] if after.owner == LIAR else before.hints)
+    assert {hint for access in hinted(plain, "sessions") for hint in access.hints} <= {0, high, low}
+    with pytest.raises(InvalidRequest):
+        hinted(plain, "guess")
+
+
+def test_who_lies_of_all_its_pages_harms_nobody() -> None:
+    """To the page the same as one that says nothing; and hints of the others gain what they should."""
+    plain = dealt([Access(access.now_ms, access.blocks) for access in accesses(conversations(2000, seed=1))])
+    hits = {}
+    for tenth in ("is silent", "lies"):
+        simulation = CacheSimulation(1500, make_policy("gittins", 1500))
+        simulation.run(hinted(plain, "sessions", tenth))
+        hits[tenth] = dict(simulation.hits_of)
+    assert hits["lies"] == hits["is silent"]
+    without = CacheSimulation(1500, make_policy("gittins", 1500))
+    assert sum(hits["lies"].values()) > 1.05 * without.run(plain)[0]
