@@ -21,7 +21,7 @@ from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 
 BATCH_PAGES = 32
-AHEAD_PAGES = 64  # a client may hold so many frames that it has not asked for yet
+AHEAD_PAGES, AHEAD_SHARE = 128, 8  # a client may hold so many frames, and such a part of all, before it needs them
 STEPS_BATCH = 96  # per round, at most: 32 of each variant
 STEPS_ONE_PAGE = 1500
 SEED = 5
@@ -139,7 +139,8 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
         writing, pool_bytes = _writing(stage, scene, geometry, pages)
         writing.fill(pool_bytes)
         # A third of the steps puts; what is granted ahead stays free.
-        fitting = 3 * ((pool_bytes // writing.layout.page_bytes - AHEAD_PAGES) // pages)
+        frames = pool_bytes // writing.layout.page_bytes
+        fitting = 3 * ((frames - min(AHEAD_PAGES, frames // AHEAD_SHARE)) // pages)
         most = (6 if pages > 1 else 150) if settings.quick else (STEPS_BATCH if pages > 1 else STEPS_ONE_PAGE)
         steps = list(range(min(fitting, most)))
         variants = {"put": writing.put, **{limit: getattr(writing, limit) for limit in LIMITS}}

@@ -15,6 +15,9 @@ from kvstore.tier.put_log import PutLog
 class Publisher:
     """Threads may share it. Life: made (publishes nothing) -> ``assigned`` by each HELLO, to a slot or to none -> its
     session ends: ``Copies.close`` lets nothing be published any more, and the slot is free when the session's lock is.
+
+    Attributes:
+        slot: -1 where it has none.
     """
 
     def __init__(self, folder: Path, session: int, copies: Copies) -> None:
@@ -23,21 +26,21 @@ class Publisher:
         self._copies = copies
         self._lock = threading.Lock()
         self._log: PutLog | None = None
-        self._slot = -1
+        self.slot = -1
         self._pid = 0  # of the daemon that said so: another one may not know of logs
 
     def assigned(self, said: Any) -> list[bytes]:
         """What HELLO was answered: ``{"id", "slot", "pid"}``, or None. Returns requests that were published and that
         this node will not take in, being of a version without logs, or having made another one: they are to be sent.
         """
-        log, slot = self._log, self._slot
+        log, slot = self._log, self.slot
         self._pid = int(said["pid"]) if said else 0
         id_, now = (int(said["id"], 16), int(said["slot"])) if said else (0, -1)
         if log is not None and (log.id, slot) == (id_, now):
             return []
         with self._lock:
             self._log = PutLog.open(NodeFolder.at(self._folder), id_) if id_ else None
-            self._slot = now
+            self.slot = now
         return log.left(slot, self._session) if log is not None else []
 
     def publish(self, request: bytes, header: Header) -> int:
@@ -49,18 +52,18 @@ class Publisher:
             log = self._log
             if log is None or log.id != header.puts_id or self._pid != header.pid:
                 return 0
-            return log.append(self._slot, self._session, request)
+            return log.append(self.slot, self._session, request)
 
     @property
     def marked(self) -> int:
         """Up to which position the node is through with what we published."""
         log = self._log
-        return log.marked(self._slot) if log is not None else 0
+        return log.marked(self.slot) if log is not None else 0
 
     def holds(self, key: bytes) -> bool:
         """Whether we published the page of that key, and the node has not taken it in."""
         log = self._log
-        return log is not None and log.holds(key, self._slot)
+        return log is not None and log.holds(key, self.slot)
 
     @property
     def unheard(self) -> bool:

@@ -18,7 +18,7 @@ Worked example: the ring of slot 3 is taken in up to position 262,000 of 262,144
 ``_SKIP`` is written at 262,000, the record lies at the ring's front, and ``published`` becomes 262,144 + 520.
 
 Whoever misses a key looks whether it is in a part of a ring between ``drained`` and ``published``, as plain bytes
-(``holds``): what it finds there is a hint that the daemon should be asked to take in the logs, and proves nothing.
+(``holder``): what it finds there is a hint that the daemon should be asked to take in the logs, and proves nothing.
 """
 
 from __future__ import annotations
@@ -114,6 +114,10 @@ class PutLog:
         """Up to which positions the daemon is through, of all slots."""
         return self._map[_DRAINED_AT:_ASLEEP_AT]
 
+    def rests(self, drained: bytes) -> bool:
+        """Nothing was taken in since the daemon was through up to ``drained``, and nothing waits."""
+        return self._map[_PUBLISHED_AT:_ASLEEP_AT] == drained + drained
+
     @property
     def quiet(self) -> bool:
         """Everything published has been taken in."""
@@ -122,24 +126,27 @@ class PutLog:
 
     def waiting(self) -> list[int]:
         """Slots with records that have not been taken in."""
+        if self.quiet:
+            return []
         words = self._words[_PUBLISHED : _PUBLISHED + 2 * SLOTS].tolist()
         return [slot for slot in range(SLOTS) if words[slot] != words[SLOTS + slot]]
 
-    def holds(self, key: bytes, slot: int | None = None) -> bool:
-        """Whether that key is among what was published, in ``slot`` or anywhere, and not taken in. A hint."""
-        find = self._map.find
-        for at in self.waiting() if slot is None else (slot,):
-            ring = _RINGS_AT + at * RING_BYTES
-            start, stop = self._words[_DRAINED + at], self._words[_PUBLISHED + at]
-            first, last = start % RING_BYTES, stop % RING_BYTES
-            if start >= stop:
-                continue
-            if stop - start >= RING_BYTES:
-                first, last = 0, RING_BYTES
-            pieces = ((first, last),) if first < last else ((first, RING_BYTES), (0, last))
-            if any(find(key, ring + begin, ring + end) >= 0 for begin, end in pieces):
-                return True
-        return False
+    def holder(self, key: bytes) -> int:
+        """The slot in which that key was published and not taken in; -1: none. A hint."""
+        return next((slot for slot in self.waiting() if self.holds(key, slot)), -1)
+
+    def holds(self, key: bytes, slot: int) -> bool:
+        """Whether that key was published in this slot, and is not taken in. A hint."""
+        find, ring = self._map.find, _RINGS_AT + slot * RING_BYTES
+        start, stop = self._words[_DRAINED + slot], self._words[_PUBLISHED + slot]
+        first, last = start % RING_BYTES, stop % RING_BYTES
+        if start >= stop:
+            return False
+        if stop - start >= RING_BYTES:
+            first, last = 0, RING_BYTES
+        if first < last:
+            return find(key, ring + first, ring + last) >= 0
+        return find(key, ring + first, ring + RING_BYTES) >= 0 or find(key, ring, ring + last) >= 0
 
     # --- for the client that has a slot -----------------------------------------------------------------------------
 

@@ -301,7 +301,11 @@ def frames(store: Store) -> dict[str, int]:
 
 def allocated_bytes(folder: Path) -> int:
     """Memory that the files of a node really take."""
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    found = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a session has just ended
+            found += path.stat().st_blocks * 512 if path.is_file() else 0
+    return found
 
 
 def check_pages(store: Store, acked: Mapping[int, int], layout: Layout = SMALL, salt: str = "") -> int:

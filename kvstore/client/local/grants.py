@@ -13,8 +13,8 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.rpc.base import Channel, PendingReply
 from kvstore.rpc.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
-AHEAD_FRAMES_MAX = 64
-AHEAD_BYTES_MAX = 16 << 20
+AHEAD_FRAMES_MAX = 128
+AHEAD_BYTES_MAX = 32 << 20
 POOLS_MAX = 256  # of a client: a node's own, on behalf of all its remote callers, sees any geometry they think of
 IDLE_S = 2.0  # frames that nobody took for so long are given back
 PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames granted in return wait in them
@@ -82,7 +82,7 @@ class GrantPool:
             left = len(self._frames)
             most = min(self.ahead_max, AHEAD_PUTS * used)
             count = most - left
-            if left >= max(used, most // 4) or count <= 0 or self._asked is not None:
+            if left >= max(2 * used, most // 4) or count <= 0 or self._asked is not None:
                 return
             with contextlib.suppress(Unavailable):
                 self._asked = self._request(count, before, AHEAD)

@@ -40,15 +40,15 @@ class Published:
         self.seen = b""
 
     @property
-    def quiet(self) -> bool:
-        """Everything published has been taken in."""
+    def drained(self) -> bytes:
+        """Up to which positions the node is through now."""
         log = self._log
-        return log is None or log.quiet
+        return log.drained if log is not None else b""
 
-    def holds(self, key: bytes) -> bool:
-        """Whether somebody has published the page of that key, and it is not taken in. A hint."""
+    def holder(self, key: bytes) -> int:
+        """In whose slot the page of that key is published, and not taken in; -1: nobody's. A hint."""
         log = self._log
-        return log is not None and log.holds(key)
+        return log.holder(key) if log is not None else -1
 
     def look(self, key: bytes, seen: bytes, channel: Channel) -> bytes | None:
         """After the index did not have ``key``: None where that is final. Else it is worth another look, and what is
@@ -61,9 +61,9 @@ class Published:
             self._log = PutLog.open(self._folder, self._id)
             seen = b""
         log = self._log
-        if log is None:
+        if log is None or log.rests(seen):
             return None
-        waits = not log.quiet and log.holds(key)
+        waits = log.holder(key) >= 0
         if not waits and log.drained == seen:
             return None
         if waits and not self._ask(channel):

@@ -17,8 +17,10 @@ from kvstore.client.local.published import published_here
 from kvstore.client.local.tier_reader import TierReader
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
+from kvstore.tier.header import Header
 from kvstore.tier.index import Index, IndexDamaged
 
+_EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
 LOOKS = 8  # at what was published, while the node is just taking it in
 
 RootAt = Callable[[bytes], bytes | None]
@@ -30,8 +32,15 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
 
     ``closed``: chains are prefix-closed in the index, so that a binary search will do.
     """
-    seen: bytes | None = mapped.published.seen
+    seen = mapped.published.seen
     found = _named(mapped, hashes, closed)
+    return found if found[0] == len(hashes) else _looked_for(mapped, hashes, closed, seen, found)
+
+
+def _looked_for(
+    mapped: Mapped, hashes: list[bytes], closed: bool, seen: bytes | None, found: tuple[int, bytes | None]
+) -> tuple[int, bytes | None]:
+    """The same, where the index did not have all: what was published counts as well. ``seen``: of before."""
     for _ in range(LOOKS):
         if found[0] == len(hashes) or seen is None:
             break
@@ -46,9 +55,8 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
 def follow(mapped: Mapped) -> bool:
     """Whether the node has made its index anew since the one at hand was opened, and that one is replaced by it: what
     was missed is to be looked up again."""
-    header = mapped.header
-    epoch = header.epoch
-    if epoch == mapped.epoch or header.incarnation != mapped.incarnation:
+    epoch = mapped.words[_EPOCH]
+    if epoch == mapped.epoch or mapped.words[_INCARNATION] != mapped.incarnation:
         return False
     index = Index.open_reader(mapped.folder, epoch)
     if index is None:
@@ -88,15 +96,18 @@ def _ours_of(mapped: Mapped, keys: Keys, named: tuple[int, bytes | None], closed
 
 def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
     """The same for a put: pages that this session has published count, whether the node has taken them in or not."""
-    publisher = mapped.channel.publisher
+    publisher, published, hashes = mapped.channel.publisher, mapped.published, keys.hashes
     for _ in range(LOOKS):
-        if publisher is None or mapped.published.quiet:
+        if publisher is None:
             break
-        marked = publisher.marked
-        stored, last = _ours_of(mapped, keys, _named(mapped, keys.hashes, closed), closed)
-        more = published_here(publisher, keys.hashes, stored)
-        if publisher.marked == marked and not follow(mapped):  # else some pages may have been in neither
-            if more or stored == len(keys.hashes) or not mapped.published.holds(keys.hashes[stored]):
+        before = published.drained
+        stored, last = _ours_of(mapped, keys, _named(mapped, hashes, closed), closed)
+        if stored == len(hashes):
+            return stored, last
+        holder = published.holder(hashes[stored])
+        more = published_here(publisher, hashes, stored) if holder == publisher.slot else 0
+        if published.drained == before and not follow(mapped):  # else some pages may have been in neither
+            if more or holder < 0:
                 return stored + more, last
             break  # somebody else's
     return stored_pages(mapped, keys, closed)
