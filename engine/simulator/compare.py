@@ -135,7 +135,10 @@ def compare_hints(
     """
     trace, count_from, blocks = _counted(requests, capacities, [policy], half)
     plain = dealt(trace)
-    runs = {f"{policy}, a tenth {tenth}": hinted(plain, rule, tenth) for tenth in TENTHS}
+    runs = {
+        f"{policy}, {'all hint' if tenth == TENTHS[0] else 'a tenth ' + tenth}": hinted(plain, rule, tenth)
+        for tenth in TENTHS
+    }
     lines = []
     for capacity in capacities:
         for name, kind, run in (("lru", "lru", plain), (policy, policy, plain)):
