@@ -332,7 +332,7 @@ SCHEMAS = {
     "pin --list": "node pins bytes",
     "unpin": "node unpinned",
 }
-PAGE = "key root parent tier address position bytes tokens unused_s tenant model holds leased pinned"
+PAGE = "key root parent tier address position bytes tokens unused_s tenant model holds leased pinned priority ttl_s"
 TEXTS = {
     "lookup": "8 of 8 pages are stored",
     "pages": "2 of 8 pages",
@@ -440,6 +440,7 @@ def test_while_the_daemon_is_down(machine: Machine) -> None:
     daemon, address = serve(machine)
     store = machine.connect("n")
     put(store, "a")
+    assert stored(store)[0] == PAGES  # taken in: what is only published is found again after the next start
     daemon.kill()
     done = machine.run("lookup", "--node", "n", *prompt("a"), "--layout", PAIRS, "--json")
     found = json.loads(done.stdout)
