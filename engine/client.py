@@ -26,7 +26,7 @@ from engine.api.resume import Asking, Prompt, Wish
 from engine.api.wire import SERVICE, events_of, pieces_of, prefill_event, submit_request
 from engine.model.request import Event, Finished, Piece, PrefillEvent, Request, Role, Token, Usage
 from kvstore.client.remote.admin import document
-from kvstore.client.remote.endpoint import SCHEMES, Credentials, endpoint
+from kvstore.client.remote.endpoint import SCHEMES, GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode, end
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
@@ -90,7 +90,7 @@ class EngineClient:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.address = address
-        self._credentials = Credentials(
+        self._credentials = GivenCredentials(
             token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
         self._timeout_s = timeout_s

@@ -35,7 +35,7 @@ def entry_of(config: EngineConfig, model: Model, store: Store | None, addresses:
     )
 
 
-class Place:
+class ClusterPlace:
     """Ours in the cluster, from the moment it is made.
 
     Args:

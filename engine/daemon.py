@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
-from engine.api.metrics import Metrics, Tally
-from engine.cluster import Place, entry_of
+from engine.api.metrics import EngineMetrics, EngineTally
+from engine.cluster import ClusterPlace, entry_of
 from engine.config import WITHOUT_NODE, EngineConfig
 from kvstore.client.store import Store
 from kvstore.config import format_size
@@ -94,19 +94,19 @@ def _run(
     from engine.client import EngineClient
     from engine.shell.engine import Engine
 
-    tally = Tally()
+    tally = EngineTally()
     others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it
     engine = Engine(config, model, store, lambda address: others.enter_context(EngineClient(address)), tally)
     server = EngineServer(config, engine, model, tally)
-    place: Place | None = None
+    place: ClusterPlace | None = None
     engine.start()
     try:
         server.start()
         life.on_hangup(server.reload)
         if membership is not None:
-            place = Place(membership, entry_of(config, model, store, server.addresses), engine.found)
+            place = ClusterPlace(membership, entry_of(config, model, store, server.addresses), engine.found)
         if life.http is not None:
-            life.http.routes["/metrics"] = Metrics(config.name, tally, engine.status, server.calls).route
+            life.http.routes["/metrics"] = EngineMetrics(config.name, tally, engine.status, server.calls).route
         said = Ready(
             role=str(config.role),
             model=model.name,

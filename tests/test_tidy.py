@@ -363,6 +363,16 @@ def circles(texts: dict[str, str]) -> list[set[str]]:
     return [set(group) for group in sorted(groups, key=sorted)]
 
 
+def namesakes(texts: dict[str, str]) -> dict[str, list[str]]:
+    """Classes of one name, by that name, and the modules that have one. A name with ``_`` is its module's own."""
+    having: dict[str, list[str]] = {}
+    for path, source in texts.items():
+        for node in ast.walk(parsed(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                having.setdefault(node.name, []).append(module_of(path))
+    return {name: modules for name, modules in having.items() if len(modules) > 1}
+
+
 def reach(module: str, below: dict[str, set[str]]) -> set[str]:
     """All that a module imports, through others too."""
     found: set[str] = set()
@@ -448,6 +458,19 @@ def test_circles_are_found() -> None:
     }
     assert circles(texts) == [{"kvstore.tier.a", "kvstore.tier.b", "kvstore.tier.c"}]
     assert circles({**texts, "kvstore/tier/c.py": ""}) == []
+
+
+def test_one_name_is_one_class() -> None:
+    found = namesakes(sources())
+    assert not found, "\n".join(f"{name}: {', '.join(modules)}" for name, modules in sorted(found.items()))
+
+
+def test_namesakes_are_found() -> None:
+    texts = {
+        "kvstore/tier/a.py": "class A: ...\nclass _B: ...\nclass C: ...",
+        "engine/b.py": "def f():\n    class A: ...\nclass _B: ...\nclass D: ...",
+    }
+    assert namesakes(texts) == {"A": ["kvstore.tier.a", "engine.b"]}
 
 
 def test_exceptions_to_the_guides_are_needed_and_explained() -> None:

@@ -67,7 +67,7 @@ METRICS: Final = (
 )
 
 
-class Tally(Observer):
+class EngineTally(Observer):
     """What has happened since the start. The engine's thread writes all but ``refused``; any thread reads."""
 
     def __init__(self) -> None:
@@ -114,10 +114,12 @@ class Tally(Observer):
         self.stalled_s += seconds
 
 
-class Metrics(DaemonMetrics):
+class EngineMetrics(DaemonMetrics):
     """Of an engine."""
 
-    def __init__(self, name: str, tally: Tally, status: Callable[[], Mapping[str, Any]], calls: Calls | None) -> None:
+    def __init__(
+        self, name: str, tally: EngineTally, status: Callable[[], Mapping[str, Any]], calls: Calls | None
+    ) -> None:
         super().__init__(PREFIX, METRICS)
         self._name = name
         self._tally = tally

@@ -10,8 +10,8 @@ from typing import Final
 
 import grpc
 
-from engine.api.metrics import Tally
-from engine.api.service import Engine, EngineCalls, Served
+from engine.api.metrics import EngineTally
+from engine.api.service import EngineCalls, Served, ServedEngine
 from engine.api.wire import SERVICE
 from engine.config import EngineConfig
 from kvstore.serving.gate import Gate
@@ -26,7 +26,7 @@ MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
 class EngineServer(LoopServer):
     """Serves from ``start`` to ``stop``."""
 
-    def __init__(self, config: EngineConfig, engine: Engine, model: Served, tally: Tally) -> None:
+    def __init__(self, config: EngineConfig, engine: ServedEngine, model: Served, tally: EngineTally) -> None:
         limits = Limits(
             rpcs_max=config.rpcs_max,
             call_s_max=config.request_s_max,

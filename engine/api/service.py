@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from engine.api.metrics import Tally
+from engine.api.metrics import EngineTally
 from engine.api.wire import (
     pack_piece,
     prefill_reply,
@@ -58,7 +58,7 @@ BEFORE_DEADLINE_S: Final = 0.2  # a call that waits on purpose ends so long befo
 Item = TypeVar("Item")
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """What is served. See ``engine.shell.engine``."""
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
@@ -171,7 +171,7 @@ class Owners:
 class EngineCalls:
     """All calls. Made in the event loop."""
 
-    def __init__(self, config: EngineConfig, engine: Engine, model: Served, tally: Tally) -> None:
+    def __init__(self, config: EngineConfig, engine: ServedEngine, model: Served, tally: EngineTally) -> None:
         self._config = config
         self._engine = engine
         self._model = model

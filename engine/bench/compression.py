@@ -31,7 +31,7 @@ from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy
 from kvstore import errors
 from kvstore.bench.content import LAYOUTS
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result, speeds
-from kvstore.bench.stage import MIB, Settings, Stage
+from kvstore.bench.stage import MIB, RunSettings, Stage
 from kvstore.model import layout as layout_module
 from kvstore.model import prefix as prefix_module
 from kvstore.model.layout import Layout
@@ -324,7 +324,7 @@ def one_thread() -> Iterator[None]:
 @click.option("--train", "steps", type=click.IntRange(1), help="Also a model trained here for so many steps.")
 def main(runs: int, quick: bool, steps: int | None) -> None:
     """Measure every row and print the tables of docs/compression.md."""
-    with Stage(Settings(rounds=runs, quick=quick)) as stage:
+    with Stage(RunSettings(rounds=runs, quick=quick)) as stage:
         rows = [row for row in ROWS if row.name.startswith("compress_")]
         lines = [line for row in rows for line in row.measure(stage, row.name, row.bar)]
     for line in lines:

@@ -83,7 +83,7 @@ def ideal_s(prefill: Prefilled, step_s: float, layers: int, layer_token_bytes: f
 
 
 @dataclass
-class Pair:
+class EnginePair:
     """An engine that computes prompts (and answers, for comparison), and one that only answers."""
 
     prefill: EngineProcess
@@ -122,7 +122,7 @@ def handoff(stage: Stage, name: str, bar: Bar | None, ratio: float) -> list[Resu
         return _lines(stage, name, bar, paired(stage, scene, ratio))
 
 
-def paired(stage: Stage, scene: ExitStack, ratio: float, settings: Mapping[str, object] = NO_SETTINGS) -> Pair:
+def paired(stage: Stage, scene: ExitStack, ratio: float, settings: Mapping[str, object] = NO_SETTINGS) -> EnginePair:
     """Both engines, the link such that the KV of the usual prompt takes ``ratio`` times its prefill. Ended with
     ``scene``. ``settings``: of both, beside the usual ones.
     """
@@ -140,7 +140,7 @@ def paired(stage: Stage, scene: ExitStack, ratio: float, settings: Mapping[str, 
     asking = {"role": "decode", "prefill": prefill.address, "local_prefill_tokens": 0, "link": f"{bytes_per_s:.0f}B/s"}
     decode = started(stage, scene, 1, {**common, **asking})
     decode.ready()
-    pair = Pair(prefill, decode, layout, scale, bytes_per_s, prefill_s)
+    pair = EnginePair(prefill, decode, layout, scale, bytes_per_s, prefill_s)
     pair.handed(prompt(scale.handed, seed=2), "eager_layer")  # nothing is new to the processes after it
     return pair
 
@@ -165,7 +165,7 @@ def _second_s(answer: Answer) -> float:
     return (answer.usage.ttft_ms + answer.usage.gap_ms) / 1e3
 
 
-def _lines(stage: Stage, name: str, bar: Bar | None, pair: Pair) -> list[Result]:
+def _lines(stage: Stage, name: str, bar: Bar | None, pair: EnginePair) -> list[Result]:
     layers = pair.layout.layers
     layer_token_bytes = pair.scale.token_bytes / layers
     alone: list[float] = []

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.bench.handoff import Pair, paired
+from engine.bench.handoff import EnginePair, paired
 from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, prompt
 from engine.model.request import Token
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
@@ -136,7 +136,7 @@ def _arena_bytes(stage: Stage) -> int:
     return scale.token_bytes * (running + 2 * (scale.handed + 2 * scale.page_tokens))
 
 
-def _come_in(pair: Pair, way: str, seed: int, until: float) -> int:
+def _come_in(pair: EnginePair, way: str, seed: int, until: float) -> int:
     """Long prompts until then, at least one; how many."""
     count = 0
     while not count or time.perf_counter() < until:
@@ -151,5 +151,5 @@ def _come_in(pair: Pair, way: str, seed: int, until: float) -> int:
     return count
 
 
-def _sides(pair: Pair) -> int:
+def _sides(pair: EnginePair) -> int:
     return int(pair.decode.client.status()["side_steps"])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engine.client import Answer, EngineClient
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.processes import Daemon, environment
-from kvstore.bench.stage import GIB, MIB, Settings, Stage
+from kvstore.bench.stage import GIB, MIB, RunSettings, Stage
 from kvstore.errors import NodeUnavailable
 from kvstore.serving.child import Child
 
@@ -51,7 +51,7 @@ class Scale:
     handed: int
 
     @classmethod
-    def of(cls, settings: Settings) -> Scale:
+    def of(cls, settings: RunSettings) -> Scale:
         """Of a quick run, or of one whose numbers mean something."""
         return QUICK if settings.quick else FULL
 

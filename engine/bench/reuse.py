@@ -30,7 +30,7 @@ BESIDE = Bar(1.25, at_least=False)  # either way one token is computed
 
 
 @dataclass
-class Place:
+class ReusePool:
     """An engine over a pool, and the tier that its hits come from."""
 
     engine: EngineProcess
@@ -99,7 +99,7 @@ def pays_from(ratios: Mapping[int, float]) -> float:
     return fewest
 
 
-def _place(stage: Stage, scene: ExitStack, with_nvme: bool) -> Place:
+def _place(stage: Stage, scene: ExitStack, with_nvme: bool) -> ReusePool:
     scale = Scale.of(stage.settings)
     settings: dict[str, object] = {}
     if with_nvme:
@@ -114,10 +114,10 @@ def _place(stage: Stage, scene: ExitStack, with_nvme: bool) -> Place:
     store = scene.enter_context(connect(daemon.name))
     engine = started(stage, scene, 0, {"role": "both", "node": daemon.name})
     engine.ready()
-    return Place(engine, store, scale)
+    return ReusePool(engine, store, scale)
 
 
-def _stored(place: Place, lengths: Mapping[str, int]) -> dict[str, Answer]:
+def _stored(place: ReusePool, lengths: Mapping[str, int]) -> dict[str, Answer]:
     """Answers that were computed, by length; their prompts are in the pool then."""
     place.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)  # nothing is new to the process after it
     answers = {}
@@ -128,7 +128,7 @@ def _stored(place: Place, lengths: Mapping[str, int]) -> dict[str, Answer]:
     return answers
 
 
-def _leave_dram(place: Place, lengths: Mapping[str, int]) -> None:
+def _leave_dram(place: ReusePool, lengths: Mapping[str, int]) -> None:
     """Every page is on NVMe alone."""
     pages = sum(length // place.scale.page_tokens for length in lengths.values())
     vacate(place.store)
@@ -140,7 +140,7 @@ def _leave_dram(place: Place, lengths: Mapping[str, int]) -> None:
     place.tier = "nvme"
 
 
-def _line(stage: Stage, name: str, bar: Bar | None, place: Place, length: int, want: Answer) -> Result:
+def _line(stage: Stage, name: str, bar: Bar | None, place: ReusePool, length: int, want: Answer) -> Result:
     tokens = prompt(length, seed=1)
     hits: list[float] = []
     computed: list[float] = []
@@ -160,7 +160,7 @@ def _line(stage: Stage, name: str, bar: Bar | None, place: Place, length: int, w
     return result(name, Kind.GAIN, hits, computed, bar=bar, limit_is="the prompt computed again", details=details)
 
 
-def _longer(stage: Stage, name: str, place: Place, length: int) -> Result:
+def _longer(stage: Stage, name: str, place: ReusePool, length: int) -> Result:
     """A hit of all pages of a prompt, beside a hit of one that has as many and one token more."""
     times: list[list[float]] = [[], []]
     for turn in range(stage.settings.rounds):

@@ -29,7 +29,7 @@ class _Counted:
     generated: int = 0
 
 
-class Batch:
+class TurnLoad:
     """So many sequences that decode, in steps that take no time."""
 
     def __init__(self, sequences: int, blocks: int) -> None:
@@ -45,7 +45,7 @@ class Batch:
             self._state.handle(ev.Submitted(0.0, number, str(number), **how))  # type: ignore[arg-type]
         self._state.handle(ev.Turn(0.0))
         for number in range(1, sequences + 1):
-            self._state.handle(ev.Loaded(0.0, number, 0))
+            self._state.handle(ev.PrefixLoaded(0.0, number, 0))
         for turn in count():
             if self.turn() == sequences:
                 break
@@ -64,7 +64,7 @@ class Batch:
 def turn(stage: Stage, name: str, bar: Bar | None, sequences: int) -> list[Result]:
     """``<name>``: seconds to decide one turn, against counting its tokens."""
     rounds = max(3, stage.settings.rounds)
-    batch = Batch(sequences, rounds)
+    batch = TurnLoad(sequences, rounds)
     counted = [_Counted() for _ in range(sequences)]
     ours: list[float] = []
     limit: list[float] = []

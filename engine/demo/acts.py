@@ -11,8 +11,8 @@ from typing import Any, Final
 import kvstore
 from engine.demo import telling
 from engine.demo.machine import Machine
-from engine.demo.rows import Row
-from engine.demo.script import Conversation, Script, Turn
+from engine.demo.rows import DemoRow
+from engine.demo.script import Conversation, Script, ScriptTurn
 from engine.model.request import Finished, Token, Usage
 
 ANSWER_S: Final = 120.0  # the longest an answer may take
@@ -40,9 +40,9 @@ class Demo:
         self._script = script
         self._say = say
         self._say_text = telling.Streamed(say)
-        self.rows: list[Row] = []
+        self.rows: list[DemoRow] = []
 
-    def run(self, turns: list[Turn]) -> dict[str, Any]:
+    def run(self, turns: list[ScriptTurn]) -> dict[str, Any]:
         """All acts; everything that was measured."""
         kill_at = len(turns) // 2
         down = max(1, len(turns) // 6)
@@ -78,7 +78,7 @@ class Demo:
         self._say(telling.started_again(line, took_s))
         return {"seconds": took_s, "node": line}
 
-    def _restart(self, turns: list[Turn]) -> dict[str, Any]:
+    def _restart(self, turns: list[ScriptTurn]) -> dict[str, Any]:
         """The machine restarts; then conversations go on: the longest ones, of as many documents."""
         self._say(telling.RESTARTING)
         lines = self._machine.restart()
@@ -87,7 +87,7 @@ class Demo:
         before = len(self.rows)
         for conversation in self._longest():
             last = self._script.conversations[conversation]
-            self._ask(Turn(conversation, last.turns + 1, 0, ANSWER_TOKENS_AFTER_RESTART), "restarted")
+            self._ask(ScriptTurn(conversation, last.turns + 1, 0, ANSWER_TOKENS_AFTER_RESTART), "restarted")
         self._say(telling.table(self.rows[before:]))
         return {"lines": lines}
 
@@ -98,7 +98,7 @@ class Demo:
             chosen.setdefault(conversations[number].document, number)
         return list(chosen.values())[:TURNS_AFTER_RESTART]
 
-    def _ask(self, turn: Turn, phase: str) -> None:
+    def _ask(self, turn: ScriptTurn, phase: str) -> None:
         """One request with the pool, then without; the answer with it goes into the conversation."""
         conversation = self._script.prompt(turn)
         self._say_text.begin(telling.asked(len(self.rows), conversation))
@@ -109,7 +109,7 @@ class Demo:
         self._say_text.end(telling.summary(row))
         self._script.answered(turn, given.tokens)
 
-    def _answer(self, conversation: Conversation, turn: Turn, use_pool: bool) -> Answered:
+    def _answer(self, conversation: Conversation, turn: ScriptTurn, use_pool: bool) -> Answered:
         answered = Answered()
         begun_s = time.monotonic()
         stream = self._stream(conversation.tokens, turn.answer_tokens, use_pool)
@@ -166,11 +166,13 @@ class Demo:
         }
 
 
-def _row(number: int, phase: str, conversation: Conversation, given: Answered, without: Answered, prefill: str) -> Row:
+def _row(
+    number: int, phase: str, conversation: Conversation, given: Answered, without: Answered, prefill: str
+) -> DemoRow:
     usage = given.usage
     assert usage is not None, "a stream ends with Finished, or raises"
     dram, nvme = usage.cached_tokens.get("dram", 0), usage.cached_tokens.get("nvme", 0)
-    return Row(
+    return DemoRow(
         number=number,
         phase=phase,
         user=conversation.user,

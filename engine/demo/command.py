@@ -14,7 +14,7 @@ import click
 from engine.compute.presets import PRESETS
 from engine.demo import telling
 from engine.demo.acts import Demo
-from engine.demo.machine import Interrupts, Machine, Plan
+from engine.demo.machine import Interrupts, Machine, MachinePlan
 from engine.demo.script import Script, encoder, read_documents, turns
 from engine.simulator.generate import conversations
 from engine.simulator.trace import read_trace
@@ -77,7 +77,7 @@ def demo(
             # Sockets have short paths only, so they do not lie in a folder that users choose.
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-"))
             disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=folder))
-            plan = Plan(
+            plan = MachinePlan(
                 name=f"demo-{os.getpid()}",
                 place=Path(place),
                 nvme=Path(disk) / "nvme",

@@ -75,7 +75,7 @@ class Interrupts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MachinePlan:
     """What the machine has. ``place``: a folder for sockets and logs; ``nvme``: where that file shall be."""
 
     name: str
@@ -94,7 +94,7 @@ class Plan:
 class Machine:
     """Life: made (nothing runs) -> ``start`` -> ``kill_node`` and ``start_node`` -> ``restart`` -> ``close``."""
 
-    def __init__(self, plan: Plan, interrupts: Interrupts) -> None:
+    def __init__(self, plan: MachinePlan, interrupts: Interrupts) -> None:
         self.plan = plan
         self.prefill_address = ""
         self.interrupts = interrupts

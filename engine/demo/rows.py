@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DemoRow:
     """One request, with the pool, and once more without it. What a row does not say is of the one with it.
 
     Attributes:

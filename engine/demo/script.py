@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.simulator.trace import BLOCK_TOKENS, Request
+from engine.simulator.trace import BLOCK_TOKENS, TraceRequest
 from engine.text.tokenizer import ByteTokenizer
 from kvstore.errors import InvalidRequest
 
@@ -43,7 +43,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScriptTurn:
     """One request: turn ``number``, from 1 on, of a conversation. ``text_tokens`` of the opening, or those added."""
 
     conversation: int
@@ -72,14 +72,14 @@ class Conversation:
     question: str = ""
 
 
-def turns(requests: Iterable[Request]) -> list[Turn]:
+def turns(requests: Iterable[TraceRequest]) -> list[ScriptTurn]:
     """Conversations of a trace, scaled down.
 
     A request is the next turn of the one that last used its deepest known block, where it repeats all of that one's
     full blocks and more than the first block, which all may share. ``trace.statistics`` counts them in the same way.
     """
-    found: list[Turn] = []
-    history: list[Request] = []
+    found: list[ScriptTurn] = []
+    history: list[TraceRequest] = []
     last_use: dict[int, int] = {}
     extended: set[int] = set()
     conversations = 0
@@ -92,9 +92,9 @@ def turns(requests: Iterable[Request]) -> list[Turn]:
         if before >= 0 and before not in extended and known >= history[before].input_tokens // BLOCK_TOKENS:
             extended.add(before)
             added = request.input_tokens - history[before].input_tokens - history[before].output_tokens
-            found.append(Turn(found[before].conversation, found[before].number + 1, max(0, added), answer_tokens))
+            found.append(ScriptTurn(found[before].conversation, found[before].number + 1, max(0, added), answer_tokens))
         else:
-            found.append(Turn(conversations, 1, request.input_tokens, answer_tokens))
+            found.append(ScriptTurn(conversations, 1, request.input_tokens, answer_tokens))
             conversations += 1
         history.append(request)
         last_use |= dict.fromkeys(request.block_ids, index)
@@ -103,12 +103,12 @@ def turns(requests: Iterable[Request]) -> list[Turn]:
     return [_scaled(turn, scale) for turn in found]
 
 
-def _scaled(turn: Turn, scale: float) -> Turn:
+def _scaled(turn: ScriptTurn, scale: float) -> ScriptTurn:
     text_tokens = int(turn.text_tokens * scale)
     if turn.number == 1:
         text_tokens = min(max(text_tokens, OPENING_TOKENS_MIN), OPENING_TOKENS_MAX)
     answer_tokens = min(max(int(turn.answer_tokens * scale), ANSWER_TOKENS_MIN), ANSWER_TOKENS_MAX)
-    return Turn(turn.conversation, turn.number, min(text_tokens, OPENING_TOKENS_MAX), answer_tokens)
+    return ScriptTurn(turn.conversation, turn.number, min(text_tokens, OPENING_TOKENS_MAX), answer_tokens)
 
 
 class Script:
@@ -122,7 +122,7 @@ class Script:
         self._excerpt_tokens: dict[str, int] = {}  # of each document, by its first conversation
         self.conversations: dict[int, Conversation] = {}
 
-    def prompt(self, turn: Turn) -> Conversation:
+    def prompt(self, turn: ScriptTurn) -> Conversation:
         """The conversation with the turn's prompt in ``tokens``."""
         found = self.conversations.get(turn.conversation)
         if found is None or len(found.tokens) + turn.text_tokens > PROMPT_TOKENS_MAX:
@@ -134,7 +134,7 @@ class Script:
         found.tokens += self._encode(f"\n\nUser: {found.question}\nAssistant:", False)
         return found
 
-    def answered(self, turn: Turn, tokens: Sequence[int]) -> None:
+    def answered(self, turn: ScriptTurn, tokens: Sequence[int]) -> None:
         """What the turn's answer was."""
         self.conversations[turn.conversation].tokens += tokens
 
@@ -142,7 +142,7 @@ class Script:
         """A prompt of about so many tokens, in no conversation."""
         return self._tokens[self._documents[-1].name][-tokens:]
 
-    def _opened(self, turn: Turn) -> Conversation:
+    def _opened(self, turn: ScriptTurn) -> Conversation:
         document = self._documents[POPULARITY[turn.conversation % len(POPULARITY)] % len(self._documents)]
         name = document.name
         head = self._encode(f"{SYSTEM}# {name}\n\n", True)
@@ -150,7 +150,7 @@ class Script:
         excerpt = self._tokens[name][:wanted]
         return Conversation(f"user {turn.conversation + 1}", name, len(excerpt), head + excerpt)
 
-    def _more(self, conversation: Conversation, turn: Turn) -> list[int]:
+    def _more(self, conversation: Conversation, turn: ScriptTurn) -> list[int]:
         """Where a turn of the trace brings much text, its user pastes more of the document."""
         start = conversation.pasted
         pasted = self._tokens[conversation.document][start : start + min(turn.text_tokens, PASTED_TOKENS_MAX)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from engine.demo.rows import Row
+from engine.demo.rows import DemoRow
 from engine.demo.script import Conversation
 from kvstore.cli.output import bytes_text, duration_text, ratio_text, table_text
 
@@ -66,7 +66,7 @@ def asked(number: int, conversation: Conversation) -> str:
     return f"{number:>3}  {who:<10} {conversation.document:<21} {question:<{QUESTION_CHARACTERS}} > "
 
 
-def summary(row: Row) -> str:
+def summary(row: DemoRow) -> str:
     """What the request took, in a few words."""
     return f"{duration_text(row.ttft_ms / 1e3)}" + ("" if row.same else "  WRONG: not the answer without the pool")
 
@@ -76,7 +76,7 @@ def started_again(line: str, took_s: float) -> str:
     return f"-- {took_s:.2f} s after it is started again: {line}"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[DemoRow]) -> str:
     """A line per request."""
     cells = [
         (
@@ -117,7 +117,7 @@ def tiers(found: dict[str, Any]) -> str:
     return f"\n{table_text(('tier', 'pages', 'used', 'of'), cells)}"
 
 
-def totals(rows: Sequence[Row]) -> dict[str, Any]:
+def totals(rows: Sequence[DemoRow]) -> dict[str, Any]:
     """Sums over requests."""
     prompt = sum(row.prompt_tokens for row in rows)
     dram, nvme = sum(row.dram_tokens for row in rows), sum(row.nvme_tokens for row in rows)

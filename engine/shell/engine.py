@@ -34,7 +34,7 @@ from engine.moving.work import Work
 from engine.shell.checks import check_request, memory_frames
 from engine.shell.inbox import Inbox
 from engine.shell.migration import check_target
-from engine.shell.performer import Performer
+from engine.shell.performer import EnginePerformer
 from engine.shell.status import describe
 from engine.state import events as ev
 from engine.state import integrity
@@ -93,7 +93,7 @@ class Engine:
             )
         )
         self._peers = Peers(connect)
-        self.performer = Performer(
+        self.performer = EnginePerformer(
             config,
             model.geometry.vocab_size,
             frozenset(model.eos_ids),

@@ -104,7 +104,7 @@ class Migration:
                     return
                 if not begun:
                     begun = True
-                    self._post(ev.Taken(time.monotonic(), self._work.number))
+                    self._post(ev.PassTaken(time.monotonic(), self._work.number))
                 if isinstance(event, Token):
                     self._work.tell(event)
                 else:

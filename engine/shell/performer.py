@@ -25,7 +25,7 @@ from engine.moving.store_side import Pool
 from engine.moving.work import Work
 from engine.shell.inbox import Inbox
 from engine.shell.migration import Migration
-from engine.shell.step import Step, draw, next_token_slice
+from engine.shell.step import StepRunner, draw, next_token_slice
 from engine.state import events as ev
 from engine.state import instructions as do
 from engine.state.engine_state import EngineState
@@ -37,7 +37,7 @@ LOADERS = 2
 log = logging.getLogger("kvstore.engine")
 
 
-class Performer:
+class EnginePerformer:
     """Used by the engine's thread alone, but for ``works``, which others fill before they post ``Submitted``.
 
     Attributes:
@@ -76,15 +76,15 @@ class Performer:
         self._observer = observer
         self._forget = forget
         self._inbox = inbox
-        self._step = Step(runner, arena, pool, eos)
+        self._step = StepRunner(runner, arena, pool, eos)
         self._link = parse_link(config.link)
         self._fetches: dict[int, Fetch] = {}
         self._migrations: dict[int, Migration] = {}
         self._loaders = ThreadPoolExecutor(LOADERS, "engine-load")
         self._verbs: dict[type, Callable[[Any], None]] = {
-            do.Load: self._load,
+            do.LoadPrefix: self._load,
             do.Ask: self._ask,
-            do.Move: lambda it: self._fetches[it.sequence].move(it.start),
+            do.MoveIn: lambda it: self._fetches[it.sequence].move(it.start),
             do.GiveUp: lambda it: self._fetches.pop(it.sequence).give_up(),
             do.Settle: self._settle,
             do.Dismiss: self._dismiss,
@@ -92,7 +92,7 @@ class Performer:
             do.Aside: self._aside,
             do.Draw: self._draw,
             do.Recompute: lambda it: self.works[it.sequence].recompute_last(),
-            do.Store: lambda it: self._pool.append(self.works[it.sequence], it.pages),
+            do.StorePages: lambda it: self._pool.append(self.works[it.sequence], it.pages),
             do.TellAdmitted: self._tell_admitted,
             do.TellProgress: self._tell_progress,
             do.Hold: self._hold,
@@ -100,12 +100,12 @@ class Performer:
             do.PassOn: self._pass_on,
             do.Left: lambda it: self._observer.ended("migrated", self.works[it.sequence].usage()),
             do.CancelThere: lambda it: self._migrations[it.sequence].cancel(),
-            do.Reply: self._reply,
+            do.AnswerCall: self._reply,
             do.Forget: lambda it: self._forget(self.works[it.sequence].id),
             do.Finish: self._finish,
             do.Fail: self._fail,
             do.GiveBack: self._give_back,
-            do.Drop: self._drop,
+            do.EndSequence: self._drop,
         }
 
     def handle(self, event: ev.Event) -> None:
@@ -131,7 +131,7 @@ class Performer:
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
-    def _load(self, it: do.Load) -> None:
+    def _load(self, it: do.LoadPrefix) -> None:
         work = self.works[it.sequence]
         work.frames = self._arena.take(it.pages)
         assert work.frames is not None, "the arena has fewer frames than the state thinks"
@@ -143,7 +143,7 @@ class Performer:
                 self._inbox.post(error)
                 raise
             work.stored_pages = 0 if work.lossy else tokens // work.page_tokens
-            self._inbox.post(ev.Loaded(time.monotonic(), work.number, tokens))
+            self._inbox.post(ev.PrefixLoaded(time.monotonic(), work.number, tokens))
 
         self._loaders.submit(load)
 
@@ -240,7 +240,7 @@ class Performer:
         migration = self._migrations[it.sequence] = Migration(work, self._peers, it.target, self._inbox.post)
         migration.start()
 
-    def _reply(self, it: do.Reply) -> None:
+    def _reply(self, it: do.AnswerCall) -> None:
         call = self.calls.pop(it.call, None)
         if isinstance(it.result, KVStoreError):
             if call is not None:
@@ -268,6 +268,6 @@ class Performer:
         self._arena.give_back(work.frames)
         work.frames = None
 
-    def _drop(self, it: do.Drop) -> None:
+    def _drop(self, it: do.EndSequence) -> None:
         del self.works[it.sequence]
         self._migrations.pop(it.sequence, None)

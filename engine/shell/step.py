@@ -33,7 +33,7 @@ def draw(works: Sequence[Work], logits: torch.Tensor) -> list[int]:
     return choose_many(logits, [work.request.sampling for work in works], [work.generated for work in works])
 
 
-class Step:
+class StepRunner:
     """Runs what the state has put together."""
 
     def __init__(self, runner: Runner, arena: Arena, pool: Pool, eos: frozenset[int]) -> None:

@@ -19,14 +19,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.simulator.trace import Request
+from engine.simulator.trace import TraceRequest
 from kvstore.state.eviction import EvictionPolicy, Page
 
 _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class CacheAccess:
     """One request as a cache sees it."""
 
     now_ms: int
@@ -35,13 +35,13 @@ class Access:
     hints: bytes = b""  # of each block how long it is worth keeping, see ``engine.simulator.hints``; or nothing
 
 
-def accesses(requests: Iterable[Request]) -> list[Access]:
+def accesses(requests: Iterable[TraceRequest]) -> list[CacheAccess]:
     """The requests at distinct times, in order."""
-    clocked: list[Access] = []
+    clocked: list[CacheAccess] = []
     last_ms = -1
     for request in requests:
         last_ms = max(request.timestamp_ms, last_ms + 1)
-        clocked.append(Access(last_ms, request.block_ids))
+        clocked.append(CacheAccess(last_ms, request.block_ids))
     return clocked
 
 
@@ -61,7 +61,7 @@ class CacheSimulation:
         self.hits_of: Counter[int] = Counter()  # by owner, of the requests that ``run`` counted
         self.blocks_of: Counter[int] = Counter()
 
-    def run(self, trace: Sequence[Access], count_from: int = 0) -> tuple[int, int]:
+    def run(self, trace: Sequence[CacheAccess], count_from: int = 0) -> tuple[int, int]:
         """(hits, blocks) of the requests from that one on; the ones before only fill the cache."""
         hits = blocks = 0
         for number, access in enumerate(trace):

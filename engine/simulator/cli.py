@@ -12,14 +12,14 @@ from engine.simulator.compare import Half, compare, compare_hints, known_policie
 from engine.simulator.generate import RATE_DEFAULT, bimodal, conversations
 from engine.simulator.hints import RULES
 from engine.simulator.mixtures import agents, scans, shifts
-from engine.simulator.trace import Request, read_trace, statistics, write_trace
+from engine.simulator.trace import TraceRequest, read_trace, statistics, write_trace
 from kvstore.cli.output import json_option, print_json, print_pairs, print_table
 from kvstore.errors import InvalidRequest
 from kvstore.state.eviction import POLICY_DEFAULT
 
 REQUESTS_DEFAULT = 12_000
 
-GENERATORS: dict[str, Callable[[int, float, int], Iterator[Request]]] = {
+GENERATORS: dict[str, Callable[[int, float, int], Iterator[TraceRequest]]] = {
     "conversations": lambda requests, rate, seed: conversations(requests, rate=rate, seed=seed),
     "bimodal": lambda requests, rate, seed: bimodal(requests, rate=rate, seed=seed),
     "scans": lambda requests, rate, seed: scans(requests, rate=rate, seed=seed),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from engine.simulator.cache import Access, CacheSimulation, accesses
+from engine.simulator.cache import CacheAccess, CacheSimulation, accesses
 from engine.simulator.hints import LIAR, TENTHS, dealt, hinted
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
 from engine.simulator.policies import POLICIES, make_policy
-from engine.simulator.trace import Request
+from engine.simulator.trace import TraceRequest
 from kvstore.errors import InvalidRequest
 
 CAPACITY_MAX = 1 << 24  # pages; a simulated one takes some hundred bytes
@@ -64,7 +64,11 @@ class Comparison:
 
 
 def compare(
-    source: str, requests: Iterable[Request], capacities: Sequence[int], policies: Sequence[str], half: Half = Half.ALL
+    source: str,
+    requests: Iterable[TraceRequest],
+    capacities: Sequence[int],
+    policies: Sequence[str],
+    half: Half = Half.ALL,
 ) -> Comparison:
     """Run every policy at every capacity (pages), and the yardsticks beside them.
 
@@ -84,8 +88,8 @@ def compare(
 
 
 def _counted(
-    requests: Iterable[Request], capacities: Sequence[int], policies: Sequence[str], half: Half
-) -> tuple[list[Access], int, int]:
+    requests: Iterable[TraceRequest], capacities: Sequence[int], policies: Sequence[str], half: Half
+) -> tuple[list[CacheAccess], int, int]:
     """The requests to run, from which one on they count, and how many blocks those have."""
     for capacity in capacities:
         if not 1 <= capacity <= CAPACITY_MAX:
@@ -105,7 +109,7 @@ def _counted(
 
 
 def _lines(
-    trace: Sequence[Access], capacity: int, policies: Sequence[str], count_from: int, blocks: int
+    trace: Sequence[CacheAccess], capacity: int, policies: Sequence[str], count_from: int, blocks: int
 ) -> Iterator[Line]:
     yield Line(LRU_BLOCKS, capacity, lru_hits(trace, capacity, count_from) / blocks)
     for name in policies:
@@ -120,7 +124,7 @@ def _lines(
 
 def compare_hints(
     source: str,
-    requests: Iterable[Request],
+    requests: Iterable[TraceRequest],
     capacities: Sequence[int],
     policy: str,
     rule: str,

@@ -40,7 +40,7 @@ from math import log
 import numpy as np
 
 from engine.simulator.drawing import blocks_of, check, check_arguments, gamma, lognormal
-from engine.simulator.trace import BLOCK_TOKENS, Request
+from engine.simulator.trace import BLOCK_TOKENS, TraceRequest
 from kvstore.errors import InvalidRequest
 
 RATE_DEFAULT = 3.4  # requests per second, as recorded
@@ -119,7 +119,7 @@ ONE_IN_FIVE_LONG = BimodalShape()
 
 def conversations(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: ConversationShape = RECORDED_LIKE
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """`requests` turns of many sessions, in order of arrival, `rate` of them per second (Poisson over the ticks).
 
     Each arrival is the turn that has been due for longest, or else opens a new session. A turn repeats its
@@ -134,7 +134,7 @@ def conversations(
 
 def bimodal(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: BimodalShape = ONE_IN_FIVE_LONG
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """`requests` unrelated prompts, Poisson arrivals at `rate` per second: short or long, with a common prefix or not.
 
     Raises:
@@ -153,7 +153,7 @@ class _Turn:
     repeated_ids: tuple[int, ...]
 
 
-def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -> Iterator[Request]:
+def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -> Iterator[TraceRequest]:
     shared_ids = tuple(range(shape.system_tokens // BLOCK_TOKENS))
     blocks = len(shared_ids)  # block ids given out so far
     to_come: list[tuple[float, int, _Turn]] = []  # heap by due time; the serial number orders turns due together
@@ -169,7 +169,7 @@ def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -
         ids = (*turn.repeated_ids, *range(blocks, blocks + fresh))
         blocks += fresh
         output_tokens = gamma(random, shape.output_tokens_mean, shape.output_tokens_shape)
-        yield Request(now_ms, turn.input_tokens, output_tokens, ids)
+        yield TraceRequest(now_ms, turn.input_tokens, output_tokens, ids)
         following = _following(random, shape, turn, output_tokens, ids)
         if following is not None:
             pause_s = shape.pause_s_min + random.lognormal(log(shape.pause_s_median), shape.pause_s_sigma)
@@ -196,7 +196,7 @@ def _following(
     return _Turn(turn.number + 1, input_tokens, ids[: turn.input_tokens // BLOCK_TOKENS])
 
 
-def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> Iterator[Request]:
+def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> Iterator[TraceRequest]:
     prefix_blocks = shape.prefix_tokens // BLOCK_TOKENS
     blocks = shape.prefixes * prefix_blocks  # block ids given out so far: the pool's come first
     now_s = 0.0
@@ -214,5 +214,5 @@ def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> I
         input_tokens = min(input_tokens, shape.context_tokens)
         fresh = blocks_of(input_tokens) - len(ids)
         output_tokens = lognormal(random, output_mean, shape.tokens_sigma)
-        yield Request(int(now_s * 1000), input_tokens, output_tokens, (*ids, *range(blocks, blocks + fresh)))
+        yield TraceRequest(int(now_s * 1000), input_tokens, output_tokens, (*ids, *range(blocks, blocks + fresh)))
         blocks += fresh

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from engine.simulator.cache import Access, key_of
+from engine.simulator.cache import CacheAccess, key_of
 from kvstore.errors import InvalidRequest
 from kvstore.model.retention import PRIORITY_MAX, Retention
 
@@ -33,7 +33,7 @@ _HIGH, _LOW = Retention(2).hint, Retention(-2).hint
 _LIE = Retention(PRIORITY_MAX).hint
 
 
-def dealt(trace: Sequence[Access]) -> list[Access]:
+def dealt(trace: Sequence[CacheAccess]) -> list[CacheAccess]:
     """The same requests, each a tenant's. Blocks get other numbers, so that tenants share none."""
     openings = _openings(trace)
     found = []
@@ -45,7 +45,7 @@ def dealt(trace: Sequence[Access]) -> list[Access]:
     return found
 
 
-def hinted(trace: Sequence[Access], rule: str, tenth: str = "hints") -> list[Access]:
+def hinted(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") -> list[CacheAccess]:
     """The requests of ``dealt`` with the hints of a rule. ``tenth``: what one of the tenants does (see ``TENTHS``).
 
     Raises:
@@ -67,17 +67,17 @@ def hinted(trace: Sequence[Access], rule: str, tenth: str = "hints") -> list[Acc
     return found
 
 
-def _openings(trace: Sequence[Access]) -> set[int]:
+def _openings(trace: Sequence[CacheAccess]) -> set[int]:
     """Blocks of system prompts: so many requests have each of them."""
     uses = Counter(block for access in trace for block in access.blocks)
     return {block for block, count in uses.items() if count > max(SHARED_LEAST, SHARED_RATIO * len(trace))}
 
 
-def _shared(access: Access, openings: set[int]) -> int:
+def _shared(access: CacheAccess, openings: set[int]) -> int:
     return sum(1 for _ in takewhile(openings.__contains__, access.blocks))
 
 
-def _goes_on(access: Access, shared: int, number: int, last: dict[int, int]) -> bool:
+def _goes_on(access: CacheAccess, shared: int, number: int, last: dict[int, int]) -> bool:
     """Whether a later request has blocks of this one, beside its system prompt; wrong of one in ten."""
     truth = any(last[block] > number for block in access.blocks[shared:])
     return truth == (key_of(number) % 10 < KNOWN_OF_TEN)

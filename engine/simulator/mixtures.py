@@ -27,7 +27,7 @@ from engine.simulator.generate import (
     bimodal,
     conversations,
 )
-from engine.simulator.trace import BLOCK_TOKENS, Request
+from engine.simulator.trace import BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ THREE_PHASES = ShiftShape()
 
 def scans(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: ScanShape = ONE_JOB_IN_250
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """`requests` prompts, `rate` of them per second: conversations, interrupted by jobs that read documents once.
 
     Raises:
@@ -110,7 +110,7 @@ def scans(
 
 def agents(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: AgentShape = TWO_DOZEN_APPLICATIONS
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """`requests` calls of many agents, Poisson arrivals at `rate` per second.
 
     Each arrival is the call that has been due for longest, or else opens a new session.
@@ -124,7 +124,7 @@ def agents(
 
 def shifts(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: ShiftShape = THREE_PHASES
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """`requests` prompts at `rate` per second, of another kind in every phase.
 
     Raises:
@@ -134,7 +134,7 @@ def shifts(
     return islice(_phases(rate, seed, shape), requests)
 
 
-def _interrupted(requests: int, rate: float, seed: int, shape: ScanShape) -> Iterator[Request]:
+def _interrupted(requests: int, rate: float, seed: int, shape: ScanShape) -> Iterator[TraceRequest]:
     """Conversations have the even block ids, documents the odd ones. A document takes the arrival of a conversation's
     request, which comes later instead, so that the trace keeps its rate."""
     random = np.random.Generator(np.random.PCG64(seed + 1))
@@ -152,7 +152,7 @@ def _interrupted(requests: int, rate: float, seed: int, shape: ScanShape) -> Ite
                 blocks = fresh.stop
                 answer = gamma(random, shape.output_tokens_mean, 2)
                 ids = tuple(2 * block + 1 for block in fresh)
-                yield Request(request.timestamp_ms + late_ms, tokens, answer, ids)
+                yield TraceRequest(request.timestamp_ms + late_ms, tokens, answer, ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class _Call:
     repeated_ids: tuple[int, ...]
 
 
-def _calls(rate: float, random: np.random.Generator, shape: AgentShape) -> Iterator[Request]:
+def _calls(rate: float, random: np.random.Generator, shape: AgentShape) -> Iterator[TraceRequest]:
     systems: list[_Call] = []
     blocks = 0  # block ids given out so far: the system prompts' come first
     for _ in range(shape.applications):
@@ -186,7 +186,7 @@ def _calls(rate: float, random: np.random.Generator, shape: AgentShape) -> Itera
         ids = (*call.repeated_ids, *range(blocks, blocks + fresh))
         blocks += fresh
         answer_tokens = gamma(random, shape.output_tokens_mean, 2)
-        yield Request(int(now_ms), call.input_tokens, answer_tokens, ids)
+        yield TraceRequest(int(now_ms), call.input_tokens, answer_tokens, ids)
         sessions = int(random.random() < shape.again_ratio) + int(random.random() < shape.fork_ratio)
         for _ in range(sessions if call.input_tokens < shape.context_tokens else 0):
             stands = _Call(call.input_tokens, ids[: call.input_tokens // BLOCK_TOKENS])
@@ -199,7 +199,7 @@ def _longer(call: _Call, tokens: int, shape: AgentShape) -> _Call:
     return _Call(min(call.input_tokens + tokens, shape.context_tokens), call.repeated_ids)
 
 
-def _phases(rate: float, seed: int, shape: ShiftShape) -> Iterator[Request]:
+def _phases(rate: float, seed: int, shape: ShiftShape) -> Iterator[TraceRequest]:
     """Each phase begins where the one before ended, with block ids above all that were given out."""
     begin_ms = blocks = 0
     for phase in count():
@@ -211,7 +211,7 @@ def _phases(rate: float, seed: int, shape: ShiftShape) -> Iterator[Request]:
             yield replace(request, timestamp_ms=begin_ms, block_ids=ids)
 
 
-def _phase(phase: int, rate: float, seed: int, shape: ShiftShape) -> Iterator[Request]:
+def _phase(phase: int, rate: float, seed: int, shape: ShiftShape) -> Iterator[TraceRequest]:
     requests, seed = shape.phase_requests, seed + phase
     match phase % 3:
         case 0:

@@ -13,14 +13,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.simulator.cache import Access, key_of
+from engine.simulator.cache import CacheAccess, key_of
 from kvstore.state.eviction import Page
 from kvstore.state.policy_base import UsedMs
 
 NEVER = 1 << 62
 
 
-def infinite_hits(trace: Sequence[Access], count_from: int = 0) -> int:
+def infinite_hits(trace: Sequence[CacheAccess], count_from: int = 0) -> int:
     """Hits of a cache that never evicts, from that request on."""
     seen: set[int] = set()
     hits = 0
@@ -31,7 +31,7 @@ def infinite_hits(trace: Sequence[Access], count_from: int = 0) -> int:
     return hits
 
 
-def lru_hits(trace: Sequence[Access], capacity: int, count_from: int = 0) -> int:
+def lru_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -> int:
     """Hits of single blocks under least recently used, from that request on."""
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -47,7 +47,7 @@ def lru_hits(trace: Sequence[Access], capacity: int, count_from: int = 0) -> int
     return hits
 
 
-def belady_hits(trace: Sequence[Access], capacity: int, count_from: int = 0) -> int:
+def belady_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -> int:
     """Hits of single blocks where always the one whose next use is farthest is evicted, from that request on."""
     blocks = [block for access in trace for block in access.blocks]
     following = [NEVER] * len(blocks)  # place of the next use of the same block
@@ -77,7 +77,7 @@ def belady_hits(trace: Sequence[Access], capacity: int, count_from: int = 0) -> 
 class Belady:
     """The optimum as an `EvictionPolicy` that has read the trace. Pages are told apart by key; not for a node."""
 
-    def __init__(self, trace: Sequence[Access]) -> None:
+    def __init__(self, trace: Sequence[CacheAccess]) -> None:
         self._uses: dict[int, list[int]] = {}  # key -> times of use
         for access in trace:
             for block in access.blocks:

@@ -34,7 +34,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One prompt and its answer, content reduced to block ids.
 
     ``input_tokens`` need not be a multiple of the block size: ``len(block_ids) == ceil(input_tokens / block size)``.
@@ -66,7 +66,7 @@ class Request:
         return (((stream >> np.uint64(32)) * np.uint64(VOCABULARY_TOKENS)) >> np.uint64(32)).astype(np.uint32)
 
 
-def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = BLOCK_TOKENS) -> Iterator[Request]:
+def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = BLOCK_TOKENS) -> Iterator[TraceRequest]:
     """Requests of a trace file, in order, read as they are consumed; at most `limit`. Blank lines are skipped.
 
     Raises (while iterating):
@@ -78,7 +78,7 @@ def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = B
     return islice(_read(Path(path), block_tokens), limit)
 
 
-def write_trace(target: str | Path | TextIO, requests: Iterable[Request]) -> int:
+def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -> int:
     """Write `requests`, one line each, as they come; returns how many.
 
     A path is written beside its final name and renamed when complete: after an error or a crash it holds what it held
@@ -107,7 +107,7 @@ def write_trace(target: str | Path | TextIO, requests: Iterable[Request]) -> int
     return written
 
 
-def statistics(requests: Iterable[Request]) -> dict[str, Any]:
+def statistics(requests: Iterable[TraceRequest]) -> dict[str, Any]:
     """What a trace offers a cache, in one pass; memory is proportional to the distinct blocks.
 
     Means and ratios of an empty set are 0. The keys that need a word:
@@ -153,7 +153,7 @@ class _Seen:
     reached: list[int] = field(default_factory=list)
     extended: list[int] = field(default_factory=list)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TraceRequest) -> None:
         self.timestamps_ms.append(request.timestamp_ms)
         self.input_tokens += request.input_tokens
         self.output_tokens += request.output_tokens
@@ -166,7 +166,7 @@ class _Seen:
                 self.reused.add(block)
             self.last_use[block] = use
 
-    def _turn_of(self, request: Request) -> _Turn:
+    def _turn_of(self, request: TraceRequest) -> _Turn:
         known = 0
         while known < len(request.block_ids) and request.block_ids[known] in self.last_use:
             known += 1
@@ -210,7 +210,7 @@ class _Seen:
         }
 
 
-def _read(path: Path, block_tokens: int) -> Iterator[Request]:
+def _read(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
     try:
         stream = path.open("rb")
     except OSError as failed:
@@ -227,7 +227,7 @@ def _read(path: Path, block_tokens: int) -> Iterator[Request]:
             yield request
 
 
-def _parse(line: bytes, where: str, block_tokens: int) -> Request:
+def _parse(line: bytes, where: str, block_tokens: int) -> TraceRequest:
     try:
         members = json.loads(line)
     except (ValueError, RecursionError) as failed:
@@ -247,7 +247,7 @@ def _parse(line: bytes, where: str, block_tokens: int) -> Request:
         )
     if len(set(ids)) != len(ids):
         raise InvalidRequest(f"{where} hash_ids", "names a block twice, which a chained id cannot be")
-    return Request(timestamp_ms, input_tokens, output_tokens, tuple(ids))
+    return TraceRequest(timestamp_ms, input_tokens, output_tokens, tuple(ids))
 
 
 def _integer(members: dict[str, Any], name: str, least: int, where: str) -> int:
@@ -257,7 +257,7 @@ def _integer(members: dict[str, Any], name: str, least: int, where: str) -> int:
     return value
 
 
-def _write(stream: TextIO, requests: Iterable[Request]) -> int:
+def _write(stream: TextIO, requests: Iterable[TraceRequest]) -> int:
     written = 0
     for request in requests:
         members = {

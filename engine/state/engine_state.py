@@ -65,13 +65,13 @@ class EngineState:
             ev.Migrate: self._passes.migrate,
             ev.Drain: self._passes.drain,
             ev.Stop: self._stop,
-            ev.Loaded: self._loaded,
+            ev.PrefixLoaded: self._loaded,
             ev.Computed: self._routes.computed,
             ev.AskFailed: self._routes.ask_failed,
             ev.Moved: self._routes.moved,
             ev.SideStepped: self._side_stepped,
             ev.PullsEnded: self._pulls_ended,
-            ev.Taken: self._passes.taken,
+            ev.PassTaken: self._passes.taken,
             ev.NotTaken: self._passes.not_taken,
             ev.PassedOn: self._passes.passed_on,
             ev.Turn: self._turn,
@@ -116,7 +116,7 @@ class EngineState:
             if not (event.lazy and self._routes.ask(sequence)):
                 self.roster.waiting.append(sequence)
 
-    def _loaded(self, event: ev.Loaded) -> None:
+    def _loaded(self, event: ev.PrefixLoaded) -> None:
         sequence = self.roster.sequences[event.sequence]
         sequence.loading = False
         if sequence.phase is Phase.ENDED:

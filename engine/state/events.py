@@ -93,7 +93,7 @@ class Stop(Event):
 
 
 @dataclass(slots=True)
-class Loaded(Event):
+class PrefixLoaded(Event):
     """``Load`` is done: that many leading tokens were in the pool, and are in the frames."""
 
     sequence: int
@@ -146,7 +146,7 @@ class PullsEnded(Event):
 
 
 @dataclass(slots=True)
-class Taken(Event):
+class PassTaken(Event):
     """After a ``PassOn``: the other engine has said its first word."""
 
     sequence: int
@@ -162,7 +162,7 @@ class NotTaken(Event):
 
 @dataclass(slots=True)
 class PassedOn(Event):
-    """After ``Taken``: the client was told the end."""
+    """After ``PassTaken``: the client was told the end."""
 
     sequence: int
 

@@ -10,7 +10,7 @@ from kvstore.errors import KVStoreError
 
 
 @dataclass(slots=True)
-class Load:
+class LoadPrefix:
     """Take ``pages`` frames for it and read the longest stored prefix into them -> ``Loaded``."""
 
     sequence: int
@@ -27,7 +27,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Move:
+class MoveIn:
     """Bring the KV from token ``start`` on out of what ``Ask`` began -> ``Moved``."""
 
     sequence: int
@@ -99,7 +99,7 @@ class Recompute:
 
 
 @dataclass(slots=True)
-class Store:
+class StorePages:
     """Its first ``pages`` pages are full: write to the pool what is not there, without waiting."""
 
     sequence: int
@@ -161,7 +161,7 @@ class CancelThere:
 
 
 @dataclass(slots=True)
-class Reply:
+class AnswerCall:
     """Answer a call; a ``call`` of 0 is a drain's, which wants errors told to the log."""
 
     call: int
@@ -200,16 +200,16 @@ class GiveBack:
 
 
 @dataclass(slots=True)
-class Drop:
+class EndSequence:
     """Nothing is left of it; no event may name it any more."""
 
     sequence: int
 
 
 Instruction = (
-    Load
+    LoadPrefix
     | Ask
-    | Move
+    | MoveIn
     | GiveUp
     | Settle
     | Dismiss
@@ -217,7 +217,7 @@ Instruction = (
     | Aside
     | Draw
     | Recompute
-    | Store
+    | StorePages
     | TellAdmitted
     | TellProgress
     | Hold
@@ -225,10 +225,10 @@ Instruction = (
     | PassOn
     | Left
     | CancelThere
-    | Reply
+    | AnswerCall
     | Forget
     | Finish
     | Fail
     | GiveBack
-    | Drop
+    | EndSequence
 )

@@ -27,7 +27,7 @@ class Passes:
         """Somebody asks for it."""
         sequence = self._roster.active.get(event.sequence)
         if sequence is None or not _may_leave(sequence):
-            self._roster.out.append(do.Reply(event.call, False))
+            self._roster.out.append(do.AnswerCall(event.call, False))
         else:
             self._begin(sequence, event.target, event.call, event.now_s)
 
@@ -52,7 +52,7 @@ class Passes:
         sequence.phase, sequence.passing = Phase.LEFT, Passing(call, now_s + TAKE_S, drained=not call)
         self._roster.out.append(do.PassOn(sequence.number, target))
 
-    def taken(self, event: ev.Taken) -> None:
+    def taken(self, event: ev.PassTaken) -> None:
         """It goes on there, unless it has ended meanwhile."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         assert sequence.passing is not None

@@ -39,7 +39,7 @@ class Roster:
             self.frames_free -= sequence.pages
             self.active[sequence.number] = sequence
             sequence.phase, sequence.holds, sequence.loading = Phase.LOADING, True, True
-            self.out.append(do.Load(sequence.number, sequence.pages))
+            self.out.append(do.LoadPrefix(sequence.number, sequence.pages))
 
     def compute_rest(self, sequence: Sequence) -> None:
         """What is not in the frames is computed here. Where all of it is, the last token is computed again, into its
@@ -54,7 +54,7 @@ class Roster:
         """Write its full pages, unless their KV is still arriving."""
         pages = sequence.cached // self.rules.page_tokens
         if pages and sequence.attempt is None and sequence.holds:
-            self.out.append(do.Store(sequence.number, pages))
+            self.out.append(do.StorePages(sequence.number, pages))
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Roster:
         """Tell who asked for it to be passed on, once. Of a drain, errors alone are told."""
         passing = sequence.passing
         if passing is not None and (passing.call or isinstance(result, KVStoreError)):
-            self.out.append(do.Reply(passing.call, result))
+            self.out.append(do.AnswerCall(passing.call, result))
             passing.call = 0
 
     def leave(self, sequence: Sequence) -> None:
@@ -98,7 +98,7 @@ class Roster:
             self.out.append(do.GiveBack(sequence.number))
         if sequence.phase is Phase.ENDED and sequence.passing is None:
             del self.sequences[sequence.number]
-            self.out.append(do.Drop(sequence.number))
+            self.out.append(do.EndSequence(sequence.number))
 
     def _end(self, sequence: Sequence) -> None:
         """It has no more part in anything."""

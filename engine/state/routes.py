@@ -64,7 +64,7 @@ class Routes:
         attempt = sequence.attempt
         assert attempt is not None and not sequence.moving
         sequence.phase, sequence.moving, attempt.begun = Phase.MOVING, True, True
-        self._roster.out.append(do.Move(sequence.number, attempt.number, sequence.cached))
+        self._roster.out.append(do.MoveIn(sequence.number, attempt.number, sequence.cached))
         if attempt.first_token is not None:
             self._first(sequence, attempt.first_token)
 

@@ -35,7 +35,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchWork:
     """Chains of pages that follow from a seed: what one process writes, another can name and check.
 
     Attributes:

@@ -13,9 +13,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvstore.bench.content import LAYOUTS, Content, Rows, Work, tokens_of
+from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
-from kvstore.bench.processes import Peer
+from kvstore.bench.processes import PeerProcess
 from kvstore.bench.stage import MIB, Stage
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
@@ -64,8 +64,8 @@ class _Full:
         pool_bytes = settings.bounded(pages * layout.page_bytes) // EXTENT_BYTES * EXTENT_BYTES
         self.pages = pool_bytes // layout.page_bytes
         daemon = stage.daemon(scene, pool_bytes, EXTENT_BYTES)
-        work = Work(GEOMETRY, SEED, chains=self.pages // CHAIN_PAGES + 1, pages=CHAIN_PAGES)
-        with Peer(daemon.name, settings.shm_dir) as writer:
+        work = BenchWork(GEOMETRY, SEED, chains=self.pages // CHAIN_PAGES + 1, pages=CHAIN_PAGES)
+        with PeerProcess(daemon.name, settings.shm_dir) as writer:
             writer.ask("write", work=work.to_json())
         self.store: Store = scene.enter_context(connect(daemon.name))
         self.cache = self.store.cache(layout)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
-from kvstore.bench.processes import Peer
-from kvstore.bench.reading import MEMCPYS, VERBS, Batch, Reading
+from kvstore.bench.processes import PeerProcess
+from kvstore.bench.reading import MEMCPYS, VERBS, LocatedChain, Reading
 from kvstore.bench.stage import Stage
 from kvstore.client.lease import Lease
 from kvstore.model.prefix import Keys
@@ -69,11 +69,11 @@ def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     per_chain, page_bytes = stored.work.pages, stored.work.layout.page_bytes
     keys = [reading.keys(chain) for chain in range(stored.work.chains)]
 
-    def prepare(step: int) -> tuple[Batch, Keys]:
+    def prepare(step: int) -> tuple[LocatedChain, Keys]:
         chain, page = divmod(step, per_chain)
         batch = reading.batches[chain]
         move = (reading.out.ctypes.data, batch.frames[page])
-        one = Batch(None, [move], [(reading.out[:1], _frame(batch, page, page_bytes))])
+        one = LocatedChain(None, [move], [(reading.out[:1], _frame(batch, page, page_bytes))])
         return one, keys[chain][page : page + 1]
 
     def check(variant: str, value: object) -> None:
@@ -104,7 +104,7 @@ def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     ]
 
 
-def _frame(batch: Batch, page: int, page_bytes: int) -> Any:
+def _frame(batch: LocatedChain, page: int, page_bytes: int) -> Any:
     """One frame ``[1, page_bytes]`` as a view of the run it lies in."""
     for _, run in batch.copies:
         if page < len(run):
@@ -119,7 +119,7 @@ def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     reading = Reading(stored.store, stored.work)
     cache, pages = reading.cache, stored.work.pages
 
-    def leased(given: tuple[Batch, Keys]) -> int:
+    def leased(given: tuple[LocatedChain, Keys]) -> int:
         touched = 0
         with cache.lease(given[1]) as held:
             for page in held.pages:
@@ -163,7 +163,7 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
     settings = stage.settings
     rounds: dict[str, list[float]] = {variant: [] for variant in VERBS}
     with ExitStack() as scene:
-        peers = [scene.enter_context(Peer(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
+        peers = [scene.enter_context(PeerProcess(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
         for peer in peers:
             peer.send("locate", work=stored.work.to_json())
         for peer in peers:
@@ -187,7 +187,7 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
     ]
 
 
-def _both(peers: list[Peer], chains: int, duration_s: float, variant: str) -> float:
+def _both(peers: list[PeerProcess], chains: int, duration_s: float, variant: str) -> float:
     """The sum of both processes' speeds, bytes/s."""
     start_ns = time.monotonic_ns() + LEAD_NS
     for i, peer in enumerate(peers):  # half the pool apart, so that no one warms the cache for the other

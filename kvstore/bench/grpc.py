@@ -22,9 +22,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvstore.bench.content import Content, Work
+from kvstore.bench.content import BenchWork, Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result, speeds
-from kvstore.bench.processes import Peer
+from kvstore.bench.processes import PeerProcess
 from kvstore.bench.stage import MIB, Stage
 from kvstore.client.connect import connect
 from kvstore.client.remote.node import OPTIONS
@@ -93,9 +93,9 @@ class Scene:
         self.raw = scene.enter_context(Raw())
         self._shm_dir = stage.settings.shm_dir
 
-    def fill(self, work: Work) -> None:
+    def fill(self, work: BenchWork) -> None:
         """Have another process put these chains."""
-        with Peer(self.daemon.name, self._shm_dir) as writer:
+        with PeerProcess(self.daemon.name, self._shm_dir) as writer:
             pages = writer.ask("write", work=work.to_json())["pages"]
         if pages != work.chains * work.pages:
             raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
@@ -105,7 +105,7 @@ def unary(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """Lookup of a chain of 32 pages, p50, against an echo whose request and reply have the same sizes."""
     stage.clear()
     settings = stage.settings
-    work = Work("4k", seed=9, chains=8, pages=LOOKUP_PAGES)
+    work = BenchWork("4k", seed=9, chains=8, pages=LOOKUP_PAGES)
     with ExitStack() as exits:
         scene = Scene(stage, exits, work.total_bytes)
         scene.fill(work)
@@ -132,7 +132,7 @@ def read(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result
     stage.clear()
     settings = stage.settings
     total = settings.bounded((128 if settings.quick else 512) * MIB)
-    work = Work(geometry, seed=10, chains=max(2, total // Work(geometry, 0, 1).chain_bytes))
+    work = BenchWork(geometry, seed=10, chains=max(2, total // BenchWork(geometry, 0, 1).chain_bytes))
     with ExitStack() as exits:
         scene = Scene(stage, exits, work.total_bytes)
         scene.fill(work)
@@ -158,9 +158,9 @@ def write(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Resul
     """Put of 32 new pages, acknowledged, against as many bytes."""
     stage.clear()
     settings = stage.settings
-    chain_bytes = Work(geometry, 0, 1).chain_bytes
+    chain_bytes = BenchWork(geometry, 0, 1).chain_bytes
     count = (6 if settings.quick else STEPS_STREAM) * settings.rounds
-    work = Work(geometry, seed=11, chains=count)
+    work = BenchWork(geometry, seed=11, chains=count)
     with ExitStack() as exits:
         scene = Scene(stage, exits, settings.bounded((256 if settings.quick else 1024) * MIB))
         cache, content = scene.store.cache(work.layout), Content(work.layout.page_bytes)
@@ -183,7 +183,7 @@ def write(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Resul
     return [_stream_line(name, bar, seconds, "put", work, chunk)]
 
 
-def _stream_line(name: str, bar: Bar | None, seconds: Any, verb: str, work: Work, chunk: int) -> Result:
+def _stream_line(name: str, bar: Bar | None, seconds: Any, verb: str, work: BenchWork, chunk: int) -> Result:
     ours, limit = speeds(seconds[verb], work.chain_bytes), speeds(seconds["stream"], work.chain_bytes)
     details = {"page_bytes": work.layout.page_bytes, "batch_pages": work.pages, "message_bytes": chunk}
     return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is="a gRPC stream of as many bytes", details=details)

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import xxhash
 
 import kvstore
-from kvstore.bench.content import LAYOUTS, Work, tokens_of
+from kvstore.bench.content import LAYOUTS, BenchWork, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
-from kvstore.bench.processes import Peer
+from kvstore.bench.processes import PeerProcess
 from kvstore.bench.stage import Stage, settle
 from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
@@ -37,7 +37,7 @@ Prompt = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[bytes]]
 class Lookups:
     """Chains of 512 pages as they are asked for: wholly stored, by half, not at all; and the index itself."""
 
-    def __init__(self, cache: PrefixCache, index: Index, work: Work) -> None:
+    def __init__(self, cache: PrefixCache, index: Index, work: BenchWork) -> None:
         self._cache = cache
         self._index = index
         full = [work.tokens(chain) for chain in range(work.chains)]
@@ -79,10 +79,10 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """Chains of 512 pages, keys given: wholly stored, stored by half, and absent, against 512 gets from LMDB."""
     stage.clear()
     settings = stage.settings
-    work = Work("4k", seed=6, chains=8 if settings.quick else CHAINS, pages=CHAIN_PAGES)
+    work = BenchWork("4k", seed=6, chains=8 if settings.quick else CHAINS, pages=CHAIN_PAGES)
     with ExitStack() as scene:
         daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
-        with Peer(daemon.name, settings.shm_dir) as writer:
+        with PeerProcess(daemon.name, settings.shm_dir) as writer:
             pages = writer.ask("write", work=work.to_json())["pages"]
         if pages != work.chains * work.pages:
             raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")

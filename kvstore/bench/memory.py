@@ -7,9 +7,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvstore.bench.content import Work
+from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.processes import Daemon, Peer
+from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
@@ -29,14 +29,16 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """
     stage.clear()
     settings = stage.settings
-    work = Work("4k", seed=9, chains=1, pages=CHAIN_PAGES)
+    work = BenchWork("4k", seed=9, chains=1, pages=CHAIN_PAGES)
     room = settings.bounded((PAGES_QUICK if settings.quick else PAGES) * work.layout.page_bytes)
     pool_bytes = room // settings.extent_bytes * settings.extent_bytes
-    work = Work("4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES)  # one less: granted ahead
+    work = BenchWork(
+        "4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES
+    )  # one less: granted ahead
     with ExitStack() as scene:
         daemon = stage.daemon(scene, pool_bytes)
         before = daemon.memory_bytes()
-        with Peer(daemon.name, settings.shm_dir) as writer:
+        with PeerProcess(daemon.name, settings.shm_dir) as writer:
             pages = int(writer.ask("write", work=work.to_json())["pages"])
         if pages != work.chains * work.pages:
             raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")

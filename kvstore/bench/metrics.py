@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvstore.bench.content import Work
+from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, medians, result
-from kvstore.bench.processes import Peer
+from kvstore.bench.processes import PeerProcess
 from kvstore.bench.reading import Reading
 from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
@@ -77,13 +77,13 @@ def scrape(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """GET /metrics of a node of a million pages, and what ``stats`` alone takes there."""
     stage.clear()
     settings = stage.settings
-    work = Work("4k", seed=9, chains=1, pages=CHAIN_PAGES)
+    work = BenchWork("4k", seed=9, chains=1, pages=CHAIN_PAGES)
     room = settings.bounded((PAGES_QUICK if settings.quick else PAGES) * work.layout.page_bytes)
     pool_bytes = room // settings.extent_bytes * settings.extent_bytes
-    work = Work("4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES)
+    work = BenchWork("4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES)
     with ExitStack() as scene:
         daemon = stage.daemon(scene, pool_bytes, settings={"http": "127.0.0.1:0"})
-        with Peer(daemon.name, settings.shm_dir) as writer:
+        with PeerProcess(daemon.name, settings.shm_dir) as writer:
             pages = int(writer.ask("write", work=work.to_json())["pages"])
         store = scene.enter_context(connect(daemon.name))
         if (stored := store.stats()["tiers"]["dram"]["pages"]) != pages or pages != work.chains * work.pages:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.bench.content import LAYOUTS, Content, Rows, Work
+from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.nvme_disk import LIMITS, MIB, Range, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
-from kvstore.bench.processes import Daemon, Peer
+from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
@@ -36,15 +36,15 @@ VACATE_S = 60.0
 GETS = ("get", "get_unaligned")
 
 
-def plan(geometry: str, quick: bool, seed: int) -> Work:
+def plan(geometry: str, quick: bool, seed: int) -> BenchWork:
     """The pages that a row about NVMe has there."""
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     wanted = SAVED_BYTES_QUICK if quick else SAVED_BYTES[geometry]
-    return Work(geometry, seed, chains=wanted // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
+    return BenchWork(geometry, seed, chains=wanted // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
 
 
 def target(
-    stage: Stage, scene: ExitStack, work: Work, settings: Mapping[str, object], more_bytes: int = 0
+    stage: Stage, scene: ExitStack, work: BenchWork, settings: Mapping[str, object], more_bytes: int = 0
 ) -> tuple[Scratch, dict[str, object]]:
     """A folder of the row's own, and the settings of a node with an NVMe file in it that has room for ``work``.
 
@@ -59,17 +59,17 @@ def target(
 
 
 @dataclass
-class Saved:
+class SavedPages:
     """A daemon and its pages, put by another process, every one of them on NVMe."""
 
     daemon: Daemon
     store: Store
-    work: Work
+    work: BenchWork
     scratch: Scratch
     fill_s: float  # that putting and saving them took
 
 
-def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]) -> Saved:
+def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]) -> SavedPages:
     """Such a node, ended with ``scene``. DRAM still has what it had room for."""
     stage.clear()
     work = plan(geometry, stage.settings.quick, seed)
@@ -78,11 +78,11 @@ def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Ma
     scratch, given = target(stage, scene, work, settings)
     daemon = stage.daemon(scene, stage.settings.bounded(dram_bytes), extent_bytes, given)
     store = scene.enter_context(connect(daemon.name))
-    with Peer(daemon.name, stage.settings.shm_dir) as writer:
+    with PeerProcess(daemon.name, stage.settings.shm_dir) as writer:
         answer = writer.ask("write", work=work.to_json())
     if answer["pages"] != work.chains * work.pages:
         raise BenchFailed(f"the writer stored {answer['pages']} of {work.chains * work.pages} pages")
-    return Saved(daemon, store, work, scratch, float(answer["seconds"]))
+    return SavedPages(daemon, store, work, scratch, float(answer["seconds"]))
 
 
 def vacate(store: Store, pages: int = 0) -> None:
@@ -109,9 +109,9 @@ Given = tuple[Chain, Keys]
 
 
 class ColdReading:
-    """All chains of a ``Saved``, none of them in DRAM, as this process reads them."""
+    """All chains of a ``SavedPages``, none of them in DRAM, as this process reads them."""
 
-    def __init__(self, cold: Saved, where: Where, raw: RawFile) -> None:
+    def __init__(self, cold: SavedPages, where: Where, raw: RawFile) -> None:
         work = cold.work
         self.work = work
         self.raw = raw

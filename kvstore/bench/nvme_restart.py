@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.bench.content import Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.nvme import NEVER, Saved, saved
+from kvstore.bench.nvme import NEVER, SavedPages, saved
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, frame_class_of
 from kvstore.bench.stage import Stage, settle, wait_for
 from kvstore.client.connect import connect
@@ -30,7 +30,7 @@ SCAN_S = 300.0
 
 
 @dataclass
-class Ends:
+class Restarts:
     """Seconds and speeds, one per turn."""
 
     killed_s: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ def restart(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     After every start all pages are counted and some read byte for byte; at the end the node verifies its laws.
     """
     turns = min(TURNS, stage.settings.rounds)
-    ends = Ends()
+    ends = Restarts()
     with ExitStack() as scene:
         settings = {"promote_after": NEVER, "checkpoint_s": CHECKPOINT_S, "demote_at": 0}
         node = Endangered(saved(stage, scene, "256k", 41, settings))
@@ -76,7 +76,7 @@ def restart(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
 class Endangered:
     """A node with every page on NVMe, and DRAM full of some of them, whose daemon is ended and started again."""
 
-    def __init__(self, held: Saved) -> None:
+    def __init__(self, held: SavedPages) -> None:
         self.held = held
         self.pages = held.work.chains * held.work.pages
         self.stored_bytes = self.pages * nvme_geometry.stride_bytes(frame_class_of(held.work.layout))
@@ -100,7 +100,7 @@ class Endangered:
         self._expect((0, self.pages), "a reboot")
         return took
 
-    def crash(self, ends: Ends) -> None:
+    def crash(self, ends: Restarts) -> None:
         """kill -9, memory gone, no checkpoint: everything is scanned. Nothing on NVMe is lost."""
         self.held.daemon.kill()
         self.held.daemon.forget()

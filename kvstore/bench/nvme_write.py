@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.bench.content import LAYOUTS, Content, Rows, Work
+from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.nvme import BATCH_PAGES, BATCH_PAGES_QUICK, DRAM_EXTENT_BYTES, EXTENT_BYTES_QUICK, target, vacate
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, Scratch, Task, Where
@@ -53,7 +53,7 @@ class Saving:
         layout = LAYOUTS[geometry]
         self.store = store
         self.cache = store.cache(layout)
-        self.work = Work(geometry, SEED, step_bytes // (pages * layout.page_bytes), pages)  # of one step
+        self.work = BenchWork(geometry, SEED, step_bytes // (pages * layout.page_bytes), pages)  # of one step
         self._where = where
         self._content = Content(layout.page_bytes)
         self._rows: Rows = np.zeros((pages, layout.page_bytes), np.uint8)
@@ -198,7 +198,7 @@ def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list
     quick, step_bytes = stage.settings.quick, _step_bytes(stage)
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     hot_bytes = stage.settings.bounded(HOT_BYTES_QUICK if quick else HOT_BYTES)
-    hot = Work(geometry, HOT_SEED, hot_bytes // (pages * LAYOUTS[geometry].page_bytes), pages)
+    hot = BenchWork(geometry, HOT_SEED, hot_bytes // (pages * LAYOUTS[geometry].page_bytes), pages)
     quiet: list[float] = []
     busy: list[float] = []
     seconds: list[float] = []  # that saving took, while reading
@@ -236,7 +236,7 @@ def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list
 class HotReader:
     """Gets of chains that stay in DRAM: put and leased here, until the end of ``scene``."""
 
-    def __init__(self, scene: ExitStack, cache: PrefixCache, hot: Work) -> None:
+    def __init__(self, scene: ExitStack, cache: PrefixCache, hot: BenchWork) -> None:
         self._cache = cache
         self._work = hot
         self._out: Rows = aligned_buffer(hot.chain_bytes).reshape(hot.pages, -1)
@@ -274,7 +274,7 @@ def _step_bytes(stage: Stage) -> int:
 
 
 def _saving(
-    stage: Stage, scene: ExitStack, geometry: str, saved_bytes: int, hot: Work | None = None, more_bytes: int = 0
+    stage: Stage, scene: ExitStack, geometry: str, saved_bytes: int, hot: BenchWork | None = None, more_bytes: int = 0
 ) -> tuple[Saving, Scratch]:
     """A node with room in DRAM for a step beside ``hot``, and on NVMe for ``saved_bytes``."""
     stage.clear()
@@ -282,7 +282,7 @@ def _saving(
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     extent_bytes = EXTENT_BYTES_QUICK if quick else DRAM_EXTENT_BYTES
     step_bytes, hot_bytes = _step_bytes(stage), hot.total_bytes if hot is not None else 0
-    room = Work(geometry, SEED, saved_bytes // (pages * page_bytes), pages)
+    room = BenchWork(geometry, SEED, saved_bytes // (pages * page_bytes), pages)
     scratch, given = target(stage, scene, room, {"demote_at": 1}, more_bytes)
     ahead_bytes = AHEAD_PAGES * page_bytes + 2 * extent_bytes
     daemon = stage.daemon(scene, step_bytes + hot_bytes + ahead_bytes, extent_bytes, given)

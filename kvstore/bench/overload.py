@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.bench.content import Content, Work
+from kvstore.bench.content import BenchWork, Content
 from kvstore.bench.grpc import connected, free_port, identities_file, token_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.http2 import Connection, call_headers, message_of, trailer
@@ -216,7 +216,7 @@ class _Calls:
 
 def _jobs(address: str, tenant: str) -> Iterator[_Job]:
     """A tenant's calls; what they read is stored."""
-    work = Work("4k", seed=12, chains=1, pages=PAGES)
+    work = BenchWork("4k", seed=12, chains=1, pages=PAGES)
     with connected(address, token_of(tenant)) as store:
         cache = store.cache(work.layout, salt=tenant)
         keys = work.keys(cache, 0)

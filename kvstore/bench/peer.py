@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.bench.content import Content, Work
+from kvstore.bench.content import BenchWork, Content
 from kvstore.bench.reading import Reading
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError, NodeUnavailable
 
 
-class Served:
+class PeerVerbs:
     """The verbs of a peer; each takes the request's arguments and returns the answer."""
 
     def __init__(self, store: Store) -> None:
@@ -30,7 +30,7 @@ class Served:
 
     def write(self, work: dict[str, Any]) -> dict[str, Any]:
         """Put every chain; ``pages`` were new, ``seconds`` the puts took."""
-        job = Work(**work)
+        job = BenchWork(**work)
         cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
         rows = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
         pages, seconds = 0, 0.0
@@ -44,7 +44,7 @@ class Served:
 
     def locate(self, work: dict[str, Any]) -> dict[str, Any]:
         """Get ready to read these chains: map, verify, touch everything."""
-        self._reading = Reading(self._store, Work(**work))
+        self._reading = Reading(self._store, BenchWork(**work))
         self._reading.verify()
         return {}
 
@@ -70,7 +70,7 @@ class Served:
 
     def read_on(self, work: dict[str, Any]) -> dict[str, Any]:
         """Get and check chains at random until the next request comes; count what was not right and the longest get."""
-        job = Work(**work)
+        job = BenchWork(**work)
         cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
         out = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
         random = np.random.default_rng(len(work))
@@ -95,7 +95,7 @@ class Served:
 def main() -> None:
     """Serve requests from standard input until it ends."""
     with connect(sys.argv[1]) as store:
-        served = Served(store)
+        served = PeerVerbs(store)
         for line in iter(sys.stdin.readline, ""):
             request = json.loads(line)
             verb: Callable[..., dict[str, Any]] | None = getattr(served, request.pop("do"), None)

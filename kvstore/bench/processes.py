@@ -143,7 +143,7 @@ class Daemon:
         self.end()
 
 
-class Peer:
+class PeerProcess:
     """Another process that uses the store: one JSON request per line in, one JSON answer per line out.
 
     Life: made (started) -> ``ask`` -> ``close``; leaving a ``with`` closes it, and it goes by itself when we do.
@@ -197,7 +197,7 @@ class Peer:
             assert self._process.stdout is not None
             self._process.stdout.close()
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, quickest, result, speeds
-from kvstore.bench.stage import MIB, Settings, Stage
+from kvstore.bench.stage import MIB, RunSettings, Stage
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
@@ -57,7 +57,7 @@ class SharedArea:
             self._map.close()
 
 
-class Writing:
+class PutBench:
     """Puts of new chains in one geometry, and the same bytes copied into an area of shared memory."""
 
     def __init__(self, store: Store, geometry: str, pages: int, area: SharedArea) -> None:
@@ -154,7 +154,7 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
     return lines
 
 
-def _line(name: str, kind: Kind, bar: Bar | None, writing: Writing, seconds: dict[str, Seconds]) -> Result:
+def _line(name: str, kind: Kind, bar: Bar | None, writing: PutBench, seconds: dict[str, Seconds]) -> Result:
     best = quickest(seconds, LIMITS)
     step_bytes = writing.pages * writing.layout.page_bytes
     ours, limit = seconds["put"], seconds[best]
@@ -175,17 +175,17 @@ def _line(name: str, kind: Kind, bar: Bar | None, writing: Writing, seconds: dic
     )
 
 
-def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[Writing, int]:
+def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[PutBench, int]:
     """A node of its own for a row that writes, and how large its pool is."""
     settings = stage.settings
     pool_bytes, area_bytes = _sizes(settings)
     daemon = stage.daemon(scene, pool_bytes)
     area = scene.enter_context(SharedArea(settings.shm_dir, area_bytes))
     store = scene.enter_context(connect(daemon.name))
-    return Writing(store, geometry, pages, area), pool_bytes
+    return PutBench(store, geometry, pages, area), pool_bytes
 
 
-def _sizes(settings: Settings) -> tuple[int, int]:
+def _sizes(settings: RunSettings) -> tuple[int, int]:
     """Bytes of the pool and of the limit's area: together what a row walks over, at least two batches of 2 MiB."""
     pool_bytes = max(settings.walk_bytes, 256 * MIB)
     return pool_bytes, pool_bytes // 2

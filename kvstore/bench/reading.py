@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.bench.content import Content, Rows, Work
+from kvstore.bench.content import BenchWork, Content, Rows
 from kvstore.bench.harness import BenchFailed
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
@@ -24,7 +24,7 @@ MEMCPYS = ("memmove_per_page", "copy_per_run")
 VERBS = ("get", *MEMCPYS)
 
 
-class Batch:
+class LocatedChain:
     """One chain: its tokens, and where its pages lie in this process's mapping of the node's memory."""
 
     __slots__ = ("tokens", "moves", "copies", "frames")
@@ -37,9 +37,9 @@ class Batch:
 
 
 class Reading:
-    """All chains of a ``Work`` as one process reads them. Lives as long as its store; nothing else may evict them."""
+    """All chains of a ``BenchWork`` as one process reads them. Lives as long as its store; only it may evict them."""
 
-    def __init__(self, store: Store, work: Work) -> None:
+    def __init__(self, store: Store, work: BenchWork) -> None:
         self.work = work
         self.cache: PrefixCache = store.cache(work.layout)
         self.content = Content(work.layout.page_bytes)
@@ -56,25 +56,25 @@ class Reading:
         """New keys of a chain: no verb has prepared anything in them."""
         return self.cache.keys(self.batches[chain].tokens)
 
-    def variants(self) -> dict[str, Callable[[tuple[Batch, Keys]], object]]:
+    def variants(self) -> dict[str, Callable[[tuple[LocatedChain, Keys]], object]]:
         """The verbs, each bringing one chain into ``out``."""
         get, out, page_bytes = self.cache.get, self.out, self.work.layout.page_bytes
 
-        def ours(given: tuple[Batch, Keys]) -> int:
+        def ours(given: tuple[LocatedChain, Keys]) -> int:
             return get(given[1], out).pages
 
-        def memmove_per_page(given: tuple[Batch, Keys]) -> None:
+        def memmove_per_page(given: tuple[LocatedChain, Keys]) -> None:
             memmove = ctypes.memmove
             for target, source in given[0].moves:
                 memmove(target, source, page_bytes)
 
-        def copy_per_run(given: tuple[Batch, Keys]) -> None:
+        def copy_per_run(given: tuple[LocatedChain, Keys]) -> None:
             for target, source in given[0].copies:
                 target[:] = source
 
         return {"get": ours, "memmove_per_page": memmove_per_page, "copy_per_run": copy_per_run}
 
-    def prepare(self, chain: int) -> tuple[Batch, Keys]:
+    def prepare(self, chain: int) -> tuple[LocatedChain, Keys]:
         """What the variants are given."""
         return self.batches[chain], self.keys(chain)
 
@@ -92,7 +92,7 @@ class Reading:
                 self.check(name, variant(given))
                 self.content.check(self.out, given[1].hashes, f"{name} of chain {chain}")
 
-    def _locate(self, chain: int) -> Batch:
+    def _locate(self, chain: int) -> LocatedChain:
         """Find the frames through a lease. The addresses stay right after it, since nobody writes to this node."""
         tokens = self.work.tokens(chain)
         with self.cache.lease(self.cache.keys(tokens)) as lease:
@@ -109,4 +109,4 @@ class Reading:
                 run = np.lib.stride_tricks.as_strided(pages[start], shape, strides, writeable=False)
                 copies.append((self.out[start:i], run))
                 start = i
-        return Batch(tokens, moves, copies)
+        return LocatedChain(tokens, moves, copies)

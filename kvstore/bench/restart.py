@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvstore.bench.content import Content, Work
+from kvstore.bench.content import BenchWork, Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.processes import Daemon, Peer
+from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import GIB, MIB, Stage, settle
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
@@ -28,18 +28,18 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     stage.clear()
     settings = stage.settings
     wanted = settings.bounded(256 * MIB if settings.quick else POOL_BYTES)
-    chain_bytes = Work("256k", 0, 1).chain_bytes
-    work = Work("256k", seed=10, chains=wanted // chain_bytes)
+    chain_bytes = BenchWork("256k", 0, 1).chain_bytes
+    work = BenchWork("256k", seed=10, chains=wanted // chain_bytes)
     crashes = 1 if settings.quick else min(CRASHES, settings.rounds)
     with ExitStack() as scene:
         daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
-        with Peer(daemon.name, settings.shm_dir) as writer:
+        with PeerProcess(daemon.name, settings.shm_dir) as writer:
             stored = int(writer.ask("write", work=work.to_json())["pages"])
         if stored != work.chains * work.pages:
             raise BenchFailed(f"the writer stored {stored} of {work.chains * work.pages} pages")
         store = scene.enter_context(connect(daemon.name))
         settle(store)
-        reader = scene.enter_context(Peer(daemon.name, settings.shm_dir))
+        reader = scene.enter_context(PeerProcess(daemon.name, settings.shm_dir))
         crash = [_crash(daemon, reader, store, work, turn) for turn in range(crashes)]
         kept = store.stats()["tiers"]["dram"]["pages"] - crashes  # one probe page each
         settle(store)
@@ -60,10 +60,10 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     return [result(name, Kind.TIME, [c["kill_to_ready_s"] for c in crash], bar=bar, details=details, sound=sound)]
 
 
-def _crash(daemon: Daemon, reader: Peer, store: Store, work: Work, turn: int) -> dict[str, float]:
+def _crash(daemon: Daemon, reader: PeerProcess, store: Store, work: BenchWork, turn: int) -> dict[str, float]:
     """One kill and start under reads; what the reader saw, and how long it took until puts were acknowledged again."""
     cache = store.cache(work.layout)
-    probe = Work("256k", seed=11 + turn, chains=1, pages=1)
+    probe = BenchWork("256k", seed=11 + turn, chains=1, pages=1)
     page = np.zeros((1, work.layout.page_bytes), np.uint8)
     reader.send("read_on", work=work.to_json())
     time.sleep(READ_ON_S)
@@ -81,7 +81,7 @@ def _crash(daemon: Daemon, reader: Peer, store: Store, work: Work, turn: int) ->
     return {**reader.answer(), "kill_to_ready_s": ready - killed, "kill_to_put_s": put - killed}
 
 
-def _read_all(store: Store, work: Work) -> None:
+def _read_all(store: Store, work: BenchWork) -> None:
     """Every page of every chain, byte for byte."""
     cache, content = store.cache(work.layout), Content(work.layout.page_bytes)
     out = np.zeros((work.pages, work.layout.page_bytes), np.uint8)

@@ -30,7 +30,7 @@ from kvstore.bench import (
     unaligned,
 )
 from kvstore.bench.harness import Bar, Result
-from kvstore.bench.stage import Settings, Stage
+from kvstore.bench.stage import RunSettings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
 
 ENTRY_POINT_GROUP = "kvstore.bench_rows"
@@ -167,7 +167,7 @@ def chosen(names: Sequence[str]) -> list[Row]:
     return [row for row in rows if not names or row.name in names]
 
 
-def run(rows: Sequence[Row], settings: Settings) -> Iterator[tuple[Row, list[Result] | KVStoreError]]:
+def run(rows: Sequence[Row], settings: RunSettings) -> Iterator[tuple[Row, list[Result] | KVStoreError]]:
     """Measure row by row: each row with its lines, or with why it could not be measured, as soon as it is known.
 
     One row that fails does not keep the others from being measured. Every process and node is gone at the end.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from kvstore.bench.content import Work
+from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import BenchFailed, l3_bytes
-from kvstore.bench.processes import NO_SETTINGS, Daemon, Peer
+from kvstore.bench.processes import NO_SETTINGS, Daemon, PeerProcess
 from kvstore.client.connect import SHM_DIR, connect
 from kvstore.client.store import Store
 
@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """How a run is done.
 
     Attributes:
@@ -82,12 +82,12 @@ def free_bytes(shm_dir: Path) -> int:
 
 
 @dataclass
-class Stored:
+class StoredChains:
     """A daemon, and pages in it that another process wrote."""
 
     daemon: Daemon
     store: Store
-    work: Work
+    work: BenchWork
 
 
 class Stage:
@@ -96,13 +96,13 @@ class Stage:
     One node with stored pages lives at a time: a row that wants another gets it in place of the last one.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self._shown: tuple[str, bool] | None = None
-        self._stored: Stored | None = None
+        self._stored: StoredChains | None = None
         self._scene = ExitStack()
 
-    def stored(self, geometry: str, *, recycled: bool = False) -> Stored:
+    def stored(self, geometry: str, *, recycled: bool = False) -> StoredChains:
         """A node with ``walk_bytes`` of pages in chains of 32, each in one piece where nothing was evicted yet.
 
         Args:
@@ -113,13 +113,13 @@ class Stage:
             return self._stored
         self.clear()
         settings = self.settings
-        chain_bytes = Work(geometry, 0, 1).chain_bytes
-        work = Work(geometry, seed=1, chains=settings.walk_bytes // chain_bytes)
+        chain_bytes = BenchWork(geometry, 0, 1).chain_bytes
+        work = BenchWork(geometry, seed=1, chains=settings.walk_bytes // chain_bytes)
         # One extent more than the pages: the daemon keeps frames granted ahead beside them.
         # lru: what was put last stays, as the rows count on it
         lru = {"eviction": "lru"}
         daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes, settings=lru)
-        with Peer(daemon.name, settings.shm_dir) as writer:
+        with PeerProcess(daemon.name, settings.shm_dir) as writer:
             if recycled:
                 self._wear(daemon, work)
             pages = writer.ask("write", work=work.to_json())["pages"]
@@ -127,16 +127,16 @@ class Stage:
             raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
         store = self._scene.enter_context(connect(daemon.name))
         settle(store)
-        self._shown, self._stored = (geometry, recycled), Stored(daemon, store, work)
+        self._shown, self._stored = (geometry, recycled), StoredChains(daemon, store, work)
         return self._stored
 
-    def _wear(self, daemon: Daemon, work: Work) -> None:
+    def _wear(self, daemon: Daemon, work: BenchWork) -> None:
         """Two processes at once put twice as many pages as there is room for."""
         with ExitStack() as scene:
-            writers = [scene.enter_context(Peer(daemon.name, self.settings.shm_dir)) for _ in WORN_BY]
+            writers = [scene.enter_context(PeerProcess(daemon.name, self.settings.shm_dir)) for _ in WORN_BY]
             for seed, (writer, pages) in enumerate(zip(writers, WORN_BY, strict=True), start=2):
                 chains = work.chains * work.pages // pages
-                writer.send("write", work=Work(work.geometry, seed, chains, pages).to_json())
+                writer.send("write", work=BenchWork(work.geometry, seed, chains, pages).to_json())
             for writer in writers:
                 writer.answer()
 

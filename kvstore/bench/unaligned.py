@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvstore.bench.content import Content, Rows, Work
+from kvstore.bench.content import BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result, speeds
 from kvstore.bench.reading import Reading
 from kvstore.bench.stage import MIB, Stage
@@ -31,7 +31,9 @@ def unaligned(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """``<name>.one``: one page of 256 KiB; ``.scattered``: 32 of them; ``.layer``: 64 KiB of each of 32 pages."""
     stage.clear()
     quick = stage.settings.quick
-    works = {geometry: Work(geometry, 6, chains) for geometry, chains in (CHAINS_QUICK if quick else CHAINS).items()}
+    works = {
+        geometry: BenchWork(geometry, 6, chains) for geometry, chains in (CHAINS_QUICK if quick else CHAINS).items()
+    }
     with ExitStack() as scene:
         room_bytes = sum(work.total_bytes for work in works.values()) + 64 * MIB
         daemon = stage.daemon(scene, room_bytes + 2 * stage.settings.extent_bytes)
@@ -50,7 +52,7 @@ def unaligned(stage: Stage, name: str, bar: Bar) -> list[Result]:
         ]
 
 
-def _store_by_turns(cache: PrefixCache, work: Work) -> None:
+def _store_by_turns(cache: PrefixCache, work: BenchWork) -> None:
     """A page of every chain, then the next page of every chain: no two pages of a chain lie together."""
     keys = [work.keys(cache, chain) for chain in range(work.chains)]
     rows = empty((1, work.layout.page_bytes))

@@ -11,7 +11,7 @@ import click
 
 from kvstore.bench.harness import BenchFailed, Kind, Result, machine
 from kvstore.bench.rows import Row, chosen, run
-from kvstore.bench.stage import SCRATCH_DIR, Settings
+from kvstore.bench.stage import SCRATCH_DIR, RunSettings
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table, speed_text
 from kvstore.errors import KVStoreError
 
@@ -42,7 +42,7 @@ def bench(names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, l
         _list(rows, as_json)
         return
     signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
-    settings = Settings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick, dir=folder)
+    settings = RunSettings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick, dir=folder)
     facts = machine()  # before: its load is that of the others
     results: list[Result] = []
     failed: dict[str, str] = {}

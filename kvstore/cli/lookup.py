@@ -31,7 +31,7 @@ TEXTS = {
 
 
 @dataclass(frozen=True)
-class Page:
+class PageLine:
     """One page's row: ``reason`` "" for a hit, else a code, with what ``detail`` there is."""
 
     page: int
@@ -90,14 +90,14 @@ def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
         }, False
 
 
-def _pages(prompt: Prompt, told: Told, explained: bool) -> list[Page]:
-    pages: list[Page] = []
+def _pages(prompt: Prompt, told: Told, explained: bool) -> list[PageLine]:
+    pages: list[PageLine] = []
     complete = True  # so far
     for number, (key, about) in enumerate(zip(prompt.keys.hashes, told["pages"], strict=True)):
         hit = complete and bool(about["tiers"])
         reason = "" if hit else _reason(about, number, complete, told, explained)
         detail = {name: value for name, value in about.items() if name != "tiers"}
-        pages.append(Page(number, key.hex(), hit, about["tiers"], reason, detail))
+        pages.append(PageLine(number, key.hex(), hit, about["tiers"], reason, detail))
         complete = hit
     return pages
 
@@ -121,7 +121,7 @@ def _reason(about: Told, number: int, complete: bool, told: Told, explained: boo
     return "scanning" if told["scanning"] else "absent"
 
 
-def _document(name: str, prompt: Prompt, pages: list[Page], told: Told, explained: bool) -> Told:
+def _document(name: str, prompt: Prompt, pages: list[PageLine], told: Told, explained: bool) -> Told:
     """What --json prints."""
     layout = prompt.cache.layout
     stored = sum(page.hit for page in pages)
@@ -168,7 +168,7 @@ def _summary(document: Told) -> str:
     return "\n".join(lines)
 
 
-def _rows(pages: Iterable[Page], page_tokens: int) -> Iterable[tuple[object, ...]]:
+def _rows(pages: Iterable[PageLine], page_tokens: int) -> Iterable[tuple[object, ...]]:
     """A row per run of pages with the same answer."""
     for _, run in groupby(pages, key=_alike):
         first, *others = run
@@ -178,7 +178,7 @@ def _rows(pages: Iterable[Page], page_tokens: int) -> Iterable[tuple[object, ...
         yield numbers, tokens, first.key, "hit" if first.hit else "miss", "+".join(first.tiers) or "-", _note(first)
 
 
-def _alike(page: Page) -> tuple[object, ...]:
+def _alike(page: PageLine) -> tuple[object, ...]:
     event = page.detail.get("event", {})
     cause = (event.get("kind"), event.get("tier"), event.get("reason")) if page.reason in ("evicted", "dropped") else ()
     writing = page.detail.get("writing", {})
@@ -187,7 +187,7 @@ def _alike(page: Page) -> tuple[object, ...]:
     return page.hit, tuple(page.tiers), page.reason, cause, how, held
 
 
-def _note(page: Page) -> str:
+def _note(page: PageLine) -> str:
     """Why it is not found, or what keeps it."""
     if page.hit:
         return ", ".join(fact for fact in ("leased", "pinned") if page.detail.get(fact))

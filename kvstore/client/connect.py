@@ -9,7 +9,7 @@ from pathlib import Path
 from kvstore.client.arguments import check_seconds
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.store import LocalStore
-from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
+from kvstore.client.remote.endpoint import GivenCredentials, endpoint, is_remote
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.tier.folder import EMBEDDED_PREFIX, NodeFolder, list_nodes
@@ -50,7 +50,9 @@ def connect(
         VersionMismatch: the node, or its files, are of another version.
     """
     check_seconds(timeout_s, "timeout_s")
-    given = Credentials(token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name)
+    given = GivenCredentials(
+        token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
+    )
     name = address if address is not None else os.environ.get("KVSTORE_NODE") or None
     if is_remote(name):
         from kvstore.client.remote.store import connect_remote  # only here: it loads gRPC

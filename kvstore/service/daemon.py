@@ -73,11 +73,11 @@ def _run(
         raise
     if life.http is not None:
         from kvstore.service.operator.metrics import (
-            Metrics,  # only here: a daemon without HTTP needs no prometheus_client
+            NodeMetrics,  # only here: a daemon without HTTP needs no prometheus_client
         )
 
         queues = {"rpcs": api.under_way} if api is not None else {}
-        life.http.routes["/metrics"] = Metrics(node, scrubber, queues, api.calls if api is not None else None).route
+        life.http.routes["/metrics"] = NodeMetrics(node, scrubber, queues, api.calls if api is not None else None).route
     tiers = node_stats(node)["tiers"]
     sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
     pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both

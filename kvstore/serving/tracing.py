@@ -19,7 +19,7 @@ EXPORT_TIMEOUT_S = 5.0
 FLUSH_S = 3.0
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """What ``span`` hands out."""
 
     def set_attribute(self, key: str, value: Any) -> None:
@@ -89,7 +89,7 @@ def enabled() -> bool:
     return _tracer is not None
 
 
-def span(name: str, traceparent: str | None = None, **attributes: Any) -> AbstractContextManager[Span]:
+def span(name: str, traceparent: str | None = None, **attributes: Any) -> AbstractContextManager[TraceSpan]:
     """A span around what happens inside ``with``; an exception marks it as failed and goes on.
 
     ``traceparent``: of a call from another process, what that says of its own span (W3C Trace Context; "": nothing),
@@ -101,5 +101,5 @@ def span(name: str, traceparent: str | None = None, **attributes: Any) -> Abstra
     kind, context = _kinds.INTERNAL, None
     if traceparent is not None:
         kind, context = _kinds.SERVER, _propagator.extract({"traceparent": traceparent})
-    found: AbstractContextManager[Span] = tracer.start_as_current_span(name, context, kind, attributes)
+    found: AbstractContextManager[TraceSpan] = tracer.start_as_current_span(name, context, kind, attributes)
     return found

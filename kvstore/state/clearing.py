@@ -18,7 +18,7 @@ from collections import Counter
 
 from kvstore.model.replica import Address, FrameState
 from kvstore.state import events as ev
-from kvstore.state.copying import Batch, Copies
+from kvstore.state.copying import CopyBatch, CopyBatches
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.space import Space
 
@@ -29,7 +29,7 @@ FREE, SEALED = FrameState.FREE, FrameState.SEALED
 class Clearing:
     """Empties one extent at a time (``space.Clears``). Part of ``Tiering``."""
 
-    def __init__(self, copies: Copies, space: Space) -> None:
+    def __init__(self, copies: CopyBatches, space: Space) -> None:
         self.taker: ClassPool | None = None
         self._copies = copies
         self._space = space
@@ -77,7 +77,7 @@ class Clearing:
         keys = [space.records.key(source.extent, source.frame) for source in sources]
         pages = [ev.Copying(*page) for page in zip(keys, sources, targets, strict=False)]
         if pages:
-            self._copies.start_carrying(Batch(pages, pool.frame_class, self._space, self._space), out)
+            self._copies.start_carrying(CopyBatch(pages, pool.frame_class, self._space, self._space), out)
         return bool(pages)
 
     def carried(self, event: ev.Carried) -> list[ev.Instruction]:

@@ -25,7 +25,7 @@ NODE_SESSION = (1 << 64) - 1  # writer of frames that pages are copied into: no 
 
 
 @dataclass(slots=True)
-class Batch:
+class CopyBatch:
     """Pages of one class on their way, parents before their children. See the module.
 
     Attributes:
@@ -56,34 +56,34 @@ class Arrival:
     unused: list[Address] = field(default_factory=list)
 
 
-class Copies:
+class CopyBatches:
     """All batches under way between the tiers of a node, or within one. Part of ``Tiering``."""
 
     def __init__(self, tiers: Iterable[Tier], counters: Counter[str]) -> None:
         self.counters = counters
-        self.saving: dict[int, Batch] = {}
-        self.loading: dict[int, Batch] = {}
-        self.carrying: dict[int, Batch] = {}  # from one extent of a tier to others
+        self.saving: dict[int, CopyBatch] = {}
+        self.loading: dict[int, CopyBatch] = {}
+        self.carrying: dict[int, CopyBatch] = {}  # from one extent of a tier to others
         self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames, and the keys of what was there
-        self.staging: dict[int, Batch] = {}  # pages that are saved out of frames they were never sealed in
+        self.staging: dict[int, CopyBatch] = {}  # pages that are saved out of frames they were never sealed in
         self.down: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys of what is being saved there
         self.up: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # and loaded there
         self._late_loads: dict[Tier, set[int]] = {}  # positions
         self._next = 1
 
-    def start_saving(self, batch: Batch, out: list[ev.Instruction]) -> None:
+    def start_saving(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
         """Hold the sources of these pages and have them saved; their frames below were just taken."""
         # A branch may leave a chain anywhere, so each source is held by itself.
         self._hold_sources(batch)
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.saving, batch), batch.pages))
 
-    def start_staged(self, batch: Batch, out: list[ev.Instruction]) -> None:
+    def start_staged(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
         """Have pages saved whose reserved frames nobody writes to any more; their frames below were just taken."""
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.staging, batch), batch.pages))
 
-    def start_loading(self, batch: Batch, out: list[ev.Instruction]) -> None:
+    def start_loading(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
         """Hold the sources of these pages and have them loaded; their frames above were just taken."""
         self._hold_sources(batch)
         for page in batch.pages:
@@ -92,14 +92,14 @@ class Copies:
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Load(self._enter(self.loading, batch), batch.pages))
 
-    def start_carrying(self, batch: Batch, out: list[ev.Instruction]) -> None:
+    def start_carrying(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
         """Hold these pages and have them copied; their new frames, in the same tier, were just taken."""
         self._hold_sources(batch)
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Carry(self._enter(self.carrying, batch), batch.pages))
 
     @staticmethod
-    def _hold_sources(batch: Batch) -> None:
+    def _hold_sources(batch: CopyBatch) -> None:
         for page in batch.pages:
             batch.source.hold(page.source)
             batch.held.append(page.source)
@@ -111,7 +111,7 @@ class Copies:
         out.append(ev.Erase(number, pages))
 
     def late(self, space: Space, saves: set[int], loads: set[int]) -> None:
-        """What is written to, or read from, these positions of a tier takes long: see ``Batch.late``."""
+        """What is written to, or read from, these positions of a tier takes long: see ``CopyBatch.late``."""
         self._late_loads[space.tier] = loads
         place = {number: extent.position for number, extent in space.segment.extents.items()}
         for batch in (*self.saving.values(), *self.staging.values(), *self.carrying.values()):
@@ -160,12 +160,12 @@ class Copies:
         """Number of the root of a page."""
         return space.segment.extents[address.extent].owner[address.frame]
 
-    def _enter(self, table: dict[int, Batch], batch: Batch) -> int:
+    def _enter(self, table: dict[int, CopyBatch], batch: CopyBatch) -> int:
         number, self._next = self._next, self._next + 1
         table[number] = batch
         return number
 
-    def arrive(self, batch: Batch, heads: Rows, failed: Iterable[int]) -> Arrival:
+    def arrive(self, batch: CopyBatch, heads: Rows, failed: Iterable[int]) -> Arrival:
         """Seal what was copied whole, still is the page that was chosen, and has its parent in the target tier.
 
         The caller writes the instructions, offers chain ends (``Space.leaf``), and calls ``end``.
@@ -190,7 +190,7 @@ class Copies:
         return arrival
 
     @staticmethod
-    def end(batch: Batch, unused: list[Address], out: list[ev.Instruction]) -> None:
+    def end(batch: CopyBatch, unused: list[Address], out: list[ev.Instruction]) -> None:
         """Frames that came to nothing are free again, and nothing is held any more."""
         source, target = batch.source, batch.target
         target.free(unused, out, {page.target: page.key for page in batch.pages})
@@ -201,7 +201,7 @@ class Copies:
             elif target.sealed(address):
                 target.unhold(address)
 
-    def _batches(self) -> tuple[Batch, ...]:
+    def _batches(self) -> tuple[CopyBatch, ...]:
         return (*self.saving.values(), *self.loading.values(), *self.carrying.values(), *self.staging.values())
 
     # --- what is on its way -----------------------------------------------------------------------------------------

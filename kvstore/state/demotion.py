@@ -17,7 +17,7 @@ from collections.abc import Collection
 
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state import events as ev
-from kvstore.state.copying import Batch, Copies
+from kvstore.state.copying import CopyBatch, CopyBatches
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool
 from kvstore.state.space import UNSAVED_MAX, Space
@@ -87,7 +87,9 @@ class Climb:
 class Demotion:
     """Decides about saves. Part of ``Tiering``; what a tier asks of the one below it (``space.Below``)."""
 
-    def __init__(self, copies: Copies, upper: Space, lower: Space, counters: Counter[str], rules: TieringRules) -> None:
+    def __init__(
+        self, copies: CopyBatches, upper: Space, lower: Space, counters: Counter[str], rules: TieringRules
+    ) -> None:
         self.copies = copies
         self.upper = upper
         self.lower = lower
@@ -210,9 +212,9 @@ class Demotion:
                 return length
         return most
 
-    def _choose(self, pool: ClassPool, pages_max: int, out: list[ev.Instruction]) -> Batch:
+    def _choose(self, pool: ClassPool, pages_max: int, out: list[ev.Instruction]) -> CopyBatch:
         """Whole chains, coldest first, each from its front; frames for them are taken below."""
-        batch = Batch([], pool.frame_class, self.upper, self.lower)
+        batch = CopyBatch([], pool.frame_class, self.upper, self.lower)
         lower_pool = self.lower.segment.pool(pool.frame_class)
         for slot, aside_ms in list(pool.unsaved.items()):
             room = pages_max - len(batch.pages)
@@ -264,7 +266,7 @@ class Demotion:
         """The way up from this leaf, from its beginning."""
         return Climb(leaf, self.upper, self.lower, self.copies.down[self.lower.tier])
 
-    def add(self, batch: Batch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
+    def add(self, batch: CopyBatch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
         """These pages, which hang on ``anchor``, are part of the batch, and will be in these frames below."""
         held = self.lower.find(anchor) if anchor else None
         if held is not None:  # else it starts the chain, or hangs on a page of this very batch

@@ -17,7 +17,7 @@ from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import Pages
-from kvstore.state.tenants import Holdings
+from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import Leaving, Vacated
 
@@ -52,7 +52,7 @@ class Departures(Pages):
     """
 
     def __init__(
-        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: Holdings
+        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: TierAccounts
     ) -> None:
         super().__init__(tier, parts, leases, counters, holdings)
         self.below: Below | None = None

@@ -84,7 +84,7 @@ __all__ = [
     "Seal",
     "SealGranted",
     "SessionDead",
-    "SessionLost",
+    "ConnectionLost",
     "SessionOpened",
     "Stamped",
     "TakeLease",
@@ -136,7 +136,7 @@ class SessionOpened(Happening):
 
 
 @dataclass(slots=True)
-class SessionLost(Happening):
+class ConnectionLost(Happening):
     """A client's connection ended; its process may live on."""
 
     now_ns: int
@@ -498,7 +498,7 @@ class PopulationFailed(Happening):
 
 Event = (
     SessionOpened
-    | SessionLost
+    | ConnectionLost
     | SessionDead
     | Grant
     | SealGranted

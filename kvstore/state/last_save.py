@@ -23,7 +23,7 @@ import numpy as np
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state import closure
 from kvstore.state import events as ev
-from kvstore.state.copying import Batch
+from kvstore.state.copying import CopyBatch
 from kvstore.state.demotion import LEAVES_PER_STEP, Climb
 from kvstore.state.views import RecordView
 
@@ -82,9 +82,9 @@ class LastSave:
         """What is on its way there has to go elsewhere."""
         self._again = True
 
-    def _choose(self, leaves: deque[Address], size: int, out: list[ev.Instruction]) -> Batch | None:
+    def _choose(self, leaves: deque[Address], size: int, out: list[ev.Instruction]) -> CopyBatch | None:
         """A batch of the next chains, as far as they are of one class; None where these have nothing to save."""
-        batch: Batch | None = None
+        batch: CopyBatch | None = None
         for _ in range(LEAVES_PER_STEP):
             leaf = self._climb.leaf if self._climb is not None else leaves[0] if leaves else None
             if leaf is None:
@@ -103,7 +103,7 @@ class LastSave:
             climb = self._climbed(leaf, frame_class, leaves)
             if climb is None:
                 continue
-            batch = batch if batch is not None else Batch([], frame_class, self._upper, self._lower)
+            batch = batch if batch is not None else CopyBatch([], frame_class, self._upper, self._lower)
             self._take(climb, batch, room, out)
             if self._climb is not None and self._lower.waiting:
                 break  # an extent is being emptied: there is room when that is done
@@ -137,7 +137,7 @@ class LastSave:
         page = self._upper.page(extent.pool, extent.slot_base + leaf.frame)
         return self._demotion.admits(page)
 
-    def _take(self, climb: Climb, batch: Batch, room: int, out: list[ev.Instruction]) -> None:
+    def _take(self, climb: Climb, batch: CopyBatch, room: int, out: list[ev.Instruction]) -> None:
         """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
         pool, used_ms = self._lower.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
         wanted = climb.count(room)

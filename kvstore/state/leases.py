@@ -10,7 +10,7 @@ LeaseName = tuple[int, int]  # (session, lease id chosen by the client)
 
 
 @dataclass(slots=True)
-class Lease:
+class GrantedLease:
     """Lives from take until release, deadline, or its session's death."""
 
     addresses: list[Address]
@@ -21,7 +21,7 @@ class LeaseTable:
     """All leases, and which frames are under any."""
 
     def __init__(self) -> None:
-        self.leases: dict[LeaseName, Lease] = {}
+        self.leases: dict[LeaseName, GrantedLease] = {}
         self._frames: dict[tuple[int, int], set[LeaseName]] = {}
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class LeaseTable:
         """Take a lease, or add pages to one. Returns each frame's latest deadline over all its leases."""
         lease = self.leases.get(name)
         if lease is None:
-            self.leases[name] = Lease(list(addresses), until_ns)
+            self.leases[name] = GrantedLease(list(addresses), until_ns)
         else:
             lease.addresses += addresses
             lease.until_ns = max(lease.until_ns, until_ns)

@@ -24,7 +24,7 @@ from kvstore.state.pending import PendingTable
 from kvstore.state.pins import Pins
 from kvstore.state.shrinking import shrink
 from kvstore.state.space import Space
-from kvstore.state.tenants import Quota, Tenants
+from kvstore.state.tenants import TenantQuota, Tenants
 from kvstore.state.tier_parts import TierParts
 from kvstore.state.tiering import Tiering
 from kvstore.state.writing import Writing, named_twice
@@ -37,7 +37,7 @@ _OK, _PRESENT = int(Status.OK), int(Status.PRESENT)
 
 
 @dataclass(slots=True)
-class Session:
+class ClientSession:
     """A client process: what it was granted ahead, and whether its connection is up."""
 
     granted: set[Address] = field(default_factory=set)
@@ -58,11 +58,11 @@ class NodeState:
         *,
         lease_ttl_ns_max: int = 3600 * 10**9,
         sessions_max: int = 256,
-        quotas: Iterable[Quota] = (),
+        quotas: Iterable[TenantQuota] = (),
         named: Iterable[tuple[bytes, dict[str, Any]]] = (),
         pins_share_max: float = 0.5,
     ) -> None:
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, ClientSession] = {}
         self.leases = LeaseTable()
         self.counters: Counter[str] = Counter()
         self.lease_ttl_ns_max = lease_ttl_ns_max
@@ -97,7 +97,7 @@ class NodeState:
             ev.RenewLease: self._renew_lease,
             ev.ReleaseLease: self._release_lease,
             ev.SessionOpened: self._session_opened,
-            ev.SessionLost: self._session_lost,
+            ev.ConnectionLost: self._session_lost,
             ev.SessionDead: self._session_dead,
             ev.Damaged: self._damaged,
             ev.Stamped: self._stamped,
@@ -145,11 +145,11 @@ class NodeState:
         if session is None:
             if len(self.sessions) >= self.sessions_max:
                 return [ev.Reply(Status.NO_SPACE)]
-            session = self.sessions[event.session] = Session()
+            session = self.sessions[event.session] = ClientSession()
         session.connected = True
         return [ev.Reply()]
 
-    def _session_lost(self, event: ev.SessionLost) -> list[ev.Instruction]:
+    def _session_lost(self, event: ev.ConnectionLost) -> list[ev.Instruction]:
         session = self.sessions.get(event.session)
         if session is None:
             return []
@@ -201,7 +201,7 @@ class NodeState:
         if not addresses and not event.ahead:
             addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
         if addresses:
-            self.sessions.setdefault(event.session, Session()).granted.update(addresses)
+            self.sessions.setdefault(event.session, ClientSession()).granted.update(addresses)
             pool.granted_ahead += len(addresses)
             out.append(ev.WriteGranted(addresses, event.session))
         return addresses
@@ -216,7 +216,7 @@ class NodeState:
 
     def _seal_granted(self, event: ev.SealGranted) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
-        session = self.sessions.get(event.session) or self.sessions.setdefault(event.session, Session())
+        session = self.sessions.get(event.session) or self.sessions.setdefault(event.session, ClientSession())
         granted = session.granted
         keys = keys_of(event.rows)
         count = len(keys)
@@ -262,7 +262,7 @@ class NodeState:
         out.append(ev.Reply(statuses=statuses))
         return out
 
-    def _free_granted(self, session: Session, addresses: list[Address], out: list[ev.Instruction]) -> None:
+    def _free_granted(self, session: ClientSession, addresses: list[Address], out: list[ev.Instruction]) -> None:
         for address in addresses:
             session.granted.discard(address)
             self.segment.extents[address.extent].pool.granted_ahead -= 1
@@ -276,12 +276,12 @@ class NodeState:
         return self.writing.pending
 
     def _reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
-        self.sessions.setdefault(event.session, Session())
+        self.sessions.setdefault(event.session, ClientSession())
         return self.writing.reserve(event)
 
     def _revoke(self, event: ev.Revoke) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
-        session = self.sessions.setdefault(event.session, Session())
+        session = self.sessions.setdefault(event.session, ClientSession())
         granted = set(event.addresses) & session.granted
         self._free_granted(session, sorted(granted), out)
         theirs = self.writing.revoke(event.session, event.addresses, out, event.shard)

@@ -14,14 +14,14 @@ from kvstore.model import objects
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG, is_object_class, read_row
 from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier
 from kvstore.state import events as ev
-from kvstore.state.copying import Copies
+from kvstore.state.copying import CopyBatches
 from kvstore.state.space import Space
 
 Seal = Callable[[ev.SealGranted], list[ev.Instruction]]
 NOWHERE = Address(0, 0, 0)
 
 
-class Writer(Protocol):
+class GrantHolder(Protocol):
     """A client process: the frames that it was granted ahead."""
 
     granted: set[Address]
@@ -37,8 +37,8 @@ class Objects:
     def __init__(
         self,
         spaces: Mapping[Tier, Space],
-        sessions: Mapping[int, Writer],
-        copies: Copies,
+        sessions: Mapping[int, GrantHolder],
+        copies: CopyBatches,
         counters: Counter[str],
         seal_chain: Seal,
     ) -> None:

@@ -24,7 +24,7 @@ from kvstore.state import events as ev
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
-from kvstore.state.tenants import Holdings
+from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import Erasing, Vacated, must_erase
 
@@ -52,7 +52,7 @@ class Pages:
     """Pages of one tier. The base of ``Space``; every change leaves as instructions in ``out``."""
 
     def __init__(
-        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: Holdings
+        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: TierAccounts
     ) -> None:
         self.tier = tier
         self.segment, self.index, self.records = parts.segment, parts.index, parts.records

@@ -29,7 +29,7 @@ TENANT_SHARE = 0.75  # of what pins may keep of a tier, by one tenant's
 
 
 @dataclass(slots=True)
-class Pin:
+class PinnedChain:
     """Consecutive pages from the start of a chain. ``lengths``: how many of them each tier keeps.
 
     ``keys`` are longer than those only at a start, see the module.
@@ -75,7 +75,7 @@ class Pins:
         self.spaces = spaces
         self.tenants = tenants
         self.share_max = share_max
-        self.pins: dict[int, Pin] = {}
+        self.pins: dict[int, PinnedChain] = {}
         self.book: list[ev.Instruction] = []
         self._next = 1
         self._named: dict[tuple[bytes, bytes], int] = {}  # root and last page asked for -> pin
@@ -149,13 +149,13 @@ class Pins:
         extents = (extent for space in lower for extent in space.segment.extents.values())
         return not any(extent.count(FrameState.QUARANTINED) for extent in extents)
 
-    def _measured(self, event: ev.Pin) -> Pin:
+    def _measured(self, event: ev.Pin) -> PinnedChain:
         name = event.root, event.asked or event.keys[-1]
-        pin = Pin(list(event.keys), *name, self.tenants.salt(event.root), event.until_ns, event.until_s)
+        pin = PinnedChain(list(event.keys), *name, self.tenants.salt(event.root), event.until_ns, event.until_s)
         self._measure(pin)
         return pin
 
-    def _measure(self, pin: Pin) -> None:
+    def _measure(self, pin: PinnedChain) -> None:
         """See what each tier has of a pin that is not counted. A tier keeps what is more than those above it have."""
         pin.lengths.clear()
         for tier, space in self.spaces.items():
@@ -166,7 +166,7 @@ class Pins:
                 pin.frame_bytes = space.segment.extents[page.extent].pool.frame_class.frame_bytes
                 pin.lengths[tier] = length
 
-    def _refusal(self, pin: Pin, same: int) -> str:
+    def _refusal(self, pin: PinnedChain, same: int) -> str:
         """Why there can be no such pin; "" where there can. ``same``: it takes the place of this one."""
         if not self._begins(pin):
             return "do not begin with the first page of their chain: what is before them would be kept and not counted"
@@ -250,7 +250,7 @@ class Pins:
             for number, pin in self.pins.items()
         ]
 
-    def _begins(self, pin: Pin) -> bool:
+    def _begins(self, pin: PinnedChain) -> bool:
         """Its first page is the first of a chain."""
         space = self.spaces[next(iter(pin.lengths))]
         page = space.find(pin.keys[0])
@@ -272,7 +272,7 @@ class Pins:
             low, high = (middle, high) if has(middle) else (low, middle - 1)
         return low
 
-    def _keep(self, pin: Pin, tier: Tier, length: int) -> None:
+    def _keep(self, pin: PinnedChain, tier: Tier, length: int) -> None:
         """Count the first ``length`` pages of a pin; negative: not any more."""
         kept, changed = self._kept[tier], 0
         for key in pin.keys[: abs(length)]:
@@ -286,7 +286,7 @@ class Pins:
         self.kept_bytes[tier] += changed
         self._uses[pin.salt].kept_bytes[tier] += changed
 
-    def _begin(self, number: int, pin: Pin) -> None:
+    def _begin(self, number: int, pin: PinnedChain) -> None:
         self.pins[number] = pin
         self._next = max(self._next, number + 1)
         self._named[pin.root, pin.asked] = number
@@ -321,5 +321,5 @@ class Pins:
             del self._uses[pin.salt]
 
 
-def _written(number: int, pin: Pin) -> ev.WritePin:
+def _written(number: int, pin: PinnedChain) -> ev.WritePin:
     return ev.WritePin(number, list(pin.keys), pin.root, pin.asked, pin.until_s)

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
 from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
-from kvstore.state.policy_worth import CLASSES, Bins, Ledger, age_worth, bin_of, bins_of, gittins
+from kvstore.state.policy_worth import CLASSES, Bins, WorthLedger, age_worth, bin_of, bins_of, gittins
 
 SAMPLE = 1024
 BATCH = 16  # of a sample, so many are the next to go ...
@@ -110,7 +110,7 @@ class Gittins:
         self._base_ms: int | None = None
         self._now = 0  # ms since the base
         self._ghosts = Ghosts(pages)
-        self._ledger = Ledger()
+        self._ledger = WorthLedger()
         self._table = np.array([gittins(of_class) for of_class in self._ledger.chances().tolist()])
         self._evicted = 0  # since the table was made
         self._phase = 0.0  # where the next sample begins, as a share of its stride

@@ -103,7 +103,7 @@ def age_worth(worth: float, age_ms: int) -> int:
     return age_ms * _EDGES_MS[min(there, BINS - 1)] // _EDGES_MS[here]
 
 
-class Ledger:
+class WorthLedger:
     """What was seen: per class and age bin, how many leaves were watched, and how many of them were used.
 
     A leaf that is watched from one age to another counts in the bins between, half in those where watching begins

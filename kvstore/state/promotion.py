@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.state import events as ev
-from kvstore.state.copying import Batch, Copies
+from kvstore.state.copying import CopyBatch, CopyBatches
 from kvstore.state.space import Space
 from kvstore.state.writing import Writing
 
@@ -18,7 +18,7 @@ class Promotion:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: CopyBatches,
         upper: Space,
         lower: Space,
         writing: Writing,
@@ -101,7 +101,7 @@ class Promotion:
         if not targets:
             return 0
         pages = [ev.Copying(key, source, target) for (key, source), target in zip(wanted, targets, strict=False)]
-        batch = Batch(pages, frame_class, self.lower, self.upper)
+        batch = CopyBatch(pages, frame_class, self.lower, self.upper)
         inside = {page.key for page in pages}
         for parent in parents[: len(pages)]:
             anchor = self.upper.find_in(root, parent) if parent not in inside else None

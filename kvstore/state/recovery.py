@@ -18,7 +18,7 @@ from kvstore.state import events as ev
 from kvstore.state.copying import NODE_SESSION
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Extent
-from kvstore.state.node_state import NodeState, Session
+from kvstore.state.node_state import ClientSession, NodeState
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
@@ -62,7 +62,7 @@ def recover(
     state.segment.quarantine(quarantined or {})
     for sessions in state.segment.quarantined.values():
         for session in sessions:
-            state.sessions.setdefault(session, Session(connected=False))
+            state.sessions.setdefault(session, ClientSession(connected=False))
     return out
 
 
@@ -137,7 +137,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
         if NODE_SESSION in writers.values():  # a page was being loaded, by a thread of the dead daemon
             writers = {}
         for session in writers.values():
-            state.sessions.setdefault(session, Session(connected=False))
+            state.sessions.setdefault(session, ClientSession(connected=False))
         if not writers:
             unowned.append(address)
             continue

@@ -23,7 +23,7 @@ from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import FREE, RETIRING, SEALED
 from kvstore.state.quotas import Quotas
-from kvstore.state.tenants import Holdings
+from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import must_erase
 
@@ -54,7 +54,7 @@ class Space(Departures):
     """
 
     def __init__(
-        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: Holdings
+        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: TierAccounts
     ) -> None:
         super().__init__(tier, parts, leases, counters, holdings)
         self.quotas = Quotas(self)

@@ -33,7 +33,7 @@ ROOTS_KEPT = 1024  # accounts without pages: more are forgotten, longest ago fir
 EVERYBODY_ELSE = "*"
 
 
-class Quota(Protocol):
+class TenantQuota(Protocol):
     """How many bytes a tenant may have in each tier; None: as many as fit."""
 
     @property
@@ -76,7 +76,7 @@ class Share:
 
 
 @dataclass(slots=True)
-class Held:
+class RootAccount:
     """What one root has in one tier."""
 
     root: bytes
@@ -86,7 +86,7 @@ class Held:
     coming: int = 0
 
 
-class Holdings:
+class TierAccounts:
     """One tier's accounts. Root numbers start at 1; 0 is nobody.
 
     ``suspect``: a tenant may have more than its quota here, for other reasons than that it stored something.
@@ -100,7 +100,7 @@ class Holdings:
         self.quotas = quotas
         self.limited = self.suspect = any(quota is not None for quota in quotas.values())
         self.shares: dict[str | None, Share] = {}
-        self.roots: list[Held] = [Held(b"", Share("", None))]
+        self.roots: list[RootAccount] = [RootAccount(b"", Share("", None))]
 
     def share(self, salt: str | None) -> Share:
         """A tenant's; made on first use."""
@@ -115,9 +115,9 @@ class Holdings:
         share = self.share(salt)
         share.roots += 1
         if number < len(self.roots):
-            self.roots[number] = Held(root, share)
+            self.roots[number] = RootAccount(root, share)
         else:
-            self.roots.append(Held(root, share))
+            self.roots.append(RootAccount(root, share))
 
     def leave(self, number: int) -> None:
         """This number's root has no pages and is forgotten."""
@@ -177,11 +177,11 @@ class Holdings:
 class Tenants:
     """All roots and tenants of a node. Part of ``NodeState``."""
 
-    def __init__(self, tiers: Iterable[Tier], quotas: Iterable[Quota] = ()) -> None:
+    def __init__(self, tiers: Iterable[Tier], quotas: Iterable[TenantQuota] = ()) -> None:
         quotas = list(quotas)
         sizes = {tier: {quota.salt: getattr(quota, tier, None) for quota in quotas} for tier in tiers}
         self._empty: OrderedDict[int, None] = OrderedDict()
-        self.holdings = {tier: Holdings(tier, sizes[tier], self._empty) for tier in tiers}
+        self.holdings = {tier: TierAccounts(tier, sizes[tier], self._empty) for tier in tiers}
         self.named = Names(NAMES_BYTES_MAX)  # stand in the book
         self.spoken = Names(SPOKEN_BYTES_MAX)  # of roots under which nothing was stored yet
         self.book: list[ev.Instruction] = []  # what changed in ``named``, for the next decision to carry

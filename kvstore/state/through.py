@@ -20,7 +20,7 @@ from kvstore.model.objects import is_object_class
 from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, position_of, roots_of, standing, turns_of
 from kvstore.state import events as ev
 from kvstore.state.behind import Behind
-from kvstore.state.copying import NODE_SESSION, Batch, Copies
+from kvstore.state.copying import NODE_SESSION, CopyBatch, CopyBatches
 from kvstore.state.demotion import Demotion
 from kvstore.state.frames import ClassPool
 from kvstore.state.pending import Pending
@@ -42,7 +42,7 @@ class Through(Behind):
     Life of a page here: complete in the pending table -> chosen, in a batch -> on NVMe, its frame free; or doomed.
     """
 
-    def __init__(self, copies: Copies, writing: Writing, demotion: Demotion, counters: Counter[str]) -> None:
+    def __init__(self, copies: CopyBatches, writing: Writing, demotion: Demotion, counters: Counter[str]) -> None:
         self.copies = copies
         self.upper = demotion.upper
         self.lower = demotion.lower
@@ -278,7 +278,7 @@ class Through(Behind):
         held = self.lower.find_in(root, anchor)
         if targets and held is not None:
             self.lower.hold(held)
-            batch = Batch([], frame_class, self.upper, self.lower, [held])
+            batch = CopyBatch([], frame_class, self.upper, self.lower, [held])
             info = standing(*self.lower.standing_after(held, chain[0].continues))
             standings = {anchor: standing(position_of(info) - 1, turns_of(info))}
             for page, target in zip(chain, targets, strict=False):
@@ -353,7 +353,7 @@ class Through(Behind):
         return out
 
     def _arrived(
-        self, event: ev.Saved, batch: Batch, places: list[int], parents: list[bytes], out: list[ev.Instruction]
+        self, event: ev.Saved, batch: CopyBatch, places: list[int], parents: list[bytes], out: list[ev.Instruction]
     ) -> None:
         if not places:
             return

@@ -23,7 +23,7 @@ from typing import Any
 from kvstore.model.replica import Address, FrameState, Status, Tier, keys_of, roots_of
 from kvstore.state import events as ev
 from kvstore.state.clearing import Clearing
-from kvstore.state.copying import NODE_SESSION, Batch, Copies
+from kvstore.state.copying import NODE_SESSION, CopyBatch, CopyBatches
 from kvstore.state.demotion import ADMISSIONS, Demotion
 from kvstore.state.last_save import LastSave
 from kvstore.state.pins import Pins
@@ -42,7 +42,7 @@ class Pair:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: CopyBatches,
         upper: Space,
         lower: Space,
         writing: Writing,
@@ -79,7 +79,7 @@ class Tiering:
         self.tenants = tenants
         self.counters = counters
         self.pins: Pins | None = None  # they wait for what the scan finds
-        self.copies = copies = Copies(spaces, counters)
+        self.copies = copies = CopyBatches(spaces, counters)
         self.pairs = {
             lower.tier: Pair(copies, upper, lower, writing, counters, rules[lower.tier])
             for upper, lower in pairwise(spaces.values())
@@ -158,7 +158,7 @@ class Tiering:
         self._other_pages(batch)
         return self.pairs[batch.source.tier].clearing.carried(event)
 
-    def _other_pages(self, batch: Batch) -> None:
+    def _other_pages(self, batch: CopyBatch) -> None:
         """Other pages are in the frames of this batch now: nobody has read them there."""
         if batch.target.tier in self.pairs:
             self.pairs[batch.target.tier].promotion.forget_reads([page.target for page in batch.pages])

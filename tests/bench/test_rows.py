@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 import kvstore
-from kvstore.bench.content import LAYOUTS, Content, Work
+from kvstore.bench.content import LAYOUTS, BenchWork, Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, alternate, medians, quickest, result, speeds
 from kvstore.bench.nvme import plan
 from kvstore.bench.nvme_disk import LIMITS, RawFile, Scratch, Where, file_system, target_bytes
 from kvstore.bench.reading import Reading
 from kvstore.bench.rows import ROWS, chosen
-from kvstore.bench.stage import Settings, wait_for
+from kvstore.bench.stage import RunSettings, wait_for
 from kvstore.cli.bench import bench
 from kvstore.errors import InvalidRequest
 from kvstore.tier import nvme_geometry
@@ -127,8 +127,8 @@ def test_content_follows_from_key_and_offset() -> None:
 
 
 def test_work_is_the_same_in_every_process() -> None:
-    work = Work("4k", seed=1, chains=2, pages=3)
-    again = Work(**json.loads(json.dumps(work.to_json())))
+    work = BenchWork("4k", seed=1, chains=2, pages=3)
+    again = BenchWork(**json.loads(json.dumps(work.to_json())))
     assert again == work and np.array_equal(again.tokens(1), work.tokens(1))
     assert not np.array_equal(work.tokens(0), work.tokens(1))
     assert work.total_bytes == 2 * 3 * 4096
@@ -136,7 +136,7 @@ def test_work_is_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("damage", ["none", "byte", "absent"])
 def test_a_row_that_reads_wrong_bytes_fails(tmp_path: Path, damage: str) -> None:
-    work = Work("4k", seed=1, chains=2, pages=8)
+    work = BenchWork("4k", seed=1, chains=2, pages=8)
     content, rows = Content(4096), np.zeros((8, 4096), np.uint8)
     with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
         cache = store.cache(work.layout)
@@ -211,7 +211,7 @@ def test_scratch_folder_says_what_it_needs_and_goes(tmp_path: Path) -> None:
 
 
 def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
-    work = Work("4k", seed=1, chains=24, pages=8)
+    work = BenchWork("4k", seed=1, chains=24, pages=8)
     content, rows = Content(4096), np.zeros((8, 4096), np.uint8)
     nvme = f"{disk_dir / 'pages'}:{target_bytes(24 * 8, work.layout, 1 << 20)}"
     settings: dict[str, Any] = {"nvme_extent": "1MiB", "shm_dir": disk_dir}
@@ -255,7 +255,7 @@ def test_geometries_and_settings() -> None:
         "64k": 64 << 10,
         "4k": 4 << 10,
     }
-    assert Settings(quick=True).walk_bytes <= 128 << 20
+    assert RunSettings(quick=True).walk_bytes <= 128 << 20
 
 
 def test_list() -> None:

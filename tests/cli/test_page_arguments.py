@@ -249,8 +249,8 @@ def test_a_layout_that_nobody_has_said_whole() -> None:
 # --- what is printed ------------------------------------------------------------------------------------------------
 
 
-def page(number: int, tiers: str = "", reason: str = "", **detail: Any) -> lookup.Page:
-    return lookup.Page(number, f"{number:032x}", bool(tiers) and not reason, tiers.split(), reason, detail)
+def page(number: int, tiers: str = "", reason: str = "", **detail: Any) -> lookup.PageLine:
+    return lookup.PageLine(number, f"{number:032x}", bool(tiers) and not reason, tiers.split(), reason, detail)
 
 
 def test_runs_of_equal_answers_share_a_line() -> None:

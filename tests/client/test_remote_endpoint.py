@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.client.remote.endpoint import Credentials, endpoint, is_remote
+from kvstore.client.remote.endpoint import GivenCredentials, endpoint, is_remote
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, digest_of, fields, pack_data, pack_integer
 
-CLEAR = Credentials()
+CLEAR = GivenCredentials()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_bad_addresses(address: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "[::1]", "localhost"])
 def test_a_token_goes_in_clear_on_this_machine_only(host: str) -> None:
-    given = Credentials(token="secret")
+    given = GivenCredentials(token="secret")
     assert endpoint(f"kv://{host}:1", given, {}).token == "secret"
     assert endpoint("kv+unix:///s", given, {}).token == "secret"
     for away in ("10.0.0.1", "example.org", "localhost.example.org", "[fe80::1]", "0.0.0.0"):
@@ -69,8 +69,8 @@ def test_credentials_from_arguments_files_and_the_environment(tmp_path: Path) ->
     assert (found.cert, found.key) == (b"cert text\n", b"key text\n")
     assert "from-file" not in repr(found) and "text" not in repr(found)
     assert endpoint("kv://away:1", CLEAR, env | {"KVSTORE_TOKEN": "env"}).token == "env"
-    assert endpoint("kv://away:1", Credentials(token="given"), env).token == "given"
-    named = endpoint("kv://away:1", Credentials(tls_server_name="node"), {})
+    assert endpoint("kv://away:1", GivenCredentials(token="given"), env).token == "given"
+    named = endpoint("kv://away:1", GivenCredentials(tls_server_name="node"), {})
     assert (named.tls, named.ca, named.server_name) == (True, None, "node")
     assert not endpoint("kv+unix:///s", CLEAR, env).tls
     # A node's own certificate, set for `kvstore serve`, turns nothing on.
@@ -81,20 +81,20 @@ def test_credentials_from_arguments_files_and_the_environment(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "env", "field"),
     [
-        (Credentials(token=""), {}, "token"),
-        (Credentials(token="a b"), {}, "token"),
-        (Credentials(token="a\nb"), {}, "token"),
-        (Credentials(token="é"), {}, "token"),
-        (Credentials(token="x" * 5000), {}, "token"),
+        (GivenCredentials(token=""), {}, "token"),
+        (GivenCredentials(token="a b"), {}, "token"),
+        (GivenCredentials(token="a\nb"), {}, "token"),
+        (GivenCredentials(token="é"), {}, "token"),
+        (GivenCredentials(token="x" * 5000), {}, "token"),
         (CLEAR, {"KVSTORE_TOKEN_FILE": "/nowhere"}, "KVSTORE_TOKEN_FILE"),
         (CLEAR, {"KVSTORE_TLS_CA": "/nowhere"}, "KVSTORE_TLS_CA"),
-        (Credentials(tls_ca="/nowhere"), {}, "tls_ca"),
-        (Credentials(tls_ca=""), {}, "tls_ca"),
-        (Credentials(tls_cert=__file__), {}, "tls_key"),
-        (Credentials(tls_key=__file__), {}, "tls_cert"),
+        (GivenCredentials(tls_ca="/nowhere"), {}, "tls_ca"),
+        (GivenCredentials(tls_ca=""), {}, "tls_ca"),
+        (GivenCredentials(tls_cert=__file__), {}, "tls_key"),
+        (GivenCredentials(tls_key=__file__), {}, "tls_cert"),
     ],
 )
-def test_bad_credentials(given: Credentials, env: dict[str, str], field: str) -> None:
+def test_bad_credentials(given: GivenCredentials, env: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         endpoint("kv://127.0.0.1:1", given, env)
     assert caught.value.field == field
@@ -105,7 +105,7 @@ def test_credentials_are_for_kv_addresses() -> None:
     with pytest.raises(InvalidRequest, match="^token: "):
         kvstore.connect("name", token="x")
     with pytest.raises(InvalidRequest, match="^tls_ca: "):
-        endpoint("kv+unix:///s", Credentials(tls_ca=__file__), {})
+        endpoint("kv+unix:///s", GivenCredentials(tls_ca=__file__), {})
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, 3_000_000])

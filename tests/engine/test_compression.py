@@ -23,7 +23,7 @@ from engine.compute.models import Model, load_model
 from engine.memory import compression
 from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
 from kvstore.bench.harness import Kind
-from kvstore.bench.stage import Settings, Stage
+from kvstore.bench.stage import RunSettings, Stage
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
@@ -376,7 +376,7 @@ def test_a_model_can_be_trained_for_it() -> None:
 
 def test_rows_measure() -> None:
     by_name = {row.name: row for row in ROWS}
-    with Stage(Settings(rounds=1, quick=True)) as stage:
+    with Stage(RunSettings(rounds=1, quick=True)) as stage:
         encoding, decoding, size = by_name["compress_int8_bfloat16"].measure(stage, "x", None)
         lines = by_name["compress_logits_mla"].measure(stage, "y", None)
     assert [line.kind for line in (encoding, decoding, size)] == [Kind.SPEED, Kind.SPEED, Kind.COUNT]

@@ -42,7 +42,7 @@ class Driver:
         return self.state.handle(event)
 
     def loaded(self, number: int, tokens: int = 0) -> list[do.Instruction]:
-        return self.state.handle(ev.Loaded(self.now_s, number, tokens))
+        return self.state.handle(ev.PrefixLoaded(self.now_s, number, tokens))
 
     def turn(self, arriving: dict[int, ev.Arriving] | None = None) -> list[do.Instruction]:
         return self.state.handle(ev.Turn(self.now_s, arriving or {}))
@@ -101,11 +101,11 @@ def test_a_large_request_is_not_overtaken() -> None:
     driver.submit(1, 6 * PAGE, PAGE)
     driver.submit(2, 6 * PAGE, PAGE)
     driver.submit(3, PAGE, PAGE)
-    assert [it.sequence for it in only(driver.turn(), do.Load)] == [1]
-    assert not only(driver.turn(), do.Load)
+    assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1]
+    assert not only(driver.turn(), do.LoadPrefix)
     driver.loaded(1)
     driver.state.handle(ev.Cancelled(0.0, 1))
-    assert [it.sequence for it in only(driver.turn(), do.Load)] == [2, 3]
+    assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [2, 3]
 
 
 def test_what_fits_no_arena_is_no_request_of_ours() -> None:
@@ -155,7 +155,7 @@ def test_deadlines_end_whoever_waits_loads_and_decodes() -> None:
 
 def test_an_answer_that_was_told_whole_before_ends_at_once() -> None:
     out = Driver().submit(1, PAGE + 3, generated=3, stopped=True)
-    assert kinds(out) == ["Forget", "Finish", "Drop"] and only(out, do.Finish)[0].reason == "stop"
+    assert kinds(out) == ["Forget", "Finish", "EndSequence"] and only(out, do.Finish)[0].reason == "stop"
 
 
 # --- which engine is asked -----------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ def test_a_lazy_request_waits_for_frames_only_when_it_is_computed() -> None:
     assert kinds(driver.submit(1, engines=(ONE,), lazy=True)) == ["Ask"]
     assert not driver.turn()
     driver.state.handle(ev.Computed(0.0, 1, 1, 5))
-    assert kinds(driver.turn()) == ["Load"]
-    assert kinds(driver.loaded(1)) == ["Move", "Draw"]
+    assert kinds(driver.turn()) == ["LoadPrefix"]
+    assert kinds(driver.loaded(1)) == ["MoveIn", "Draw"]
 
 
 def test_an_engine_that_failed_is_left_alone_for_a_while() -> None:
@@ -253,8 +253,8 @@ def test_pages_of_an_answer_that_ends_with_its_first_token_are_stored() -> None:
     driver.state.handle(ev.Moved(0.0, 1, 1, 4 * PAGE))
     assert kinds(driver.state.handle(ev.Computed(0.0, 1, 1, 5))) == ["Draw"]
     out = kinds(driver.state.handle(ev.Drawn(0.0, 1, "")))
-    assert out[0] == "Settle" and out[-4:] == ["Forget", "Finish", "GiveBack", "Drop"]
-    assert out.index("Store") < out.index("Finish")
+    assert out[0] == "Settle" and out[-4:] == ["Forget", "Finish", "GiveBack", "EndSequence"]
+    assert out.index("StorePages") < out.index("Finish")
 
 
 # --- who joins a step ----------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_drain_ends_with_the_first_answer_that_is_not_taken() -> None:
     driver.stepped()
     assert not only(driver.turn(), do.PassOn), "one after the other"
     driver.stepped()
-    assert kinds(driver.state.handle(ev.NotTaken(0.0, 1, GONE))) == ["Reply"]
+    assert kinds(driver.state.handle(ev.NotTaken(0.0, 1, GONE))) == ["AnswerCall"]
     assert not only(driver.turn(), do.PassOn)
 
 
@@ -337,10 +337,10 @@ def test_an_answer_comes_back_that_is_not_taken_in_time() -> None:
     driver = Driver()
     driver.decoding(1)
     out = driver.state.handle(ev.Migrate(0.0, 1, TWO, 9))
-    assert kinds(out) == ["Store", "PassOn"]
+    assert kinds(out) == ["StorePages", "PassOn"]
     driver.now_s = TAKE_S + 0.1
     out = driver.turn()
-    assert kinds(out) == ["Reply", "CancelThere"] and out[0].call == 9
+    assert kinds(out) == ["AnswerCall", "CancelThere"] and out[0].call == 9
     assert kinds(driver.turn()) == []
     assert kinds(driver.state.handle(ev.NotTaken(driver.now_s, 1))) == []
     assert [step.decoding for step in only(driver.turn(), do.Step)] == [[1]]
@@ -352,7 +352,7 @@ def test_what_cannot_leave_says_so() -> None:
     driver.submit(2)
     for number in (1, 2, 77):
         out = driver.state.handle(ev.Migrate(0.0, number, TWO, 9))
-        assert out == [do.Reply(9, False)]
+        assert out == [do.AnswerCall(9, False)]
 
 
 def test_a_prefill_is_held_for_so_long() -> None:
@@ -366,7 +366,7 @@ def test_a_prefill_is_held_for_so_long() -> None:
     assert not driver.turn()
     driver.now_s = 3.0
     assert kinds(driver.turn()) == ["Close"]
-    assert kinds(driver.state.handle(ev.PullsEnded(3.0, 1))) == ["Forget", "GiveBack", "Drop"]
+    assert kinds(driver.state.handle(ev.PullsEnded(3.0, 1))) == ["Forget", "GiveBack", "EndSequence"]
 
 
 # --- the door ------------------------------------------------------------------------------------------------------

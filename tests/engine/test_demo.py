@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.demo.script import Script, encoder, read_documents, turns
-from engine.simulator.trace import Request
+from engine.simulator.trace import TraceRequest
 from tests.helpers.processes import CLI, Machine, Process, wait_until
 
 SMALL = ("--model", "tiny-llama", "--requests", "6", "--nvme", "128MiB")
@@ -86,9 +86,9 @@ def test_what_cannot_be_is_said_first(
 
 def test_conversations_follow_a_trace() -> None:
 
-    opening = Request(0, 1200, 300, (0, 1, 2))
-    other = Request(1000, 2000, 300, (0, 3, 4, 5))
-    later = Request(2000, 1800, 300, (0, 1, 6, 7))  # goes on with the first
+    opening = TraceRequest(0, 1200, 300, (0, 1, 2))
+    other = TraceRequest(1000, 2000, 300, (0, 3, 4, 5))
+    later = TraceRequest(2000, 1800, 300, (0, 1, 6, 7))  # goes on with the first
     asked = turns([opening, other, later])
     assert [(turn.conversation, turn.number) for turn in asked] == [(0, 1), (1, 1), (0, 2)]
     assert asked[0].text_tokens < asked[1].text_tokens and asked[2].text_tokens > 0

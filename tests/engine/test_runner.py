@@ -19,7 +19,7 @@ from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
 from engine.memory.arena import Arena
 from kvstore.bench.harness import Bar, Kind
-from kvstore.bench.stage import Settings, Stage
+from kvstore.bench.stage import RunSettings, Stage
 
 FAMILIES = ("tiny-llama", "tiny-qwen3", "tiny-mla", "tiny-mistral", "tiny-gemma2", "tiny-gpt-oss")
 NEW_TOKENS = 12
@@ -271,7 +271,7 @@ def test_half_precision_runs_and_is_near(dtype):
 
 
 def test_the_row_of_the_benchmark_compares_two_ways_to_the_same_logits():
-    with Stage(Settings(rounds=1, quick=True)) as stage:
+    with Stage(RunSettings(rounds=1, quick=True)) as stage:
         (line,) = decode_step(stage, "decode_step_b3", Bar(1.15, at_least=False), batch=3)
     assert (line.name, line.kind, line.bar) == ("decode_step_b3", Kind.TIME, "<= 1.15")
     assert line.ratio is not None and line.ratio > 0

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.api.metrics import Tally
+from engine.api.metrics import EngineTally
 from engine.api.server import EngineServer
 from engine.api.service import PULLS_MAX
 from engine.api.wire import pieces_of
@@ -85,7 +85,7 @@ def engine() -> Still:
 def stub(engine: Still, tmp_path: Path) -> Iterator[Any]:
     identities = Path(api.identities_file(tmp_path))
     config = EngineConfig(model="none", identities=identities, listen=("127.0.0.1:0",))
-    server = EngineServer(config, engine, engine, Tally())  # type: ignore[arg-type]
+    server = EngineServer(config, engine, engine, EngineTally())  # type: ignore[arg-type]
     server.start()
     try:
         with grpc.insecure_channel(server.addresses[0]) as channel:

@@ -7,16 +7,16 @@ import io
 from collections.abc import Iterable
 from itertools import pairwise
 
-from engine.simulator.trace import Request, write_trace
+from engine.simulator.trace import TraceRequest, write_trace
 
 
-def digest(requests: Iterable[Request]) -> str:
+def digest(requests: Iterable[TraceRequest]) -> str:
     stream = io.StringIO()
     write_trace(stream, requests)
     return hashlib.sha256(stream.getvalue().encode()).hexdigest()[:16]
 
 
-def assert_well_formed(requests: list[Request]) -> None:
+def assert_well_formed(requests: list[TraceRequest]) -> None:
     assert all(before.timestamp_ms <= after.timestamp_ms for before, after in pairwise(requests))
     parent_of: dict[int, int | None] = {}
     for request in requests:

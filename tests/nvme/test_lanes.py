@@ -7,12 +7,12 @@ import threading
 import pytest
 
 from kvstore.service.upkeep import tier_mover
-from kvstore.service.upkeep.device_lanes import Joint, Lane
+from kvstore.service.upkeep.device_lanes import DeviceLane, Joint
 from tests.helpers.processes import wait_until
 
 
 def test_pieces_come_in_order_and_chores_once_and_last() -> None:
-    lane, done = Lane("test"), list[str]()
+    lane, done = DeviceLane("test"), list[str]()
     lane.put_chore("tidy", lambda: done.append("an earlier tidy"))
     lane.put(lambda: done.append("first"))
     lane.put_chore("tidy", lambda: done.append("tidy"))
@@ -35,7 +35,7 @@ class Devices:
     """Lanes that are at a piece each, or at none."""
 
     def __init__(self, count: int) -> None:
-        self.lanes = [Lane(str(number)) for number in range(count)]
+        self.lanes = [DeviceLane(str(number)) for number in range(count)]
         self._gates: dict[int, threading.Event] = {}
         self._threads: list[threading.Thread] = []
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.simulator.cache import Access, CacheSimulation, accesses, key_of
+from engine.simulator.cache import CacheAccess, CacheSimulation, accesses, key_of
 from engine.simulator.cli import GENERATORS, simulate
 from engine.simulator.compare import BELADY, BELADY_BLOCKS, LRU_BLOCKS, Half, compare, table
 from engine.simulator.generate import ConversationShape, conversations
@@ -19,7 +19,7 @@ from engine.simulator.hints import LIAR, TENANTS, TENTHS, dealt, hinted
 from engine.simulator.mixtures import AgentShape, ScanShape, ShiftShape, agents, scans, shifts
 from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
 from engine.simulator.policies import POLICIES, make_policy
-from engine.simulator.trace import Request, statistics, write_trace
+from engine.simulator.trace import TraceRequest, statistics, write_trace
 from kvstore.cli.main import run
 from kvstore.errors import InvalidRequest
 from kvstore.model.retention import Retention
@@ -29,12 +29,12 @@ QUIET = settings(derandomize=True, deadline=None, max_examples=40)
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
-def trace_of(*requests: tuple[int, ...]) -> list[Access]:
+def trace_of(*requests: tuple[int, ...]) -> list[CacheAccess]:
     """These block ids, a second apart."""
-    return [Access(1000 * number, blocks) for number, blocks in enumerate(requests)]
+    return [CacheAccess(1000 * number, blocks) for number, blocks in enumerate(requests)]
 
 
-def simulated(capacity: int, name: str, trace: list[Access]) -> tuple[list[int], CacheSimulation]:
+def simulated(capacity: int, name: str, trace: list[CacheAccess]) -> tuple[list[int], CacheSimulation]:
     """Hits per request, and the cache at the end."""
     simulation = CacheSimulation(capacity, make_policy(name, capacity))
     return [simulation.request(access.now_ms, access.blocks) for access in trace], simulation
@@ -79,7 +79,7 @@ def test_a_request_larger_than_the_cache_keeps_its_front() -> None:
 
 
 def test_requests_of_one_tick_have_times_of_their_own() -> None:
-    requests = [Request(when, 512, 1, (0,)) for when in (0, 0, 0, 3000, 3000)]
+    requests = [TraceRequest(when, 512, 1, (0,)) for when in (0, 0, 0, 3000, 3000)]
     assert [access.now_ms for access in accesses(requests)] == [0, 1, 2, 3000, 3001]
 
 
@@ -294,16 +294,18 @@ def test_cache_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments
 # --- hints ------------------------------------------------------------------------------------------------------------
 
 
-def conversations_with_a_prompt(requests: int) -> list[Access]:
+def conversations_with_a_prompt(requests: int) -> list[CacheAccess]:
     """Requests that open with block 0, each followed by its own; every fourth is gone on from once, later."""
     return [
-        Access(1000 * number, (0, *range(10 * number, 10 * number + 8)) if number % 4 or not number else (0, number))
+        CacheAccess(
+            1000 * number, (0, *range(10 * number, 10 * number + 8)) if number % 4 or not number else (0, number)
+        )
         for number in range(1, requests + 1)
     ]
 
 
 def test_requests_are_dealt_by_session_and_hinted_by_rule() -> None:
-    trace = [*conversations_with_a_prompt(40), Access(10**6, (0, 10, 11, 900)), Access(10**6 + 1, (901, 902))]
+    trace = [*conversations_with_a_prompt(40), CacheAccess(10**6, (0, 10, 11, 900)), CacheAccess(10**6 + 1, (901, 902))]
     plain = dealt(trace)
     assert len({access.owner for access in plain}) > 1
     assert all(block % TENANTS == access.owner for access in plain for block in access.blocks), "none is shared"
@@ -323,7 +325,7 @@ def test_requests_are_dealt_by_session_and_hinted_by_rule() -> None:
 
 def test_who_lies_of_all_its_pages_harms_nobody() -> None:
     """To the page the same as one that says nothing; and hints of the others gain what they should."""
-    plain = dealt([Access(access.now_ms, access.blocks) for access in accesses(conversations(2000, seed=1))])
+    plain = dealt([CacheAccess(access.now_ms, access.blocks) for access in accesses(conversations(2000, seed=1))])
     hits = {}
     for tenth in ("is silent", "lies"):
         simulation = CacheSimulation(1500, make_policy("gittins", 1500))

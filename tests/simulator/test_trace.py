@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.simulator.cli import simulate
-from engine.simulator.trace import VOCABULARY_TOKENS, Request, read_trace, statistics, write_trace
+from engine.simulator.trace import VOCABULARY_TOKENS, TraceRequest, read_trace, statistics, write_trace
 from kvstore.cli.main import run
 from kvstore.errors import InvalidRequest
 
@@ -23,18 +23,20 @@ GOOD = {"timestamp": 3000, "input_length": 1100, "output_length": 52, "hash_ids"
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> list[Request]:
+def traces(draw: st.DrawFn) -> list[TraceRequest]:
     requests, now_ms = [], 0
     for _ in range(draw(st.integers(0, 6))):
         now_ms += draw(st.integers(0, 10_000))
         ids = tuple(draw(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5, unique=True)))
         input_tokens = 512 * (len(ids) - 1) + draw(st.integers(1, 512))
-        requests.append(Request(now_ms, input_tokens, draw(st.integers(0, 4000)), ids))
+        requests.append(TraceRequest(now_ms, input_tokens, draw(st.integers(0, 4000)), ids))
     return requests
 
 
 @given(traces())
-def test_a_trace_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, requests: list[Request]) -> None:
+def test_a_trace_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[TraceRequest]
+) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     assert write_trace(path, requests) == len(requests)
     assert list(read_trace(path)) == requests
@@ -47,8 +49,8 @@ def test_a_trace_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFact
 def test_the_published_form(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD))
-    assert list(read_trace(path)) == [Request(3000, 1100, 52, (0, 41, 42))] * 2
-    write_trace(path, [Request(3000, 1100, 52, (0, 41, 42))])
+    assert list(read_trace(path)) == [TraceRequest(3000, 1100, 52, (0, 41, 42))] * 2
+    write_trace(path, [TraceRequest(3000, 1100, 52, (0, 41, 42))])
     assert json.loads(path.read_text()) == GOOD
 
 
@@ -97,8 +99,8 @@ def test_missing_files_and_odd_limits_are_named(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    def failing() -> Iterator[Request]:
-        yield Request(0, 1, 1, (1,))
+    def failing() -> Iterator[TraceRequest]:
+        yield TraceRequest(0, 1, 1, (1,))
         raise KeyboardInterrupt
 
     path = tmp_path / "trace.jsonl"
@@ -110,7 +112,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_tokens_are_the_same_everywhere() -> None:
-    tokens = Request(0, 1100, 1, (0, 41, 2**63 - 1)).tokens()
+    tokens = TraceRequest(0, 1100, 1, (0, 41, 2**63 - 1)).tokens()
     assert tokens.shape == (1100,) and tokens.dtype == np.uint32
     assert tokens[:4].tolist() == [20878, 22438, 12387, 21005]
     assert hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()[:16] == "cdf2924215230859"
@@ -125,7 +127,7 @@ def test_tokens_follow_their_definition() -> None:
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
         return word ^ (word >> 31)
 
-    request = Request(0, 700, 1, (5, 2**62))
+    request = TraceRequest(0, 700, 1, (5, 2**62))
     expected = []
     for block in request.block_ids:
         state = mix((block + golden) & mask)
@@ -136,8 +138,8 @@ def test_tokens_follow_their_definition() -> None:
 @given(st.lists(st.integers(0, 2**40), max_size=4, unique=True), st.integers(1, 512), st.integers(1, 512))
 def test_shared_ids_are_shared_tokens(shared: list[int], tail_a: int, tail_b: int) -> None:
     start = 512 * len(shared)
-    a = Request(0, start + tail_a, 1, (*shared, 2**41)).tokens()
-    b = Request(9, start + tail_b, 1, (*shared, 2**41 + 1)).tokens()
+    a = TraceRequest(0, start + tail_a, 1, (*shared, 2**41)).tokens()
+    b = TraceRequest(9, start + tail_b, 1, (*shared, 2**41 + 1)).tokens()
     assert np.array_equal(a[:start], b[:start])
     assert a.max() < VOCABULARY_TOKENS
     common = min(tail_a, tail_b)
@@ -145,14 +147,14 @@ def test_shared_ids_are_shared_tokens(shared: list[int], tail_a: int, tail_b: in
 
 
 def test_tokens_of_other_block_sizes() -> None:
-    assert len(Request(0, 40, 1, (1, 2, 3)).tokens(block_tokens=16)) == 40
+    assert len(TraceRequest(0, 40, 1, (1, 2, 3)).tokens(block_tokens=16)) == 40
     with pytest.raises(InvalidRequest, match="block_tokens: 3 blocks of 512 do not hold 40 tokens"):
-        Request(0, 40, 1, (1, 2, 3)).tokens()
+        TraceRequest(0, 40, 1, (1, 2, 3)).tokens()
 
 
 def test_tokens_of_a_long_prompt_are_quick() -> None:
     """Quicker than a loop over them that does nothing."""
-    request = Request(0, 131_072, 1, tuple(range(256)))
+    request = TraceRequest(0, 131_072, 1, tuple(range(256)))
     times_s = []
     for _ in range(10):
         start = time.perf_counter()
@@ -168,10 +170,10 @@ def test_tokens_of_a_long_prompt_are_quick() -> None:
 def test_statistics_by_hand() -> None:
     found = statistics(
         [
-            Request(0, 1100, 10, (0, 1, 2)),  # a conversation: two full blocks
-            Request(0, 1100, 20, (0, 3, 4)),  # another, which stays alone
-            Request(6000, 1700, 30, (0, 1, 5, 6)),  # next turn of the first: 0 and 1 again
-            Request(9000, 600, 40, (0, 7)),  # too short to have had a next turn that shows
+            TraceRequest(0, 1100, 10, (0, 1, 2)),  # a conversation: two full blocks
+            TraceRequest(0, 1100, 20, (0, 3, 4)),  # another, which stays alone
+            TraceRequest(6000, 1700, 30, (0, 1, 5, 6)),  # next turn of the first: 0 and 1 again
+            TraceRequest(9000, 600, 40, (0, 7)),  # too short to have had a next turn that shows
         ]
     )
     assert found["requests"] == 4
@@ -189,9 +191,9 @@ def test_statistics_by_hand() -> None:
 
 
 def test_next_turns_are_counted() -> None:
-    requests = [Request(0, 1100, 1, (0, 10 * n, 10 * n + 1)) for n in range(1, 101)]
-    requests += [Request(1, 1100, 1, (0, 10 * n, 10 * n + 2)) for n in range(1, 61)]
-    requests += [Request(2, 1100, 1, (0, 10 * n, 10 * n + 3)) for n in range(1, 31)]
+    requests = [TraceRequest(0, 1100, 1, (0, 10 * n, 10 * n + 1)) for n in range(1, 101)]
+    requests += [TraceRequest(1, 1100, 1, (0, 10 * n, 10 * n + 2)) for n in range(1, 61)]
+    requests += [TraceRequest(2, 1100, 1, (0, 10 * n, 10 * n + 3)) for n in range(1, 31)]
     assert statistics(requests)["next_turn_ratio"] == [0.6, 0.5]
 
 

@@ -20,7 +20,7 @@ from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page
 from kvstore.state.policy_base import heap_pop, heap_push
 from kvstore.state.policy_gittins import Ghosts, Gittins, step_of
 from kvstore.state.policy_lru import Lru
-from kvstore.state.policy_worth import BINS, CLASSES, PRIOR, Ledger, bin_of, bins_of, gittins
+from kvstore.state.policy_worth import BINS, CLASSES, PRIOR, WorthLedger, bin_of, bins_of, gittins
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
 SLOTS = 40
@@ -306,14 +306,14 @@ def test_the_index_looks_ahead_as_far_as_it_pays(chances: list[float]) -> None:
 
 
 def test_without_experience_the_oldest_is_worth_least() -> None:
-    chances = Ledger().chances()
+    chances = WorthLedger().chances()
     assert chances == pytest.approx(np.tile(PRIOR, (CLASSES, 1)))
     assert all(older <= younger for younger, older in pairwise(gittins(PRIOR.tolist())))
 
 
 def test_chances_are_what_was_seen_though_pages_leave() -> None:
     """Used at ages of about 1 s with a chance of one in two; half of all are evicted before that, at 0.1 s."""
-    ledger = Ledger()
+    ledger = WorthLedger()
     for i in range(20_000):
         if i % 2:
             ledger.watched(1, 0, bin_of(100), used=False)
@@ -328,7 +328,7 @@ def test_chances_are_what_was_seen_though_pages_leave() -> None:
 
 
 def test_what_is_still_there_counts_as_unused() -> None:
-    ledger = Ledger()
+    ledger = WorthLedger()
     for _ in range(500):
         ledger.watched(1, 0, bin_of(1000), used=True)
     kept = np.full(100, 1), np.zeros(100, np.int64), np.full(100, bin_of(60_000))

@@ -11,7 +11,7 @@ import pytest
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, position_of, standing, turns_of
 from kvstore.state import demotion, integrity, promotion, space
 from kvstore.state import events as ev
-from kvstore.state.copying import Batch
+from kvstore.state.copying import CopyBatch
 from kvstore.state.pages import standings_of
 from kvstore.state.tier_parts import TieringRules
 from kvstore.state.tiering import NODE_SESSION
@@ -733,7 +733,7 @@ def test_loads_that_follow_each_other_hold_what_they_hang_on() -> None:
     first, second = world.shell.copies
     assert ([p.key for p in first.pages], [p.key for p in second.pages]) == (keys[:1], keys[1:])
     copies = world.state.tiering.copies
-    batch: Batch = copies.loading[second.number]
+    batch: CopyBatch = copies.loading[second.number]
     assert batch.waits_for == {keys[0]} and world.shell.index.get(keys[0]) not in batch.held
     world.move_on()
     while first.number in copies.loading:

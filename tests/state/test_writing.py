@@ -331,7 +331,7 @@ def test_a_lost_connection_takes_nothing_away() -> None:
     world = node()
     addresses = reserve(world, A, 1).addresses
     world.grant(A, SMALL, 2)
-    assert world.decide(ev.SessionLost(world.now_ns, A)) == [ev.CheckSession(A)]
+    assert world.decide(ev.ConnectionLost(world.now_ns, A)) == [ev.CheckSession(A)]
     assert ev.CheckSession(A) in tick(world, 1), "asked again and again: it may die later"
     assert len(world.state.sessions[A].granted) == 2
     assert seal(world, A, 0, addresses) == [Status.OK] * 3

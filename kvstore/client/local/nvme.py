@@ -71,7 +71,7 @@ class NvmeRun(NamedTuple):
     words: bytes
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """What one read brings: ``length`` pages from ``page`` on, in consecutive frames."""
 
     disk: Disk
@@ -83,7 +83,7 @@ class Part(NamedTuple):
     length: int
     generations: npt.NDArray[np.uint64]
 
-    def frames(self) -> list[Part]:
+    def frames(self) -> list[ReadPart]:
         """One part per frame."""
         stride = nvme_geometry.stride_bytes(self.extent.frame_class)
         return [
@@ -236,7 +236,7 @@ class NvmeRead:
         reader: NvmeReader,
         located: list[bytes],
         runs: list[NvmeRun],
-        parts: list[Part],
+        parts: list[ReadPart],
         keys: Keys,
         rows: Bytes,
         reason: str,
@@ -299,7 +299,7 @@ class NvmeRead:
         pages = min(missing, default=end)
         return pages, missing.get(pages, self._reason)
 
-    def _accept(self, part: Part, bounce: Bounce) -> tuple[int, str]:
+    def _accept(self, part: ReadPart, bounce: Bounce) -> tuple[int, str]:
         """Copy the leading pages of a part that hold to the caller's rows; how many, and why not all."""
         frame_class, pages = part.extent.frame_class, part.length
         head = nvme_geometry.header_bytes(frame_class)
@@ -318,18 +318,18 @@ class NvmeRead:
         return good, why
 
 
-def _read_of(part: Part) -> Read:
+def _read_of(part: ReadPart) -> Read:
     return Read(part.disk, part.offset, part.length * nvme_geometry.stride_bytes(part.extent.frame_class))
 
 
-def _why(part: Part, i: int, header: Bytes) -> str:
+def _why(part: ReadPart, i: int, header: Bytes) -> str:
     """A header that is not what it should be: is it another page's that has the same key, or is it damaged?"""
     frame, generation = part.frame + i, int(part.generations[i])
     sound = unpack(header, part.extent.frame_class, part.incarnation, part.extent.number, frame, generation)
     return CHECKSUM if isinstance(sound, str) else IDENTITY
 
 
-def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[Part], str]:
+def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[ReadPart], str]:
     """Runs cut into reads: large enough to be worth it, and as many as there are threads. They end, with the reason,
     where a device could not be opened here.
 
@@ -337,7 +337,7 @@ def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[Part], str]:
     would be in flight. The first ones grow: while one is checked, the next is still read.
     """
     total = sum(run.length for run in runs)
-    parts: list[Part] = []
+    parts: list[ReadPart] = []
     for run in runs:
         frame_class = run.extent.frame_class
         most = max(1, min(PART_BYTES // frame_class.page_bytes, -(-2 * total // (THREADS + 1))))
@@ -349,7 +349,7 @@ def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[Part], str]:
             place = map_.place(run.extent.position, frame_class, frame)
             if place is None:
                 return parts, IO
-            parts.append(Part(*place, run.extent, frame, run.page + i, length, generations[i : i + length]))
+            parts.append(ReadPart(*place, run.extent, frame, run.page + i, length, generations[i : i + length]))
             i += length
     return parts, ""
 

@@ -11,7 +11,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import Rows
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.put import Batch, LocalPut, frame_runs
+from kvstore.client.local.put import LocalPut, SealBatch, frame_runs
 from kvstore.client.scattered import Scattered
 from kvstore.errors import NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, key_hash, read_row
@@ -124,16 +124,16 @@ class HeadPut(_FromSource):
 
     def _seal(self, rows: Rows, page: int, addresses: list[Address]) -> None:
         body = (self._keys.parent, pack_addresses(addresses), self._keys.identity_bytes, self._replaces)
-        batch = Batch(page, addresses, body)
+        batch = SealBatch(page, addresses, body)
         self._batches.append(batch)
         self._request(batch)
 
-    def _request(self, batch: Batch) -> None:
+    def _request(self, batch: SealBatch) -> None:
         number = self._pool.class_number
         batch.reply = self._mapped.channel.request(Op.SEAL_GRANTED, count=1, a=number, flags=OBJECT, body=batch.body)
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
 
-    def _sort_out(self, batch: Batch, statuses: bytes) -> list[int]:
+    def _sort_out(self, batch: SealBatch, statuses: bytes) -> list[int]:
         self.busy, self.present = Status.BUSY in statuses, Status.PRESENT in statuses
         return super()._sort_out(batch, statuses)

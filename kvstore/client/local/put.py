@@ -35,7 +35,7 @@ _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STAL
 _BUSY, _OVER_QUOTA = int(Status.BUSY), int(Status.OVER_QUOTA)
 
 
-class Batch:
+class SealBatch:
     """Consecutive pages under one seal request."""
 
     __slots__ = ("page", "addresses", "body", "reply", "sent_again")
@@ -85,7 +85,7 @@ class LocalPut(PendingPut):
         self._flags = flags
         self._first = 0  # page that is new
         self._known = known  # pages that are on NVMe already: sealed in DRAM once more, but not new
-        self._batches: list[Batch] = []
+        self._batches: list[SealBatch] = []
         self._lock = threading.Lock()
         self._new = 0
         self._failure: Unavailable | None = None
@@ -194,7 +194,7 @@ class LocalPut(PendingPut):
             body = (*body, checksums_of(rows[page : page + count], self._pool.frame_class.layers).tobytes())
         if hints := keys.hints[page : page + count]:
             body = (*body, hints)
-        batch = Batch(page, addresses, body)
+        batch = SealBatch(page, addresses, body)
         self._batches.append(batch)
         self._publishes = self._publishes and self._publish(batch)
         if self._publishes:
@@ -202,7 +202,7 @@ class LocalPut(PendingPut):
         else:
             self._request(batch)
 
-    def _request(self, batch: Batch) -> None:
+    def _request(self, batch: SealBatch) -> None:
         batch.reply = self._mapped.channel.request(
             Op.SEAL_GRANTED,
             count=len(batch.addresses),
@@ -213,11 +213,11 @@ class LocalPut(PendingPut):
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
 
-    def _flags_of(self, batch: Batch) -> int:
+    def _flags_of(self, batch: SealBatch) -> int:
         hints = HINTS if self._keys.hints else 0
         return self._flags | hints | (CONTINUES if batch.page > self._first else 0)
 
-    def _publish(self, batch: Batch) -> bool:
+    def _publish(self, batch: SealBatch) -> bool:
         """Put its request where the node finds it: these pages are found from now on, and their frames are no longer
         ours. False where it has to be sent: the log is full, or only NVMe has their parent."""
         mapped, count = self._mapped, len(batch.addresses)
@@ -241,7 +241,7 @@ class LocalPut(PendingPut):
                 mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
         return True
 
-    def _hangs(self, publisher: Publisher, batch: Batch) -> bool:
+    def _hangs(self, publisher: Publisher, batch: SealBatch) -> bool:
         """Whether these pages hang on the root, or on a page that is in DRAM or published: neither leaves before they
         are taken in."""
         keys, before = self._keys, batch.body[0]
@@ -252,7 +252,7 @@ class LocalPut(PendingPut):
         except IndexDamaged:
             return False
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: SealBatch) -> None:
         """Wait for the batch's statuses. Sent again once, where the daemon went away before it answered."""
         assert batch.reply is not None
         count = len(batch.addresses)
@@ -280,13 +280,13 @@ class LocalPut(PendingPut):
         self._new += new
         self.counters.put(self._mapped.row(self._pool.frame_class), new)
 
-    def _again(self, batch: Batch) -> Any:
+    def _again(self, batch: SealBatch) -> Any:
         batch.sent_again = self._sent_again = True
         self._request(batch)
         assert batch.reply is not None
         return batch.reply.result()
 
-    def _sort_out(self, batch: Batch, statuses: bytes) -> list[int]:
+    def _sort_out(self, batch: SealBatch, statuses: bytes) -> list[int]:
         """Frames that are still ours go back to the pool: what the record says counts, not what the status implies.
         Those of pages that the node has not done with are given up: it may be reading them. Returns the pages that are
         sealed."""

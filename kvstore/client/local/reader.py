@@ -30,7 +30,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 Words = npt.NDArray[np.uint64]
 
 
-class Span(NamedTuple):
+class LayerRun(NamedTuple):
     """Pages ``page ..`` in frames ``frame ..`` whose identity was proven under these generations, sealed or not."""
 
     extent: MappedExtent
@@ -58,7 +58,7 @@ class LocalReader(Reader):
         self._node = node
         self._name = name  # tells the node whose pages these are
         self._mapped: Mapped | None = None
-        self._spans: list[Span] = []
+        self._spans: list[LayerRun] = []
         self._wish_s = 0.0  # when to tell the node next what we wait for
 
     def _read(self, page: int, layer: int, start: int, stop: int, target: npt.NDArray[np.uint8]) -> int:
@@ -80,7 +80,7 @@ class LocalReader(Reader):
             count = min(same, count)
         return count
 
-    def _span(self, page: int) -> Span | None:
+    def _span(self, page: int) -> LayerRun | None:
         mapped = self._node.mapped()
         if mapped is not self._mapped:
             if mapped is None or self._mapped is None or mapped.incarnation != self._mapped.incarnation:
@@ -127,7 +127,7 @@ class LocalReader(Reader):
             count = equal_rows(theirs, ours, width)
         count = min(count, _same(extent, frame, generations[:count]))
         if count:
-            self._spans.append(Span(extent, frame, page, generations[:count]))
+            self._spans.append(LayerRun(extent, frame, page, generations[:count]))
 
     def _waits_for(self, page: int) -> None:
         """Layers are read in DRAM: a page that only a lower tier has has to come there first."""

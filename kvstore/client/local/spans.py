@@ -9,7 +9,7 @@ from kvstore.model.replica import ADDRESS_BYTES
 from kvstore.rpc.control import BATCH_MAX
 
 
-class Span:
+class ReservedRun:
     """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
 
     __slots__ = ("pages", "marks", "page", "count", "first", "generations")

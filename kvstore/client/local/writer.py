@@ -15,7 +15,7 @@ from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import await_saved
 from kvstore.client.local.proof import address_runs
-from kvstore.client.local.spans import Span, parts_of, unbroken
+from kvstore.client.local.spans import ReservedRun, parts_of, unbroken
 from kvstore.client.local.stored import stored_pages
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
@@ -50,7 +50,7 @@ class LocalWriter(Writer):
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._mapped: Mapped | None = None
         self._raw = b""  # addresses of pages_new, end to end
-        self._spans: list[Span] = []
+        self._spans: list[ReservedRun] = []
 
     # --- reserving --------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class LocalWriter(Writer):
                 extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
                 generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
                 page = self.pages_new[first + i]
-                self._spans.append(Span(extent.pages[frames], marks, page, first + i, generations))
+                self._spans.append(ReservedRun(extent.pages[frames], marks, page, first + i, generations))
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class LocalWriter(Writer):
         if span is not None:
             copy(span.pages[page - span.page, offset : offset + len(row)], row)
 
-    def _span(self, page: int) -> Span | None:
+    def _span(self, page: int) -> ReservedRun | None:
         return next((span for span in self._spans if 0 <= page - span.page < span.count), None)
 
     def _show(self, page: int | None) -> None:

@@ -14,7 +14,7 @@ from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
 from kvstore.client.match import Match
 from kvstore.client.memory.holding import MemoryLease
 from kvstore.client.memory.layers import MemoryReader, MemoryWriter
-from kvstore.client.memory.pool import Owner, Page, Pool, before, named, room_of
+from kvstore.client.memory.pool import MemoryPage, MemoryPool, RootOwner, before, named, room_of
 from kvstore.client.pending import PendingPut
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import KVStoreError
@@ -43,10 +43,10 @@ class MemoryCache(PrefixCache):
     to verify: what was put is what is read.
     """
 
-    def __init__(self, pool: Pool, layout: Layout, salt: str, adapter: str) -> None:
+    def __init__(self, pool: MemoryPool, layout: Layout, salt: str, adapter: str) -> None:
         super().__init__(layout, salt, adapter)
         self._pool = pool
-        self._owner = Owner(salt, adapter, layout.model, asdict(layout), layout.fingerprint.hex())
+        self._owner = RootOwner(salt, adapter, layout.model, asdict(layout), layout.fingerprint.hex())
 
     def _tag(self) -> bytes:
         return b""
@@ -109,7 +109,7 @@ class MemoryCache(PrefixCache):
         rows = rows_to_read(pages, self.page_bytes, len(keys))
         pool, parent, new = self._pool, before(keys), 0
         with pool.held() as now_ns:
-            chain: list[Page] = []
+            chain: list[MemoryPage] = []
             position = pool.position_behind(parent)
             for i, (name, proof) in enumerate(named(keys)):
                 page = pool.pages.get(name)
@@ -120,7 +120,7 @@ class MemoryCache(PrefixCache):
                         break
                     data.flags.writeable = False
                     hint = keys.hints[i] if keys.hints else 0
-                    page = Page(name, parent, proof, data, self._page_tokens, position + i, now_ns, hint)
+                    page = MemoryPage(name, parent, proof, data, self._page_tokens, position + i, now_ns, hint)
                     pool.add(page, self._owner)
                     new += 1
                 elif page.proof != proof:

@@ -6,7 +6,7 @@ import secrets
 
 from kvstore.client.lease import Lease
 from kvstore.client.match import Match
-from kvstore.client.memory.pool import Hold, Page, Pool
+from kvstore.client.memory.pool import MemoryHold, MemoryPage, MemoryPool
 from kvstore.errors import LeaseBroken
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -17,10 +17,10 @@ class MemoryLease(Lease):
     is not written to.
     """
 
-    def __init__(self, pool: Pool, layout: Layout, keys: Keys, ttl_s: float) -> None:
+    def __init__(self, pool: MemoryPool, layout: Layout, keys: Keys, ttl_s: float) -> None:
         super().__init__(layout, keys, ttl_s)
         self._pool = pool
-        self._held: list[Page] = []
+        self._held: list[MemoryPage] = []
         self._number = secrets.randbits(63) | 1
 
     def _take(self) -> None:
@@ -36,7 +36,7 @@ class MemoryLease(Lease):
         if self._held:
             for page in self._held:
                 page.leases += 1
-            self._pool.leases[self._number] = Hold(self._held, now_ns + self._ttl_ms * 1_000_000)
+            self._pool.leases[self._number] = MemoryHold(self._held, now_ns + self._ttl_ms * 1_000_000)
 
     def check(self) -> None:
         """Nothing to check: pages never change."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from kvstore.client.buffers import Rows
-from kvstore.client.memory.pool import Frame, Owner, Pool, before, named
+from kvstore.client.memory.pool import Frame, MemoryPool, RootOwner, before, named
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
 from kvstore.errors import OutOfSpace
@@ -21,7 +21,7 @@ class MemoryWriter(Writer):
     """A writer into arrays of its own, which become the pages."""
 
     def __init__(
-        self, pool: Pool, owner: Owner, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None
+        self, pool: MemoryPool, owner: RootOwner, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None
     ) -> None:
         super().__init__(shard, keys, ttl_s, group)
         self._pool = pool
@@ -95,7 +95,7 @@ class MemoryReader(Reader):
 
     PAUSES_S = (1e-4, 5e-3)
 
-    def __init__(self, pool: Pool, layout: Layout, keys: Keys, timeout_s: float) -> None:
+    def __init__(self, pool: MemoryPool, layout: Layout, keys: Keys, timeout_s: float) -> None:
         super().__init__(layout, keys, timeout_s)
         self._pool = pool
         self._named = list(named(keys))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.memory.pool import Name, Owner, Page, Pool, room_of
+from kvstore.client.memory.pool import MemoryPage, MemoryPool, Name, RootOwner, room_of
 from kvstore.client.objects import ObjectVerbs, compiled, listed, root_of_salt, sources_of
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest, OutOfSpace
@@ -17,7 +17,7 @@ from kvstore.model.objects import OBJECTS_MODEL, encode_name, key_hash
 class MemoryObjects(ObjectVerbs):
     """Objects share room with pages, and leave like them."""
 
-    _pool: Pool
+    _pool: MemoryPool
 
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
         """See ``ObjectVerbs.put_many``."""
@@ -45,7 +45,7 @@ class MemoryObjects(ObjectVerbs):
                 return None
             if old is not None:
                 pool.drop(old, "dropped", "deleted")
-            pool.add(Page(name, None, proof, data, 0, 0, now_ns), Owner(salt, "", OBJECTS_MODEL, None))
+            pool.add(MemoryPage(name, None, proof, data, 0, 0, now_ns), RootOwner(salt, "", OBJECTS_MODEL, None))
             return True
 
     def get(self, key: str, out: Any = None, salt: str = "") -> Any:
@@ -99,7 +99,7 @@ class MemoryObjects(ObjectVerbs):
             names = [page.proof for page in self._pool.pages.values() if page.name[0] == root]
         return sorted(name.decode(errors="replace") for name in names)
 
-    def _found(self, root: bytes, proof: bytes) -> Page | None:
+    def _found(self, root: bytes, proof: bytes) -> MemoryPage | None:
         name: Name = root, key_hash(root, proof)
         page = self._pool.pages.get(name)
         return page if page is not None and page.proof == proof else None

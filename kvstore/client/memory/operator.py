@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from kvstore.client.memory.pool import Hold, Name, Page, Pool, room_of
+from kvstore.client.memory.pool import MemoryHold, MemoryPage, MemoryPool, Name, room_of
 from kvstore.errors import InvalidRequest
 from kvstore.model.retention import priority_of, ttl_s_of
 
@@ -24,7 +24,7 @@ Request = dict[str, Any]
 class Operator:
     """The table of calls. Lives with its store; threads may share it."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: MemoryPool) -> None:
         self._pool = pool
         self._calls: dict[str, Callable[[Request], dict[str, Any]]] = {
             "evict": self._evict,
@@ -75,14 +75,16 @@ class Operator:
             "dry_run": request["dry_run"],
         }
 
-    def _leaving(self, fits: list[Page], unit: str, want: float | None) -> tuple[list[Page], dict[str, int]]:
+    def _leaving(
+        self, fits: list[MemoryPage], unit: str, want: float | None
+    ) -> tuple[list[MemoryPage], dict[str, int]]:
         """Those that may leave, in that order, until it is enough; and how many others may not, by reason."""
         children = {page.name: page.children for page in self._pool.pages.values()}
-        gone: list[Page] = []
+        gone: list[MemoryPage] = []
         taken, left = 0, fits
         while True:
             stayed: Counter[str] = Counter()
-            rest: list[Page] = []
+            rest: list[MemoryPage] = []
             for page in left:
                 if want is not None and taken >= want:
                     return gone, {}
@@ -117,7 +119,7 @@ class Operator:
         more = {"next": str(stop)} if stop < len(fits) else {}
         return {"total": len(fits), "bytes": size, "pages": told, **more}
 
-    def _described(self, page: Page, now_ns: int) -> dict[str, Any]:
+    def _described(self, page: MemoryPage, now_ns: int) -> dict[str, Any]:
         owner = self._pool.owners[page.name[0]]
         return {
             "key": _hex(page),
@@ -137,7 +139,7 @@ class Operator:
             "pinned": bool(page.pins),
         }
 
-    def _fitting(self, request: Request, now_ns: int) -> list[Page]:
+    def _fitting(self, request: Request, now_ns: int) -> list[MemoryPage]:
         """Pages that a request describes, the least recently used first."""
         tier, age_s, salt = request.get("tier", "all"), request.get("age_s"), request.get("salt")
         if tier not in ("dram", "nvme", "all"):
@@ -146,7 +148,7 @@ class Operator:
             raise InvalidRequest("age_s", f"must be a number, not negative, not {age_s!r}")
         if salt is not None and not isinstance(salt, str):
             raise InvalidRequest("salt", f"must be text, not {salt!r}")
-        pages: Iterable[Page] = self._pool.pages.values() if tier != "nvme" else ()
+        pages: Iterable[MemoryPage] = self._pool.pages.values() if tier != "nvme" else ()
         wanted = set(_names(request)) if request.get("keys") is not None else None
         return [
             page
@@ -184,7 +186,7 @@ class Operator:
         if not _is_number(ttl_s) or not 0 < ttl_s <= PIN_TTL_S_MAX:
             raise InvalidRequest("ttl_s", f"must be seconds, more than zero and at most {PIN_TTL_S_MAX:.0f}")
         with self._pool.held() as now_ns:
-            pages: list[Page] = []
+            pages: list[MemoryPage] = []
             for name in names:
                 page = self._pool.pages.get(name)
                 if page is None:
@@ -193,7 +195,7 @@ class Operator:
             if not pages or pages[0].parent is not None:
                 raise InvalidRequest("keys", "none of these pages is stored from the start of the chain")
             number = secrets.randbits(32) | 1
-            self._pool.pins[number] = Hold(pages, now_ns + int(ttl_s * 1e9))
+            self._pool.pins[number] = MemoryHold(pages, now_ns + int(ttl_s * 1e9))
             for page in pages:
                 page.pins += 1
         size = sum(room_of(page.data) for page in pages)
@@ -218,7 +220,7 @@ class Operator:
             kept = {page.name: room_of(page.data) for pin in self._pool.pins.values() for page in pin.pages}
         return {"pins": told, "bytes": {"dram": sum(kept.values())}}
 
-    def _pin_told(self, number: int, pin: Hold, now_ns: int) -> dict[str, Any]:
+    def _pin_told(self, number: int, pin: MemoryHold, now_ns: int) -> dict[str, Any]:
         root = pin.pages[0].name[0]
         return {
             "pin": number,
@@ -259,7 +261,7 @@ def _names(request: Request) -> list[Name]:
     return [(root, bytes.fromhex(key)) for key in request["keys"]]
 
 
-def _fact(page: Page | None) -> dict[str, Any]:
+def _fact(page: MemoryPage | None) -> dict[str, Any]:
     if page is None:
         return {"tiers": []}
     return {
@@ -269,7 +271,7 @@ def _fact(page: Page | None) -> dict[str, Any]:
     }
 
 
-def _hex(page: Page) -> str:
+def _hex(page: MemoryPage) -> str:
     return page.name[1].hex()
 
 

@@ -37,7 +37,7 @@ Name = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True)
-class Owner:
+class RootOwner:
     """Whose the pages of a root are."""
 
     salt: str
@@ -48,8 +48,8 @@ class Owner:
 
 
 @dataclass(eq=False, slots=True)
-class Page:
-    """A sealed page, or the value of an object: from ``Pool.add`` until ``Pool.drop``. Its bytes never change."""
+class MemoryPage:
+    """A sealed page, or the value of an object: from ``MemoryPool.add`` until ``drop``. Its bytes never change."""
 
     name: Name
     parent: Name | None  # None: the first of its chain
@@ -66,8 +66,8 @@ class Page:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A page that the shards of one group are writing: from ``Pool.reserve`` until all have sealed it, one has given
-    it up, or its deadline."""
+    """A page that the shards of one group are writing: from ``MemoryPool.reserve`` until all have sealed it, one has
+    given it up, or its deadline."""
 
     name: Name
     parent: Name | None
@@ -75,7 +75,7 @@ class Frame:
     data: Bytes
     tokens: int
     position: int
-    owner: Owner
+    owner: RootOwner
     group: int
     shards: int
     until_ns: int
@@ -91,25 +91,25 @@ class Frame:
 
 
 @dataclass(slots=True)
-class Hold:
+class MemoryHold:
     """A lease or a pin: pages that stay until a deadline."""
 
-    pages: list[Page]
+    pages: list[MemoryPage]
     until_ns: int
 
 
-class Pool:
+class MemoryPool:
     """Pages by name, the least recently used first. Threads may share it: everything but ``check_open`` is called
     inside ``with pool.held()``."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes: Final = capacity_bytes
         self.used_bytes = 0
-        self.pages: OrderedDict[Name, Page] = OrderedDict()
+        self.pages: OrderedDict[Name, MemoryPage] = OrderedDict()
         self.frames: dict[Name, list[Frame]] = {}  # in the order in which they were reserved
-        self.leases: dict[int, Hold] = {}
-        self.pins: dict[int, Hold] = {}
-        self.owners: dict[bytes, Owner] = {}  # of roots that have a page
+        self.leases: dict[int, MemoryHold] = {}
+        self.pins: dict[int, MemoryHold] = {}
+        self.owners: dict[bytes, RootOwner] = {}  # of roots that have a page
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
@@ -148,9 +148,9 @@ class Pool:
 
     # --- finding ----------------------------------------------------------------------------------------------------
 
-    def prefix(self, keys: Keys) -> tuple[list[Page], str]:
+    def prefix(self, keys: Keys) -> tuple[list[MemoryPage], str]:
         """The leading pages of ``keys`` that are stored, proven, and why not more ("" where all)."""
-        found: list[Page] = []
+        found: list[MemoryPage] = []
         for name, proof in named(keys):
             page = self.pages.get(name)
             if page is None or page.proof != proof:
@@ -163,7 +163,7 @@ class Pool:
         page = self.pages.get(parent) if parent is not None else None
         return page.position + 1 if page is not None else 0
 
-    def use(self, pages: Sequence[Page], now_ns: int) -> None:
+    def use(self, pages: Sequence[MemoryPage], now_ns: int) -> None:
         """Mark pages of a chain as used: its end will leave first."""
         for page in reversed(pages):
             page.used_ns = now_ns
@@ -177,7 +177,7 @@ class Pool:
 
     # --- storing ----------------------------------------------------------------------------------------------------
 
-    def add(self, page: Page, owner: Owner) -> None:
+    def add(self, page: MemoryPage, owner: RootOwner) -> None:
         """Seal a page whose room was made. Its parent is sealed."""
         self.pages[page.name] = page
         self.owners[page.name[0]] = owner
@@ -187,7 +187,7 @@ class Pool:
         self.counters["pages_sealed"] += 1
         self.tell("sealed", page, "")
 
-    def drop(self, page: Page, kind: str, reason: str) -> None:
+    def drop(self, page: MemoryPage, kind: str, reason: str) -> None:
         """Let a page leave that nothing hangs on."""
         root = page.name[0]
         del self.pages[page.name]
@@ -202,7 +202,7 @@ class Pool:
         if root not in self._pages_of:
             del self.owners[root]
 
-    def why_not(self, page: Page) -> str:
+    def why_not(self, page: MemoryPage) -> str:
         """Why a page may not leave now; "" where it may."""
         if page.leases:
             return "leased"
@@ -261,7 +261,9 @@ class Pool:
             return False
         self._unlist(frame)
         frame.data.flags.writeable = False
-        page = Page(frame.name, frame.parent, frame.proof, frame.data, frame.tokens, frame.position, now_ns, frame.hint)
+        page = MemoryPage(
+            frame.name, frame.parent, frame.proof, frame.data, frame.tokens, frame.position, now_ns, frame.hint
+        )
         self.add(page, frame.owner)
         return True
 
@@ -304,7 +306,7 @@ class Pool:
             for frame in [f for frames in self.frames.values() for f in frames if f.until_ns <= now_ns]:
                 self.give_up(frame)
 
-    def tell(self, kind: str, page: Page, reason: str) -> None:
+    def tell(self, kind: str, page: MemoryPage, reason: str) -> None:
         """Note what happened to a page."""
         self.last_event += 1
         tenants = [self.owners[page.name[0]].salt]
@@ -336,7 +338,7 @@ class Pool:
             wrong.append(f"{used} bytes are in use, {self.used_bytes} were counted, {self.capacity_bytes} may be")
         return wrong
 
-    def _rooted(self, page: Page) -> bool:
+    def _rooted(self, page: MemoryPage) -> bool:
         return page.parent is None or page.parent in self.pages
 
 

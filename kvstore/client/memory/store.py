@@ -9,7 +9,7 @@ from kvstore.client.admin import KEYS_MAX
 from kvstore.client.memory.cache import MemoryCache
 from kvstore.client.memory.objects import MemoryObjects
 from kvstore.client.memory.operator import Operator
-from kvstore.client.memory.pool import Pool
+from kvstore.client.memory.pool import MemoryPool
 from kvstore.client.store import Store, check_cache
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -28,7 +28,7 @@ class MemoryStore(Store, MemoryObjects):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()
-        self._pool = Pool(capacity_bytes)
+        self._pool = MemoryPool(capacity_bytes)
         self._operator = Operator(self._pool)
 
     @property

@@ -20,7 +20,7 @@ ASKED_AGAIN: Final = ("pins", "explain", "layouts", "pages")  # where the connec
 PROMPT: Final = "prompt"  # the argument that names pages: a ``pb.Pages``
 
 
-class Admin:
+class RemoteAdmin:
     """What a remote store's ``_admin`` does: arguments into a request, a ``Struct`` into a dict.
 
     Whole numbers are int again, which they are not in a ``Struct``; above 2**53 they are not exact.

@@ -39,7 +39,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Credentials:
+class GivenCredentials:
     """What ``connect`` was given; each None is looked up in the environment."""
 
     token: str | None = None
@@ -58,7 +58,7 @@ def is_remote(address: object) -> bool:
     return isinstance(address, str) and address.startswith(SCHEMES)
 
 
-def endpoint(address: str, credentials: Credentials, env: Mapping[str, str]) -> Endpoint:
+def endpoint(address: str, credentials: GivenCredentials, env: Mapping[str, str]) -> Endpoint:
     """Where to connect and how, from what the user said and ``KVSTORE_TOKEN``, ``KVSTORE_TOKEN_FILE``,
     ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT``, ``KVSTORE_TLS_KEY``.
 

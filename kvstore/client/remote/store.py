@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from kvstore.client.admin import KEYS_MAX
-from kvstore.client.remote.admin import PROMPT, Admin
+from kvstore.client.remote.admin import PROMPT, RemoteAdmin
 from kvstore.client.remote.cache import RemoteCache
 from kvstore.client.remote.endpoint import Endpoint
 from kvstore.client.remote.node import OVERHEAD_BYTES, RemoteNode
@@ -29,7 +29,7 @@ class RemoteStore(Store, RemoteObjects):
     def __init__(self, node: RemoteNode) -> None:
         super().__init__()
         self._node = node
-        self._calls = Admin(node)
+        self._calls = RemoteAdmin(node)
         self._caches: OrderedDict[bytes, RemoteCache] = OrderedDict()
 
     @property

@@ -26,7 +26,7 @@ HELD_BYTES_MAX: Final = 128 << 20  # of memory that all of one kind take; half o
 SWEEP_S: Final = 0.25
 
 
-class Ends(Protocol):
+class Ending(Protocol):
     """What can be held."""
 
     def end(self) -> None:
@@ -34,7 +34,7 @@ class Ends(Protocol):
         ...
 
 
-Thing = TypeVar("Thing", bound=Ends)
+Thing = TypeVar("Thing", bound=Ending)
 
 
 class Held(Generic[Thing]):

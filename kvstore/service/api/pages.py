@@ -19,7 +19,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.messages import MESSAGE_BYTES_MAX
 from kvstore.service.api import streams
 from kvstore.service.api.reservations import Reservations
-from kvstore.service.api.wire import Prompt, lookup_reply, prompt_of
+from kvstore.service.api.wire import PromptPages, lookup_reply, prompt_of
 from kvstore.service.node.node import Node
 from kvstore.serving.gate import Call, parse
 from kvstore.serving.weighing import weight_of
@@ -82,7 +82,7 @@ class PageCalls:
         request = parse(pb.ReadRequest, message)
         call.caller.check_salt(request.pages.salt)
 
-        def find() -> tuple[Prompt, Shard, Match]:
+        def find() -> tuple[PromptPages, Shard, Match]:
             prompt = self._prompt(request.pages)
             cut = request.rank, request.ranks or 1, request.stage, request.stages or 1
             return prompt, Shard(prompt.cache.layout, *cut), _looked_up(prompt)
@@ -139,14 +139,14 @@ class PageCalls:
 
         page_bytes = prompt.cache.page_bytes
         async with call.buffers(streams.buffer_bytes(page_bytes)):
-            pages = streams.Pages(len(prompt.keys), page_bytes, put)
+            pages = streams.PageAssembly(len(prompt.keys), page_bytes, put)
             if await streams.feed(call, pages, streams.batches(first, requests, call)):
                 pages.end()
         find = partial(prompt.cache.lookup, prompt.keys)
         match = find() if _is_short(begin.pages) else await call.quick(find)
         return pb.WriteReply(new_pages=new_pages, pages=match.pages).SerializeToString()
 
-    def _prompt(self, pages: pb.Pages, to_match: bool = True) -> Prompt:
+    def _prompt(self, pages: pb.Pages, to_match: bool = True) -> PromptPages:
         return prompt_of(self._store, self._node, pages, to_match=to_match)
 
 
@@ -157,12 +157,12 @@ def _is_short(pages: pb.Pages) -> bool:
     return size <= LOOKUP_HERE_BYTES and size <= LOOKUP_HERE_PAGES * page_bytes and not pages.parent
 
 
-def _looked_up(prompt: Prompt) -> Match:
+def _looked_up(prompt: PromptPages) -> Match:
     return Match(0, 0, ABSENT) if prompt.orphan else prompt.cache.lookup(prompt.keys)
 
 
 def _get(
-    prompt: Prompt, shard: Shard, page: int, stop: int, rows: streams.Rows, verify: bool
+    prompt: PromptPages, shard: Shard, page: int, stop: int, rows: streams.Rows, verify: bool
 ) -> tuple[Match, list[bytes]]:
     keys = prompt.keys[page:stop]
     if shard.count == 1:

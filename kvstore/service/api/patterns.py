@@ -48,18 +48,18 @@ class Patterns:
         self._turns = Shares("processes that match patterns", "patterns", PROCESSES_MAX, 1, PROCESSES_MAX)
 
     @contextlib.asynccontextmanager
-    async def turn(self, call: Call) -> AsyncIterator[Turn]:
+    async def turn(self, call: Call) -> AsyncIterator[PatternTurn]:
         """To match the pattern of this call. Raises TooManyCalls where it would not be its turn in time."""
         with call.waits():
             await self._turns.take(1, call.left_s, call.caller)
         began_s = time.monotonic()
         try:
-            yield Turn(call)
+            yield PatternTurn(call)
         finally:
             self._turns.give(1, call.caller, time.monotonic() - began_s)
 
 
-class Turn:
+class PatternTurn:
     """Of one call: keys are matched page by page, so that no more than a page of them is in memory at once.
 
     Attributes:

@@ -118,7 +118,7 @@ async def ahead(call: Call, steps: Iterable[Callable[[], Value]]) -> AsyncGenera
         _forget(step)
 
 
-async def feed(call: Call, pages: Pages, batches: AsyncIterator[list[Data]]) -> bool:
+async def feed(call: Call, pages: PageAssembly, batches: AsyncIterator[list[Data]]) -> bool:
     """Hand batches to ``pages`` in a thread, each while the next one comes. False where nothing more is wanted."""
     step: asyncio.Task[bool] | None = None
     coming: asyncio.Task[list[Data] | None] | None = None
@@ -146,7 +146,7 @@ def _forget(step: asyncio.Task[Any] | None) -> None:
         step.exception()
 
 
-class Pages:
+class PageAssembly:
     """Whole pages put together from data of any size.
 
     Life: made for ``count`` pages -> ``feed`` for every batch, which hands whole pages on as soon as a buffer is full

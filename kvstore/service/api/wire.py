@@ -22,7 +22,7 @@ PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptPages:
     """What a request's ``Pages`` mean: consecutive pages in one cache. ``orphan``: their parent is not stored here.
 
     Callers name pages, and are told of them, by the links of their chain; what a pool's keys have beside is not theirs.
@@ -33,7 +33,7 @@ class Prompt:
     orphan: bool = False
 
 
-def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> Prompt:
+def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> PromptPages:
     """The pages of a request. Blocks: it hashes, and may look the parent up.
 
     Args:
@@ -65,13 +65,13 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
     used = np.ascontiguousarray(tokens[: full * layout.page_tokens])
     hints = _hints(pages, full, layout.page_tokens)
     if not pages.parent:
-        return Prompt(cache, store.in_pool(Keys.of(used, layout.page_tokens, cache.root, extras)).hinted(hints))
+        return PromptPages(cache, store.in_pool(Keys.of(used, layout.page_tokens, cache.root, extras)).hinted(hints))
     if len(pages.parent) != KEY_BYTES:
         raise InvalidRequest("parent", f"must be a key of {KEY_BYTES} bytes, not {len(pages.parent)}")
     chain = Keys.of(used, layout.page_tokens, pages.parent, extras)
     keys = store.in_pool(Keys(layout.page_tokens, cache.root, pages.parent, chain.links, chain.tokens, chain.extras))
     orphan = keys.parent != cache.root and root_of(node, keys.parent) != cache.root
-    return Prompt(cache, keys.hinted(hints), orphan)
+    return PromptPages(cache, keys.hinted(hints), orphan)
 
 
 def _hints(pages: pb.Pages, count: int, page_tokens: int) -> bytes:
@@ -97,7 +97,7 @@ def root_of(node: Node, key: bytes) -> bytes | None:
     return node.look(look)
 
 
-def lookup_reply(match: Match, prompt: Prompt, with_keys: bool = True) -> pb.LookupReply:
+def lookup_reply(match: Match, prompt: PromptPages, with_keys: bool = True) -> pb.LookupReply:
     """A match as a message."""
     keys = prompt.keys.links if with_keys else ()
     nvme_pages = match.tiers.get(Tier.NVME, 0)

@@ -276,4 +276,4 @@ class ControlServer:
         del self._connections[fd]
         connection.sock.close()
         if connection.session:
-            self._node.handle(ev.SessionLost(time.monotonic_ns(), connection.session))
+            self._node.handle(ev.ConnectionLost(time.monotonic_ns(), connection.session))

@@ -21,7 +21,7 @@ from kvstore.state import events as ev
 from kvstore.tier.records import ExtentTable
 
 
-class Owner(Protocol):
+class ErasingNode(Protocol):
     """The node that objects are erased for."""
 
     contents: Contents
@@ -36,7 +36,7 @@ class Owner(Protocol):
         ...
 
 
-def erase_some(node: Owner, nvme: NvmePages, erasing: ev.Erase, places: Iterable[int]) -> set[int]:
+def erase_some(node: ErasingNode, nvme: NvmePages, erasing: ev.Erase, places: Iterable[int]) -> set[int]:
     """Carry out this part of it; returns the places whose device fails: a reboot may bring back what lay there."""
     tables = node.contents.extents
     found = {place: erasing.pages[place][1] for place in places}
@@ -46,14 +46,14 @@ def erase_some(node: Owner, nvme: NvmePages, erasing: ev.Erase, places: Iterable
     return {place for place, address in found.items() if tables[address.extent].position in broken}
 
 
-def _erase(node: Owner, nvme: NvmePages, erasing: ev.Erase) -> bool:
+def _erase(node: ErasingNode, nvme: NvmePages, erasing: ev.Erase) -> bool:
     """Carry it out and report it. False: a device fails."""
     failed = erase_some(node, nvme, erasing, range(len(erasing.pages)))
     node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
     return not failed
 
 
-def erase_all(node: Owner, nvme: NvmePages, mine: list[ev.Erase]) -> None:
+def erase_all(node: ErasingNode, nvme: NvmePages, mine: list[ev.Erase]) -> None:
     """Carry out what a caller's own deletion takes.
 
     Raises:

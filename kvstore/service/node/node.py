@@ -129,7 +129,7 @@ class Node:
         node = cls(config, *startup.start(config, failures), failures)
         for session in node.puts.sessions():  # what it published is taken in before
             node.handle(ev.SessionOpened(time.monotonic_ns(), session))
-            node.handle(ev.SessionLost(time.monotonic_ns(), session))
+            node.handle(ev.ConnectionLost(time.monotonic_ns(), session))
         node.sessions.sweep()
         return node
 

@@ -32,7 +32,7 @@ REBUILD_REASONS = ("start", "damaged", "full", "grown")
 TOLD_ELSEWHERE = ("demoted", "extents_reclaimed")
 
 
-class Metrics(DaemonMetrics):
+class NodeMetrics(DaemonMetrics):
     """Of a node. A scrape holds the node's mutex for a moment, and the sessions' while it reads.
 
     Args:

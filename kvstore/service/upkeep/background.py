@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
-from kvstore.service.upkeep.device_lanes import Lane
+from kvstore.service.upkeep.device_lanes import DeviceLane
 from kvstore.service.upkeep.relay import Relay
 from kvstore.service.upkeep.scanner import Scanner
 from kvstore.service.upkeep.scrubber import Scrubber
@@ -98,7 +98,7 @@ class Background:
             if not self.mover.decide():
                 self.mover.wait()
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: DeviceLane) -> None:
         while not self._carried.is_set():
             if not lane.step():
                 lane.wait()

@@ -17,7 +17,7 @@ IDLE_S: Final = 1.0  # whoever adds a piece ends the wait
 Piece = Callable[[], None]
 
 
-class Lane:
+class DeviceLane:
     """Pieces of work, one at a time, in order. Any thread may add some; one thread calls ``step``.
 
     A piece takes as long as its device does. Whatever comes after it in this lane waits, also at the node's end: so no

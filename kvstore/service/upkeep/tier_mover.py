@@ -24,7 +24,7 @@ from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState
 from kvstore.service.node.erasing import erase_some
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import Copied, NvmePages
-from kvstore.service.upkeep.device_lanes import Joint, Lane
+from kvstore.service.upkeep.device_lanes import DeviceLane, Joint
 from kvstore.serving import tracing
 from kvstore.state import events as ev
 from kvstore.tier.nvme_devices import today
@@ -49,9 +49,9 @@ class Mover:
         self._sharing = threading.Lock()
         self._checkpoint_due_s = time.monotonic() + node.config.checkpoint_s
         devices = range(len(node.nvme.devices.devices)) if node.nvme is not None else ()
-        self._saves = [Lane(f"save-{device}") for device in devices]
-        self._loads = [Lane(f"load-{device}") for device in devices]
-        self._carries = Lane("carry")
+        self._saves = [DeviceLane(f"save-{device}") for device in devices]
+        self._loads = [DeviceLane(f"load-{device}") for device in devices]
+        self._carries = DeviceLane("carry")
         self.lanes = (*self._loads, *self._saves, self._carries) if devices else ()
         self._late: tuple[set[int], set[int]] = set(), set()  # devices written to, and read, as the state knows it
 
@@ -139,7 +139,7 @@ class Mover:
                     self._begin_erasing(nvme, copy)
         return busy
 
-    def _begin(self, nvme: NvmePages, lanes: list[Lane], copy: ev.Save | ev.Load, below: list[Address]) -> None:
+    def _begin(self, nvme: NvmePages, lanes: list[DeviceLane], copy: ev.Save | ev.Load, below: list[Address]) -> None:
         """A copy between the tiers, in parts. ``below``: where each page is, or will be, on NVMe."""
         whole = Copied.of(self._node.contents.extents[copy.pages[0].source.extent].frame_class, len(copy.pages))
         parts = self._by_device(nvme, below)
@@ -256,7 +256,7 @@ class Mover:
         return max(0, cap - nvme.devices.written_today(today())) if cap else 0
 
 
-def _late_ones(lanes: list[Lane], known: set[int], usable: set[int]) -> set[int]:
+def _late_ones(lanes: list[DeviceLane], known: set[int], usable: set[int]) -> set[int]:
     """Devices whose lane has been at one piece for long, but never all that are ``usable``: others could go nowhere.
 
     Where all are, those that were not ``known`` to be late are likely to come first, and are waited for; else all are.

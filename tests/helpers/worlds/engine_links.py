@@ -239,7 +239,7 @@ class Passing(Link):
         if not self.taken:
             self.taken = True
             ended, cancels = self.here.known[self.number].end, self.cancels
-            self.here.handle(ev.Taken(self.world.now_s, self.number))
+            self.here.handle(ev.PassTaken(self.world.now_s, self.number))
             assert not ended or self.cancels > cancels, "it goes on there, for nobody"
 
     def _on_token(self, index: int) -> None:

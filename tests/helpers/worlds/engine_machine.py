@@ -247,7 +247,7 @@ class EngineMachine:
 
         self.world.task(self, done)
 
-    def _do_load(self, it: do.Load) -> None:
+    def _do_loadprefix(self, it: do.LoadPrefix) -> None:
         known = self.known[it.sequence]
         event = known.event
         answer = event.tokens_max - event.generated if event.answers else 0
@@ -256,7 +256,7 @@ class EngineMachine:
 
         def loaded() -> None:
             known.kv = self.world.chance.randint(0, event.prompt // PAGE) * PAGE
-            self.handle(ev.Loaded(self.world.now_s, it.sequence, known.kv))
+            self.handle(ev.PrefixLoaded(self.world.now_s, it.sequence, known.kv))
 
         self._thread(it.sequence, "loader", loaded)
 
@@ -266,7 +266,7 @@ class EngineMachine:
         known.fetch = Fetch(self, it.sequence, it.attempt, it.engine)
         self.world.task(self, known.fetch.arrive)
 
-    def _do_move(self, it: do.Move) -> None:
+    def _do_movein(self, it: do.MoveIn) -> None:
         known = self.known[it.sequence]
         assert known.fetch is not None and (it.start, it.attempt) == (known.kv, known.fetch.attempt)
         assert not known.touching.total()
@@ -390,7 +390,7 @@ class EngineMachine:
         assert known.kv == known.length
         known.recomputed = True
 
-    def _do_store(self, it: do.Store) -> None:
+    def _do_storepages(self, it: do.StorePages) -> None:
         known = self.known[it.sequence]
         assert known.frames and known.kv >= it.pages * PAGE and not known.touching["mover"]
         known.stored = it.pages
@@ -448,7 +448,7 @@ class EngineMachine:
         assert passing is not None
         passing.cancel()
 
-    def _do_reply(self, it: do.Reply) -> None:
+    def _do_answercall(self, it: do.AnswerCall) -> None:
         if it.call:
             self.calls.remove(it.call)
 
@@ -491,7 +491,7 @@ class EngineMachine:
         self.free.update(known.frames)
         known.frames = []
 
-    def _do_drop(self, it: do.Drop) -> None:
+    def _do_endsequence(self, it: do.EndSequence) -> None:
         known = self.known.pop(it.sequence)
         assert not known.frames and not known.touching.total() and not known.pulls and known.forgotten, known
         assert known.end or known.taken, known

@@ -77,7 +77,7 @@ class LoggedWorld(World):
         while self._found:
             session = self._found.pop()
             super().send(ev.SessionOpened(self.now_ns, session))
-            super().send(ev.SessionLost(self.now_ns, session))
+            super().send(ev.ConnectionLost(self.now_ns, session))
 
     def _take_in(self, session: int, log: list[Record]) -> None:
         record = log[0]

@@ -272,7 +272,7 @@ class World:
 
     def lose(self, session: int) -> None:
         """The connection breaks; the process lives on, and keeps writing."""
-        self.send(ev.SessionLost(self.now_ns, session))
+        self.send(ev.ConnectionLost(self.now_ns, session))
 
     def kill(self, session: int, *, noticed: bool = True) -> None:
         """The process dies: it writes and reads nothing more. The node may notice at once, or by a later tick."""
@@ -285,7 +285,7 @@ class World:
             if session in page[1].claimed.values():
                 self.groups.pop(page[0])
         if noticed:
-            self.send(ev.SessionLost(self.now_ns, session))
+            self.send(ev.ConnectionLost(self.now_ns, session))
 
     # --- put ahead --------------------------------------------------------------------------------------------------
 
