@@ -131,6 +131,7 @@ def test_reads_need_no_daemon_and_writes_say_so(machine: Machine) -> None:
     daemon = machine.serve("n", dram="4MiB")
     with machine.connect("n") as store:
         put(store, 1, 8)
+        assert store.stats()["tiers"]["dram"]["pages"] == 8  # taken in, not only published
     daemon.kill()
     late = machine.connect("n", timeout_s=0.3)
     cache, keys = late.cache(SMALL), chain(2, 4)

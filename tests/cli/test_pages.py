@@ -449,5 +449,6 @@ def test_while_the_daemon_is_down(machine: Machine) -> None:
     assert done.returncode == 1 and done.stderr.startswith("kvstore: kv://") and done.stderr.count("\n") == 1
     machine.serve("n")
     wait_until("it serves again", lambda: store.stats()["state"] == "ready")
-    assert [found["fingerprint"] for found in store.layouts()] == [LAYOUT.fingerprint.hex()]
+    known = [LAYOUT.fingerprint.hex()]
+    wait_until("its layout is told again", lambda: [found["fingerprint"] for found in store.layouts()] == known)
     assert "1 pages" in machine.run("evict", "--node", "n", "--pages", "1", "--dry-run").stdout

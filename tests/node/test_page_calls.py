@@ -73,6 +73,18 @@ def test_leased_and_pinned_pages_stay(store: Store) -> None:
     assert store.evict(percent=50.0)["pages"] == 3 and stored(store) == 3
 
 
+@pytest.mark.parametrize("order", ["coldest", "recent", "place"])
+def test_pages_of_one_age_are_each_told_once(order: str, store: Store) -> None:
+    chains = [put(store, first, 25) for first in range(8)]
+    for keys in chains if order == "recent" else reversed(chains):  # those last in place come first
+        assert store.cache(LAYOUT).get(keys).pages == 25  # all at one time
+    told, after = [], None
+    while after is not None or not told:
+        found = store.pages(limit=3, order=order, after=after)
+        told, after = told + [page["key"] for page in found["pages"]], found.get("next")
+    assert sorted(told) == sorted(key.hex() for keys in chains for key in keys.hashes)
+
+
 def test_age_and_bytes(store: Store) -> None:
     put(store, 1, 4)
     assert store.evict(age_s=3600.0)["pages"] == 0

@@ -188,12 +188,12 @@ def _amount(request: dict[str, Any]) -> tuple[str, float] | None:
 
 
 def _ordered(found: Stored, fits: Ints, order: str, stop: int) -> Ints:
-    """The first ``stop`` of these pages."""
+    """The first ``stop`` of these pages, and more: of those of one age by their places, whatever ``stop`` is."""
     if order == "place":
         return fits
     age = found.used_ns[fits] if order == "coldest" else -found.used_ns[fits]
     if stop < len(fits):
-        part = np.argpartition(age, stop)[: stop + 1]
+        part = np.flatnonzero(age <= np.partition(age, stop)[stop])
         fits, age = fits[part], age[part]
     return fits[np.argsort(age, kind="stable")]
 
