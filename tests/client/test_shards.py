@@ -161,7 +161,7 @@ def test_shards_on_this_machine_and_another(machine: Machine) -> None:
 @pytest.mark.parametrize("meanwhile", ["nothing", "evicted", "evicted and put again"])
 def test_a_read_stopped_before_its_copy(meanwhile: str, given: bool, machine: Machine) -> None:
     """Its pages are proven when their frames are given to others: what it copies then does not count."""
-    machine.serve("n", dram="4MiB")
+    machine.serve("n", dram="4MiB", eviction="lru")  # the last page of the newest chain is not the first to leave
     store = machine.connect("n")
     put(store, 1, 16)
     reader = machine.worker("stopped_get", "n", seed=1, pages=16, given=given, rank=1, ranks=2, stage=1, stages=2)

@@ -178,6 +178,20 @@ def test_engines_are_asked_where_the_role_says_so() -> None:
     assert asked(Driver(**rules), role=Role.DECODE, answers=False) == ""
 
 
+def test_engines_that_were_found_are_asked_by_turns() -> None:
+    """They take turns by request. Those that an engine was started with come before them; who has gone is not asked."""
+    driver = Driver()
+    driver.state.handle(ev.EnginesFound(driver.now_s, (ONE, TWO)))
+    assert {asked(driver, number, role=Role.DECODE) for number in (1, 2)} == {ONE, TWO}
+    driver.state.handle(ev.EnginesFound(driver.now_s, (TWO,)))
+    assert [asked(driver, number, role=Role.DECODE) for number in (3, 4)] == [TWO, TWO]
+    driver.state.handle(ev.EnginesFound(driver.now_s, ()))
+    assert asked(driver, 5, role=Role.DECODE) == ""
+    configured = Driver(prefill=(ONE,))
+    configured.state.handle(ev.EnginesFound(configured.now_s, (TWO,)))
+    assert [asked(configured, number, role=Role.DECODE) for number in (1, 2)] == [ONE, ONE]
+
+
 def test_what_is_almost_all_stored_is_computed_here() -> None:
     rules = {"prefill": (ONE,), "local_prefill_tokens": 2 * PAGE}
     assert asked(Driver(**rules), role=Role.DECODE, stored=2 * PAGE) == ""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.model.request import Role
+from engine.state import events as ev
 from engine.state.events import Submitted
 from engine.state.rules import Rules
 from kvstore.errors import KVStoreError, NodeUnavailable
@@ -106,6 +107,7 @@ class EngineWorld:
             (self.migrate, 2),
             (self.drain, 0.2),
             (self.undrain, 2),
+            (self.find, 0.5),
             (self.wait, 1),
             (self.kill, 0.1),
         )
@@ -122,7 +124,7 @@ class EngineWorld:
             chunk_tokens=self.chance.choice((6, 16, 40, 512)),
             batch_max=self.chance.choice((1, 3, 8)),
             local_prefill_tokens=self.chance.choice((0, 40)),
-            prefill=self._others(address),
+            prefill=self._others(address) if self.chance.random() < 0.7 else (),
             side_max=self.chance.choice((1, 4)),
         )
         own = Role.DECODE if address == self.addresses[0] else Role.PREFILL
@@ -203,6 +205,11 @@ class EngineWorld:
         engine = self.chance.choice(list(self.engines.values()))
         if engine.door.draining:
             engine.drain(None)
+
+    def find(self) -> None:
+        """The cluster tells an engine of others, or that there are none."""
+        engine = self.chance.choice(list(self.engines.values()))
+        engine.handle(ev.EnginesFound(self.now_s, self.chance.choice(((), self._others(engine.address)))))
 
     def _target(self, engine: EngineMachine) -> str:
         return self.chance.choice(self._others(engine.address) or (NOWHERE,))
