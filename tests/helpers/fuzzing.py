@@ -15,6 +15,7 @@ from tests.helpers.api import layout_message
 from tests.helpers.content import LARGE, SMALL
 
 NUMBERS = (0, 1, 2, 3, 15, 16, 64, 255, 1000, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+SIGNED_NUMBERS = (*NUMBERS[:-2], -1, -3, -4, -(1 << 31))
 LONG_NUMBERS = (*NUMBERS, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 FLOATS = (0.0, 1.0, -1.0, 0.3, 100.0, 1e9, 1e308, -1e308, 1e-300, float("inf"), float("-inf"), float("nan"))
 TEXTS = (
@@ -166,6 +167,8 @@ class Inputs:
             return rng.random() < 0.5
         if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
             return rng.choice(FLOATS)
+        if field.cpp_type == FieldDescriptor.CPPTYPE_INT32:
+            return rng.choice(SIGNED_NUMBERS)
         return rng.choice(LONG_NUMBERS if field.cpp_type == FieldDescriptor.CPPTYPE_UINT64 else NUMBERS)
 
     def _struct(self) -> Any:

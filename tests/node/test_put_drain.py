@@ -13,6 +13,7 @@ from kvstore import Keys
 from kvstore.config import NodeConfig
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.rpc.control import NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
+from kvstore.service.node.book import NAMES
 from kvstore.service.node.node import Node
 from kvstore.state import events as ev
 from kvstore.tier.put_log import PutLog
@@ -133,3 +134,21 @@ def test_what_is_published_before_a_stop_and_after_it_is_taken_in(published: Pub
     published.start()
     assert (published.has(before), published.has(after)) == (3, 3)
     assert published.node.verify() == []
+
+
+@pytest.mark.parametrize("how", ["look", "count", "drain", "handle"])
+def test_whoever_takes_a_put_in_writes_whose_it_is(published: Published, how: str) -> None:
+    """A kill may come next; those that only look write it too."""
+    node, keys = published.node, chain(1, 2)
+    node.handle(ev.NameRoot(time.monotonic_ns(), keys.root, {"salt": "whose"}))
+    published.publish(published.request(keys))
+    assert not (node.folder / NAMES).exists(), "nothing is stored of it"
+    ways = {
+        "look": lambda: node.look(lambda performer, state: None),
+        "count": lambda: node.count("looks"),
+        "drain": node.puts.drain,
+        "handle": lambda: node.handle(ev.Tick(time.monotonic_ns())),
+    }
+    ways[how]()
+    assert published.has(keys) == 2
+    assert "whose" in (node.folder / NAMES).read_text()

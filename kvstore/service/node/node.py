@@ -65,10 +65,10 @@ def while_running(
         method: Callable[Concatenate[Node, Rest], Result],
     ) -> Callable[Concatenate[Node, Rest], Result | Otherwise]:
         def held(node: Node, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result | Otherwise:
+            node.puts.drain()
             with node._mutex:
                 if node._stopped:
                     return otherwise
-                node.puts.take_in()
                 return method(node, *args, **kwargs)
 
         update_wrapper(held, method)
@@ -380,10 +380,10 @@ class Node:
 
     def look(self, at: Callable[[Performer, NodeState], Looked]) -> Looked:
         """Look at a node that holds still meanwhile: be quick, change nothing, keep no reference to the state."""
+        self.puts.drain()
         with self._mutex:
             if self._stopped:
                 raise Unavailable("the node is stopping")
-            self.puts.take_in()
             return at(self.performer, self.state)
 
     def verify(self) -> list[str]:

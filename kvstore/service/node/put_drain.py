@@ -84,21 +84,22 @@ class PutDrain:
         self._puts = None
 
     def drain(self) -> None:
-        """Take in everything that was published before this call."""
+        """Take in everything that was published before this call; the names that came with it are written."""
         with self._mutex:
-            taken, book = self.take_in(), self._performer.book
-        if taken and book.dirty:
+            self.take_in()
+            book = self._performer.book
+        if book.dirty:
             book.flush()
 
-    def take_in(self) -> bool:
-        """The same where the mutex is held; whether there was something. Half a microsecond where there is not."""
+    def take_in(self) -> None:
+        """The same where the mutex is held, which ``Book.flush`` has to follow. Half a microsecond where there is
+        nothing."""
         puts = self._puts
         if puts is None or puts.quiet:
-            return False
+            return
         for slot in puts.waiting():
             self._take_in(puts, slot)
         self.times += 1
-        return True
 
     def _take_in(self, puts: PutLog, slot: int) -> None:
         session = puts.session(slot)
