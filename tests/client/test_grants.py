@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import kvstore
 from kvstore.client.local import grants
-from tests.helpers.processes import frames, wait_until
+from tests.helpers.processes import Machine, frames, put, wait_until
 
 LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=32, dtype="float16", page_tokens=8)
 
@@ -40,3 +41,17 @@ def test_frames_of_a_put_that_nobody_asks_about_come_back(
         assert frames(store)["reserved"], "nothing was refused: nothing could stay"
         wait_until("its frames come back", lambda: frames(store)["reserved"] == 0)
         assert cache.put(keys, pages) == (8 if refused == "no parent" else 0)
+
+
+def test_frames_granted_just_before_a_kill_come_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's last words are read although its connection has ended, and was found to have by another request."""
+    monkeypatch.setattr(grants, "IDLE_S", 1.0)
+    daemon = machine.serve("n", dram="4MiB")
+    with machine.connect("n") as store:
+        put(store, 1, 16)  # asks for more, and does not wait for them
+        channel = store._node.mapped().channel
+        assert channel._waiting, "nothing is on its way"
+        assert select.select([channel._socket], [], [], 30.0)[0]
+        daemon.kill()
+        machine.serve("n")
+        wait_until("what was granted comes back", lambda: frames(store)["reserved"] == 0)

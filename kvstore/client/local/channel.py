@@ -321,14 +321,18 @@ class SocketChannel:
 
     def _deliver(self, sock: socket.socket, data: bytearray) -> None:
         """Give a message to whose it is. ``_changed`` is held."""
-        if self._socket is sock:
-            message = control.decode(memoryview(data)) if len(data) >= control.HEAD.size else None
-            if message is None or not self._waiting or self._waiting[0].request_id != message.request_id:
-                self._drop(sock)  # it ended, or the two ends disagree about what was asked: start afresh
-                return
-            reply = self._waiting.popleft()
-            reply._message = message
-            reply._state = _DONE
+        if self._socket is sock and not self._answered(data):
+            self._drop(sock)  # it ended, or the two ends disagree about what was asked: start afresh
+
+    def _answered(self, data: bytearray) -> bool:
+        """Give a message to the request that is due next; False where it is not for that one. ``_changed`` is held."""
+        message = control.decode(memoryview(data)) if len(data) >= control.HEAD.size else None
+        if message is None or not self._waiting or self._waiting[0].request_id != message.request_id:
+            return False
+        reply = self._waiting.popleft()
+        reply._message = message
+        reply._state = _DONE
+        return True
 
     def _lose(self, sock: socket.socket | None) -> None:
         with self._changed:
@@ -340,6 +344,8 @@ class SocketChannel:
         """The connection is over: fail what was on its way. ``_changed`` is held."""
         if self._socket is not sock:
             return
+        if not self._receiving:
+            self._read_rest(sock)
         self._socket = None
         for reply in self._waiting:
             reply._state = _LOST
@@ -347,6 +353,19 @@ class SocketChannel:
         self._spent.append(sock)
         with contextlib.suppress(OSError):  # the other end may have been faster
             sock.shutdown(socket.SHUT_RDWR)  # wakes whoever receives
+
+    def _read_rest(self, sock: socket.socket) -> None:
+        """Replies that came before the connection ended, and nobody had read: frames that were granted are ours, and
+        nobody else gives them back. ``_changed`` is held, and nobody receives."""
+        for _ in range(len(self._waiting) + 1):
+            try:
+                size = sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:  # the kernel tells of the end first, once, and then gives what came before it
+                continue
+            if not self._answered(self._buffer[:size]):
+                return
 
     def _bury(self, deadline: float) -> None:
         """Close lost connections. ``_sending`` is held, so nobody sends; the receiver is waited for."""
