@@ -12,12 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from kvstore.client.local.dialling import dial
+from kvstore.client.local.dialling import dial, refuse
 from kvstore.client.local.session import SessionFile
 from kvstore.client.store import AFTER_FORK
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.replica import Status
 from kvstore.rpc import control
 from kvstore.rpc.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
@@ -59,7 +59,7 @@ class SocketReply:
             raise NodeUnavailable(f"{self._channel.folder.name}: the daemon went away before it answered")
         message = self._message
         if message.op in _REFUSALS:
-            _refuse(message)
+            refuse(message)
         return message
 
 
@@ -260,7 +260,7 @@ class SocketChannel:
             raise ConnectionResetError("closed during HELLO")
         message = control.decode(memoryview(data))
         if message.op in _REFUSALS:
-            _refuse(message)
+            refuse(message)
         if message.op != Status.OK:
             raise NodeUnavailable(f"{self.folder.name}: too many sessions")
         about = control.unpack_json(message.body)
@@ -386,16 +386,6 @@ class SocketChannel:
             if sock is not None:
                 sock.close()
         self._socket = None
-
-
-def _refuse(message: Message) -> NoReturn:
-    text = bytes(message.body).decode(errors="replace")
-    if message.op == Status.FAILED:
-        raise Unavailable(text)
-    field, _, reason = text.partition("\0")
-    if field == "protocol":
-        raise VersionMismatch(reason)
-    raise InvalidRequest(field, reason)
 
 
 _channels: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Dialling: a socket connected to the daemon of a node's folder."""
+"""Dialling: a socket connected to the daemon of a node's folder, and what the daemon means where it refuses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import NoReturn
+
+from kvstore.errors import InvalidRequest, Unavailable, VersionMismatch
+from kvstore.model.replica import Status
+from kvstore.rpc.control import Message
 
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
 _SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
@@ -24,3 +29,14 @@ def dial(sock: socket.socket, folder: Path) -> None:
         sock.connect(f"/proc/self/fd/{fd}/control")
     finally:
         os.close(fd)
+
+
+def refuse(message: Message) -> NoReturn:
+    """Raise what a refusal stands for."""
+    text = bytes(message.body).decode(errors="replace")
+    if message.op == Status.FAILED:
+        raise Unavailable(text)
+    field, _, reason = text.partition("\0")
+    if field == "protocol":
+        raise VersionMismatch(reason)
+    raise InvalidRequest(field, reason)
