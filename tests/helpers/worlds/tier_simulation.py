@@ -16,6 +16,7 @@ EXTENT_BYTES = 128 << 10
 NVME_EXTENT_BYTES = 512 << 10  # 62 SMALL frames, 11 LARGE ones
 POSITIONS = 6  # of DRAM: 192 SMALL frames, or 18 LARGE ones
 STEPS = 1600
+ENOUGH = 180  # of NVMe: each half holds all pages of a run, as the other one may be late for as long as it lasts
 
 
 class TierSimulation(Simulation):
@@ -33,7 +34,7 @@ class TierSimulation(Simulation):
     ) -> None:
         super().__init__(seed, crash_every=crash_every)
         chance = self.random
-        disk = SimulatedDisk(NVME_EXTENT_BYTES, 90 if lossless else chance.choice([3, 8]), chance)
+        disk = SimulatedDisk(NVME_EXTENT_BYTES, ENOUGH if lossless else chance.choice([3, 8]), chance)
         rules = TieringRules(
             demote_at=chance.choice([0.0, 0.5, 0.9]),
             promote_after=chance.choice([1, 2]),
