@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from kvstore import Store
+from kvstore.client.local.published import ARRIVAL_S
 from kvstore.errors import QuotaExceeded
 from kvstore.failpoint import STALL
 from tests.helpers.content import SMALL
@@ -66,6 +68,36 @@ def test_children_follow_their_parent(killed: str, machine: Machine) -> None:
     wait_settled(other)
     check_laws(other)
     wait_until("its frames are free", lambda: frames(other)["reserved"] == 0)
+
+
+def test_children_are_found_while_they_follow_their_parent(machine: Machine) -> None:
+    """By the next lookup of anybody, as every put that returned: whoever misses them waits until they are on NVMe."""
+    serve(machine)
+    store, other = machine.connect("n"), machine.connect("n")
+    for seed in range(10):
+        assert put(store, seed, PAGES) == PAGES
+        put_late(store, other, seed)
+        reader, keys = (store, other)[seed % 2].cache(SMALL), prompt(seed, PAGES + MORE)[0]
+        assert reader.lookup(keys).pages == PAGES + MORE
+        assert found(other, seed, PAGES + MORE) == PAGES + MORE
+    assert other.stats()["counters"].get("pages_published_in_vain", 0) == 0
+    wait_settled(other)
+    check_laws(other)
+
+
+def test_a_device_that_does_not_answer_costs_whoever_misses_them_one_deadline(machine: Machine) -> None:
+    serve(machine)
+    store, other = machine.connect("n"), machine.connect("n")
+    assert put(store, 1, PAGES) == PAGES
+    wait_until("NVMe has them", lambda: tier(other)["pages"] == PAGES)
+    with silent(target(machine)):
+        put_late(store, other, 1)
+        cache, keys = other.cache(SMALL), prompt(1, PAGES + MORE)[0]
+        began = time.monotonic()
+        for _ in range(20):
+            cache.lookup(keys)
+        assert time.monotonic() - began < 10 * ARRIVAL_S
+    wait_until("they have arrived", lambda: found(other, 1, PAGES + MORE) == PAGES + MORE)
 
 
 def test_a_frame_whose_page_is_on_its_way_is_not_written_again(machine: Machine) -> None:

@@ -1,11 +1,13 @@
 """Published: pages that were put, and that the node has not taken in yet. No page is proven by what stands in the log.
 
 Whoever misses a key looks for it there. If it is there, the node is asked to take in what was published, and the index
-once more. With the node down that is a miss, until it is back.
+once more. A page that follows its parent to NVMe is waited for. With the node down that is a miss, until it is back.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 from kvstore.errors import InvalidRequest, Unavailable
@@ -17,6 +19,8 @@ from kvstore.tier.header import Header
 from kvstore.tier.put_log import PutLog
 
 DRAIN_S: Final = 2.0  # a node that does not answer within this is not asked again before it gives a sign
+ARRIVAL_S: Final = 2.0  # a page that is not on NVMe within this is not waited for again before its slot goes on
+_LOOK_S: Final = 0.001
 _PUTS_ID = Header.puts_id.position
 
 
@@ -29,7 +33,7 @@ class Published:
             not wait in the log either, was not put before.
     """
 
-    __slots__ = ("_folder", "_header", "_id", "_log", "_unanswered_ns", "seen")
+    __slots__ = ("_folder", "_header", "_id", "_log", "_stuck", "_unanswered_ns", "seen")
 
     def __init__(self, folder: NodeFolder, header: Header) -> None:
         self._folder = folder
@@ -37,6 +41,7 @@ class Published:
         self._id: int = header.puts_id
         self._log = PutLog.open(folder, self._id)
         self._unanswered_ns = -1  # the node's last sign when it did not answer
+        self._stuck: dict[int, int] = {}  # slot -> up to where it was taken in when a page of it did not arrive
         self.seen = b""
 
     @property
@@ -50,9 +55,10 @@ class Published:
         log = self._log
         return log.holder(key) if log is not None else -1
 
-    def look(self, key: bytes, seen: bytes, channel: Channel) -> bytes | None:
-        """After the index did not have ``key``: None where that is final. Else it is worth another look, and what is
-        ``seen`` before that. Where the key is among what was published, the node takes that in first.
+    def look(self, missed: Callable[[], list[bytes]], seen: bytes, channel: Channel) -> bytes | None:
+        """After the index did not have all keys: None where that is final. Else it is worth another look, and what is
+        ``seen`` before that. Where one of the keys that were ``missed`` is among what was published, the node takes
+        that in first.
 
         ``seen``: of before the index was read.
         """
@@ -63,11 +69,13 @@ class Published:
         log = self._log
         if log is None or log.rests(seen):
             return None
-        waits = log.holder(key) >= 0
-        if not waits and log.drained == seen:
+        waiting = [key for key in missed() if log.holder(key) >= 0]
+        if not waiting and log.drained == seen:
             return None
-        if waits and not self._ask(channel):
+        if waiting and not self._ask(channel):
             return None
+        for key in waiting:
+            self._await_arrival(log, key)
         self.seen = log.drained
         return self.seen
 
@@ -82,6 +90,18 @@ class Published:
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
             self._unanswered_ns = sign_ns
         return False
+
+    def _await_arrival(self, log: PutLog, key: bytes) -> None:
+        """A record that the node was asked to take in, and that is still there, is of pages on their way to NVMe."""
+        deadline = time.monotonic() + ARRIVAL_S
+        while (slot := log.holder(key)) >= 0:
+            marked = log.marked(slot)
+            if marked == self._stuck.get(slot):
+                return
+            if time.monotonic() > deadline:
+                self._stuck[slot] = marked
+                return
+            time.sleep(_LOOK_S)
 
 
 def published_here(publisher: Publisher, hashes: list[bytes], stored: int) -> int:

@@ -10,7 +10,9 @@ so that one look at a record is enough; where it differs, every page is looked a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.published import published_here
@@ -44,12 +46,25 @@ def _looked_for(
     for _ in range(LOOKS):
         if found[0] == len(hashes) or seen is None:
             break
-        seen = mapped.published.look(hashes[found[0]], seen, mapped.channel)
+        seen = mapped.published.look(partial(_missed, mapped, hashes, found[0], closed), seen, mapped.channel)
         if follow(mapped):  # what was taken in meanwhile may be in a new index alone
             seen = mapped.published.seen
         if seen is not None:
             found = _named(mapped, hashes, closed)
     return found
+
+
+def _missed(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
+    """The first key that memory does not have, and the first that no tier has: what is published may begin at either.
+    ``pages``: as many leading ones are in memory."""
+    rest, more = hashes[pages:], 0
+    with contextlib.suppress(IndexDamaged):  # the daemon will rebuild it under a new epoch
+        if closed:
+            more = max((mapped.index.longest(tier, rest)[0] for tier in mapped.below), default=0)
+        elif mapped.below:
+            found = zip(*(mapped.index.find_many(reader.tier, rest) for reader in mapped.tiers), strict=True)
+            more = next((page for page, raws in enumerate(found) if not any(raws)), len(rest))
+    return [rest[page] for page in {0, more} if page < len(rest)]
 
 
 def follow(mapped: Mapped) -> bool:
