@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kvstore import Layout
 from kvstore.errors import KVStoreError, TooManyCalls
 from tests.helpers.engines.cluster import Cluster, Running, made, right
 from tests.helpers.engines.processes import prompt
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import frames, wait_until
 
 HOLD_S = 5.0  # longer than three prefills take
 FRAMES = 42
@@ -112,14 +113,18 @@ def test_a_full_pool_changes_no_answer(cluster: Cluster, small: EngineClient) ->
     for run in over:
         assert (gap_s := run.gap_s(cluster.heart)) < POOL_S, f"tokens waited {gap_s:.2f} s for a pool that is full"
     with cluster.store() as store:
-        pages, leases = store.cache(layout(), "greedy"), []
-        for seed in range(1000, 1100):
-            keys = pages.keys(prompt(16 * 4, seed))
-            new = pages.put(keys, bytes(4 * pages.page_bytes))
-            if not new:
-                break
-            leases.append(pages.lease(keys, 60.0).__enter__())
-        assert not new and leases, "the node is not full"
+        pages, leases, seeds = store.cache(layout(), "greedy"), list[Any](), count(1000)
+
+        def taken() -> bool:
+            keys = pages.keys(prompt(16 * 4, next(seeds)))
+            # What is only published may leave, before it is leased, for the frames that its own put asks for ahead.
+            if pages.put(keys, bytes(4 * pages.page_bytes), wait=True):
+                leases.append(pages.lease(keys, 60.0).__enter__())
+                return False
+            has = frames(store)
+            return has["sealed"] == sum(len(lease.pages) for lease in leases) == sum(has.values())
+
+        wait_until("every frame is leased", taken)
         full = [Running(small, prompt(310 + i, 130 + i), max_tokens=200) for i in range(3)]
         right(cluster, "small", *full)
         for run in full:
