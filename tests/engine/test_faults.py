@@ -70,7 +70,7 @@ def test_a_killed_prefill_engine_costs_time_only(
     before = holds_of(cluster["decode"])
     seed = 10 if victim == "one" else 20
     computed = Running(decode, prompt(4007, seed), max_tokens=24, prefill=[dead], **fetched)
-    cluster.computed(victim)
+    cluster.computed(victim, computed)
     half = Running(decode, prompt(7003, seed + 1), max_tokens=24, prefill=[dead, other], **midway)
     cluster.state(victim, lambda status: status["requests"]["computing"])
     waits = Running(decode, prompt(1500, seed + 2), max_tokens=24, prefill=[dead], handoff="lazy")

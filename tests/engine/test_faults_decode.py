@@ -54,8 +54,8 @@ def test_an_answer_goes_on_elsewhere_from_its_pages(cluster: Cluster) -> None:
     goes_on = Running(one, tokens, max_tokens=1200, resume=[cluster.address("two")], prefill=prefill, **how)
     ends = Running(one, prompt(301, 2), max_tokens=4000, prefill=[])
     goes_on.drawn(400), ends.drawn(10)
-    held = Running(one, prompt(4001, 3), max_tokens=8, prefill=prefill, handoff="lazy")
-    cluster.computed("prefill")
+    held = Running(one, prompt(4001, 3), max_tokens=200, prefill=prefill, handoff="lazy")
+    cluster.computed("prefill", held)
     cluster.kill("one")
     for run in (ends, held):
         run.ended()

@@ -225,12 +225,12 @@ class Cluster:
         except AssertionError as late:
             raise AssertionError(f"{late}: {seen}") from None
 
-    def computed(self, name: str) -> None:
-        """It holds a prompt that is computed, and does nothing else."""
+    def computed(self, name: str, run: Running) -> None:
+        """It holds the prompt of ``run`` computed, and does nothing else; or that was fetched between two looks."""
 
         def holds(status: dict[str, Any]) -> bool:
             busy = sum(count for state, count in status["requests"].items() if state != "held")
-            return bool(status["prefills_held"]) and not busy
+            return (bool(status["prefills_held"]) and not busy) or bool(run.tokens)
 
         self.state(name, holds)
 
