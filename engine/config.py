@@ -16,8 +16,7 @@ from typing import Any
 
 from engine.model.request import Grain, Role, Source, Timing
 from engine.moving.link import parse_link
-from kvstore.config import daemon
-from kvstore.config.daemon import require
+from kvstore.config.daemon import DaemonConfig, listen, require
 from kvstore.config.reading import read, setting
 from kvstore.config.values import (
     GIB,
@@ -68,7 +67,7 @@ def parse_engines(value: object, name: str = "prefill") -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(DaemonConfig):
     """One engine. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
     role: Role = setting(
@@ -98,10 +97,8 @@ class EngineConfig:
     """The pool's node: a name on this machine, kv://HOST:PORT; empty: the only one here; none: without a pool."""
     name: str = setting("engine", parse_text, "What it is called in logs and metrics.")
     """What it is called in logs."""
-    listen: tuple[str, ...] = daemon.listen("127.0.0.1:0")
+    listen: tuple[str, ...] = listen("127.0.0.1:0")
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
-    http: str | None = daemon.http()
-    """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
     page_tokens: int = setting(64, parse_count, "Tokens of a page.")
     """Tokens of a page; engines that share a pool agree on it."""
     arena: int = setting(GIB, parse_size, "Device memory for KV, such as 8GiB.", metavar="SIZE")
@@ -152,41 +149,12 @@ class EngineConfig:
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
     drain_s: float = setting(10.0, parse_number, "Seconds that requests under way have when the engine is told to end.")
     """How long the engine waits at its end for requests under way."""
-    tls_cert: Path | None = daemon.tls_cert()
-    """PEM file with the certificate (and chain) that the gRPC API shows."""
-    tls_key: Path | None = daemon.tls_key()
-    """PEM file with its private key."""
-    tls_client_ca: Path | None = daemon.tls_client_ca()
-    """PEM file of authorities: every client has to show a certificate of one of them."""
-    identities: Path | None = daemon.identities()
-    """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
-    catalog: str = daemon.catalog()
-    """Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT,...; empty: there is no cluster."""
-    pool: str = daemon.pool()
-    """Name of the pool in the catalog: nodes and engines of one name find each other."""
-    catalog_ttl_s: float = daemon.catalog_ttl_s()
-    """Seconds after which others take a daemon that is not heard of for gone."""
-    catalog_ca: Path | None = daemon.catalog_ca()
-    """PEM file of authorities that sign etcd's certificates; makes the connection TLS."""
-    catalog_cert: Path | None = daemon.catalog_cert()
-    """PEM file with the certificate that is shown to etcd."""
-    catalog_key: Path | None = daemon.catalog_key()
-    """PEM file with its private key."""
-    catalog_user: str = daemon.catalog_user()
-    """User name at etcd; empty: none is told."""
-    catalog_password_file: Path | None = daemon.catalog_password_file()
-    """File with that user's password; only its owner may read it."""
-    log_level: str = daemon.log_level()
-    """debug, info, warning or error."""
-    log_format: str = daemon.log_format()
-    """text, or json: one object per line."""
 
     def __post_init__(self) -> None:
         require("model", self.model != "", "is missing: a folder, or a preset such as tiny-llama", self.model)
         require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
         require("listen", bool(self.listen), "needs an address", self.listen)
-        daemon.check(self)
-        daemon.check_catalog(self.pool, self.catalog_ttl_s, self.catalog_cert, self.catalog_key)
+        self.check_daemon()
         require("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}", self.dtype)
         require("compress", self.compress in CODECS, f"must be one of {', '.join(CODECS)}", self.compress)
         parse_link(self.link)
@@ -204,11 +172,6 @@ class EngineConfig:
         for name in ("hold_s", "request_s_max"):
             require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
         require("drain_s", self.drain_s >= 0, "must be zero or more", self.drain_s)
-
-    @property
-    def file_mode(self) -> int:
-        """Permission bits of unix sockets."""
-        return 0o600
 
 
 def load(

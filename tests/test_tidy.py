@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("errors",),
     "state": ("errors", "model"),
     "tier": ("errors", "failpoint", "model"),
-    "catalog": ("errors", "failpoint", "model", "pb"),
+    "catalog": ("errors", "config", "failpoint", "model", "pb"),
     "rpc": (*STORE_BELOW_RPC, "pb"),
     "transfer": (*STORE_BELOW_RPC, "rpc", "pb"),
     "client": (*STORE_BELOW_RPC, "rpc", "transfer", "pb"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.memory import MemoryCatalog
+from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import InvalidRequest
 
 ETCD_PORT: Final = 2379
@@ -25,31 +26,7 @@ def check_url(url: str) -> str:
     return url
 
 
-class Access(Protocol):
-    """Settings of how to get to etcd: see ``kvstore.config.daemon``."""
-
-    @property
-    def catalog_ca(self) -> Path | None:
-        """PEM file of authorities."""
-
-    @property
-    def catalog_cert(self) -> Path | None:
-        """PEM file with our certificate."""
-
-    @property
-    def catalog_key(self) -> Path | None:
-        """PEM file with its key."""
-
-    @property
-    def catalog_user(self) -> str:
-        """User name."""
-
-    @property
-    def catalog_password_file(self) -> Path | None:
-        """File with the password."""
-
-
-def to_catalog(url: str, access: Access) -> Catalog:
+def to_catalog(url: str, access: ClusterConfig) -> Catalog:
     """A catalog that was not started yet.
 
     Raises:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from kvstore.config import daemon
-from kvstore.config.daemon import require
+from kvstore.config.daemon import DaemonConfig, require
 from kvstore.config.reading import parsed, read, setting
 from kvstore.config.values import (
     GIB,
@@ -86,15 +85,13 @@ _ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_")  # an engine's s
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig:
+class NodeConfig(DaemonConfig):
     """One node. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
     name: str = setting("default", parse_text, "What clients on this machine connect to.")
     """What clients on this machine connect to; also names the node's folder."""
     dram: int = setting(512 * MIB, parse_size, "Capacity of the DRAM segment, such as 8GiB.", metavar="SIZE")
     """Capacity of the DRAM segment in bytes of frames; records, marks and index take some more memory."""
-    http: str | None = daemon.http()
-    """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
     shm_dir: Path = setting(
         _SHM_DIR, parse_path, "The tmpfs that holds the node's folder; clients need it in KVSTORE_SHM_DIR."
     )
@@ -149,16 +146,6 @@ class NodeConfig:
         10.0, parse_number, "Seconds after which an NVMe device that does not answer counts as failed."
     )
     """An NVMe device that does not answer for so many seconds takes no more writes; it is read again once it does."""
-    listen: tuple[str, ...] = daemon.listen()
-    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
-    tls_cert: Path | None = daemon.tls_cert()
-    """PEM file with the certificate (and chain) that the gRPC API shows."""
-    tls_key: Path | None = daemon.tls_key()
-    """PEM file with its private key."""
-    tls_client_ca: Path | None = daemon.tls_client_ca()
-    """PEM file of authorities: every client has to show a certificate of one of them."""
-    identities: Path | None = daemon.identities()
-    """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
     rpcs_max: int = setting(256, parse_count, "How many gRPC calls may be under way at once.")
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
     rpc_timeout_s_max: float = setting(60.0, parse_number, "The longest a gRPC call may take.")
@@ -180,32 +167,11 @@ class NodeConfig:
     """ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere."""
     kv_events_replay: str = setting("", parse_text, "ZMQ address to replay missed KV events at.")
     """ZMQ address where subscribers ask for events they missed; empty: nowhere."""
-    catalog: str = daemon.catalog()
-    """Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT,...; empty: there is no cluster."""
-    pool: str = daemon.pool()
-    """Name of the pool in the catalog: nodes and engines of one name find each other."""
-    catalog_ttl_s: float = daemon.catalog_ttl_s()
-    """Seconds after which others take a daemon that is not heard of for gone."""
-    catalog_ca: Path | None = daemon.catalog_ca()
-    """PEM file of authorities that sign etcd's certificates; makes the connection TLS."""
-    catalog_cert: Path | None = daemon.catalog_cert()
-    """PEM file with the certificate that is shown to etcd."""
-    catalog_key: Path | None = daemon.catalog_key()
-    """PEM file with its private key."""
-    catalog_user: str = daemon.catalog_user()
-    """User name at etcd; empty: none is told."""
-    catalog_password_file: Path | None = daemon.catalog_password_file()
-    """File with that user's password; only its owner may read it."""
-    log_level: str = daemon.log_level()
-    """debug, info, warning or error."""
-    log_format: str = daemon.log_format()
-    """text, or json: one object per line."""
     otlp_endpoint: str = setting("", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318.")
     """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
 
     def __post_init__(self) -> None:
-        daemon.check(self)
-        daemon.check_catalog(self.pool, self.catalog_ttl_s, self.catalog_cert, self.catalog_key)
+        self.check_daemon()
         require("name", self.name.strip(".") != "", "cannot be dots alone: it names a folder", self.name)
         require("shm_dir", self.shm_dir.is_absolute(), "must be an absolute path", str(self.shm_dir))
         require("sessions_max", 1 <= self.sessions_max <= 65535, "must be from 1 to 65535", self.sessions_max)

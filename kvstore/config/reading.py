@@ -55,8 +55,9 @@ def setting(default: Any, parser: Parser, help: str, **more: Any) -> Any:
 
 
 def declared(kind: type[Settings]) -> dict[str, Declared]:
-    """Every setting, in their order."""
-    return {found.name: found.metadata["declared"] for found in fields(kind)}
+    """Every setting, in their order: those that the class itself declares, then those that it has from others."""
+    own_first = sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)
+    return {found.name: found.metadata["declared"] for found in own_first}
 
 
 def parsers_of(kind: type[Settings]) -> dict[str, Parser]:

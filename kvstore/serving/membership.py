@@ -9,13 +9,14 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvstore.catalog import schema
 from kvstore.catalog.base import Catalog, Entry
-from kvstore.catalog.connect import Access, check_url, to_catalog
+from kvstore.catalog.connect import check_url, to_catalog
 from kvstore.catalog.presence import Presence
 from kvstore.catalog.schema import EngineEntry, NodeEntry
+from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import DeadlineExceeded
 from kvstore.serving import logs
 
@@ -23,22 +24,6 @@ START_S: Final = 20.0
 STOP_S: Final = 8.0
 
 log = logging.getLogger("kvstore.cluster")
-
-
-class CatalogConfig(Access, Protocol):
-    """A configuration of a daemon that may be in a cluster: see ``kvstore.config.daemon``."""
-
-    @property
-    def catalog(self) -> str:
-        """URL of the catalog."""
-
-    @property
-    def catalog_ttl_s(self) -> float:
-        """How long others go on seeing us after we died."""
-
-    @property
-    def pool(self) -> str:
-        """Which nodes and engines belong together."""
 
 
 class Membership:
@@ -52,7 +37,7 @@ class Membership:
         InvalidRequest: the catalog's URL is none.
     """
 
-    def __init__(self, config: CatalogConfig) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         check_url(config.catalog)
         self._config = config
         self._on_change: Callable[[], None] = lambda: None

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import ast
 import configparser
-import inspect
 import json
 import re
 import shlex
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -24,27 +21,16 @@ from kvstore.cli.config import config, plain
 from kvstore.cli.main import COMMANDS, cli
 from kvstore.cli.settings import value_text
 from kvstore.config import NodeConfig
-from kvstore.config.reading import parsers_of
+from kvstore.config.reading import declared, parsers_of
 from kvstore.errors import InvalidRequest
+from tests.helpers.settings import docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "deploy" / "kvstore.example.toml"
 PAGE = ROOT / "docs" / "config.md"
-SETTINGS = [setting.name for setting in fields(NodeConfig)]
+SETTINGS = list(declared(NodeConfig))
 BEGIN, END = "<!-- settings -->\n", "<!-- end -->\n"
 COMMENTED = re.compile(r"# ([a-z_]+) = (.+)")
-
-
-def docstrings() -> dict[str, str]:
-    """What stands below each field of ``NodeConfig``."""
-    (node,) = ast.parse(inspect.getsource(NodeConfig)).body
-    assert isinstance(node, ast.ClassDef)
-    found = {}
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
 
 
 def texts(config: NodeConfig) -> dict[str, str]:
@@ -54,7 +40,7 @@ def texts(config: NodeConfig) -> dict[str, str]:
 
 def table() -> str:
     """The table of docs/config.md."""
-    about = docstrings()
+    about = docstrings(NodeConfig)
     default = texts(NodeConfig())
     rows = [f"| `{name}` | `{default[name]}` | {about[name].replace('|', chr(92) + '|')} |" for name in SETTINGS]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows]) + "\n"
@@ -97,7 +83,7 @@ def test_every_setting_of_the_example_is_explained_above_it() -> None:
 
 
 def test_every_setting_is_described_where_it_is_declared() -> None:
-    assert sorted(docstrings()) == sorted(SETTINGS)
+    assert sorted(docstrings(NodeConfig)) == sorted(SETTINGS)
 
 
 def test_the_page_has_every_setting_with_its_default() -> None:

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,30 +19,19 @@ from kvstore.cli.settings import default_text
 from kvstore.config.reading import declared
 from kvstore.errors import InvalidRequest
 from kvstore.serving.metric_table import table_text
+from tests.helpers.settings import docstrings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
-SETTINGS = [setting.name for setting in fields(EngineConfig)]
-
-
-def docstrings() -> dict[str, str]:
-    """What stands below each field of ``EngineConfig``."""
-    (node,) = ast.parse(inspect.getsource(EngineConfig)).body
-    assert isinstance(node, ast.ClassDef)
-    found = {}
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
+SETTINGS = declared(EngineConfig)
 
 
 def settings_table() -> str:
     """The table of docs/engines.md."""
-    about = docstrings()
+    about = docstrings(EngineConfig)
     rows = [
-        f"| `{setting.name}` | {f'`{default}`' if default else ''} | {about[setting.name]} |"
-        for setting in fields(EngineConfig)
-        for default in [default_text(declared(EngineConfig)[setting.name], setting.default)]
+        f"| `{name}` | {f'`{default}`' if default else ''} | {about[name]} |"
+        for name, setting in SETTINGS.items()
+        for default in [default_text(setting, getattr(EngineConfig, name))]
     ]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows])
 
@@ -134,7 +120,7 @@ def test_engines_are_named_like_this() -> None:
 
 
 def test_every_setting_has_a_word_about_it() -> None:
-    assert sorted(docstrings()) == sorted(SETTINGS)
+    assert sorted(docstrings(EngineConfig)) == sorted(SETTINGS)
 
 
 @pytest.mark.parametrize("name", TABLES)
