@@ -1,0 +1,86 @@
+"""What the two ends of a data connection agree on beside the wire: who calls, and what answers a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.transfer.stream import Buffer
+from kvstore.transfer.wire import FrameKind, Hello
+
+
+class Caller(Protocol):
+    """Who is at the other end of a connection, as the server knows them."""
+
+    @property
+    def name(self) -> str:
+        """For logs and shares."""
+        ...
+
+    @property
+    def operator(self) -> bool:
+        """Whether they may do what nodes and operators may."""
+        ...
+
+    def check_salt(self, salt: str) -> None:
+        """Raises PermissionDenied where pages under ``salt`` are not theirs."""
+        ...
+
+
+Admit = Callable[[Hello, Sequence[str]], Caller]
+"""Who says this, with a certificate of these names (none without TLS).
+
+Raises Unauthenticated for somebody unknown, InvalidRequest for somebody who takes us for another."""
+
+
+class Exchange(Protocol):
+    """One request as its handler sees it. Used by one thread; of no use once the handler has returned."""
+
+    @property
+    def caller(self) -> Caller:
+        """Who asks."""
+        ...
+
+    @property
+    def flags(self) -> int:
+        """Those of the request's frame."""
+        ...
+
+    def reply(self, kind: FrameKind, *body: Buffer, flags: int = 0) -> None:
+        """Send one frame of the reply; it has left our memory, or is copied by the kernel, when this returns.
+
+        Raises:
+            Unavailable: the other end has gone or takes nothing: the handler ends, and so does the connection.
+        """
+        ...
+
+
+Handler = Callable[[Exchange, memoryview], None]
+"""Answers a request with this body. Replies at least once, or raises: a KVStoreError is told to whoever asked, and the
+connection goes on. Several threads call it at a time, one per connection. The body is reused when it returns."""
+
+
+@dataclass(frozen=True)
+class DialCredentials:
+    """How a client shows who it is, and what it trusts. Never part of a message or a repr.
+
+    Attributes:
+        token: "" for none.
+        ca, cert, key: paths of PEM files; TLS is used where one of them, or ``server_name``, is given.
+        server_name: what the server's certificate names, where that is not the address's host.
+    """
+
+    token: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    server_name: str = ""
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return bool(self.ca or self.cert or self.key or self.server_name)
+
+    def __repr__(self) -> str:
+        return f"DialCredentials(tls={self.tls})"

@@ -1,0 +1,329 @@
+"""Server: listens for data connections, and gives each request to the handler of its kind.
+
+A thread per connection, since what a connection does is to send large pieces of memory, and the kernel does that
+without the interpreter. Every connection holds one request at a time and no reply, so that memory is bounded by the
+number of connections. A peer that reads slowly is waited for; one that reads nothing for a while is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unavailable, VersionMismatch
+from kvstore.transfer.base import Admit, Caller, Exchange, Handler
+from kvstore.transfer.stream import Buffer, Stream
+from kvstore.transfer.wire import (
+    BODY_MAX,
+    REQUESTS,
+    FrameKind,
+    Hello,
+    Welcome,
+    WireError,
+    pack_error,
+    pack_head,
+    pack_hello,
+    unpack_hello,
+)
+
+STOP_S: Final = 5.0
+FAREWELL_S: Final = 0.5  # for the words to somebody who is being dropped
+ACCEPT_LOOK_S: Final = 0.25
+
+log = logging.getLogger("kvstore.data")
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one server bears.
+
+    Attributes:
+        connections_max: in all; one more is refused in words.
+        of_one_max: of one caller.
+        hello_s: how long somebody may take to say who they are.
+        silence_s: how long somebody may take nothing of a reply, or stop in the middle of a request.
+        reply_s: how long one reply may take in all.
+        idle_s: after which a connection without requests is closed.
+    """
+
+    connections_max: int = 256
+    of_one_max: int = 128
+    hello_s: float = 2.0
+    silence_s: float = 5.0
+    reply_s: float = 120.0
+    idle_s: float = 300.0
+
+
+class Server:
+    """Serves data connections at one address, from ``start`` to ``stop``.
+
+    Args:
+        node: name of the node whose pages these are.
+        handlers: by kind of request; PING is answered here.
+        admit: says who somebody is.
+        tls: None: connections are plain.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        handlers: Mapping[FrameKind, Handler],
+        admit: Admit,
+        limits: ServerLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        assert set(handlers) <= REQUESTS
+        self.node = node
+        self.process = secrets.token_hex(8)
+        self.limits = limits or ServerLimits()
+        self.tls = tls
+        self._handlers = handlers
+        self._admit = admit
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._open: dict[_Connection, threading.Thread] = {}
+        self._callers: Counter[str] = Counter()
+        self._stopping = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="data accept", daemon=True)
+
+    def start(self, host: str, port: int) -> str:
+        """Listen; returns HOST:PORT, with the port that was taken where ``port`` is 0.
+
+        Raises:
+            InvalidRequest: the address cannot be listened at.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        shown = f"[{host}]" if ":" in host else host
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(128)
+        except (OSError, OverflowError) as error:
+            sock.close()
+            raise InvalidRequest("listen", f"cannot listen on {shown}:{port} ({error})") from None
+        sock.settimeout(ACCEPT_LOOK_S)
+        self._listener = sock
+        self._accepting.start()
+        return f"{shown}:{sock.getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Close everything. Replies that are on their way are cut."""
+        self._stopping.set()
+        if self._listener is None:
+            return
+        self._accepting.join(STOP_S)
+        self._listener.close()
+        with self._lock:
+            opened = list(self._open.items())
+        for connection, _ in opened:
+            connection.abort()
+        deadline_s = time.monotonic() + STOP_S
+        for _, thread in opened:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def answer(self, kind: FrameKind) -> Handler | None:
+        """What answers requests of that kind."""
+        return _pong if kind is FrameKind.PING else self._handlers.get(kind)
+
+    @contextlib.contextmanager
+    def admitted(self, caller: Caller) -> Iterator[None]:
+        """While this caller's connection is one of theirs. Raises TooManyCalls where they have enough."""
+        with self._lock:
+            if self._callers[caller.name] >= self.limits.of_one_max:
+                raise TooManyCalls(f"{self.node}: {caller.name} has {self.limits.of_one_max} connections already")
+            self._callers[caller.name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callers[caller.name] -= 1
+                self._callers += Counter()  # forgets those who have none
+
+    def admit(self, hello: Hello, names: list[str]) -> Caller:
+        """Who that is. Raises as ``Admit``."""
+        return self._admit(hello, names)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping.is_set():
+            try:
+                sock, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # no more descriptors, or the caller has gone already
+                log.warning("a connection could not be taken: %s", error)
+                self._stopping.wait(ACCEPT_LOOK_S)
+                continue
+            connection = _Connection(self, sock, f"{peer[0]}:{peer[1]}")
+            with self._lock:
+                full = len(self._open) >= self.limits.connections_max
+                if not full:
+                    thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
+                    self._open[connection] = thread
+            if full:
+                connection.refuse(TooManyCalls(f"{self.node}: {self.limits.connections_max} connections are open"))
+            else:
+                thread.start()
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            connection.run()
+        finally:
+            with self._lock:
+                del self._open[connection]
+
+
+class _Connection:
+    """One connection, in its thread. Also what a handler sees of a request: see ``Exchange``."""
+
+    def __init__(self, server: Server, sock: socket.socket, who: str) -> None:
+        self._server = server
+        self._sock = sock
+        self._who = who
+        self._stream: Stream | None = None
+        self._caller: Caller | None = None
+        self._request = 0
+        self._deadline_s = 0.0
+        self._broken = False  # in the middle of a frame: nothing can be said any more
+        self.flags = 0
+
+    @property
+    def caller(self) -> Caller:
+        """See ``Exchange``."""
+        assert self._caller is not None
+        return self._caller
+
+    def reply(self, kind: FrameKind, *body: Buffer, flags: int = 0) -> None:
+        """See ``Exchange``."""
+        assert self._stream is not None
+        try:
+            self._stream.send_frame(kind, self._request, body, self._deadline_s, flags)
+        except Unavailable:
+            self._broken = True
+            raise
+
+    def abort(self) -> None:
+        """From any thread: end it now."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def refuse(self, error: KVStoreError) -> None:
+        """Say why, without waiting, and close. Where there is to be TLS nothing can be said."""
+        body = pack_error(error)
+        with contextlib.suppress(OSError):
+            if self._server.tls is None:
+                self._sock.setblocking(False)
+                self._sock.send(pack_head(FrameKind.ERROR, 0, len(body)) + body)
+        self._sock.close()
+
+    def run(self) -> None:
+        """From the first byte to the last."""
+        try:
+            self._serve()
+        except (Unavailable, VersionMismatch) as error:
+            log.debug("%s: %s", self._who, error)
+        finally:
+            if self._stream is not None:
+                self._stream.close()
+            self._sock.close()
+
+    def _serve(self) -> None:
+        server, limits = self._server, self._server.limits
+        deadline_s = time.monotonic() + limits.hello_s
+        names = self._secure(limits.hello_s)
+        self._stream = stream = Stream(self._sock, limits.silence_s, self._who)
+        try:
+            head, body = stream.receive_frame(FrameKind.HELLO, BODY_MAX[FrameKind.HELLO], deadline_s)
+            self._request = head.request
+            self._caller = caller = server.admit(unpack_hello(body), names)
+            with server.admitted(caller):
+                welcome = pack_hello(Welcome(node=server.node, process=server.process))
+                stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
+                while True:
+                    self._one(stream, limits)
+        except KVStoreError as error:
+            self._farewell(stream, error)
+            if not isinstance(error, Unavailable):
+                log.warning("%s: %s", self._who, error)
+                return
+            raise
+
+    def _secure(self, hello_s: float) -> list[str]:
+        """Encrypt the connection where that is asked for; the names in the caller's certificate."""
+        context = self._server.tls
+        if context is None:
+            return []
+        self._sock.settimeout(hello_s)
+        try:
+            self._sock = secured = context.wrap_socket(self._sock, server_side=True)
+        except (OSError, ValueError) as error:
+            raise WireError(f"{self._who}: no TLS ({error})") from None
+        return names_of(secured.getpeercert())
+
+    def _one(self, stream: Stream, limits: ServerLimits) -> None:
+        """Wait for a request, and answer it."""
+        head = stream.receive_head(time.monotonic() + limits.idle_s, limits.idle_s)
+        self._request, self.flags = head.request, head.flags
+        handler = self._server.answer(head.kind)
+        if handler is None:
+            raise WireError(f"kind: {head.kind.name} is no request that {self._server.node} answers")
+        self._deadline_s = time.monotonic() + limits.reply_s
+        body = stream.receive(head.body_bytes, self._deadline_s)
+        try:
+            handler(self, memoryview(body))
+        except WireError:
+            raise
+        except KVStoreError as error:
+            if self._broken:
+                raise
+            self.reply(FrameKind.ERROR, pack_error(error))
+
+    def _farewell(self, stream: Stream, error: KVStoreError) -> None:
+        if self._broken:
+            return
+        with contextlib.suppress(Unavailable):
+            stream.send_frame(FrameKind.ERROR, self._request, [pack_error(error)], time.monotonic() + FAREWELL_S)
+
+
+def _pong(exchange: Exchange, body: memoryview) -> None:
+    exchange.reply(FrameKind.PONG, body)
+
+
+def tls_context(cert: str, key: str, client_ca: str = "") -> ssl.SSLContext:
+    """What a server encrypts its connections by; ``client_ca``: every caller has to show a certificate of one of them.
+
+    Raises:
+        InvalidRequest: the files make no sense.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key, password="")
+        if client_ca:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("tls_cert", f"{cert} cannot be used ({error})") from None
+    return context
+
+
+def names_of(certificate: Mapping[str, Any] | None) -> list[str]:
+    """Common and alternative names in a certificate that was verified."""
+    found = certificate or {}
+    names = [value for part in found.get("subject", ()) for name, value in part if name == "commonName"]
+    return names + [value for _, value in found.get("subjectAltName", ())]

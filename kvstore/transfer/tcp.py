@@ -1,0 +1,179 @@
+"""DataConnection: the client's end of a data connection over TCP, plain or TLS."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import socket
+import ssl
+import time
+from typing import Final
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.transfer.base import DialCredentials
+from kvstore.transfer.stream import Buffer, Stream
+from kvstore.transfer.wire import (
+    BODY_MAX,
+    FrameKind,
+    Head,
+    Hello,
+    Welcome,
+    WireError,
+    pack_hello,
+    unpack_error,
+    unpack_welcome,
+)
+
+SILENCE_S: Final = 0.5  # somebody who owes us bytes and sends none for so long is dead
+
+
+class DataConnection:
+    """One connection to one node. One thread at a time; ``abort`` may come from any.
+
+    Life: ``open`` -> requests are sent, replies received in the same order -> ``close``. After an error other than one
+    that came as an ERROR frame (``broken`` says which) it is of no use: what it was about to bring may still come.
+
+    Attributes:
+        welcome: what the server said of itself.
+        broken: whether it is of no use any more.
+    """
+
+    def __init__(self, stream: Stream, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self.broken = False
+        self._stream = stream
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        hello: Hello,
+        credentials: DialCredentials | None = None,
+        *,
+        deadline_s: float,
+        silence_s: float = SILENCE_S,
+    ) -> DataConnection:
+        """Connect to HOST:PORT, and say who we are.
+
+        Args:
+            deadline_s: of ``time.monotonic()``.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: nobody answers there.
+            InvalidRequest: the address or a certificate makes no sense; the server is another one; a token would
+                travel in clear.
+            Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.
+        """
+        host, port = _split(address)
+        tls = _context(credentials) if credentials is not None and credentials.tls else None
+        if hello.token and tls is None and not _is_loopback(host):
+            raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
+        within_s = max(0.001, min(deadline_s - time.monotonic(), silence_s))
+        try:
+            sock = socket.create_connection((host, port), within_s)
+            if tls is not None:
+                assert credentials is not None
+                sock = tls.wrap_socket(sock, server_hostname=credentials.server_name or host)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{address}: does not answer") from None
+        except (OSError, ValueError) as error:
+            raise NodeUnavailable(f"{address}: cannot be reached ({error})") from None
+        stream = Stream(sock, silence_s, address)
+        try:
+            stream.send_frame(FrameKind.HELLO, 0, [pack_hello(hello)], deadline_s)
+            head = stream.receive_head(deadline_s)
+            body = stream.receive(min(head.body_bytes, BODY_MAX[FrameKind.ERROR]), deadline_s)
+            if head.kind is FrameKind.ERROR:
+                raise unpack_error(body)
+            if head.kind is not FrameKind.WELCOME:
+                raise WireError(f"{address}: answered HELLO with {head.kind.name}")
+            return cls(stream, unpack_welcome(body))
+        except KVStoreError:
+            stream.close()
+            raise
+
+    def send(self, kind: FrameKind, *body: Buffer, deadline_s: float, flags: int = 0) -> int:
+        """Send a request, and do not wait for its reply; returns its number. Raises as ``Stream.send``."""
+        number = next(self._numbers) & 0xFFFFFFFF
+        try:
+            self._stream.send_frame(kind, number, body, deadline_s, flags)
+        except KVStoreError:
+            self.broken = True
+            raise
+        return number
+
+    def receive_head(self, request: int, *kinds: FrameKind, deadline_s: float) -> Head:
+        """The head of the next frame of the reply to that request.
+
+        Raises:
+            KVStoreError: what the server answered instead, as ``wire.unpack_error`` tells it; the connection goes on.
+            NodeUnavailable, DeadlineExceeded, WireError, VersionMismatch: the connection is broken.
+        """
+        try:
+            head = self._stream.receive_head(deadline_s)
+            if head.kind not in (*kinds, FrameKind.ERROR) or head.request not in (request, 0):
+                raise WireError(f"{self._stream.who}: sent {head.kind.name} of request {head.request}")
+        except KVStoreError:
+            self.broken = True
+            raise
+        if head.kind is not FrameKind.ERROR:
+            return head
+        error = unpack_error(self.receive(head.body_bytes, deadline_s=deadline_s))
+        self.broken = self.broken or isinstance(error, WireError) or head.request != request
+        raise error
+
+    def receive(self, size: int, *, deadline_s: float) -> bytearray:
+        """The next bytes of a frame whose head was received. Raises as ``Stream.receive``."""
+        data = bytearray(size)
+        self.receive_into(memoryview(data), deadline_s=deadline_s)
+        return data
+
+    def receive_into(self, view: memoryview, *, deadline_s: float) -> None:
+        """The same, into its final place."""
+        try:
+            self._stream.receive_into(view, deadline_s)
+        except KVStoreError:
+            self.broken = True
+            raise
+
+    def call(self, kind: FrameKind, *body: Buffer, reply: FrameKind, deadline_s: float, flags: int = 0) -> bytearray:
+        """Send a request and wait for its reply of one frame, whose body this is. Raises as ``receive_head``."""
+        number = self.send(kind, *body, deadline_s=deadline_s, flags=flags)
+        head = self.receive_head(number, reply, deadline_s=deadline_s)
+        return self.receive(head.body_bytes, deadline_s=deadline_s)
+
+    def abort(self) -> None:
+        """From any thread: whoever waits for this connection hears that it is lost."""
+        self._stream.abort()
+
+    def close(self) -> None:
+        """End it."""
+        self.broken = True
+        self._stream.close()
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidRequest("address", f"must be HOST:PORT, not {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _context(credentials: DialCredentials) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=credentials.ca or None)
+        if credentials.cert:
+            context.load_cert_chain(credentials.cert, credentials.key or None)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("tls_ca", f"cannot be used ({error})") from None
+    return context
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,340 @@
+"""The two ends of a data connection: who is let in, what is refused in words, and that nothing waits without end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    NodeUnavailable,
+    PermissionDenied,
+    TooManyCalls,
+    Unauthenticated,
+    Unavailable,
+    VersionMismatch,
+)
+from kvstore.transfer import wire
+from kvstore.transfer.base import Caller, DialCredentials, Exchange, Handler
+from kvstore.transfer.server import Server, ServerLimits, tls_context
+from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.wire import HEAD, MAGIC, FrameKind, Hello
+from tests.helpers.api import Certificates
+
+LIMITS = ServerLimits(hello_s=0.4, silence_s=0.4, idle_s=20.0)
+SOON_S = 10.0  # far more than anything here takes
+MANY = 512  # frames of one reply: more than sockets hold
+
+
+class Anybody:
+    """A caller who may do everything."""
+
+    name, operator = "anybody", True
+
+    def check_salt(self, salt: str) -> None:
+        if salt == "theirs":
+            raise PermissionDenied(f"salt {salt!r} is not yours")
+
+
+def admit(hello: Hello, names: Sequence[str]) -> Caller:
+    if hello.node not in ("", "n1"):
+        raise InvalidRequest("node", f"this is n1, not {hello.node}")
+    if hello.token not in ("", "right"):
+        raise Unauthenticated("the node does not know this caller")
+    return Anybody()
+
+
+def status(exchange: Exchange, body: memoryview) -> None:
+    """Answers with many bytes, or with what was asked for."""
+    asked = bytes(body).decode()
+    if asked == "fail":
+        raise InvalidRequest("asked", "is no good")
+    if asked.startswith("salt:"):
+        exchange.caller.check_salt(asked.removeprefix("salt:"))
+    for _ in range(MANY if asked == "much" else 1):
+        exchange.reply(FrameKind.STATE, bytes(wire.BODY_MAX[FrameKind.STATE]) if asked == "much" else body)
+
+
+class Served:
+    """A server and its address."""
+
+    def __init__(self, limits: ServerLimits, tls: Certificates | None = None) -> None:
+        handlers: Mapping[FrameKind, Handler] = {FrameKind.STATUS: status}
+        context = None
+        if tls is not None:
+            context = tls_context(tls.path("server.pem"), tls.path("server.key"), tls.path("ca.pem"))
+        self.server = Server("n1", handlers, admit, limits, context)
+        self.address = self.server.start("127.0.0.1", 0)
+
+    def open(self, hello: Hello | None = None, credentials: DialCredentials | None = None) -> DataConnection:
+        return DataConnection.open(self.address, hello or Hello(), credentials, deadline_s=later())
+
+    def raw(self) -> socket.socket:
+        """A socket of somebody who knows no rules."""
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host, int(port)), SOON_S)
+
+    def welcomed(self) -> socket.socket:
+        """The same, after HELLO."""
+        sock = self.raw()
+        body = wire.pack_hello(Hello())
+        sock.sendall(wire.pack_head(FrameKind.HELLO, 0, len(body)) + body)
+        head = wire.unpack_head(sock.recv(HEAD.size, socket.MSG_WAITALL))
+        assert head.kind is FrameKind.WELCOME
+        sock.recv(head.body_bytes, socket.MSG_WAITALL)
+        return sock
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served(LIMITS)
+    yield made
+    made.server.stop()
+    assert made.server.connections == 0
+
+
+def later() -> float:
+    return time.monotonic() + SOON_S
+
+
+def last_words(sock: socket.socket) -> KVStoreError:
+    """What the server says before it ends the connection; it does end it."""
+    data = b""
+    while more := sock.recv(1 << 16):
+        data += more
+    sock.close()
+    head = wire.unpack_head(data[: HEAD.size])
+    assert head.kind is FrameKind.ERROR and len(data) == HEAD.size + head.body_bytes
+    return wire.unpack_error(data[HEAD.size :])
+
+
+def test_requests_are_answered_in_order(served: Served) -> None:
+    connection = served.open()
+    assert connection.welcome.node == "n1"
+    numbers = [connection.send(FrameKind.STATUS, b"%d" % i, deadline_s=later()) for i in range(20)]
+    for i, number in enumerate(numbers):
+        head = connection.receive_head(number, FrameKind.STATE, deadline_s=later())
+        assert connection.receive(head.body_bytes, deadline_s=later()) == b"%d" % i
+    assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+    connection.close()
+
+
+def test_a_refused_request_leaves_the_connection_good(served: Served) -> None:
+    connection = served.open()
+    with pytest.raises(InvalidRequest, match="asked: is no good"):
+        connection.call(FrameKind.STATUS, b"fail", reply=FrameKind.STATE, deadline_s=later())
+    with pytest.raises(PermissionDenied):
+        connection.call(FrameKind.STATUS, b"salt:theirs", reply=FrameKind.STATE, deadline_s=later())
+    assert not connection.broken
+    assert connection.call(FrameKind.STATUS, b"more", reply=FrameKind.STATE, deadline_s=later()) == b"more"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "error"),
+    [
+        (Hello(node="n2"), InvalidRequest),
+        (Hello(token="wrong"), Unauthenticated),
+        (Hello(version_min=2, version_max=9), VersionMismatch),
+        (Hello(pool="x" * 1000), Unavailable),
+    ],
+)
+def test_a_caller_is_refused_in_words(served: Served, hello: Hello, error: type[KVStoreError]) -> None:
+    with pytest.raises(error):
+        served.open(hello)
+
+
+def test_a_token_never_travels_in_clear_to_another_machine() -> None:
+    with pytest.raises(InvalidRequest, match="token"):
+        DataConnection.open("192.0.2.1:7000", Hello(token="t"), deadline_s=later())
+
+
+@pytest.mark.parametrize("address", ["nohost", ":1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="address"):
+        DataConnection.open(address, Hello(), deadline_s=later())
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "magic"),
+        (HEAD.pack(MAGIC + (1 << 24), FrameKind.HELLO, 0, 0, 2) + b"{}", "version 2"),
+        (HEAD.pack(MAGIC, 999, 0, 0, 0), "kind"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 1 << 31), "body"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 2) + b"[]", "no JSON object"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 3) + b"{{{", "no JSON"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 14) + b'{"token": 123}', "token"),
+        (HEAD.pack(MAGIC, FrameKind.PING, 0, 0, 0), "PING"),
+    ],
+)
+def test_who_breaks_the_rules_at_once_is_told_and_dropped(served: Served, data: bytes, says: str) -> None:
+    sock = served.raw()
+    sock.sendall(data)
+    assert says in str(last_words(sock))
+    served.open().close()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (HEAD.pack(MAGIC, FrameKind.STATUS, 0, 7, wire.BODY_MAX[FrameKind.STATUS] + 1), "at most"),
+        (HEAD.pack(MAGIC, FrameKind.READ, 0, 7, (1 << 32) - 1), "at most"),
+        (HEAD.pack(MAGIC, FrameKind.FIND, 0, 7, 0), "FIND is no request"),
+        (HEAD.pack(MAGIC, FrameKind.RANGE, 0, 7, 1 << 31), "RANGE is no request"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 7, 0), "HELLO is no request"),
+    ],
+)
+def test_who_breaks_the_rules_later_is_told_and_dropped(served: Served, data: bytes, says: str) -> None:
+    sock = served.welcomed()
+    sock.sendall(data)
+    assert says in str(last_words(sock))
+
+
+@pytest.mark.parametrize("cut", [1, HEAD.size - 1, HEAD.size, HEAD.size + 1])
+def test_a_frame_that_never_ends_costs_a_moment(served: Served, cut: int) -> None:
+    """Somebody who says the half of HELLO and stays, and somebody who goes."""
+    body = wire.pack_hello(Hello())
+    frame = wire.pack_head(FrameKind.HELLO, 0, len(body)) + body
+    stays, goes = served.raw(), served.raw()
+    for sock in (stays, goes):
+        sock.sendall(frame[:cut])
+    goes.close()
+    assert isinstance(last_words(stays), DeadlineExceeded)
+    assert_none_open(served)
+
+
+def test_a_body_that_never_comes_costs_a_moment(served: Served) -> None:
+    sock = served.welcomed()
+    sock.sendall(HEAD.pack(MAGIC, FrameKind.STATUS, 0, 1, 4000) + b"some")
+    assert isinstance(last_words(sock), DeadlineExceeded)
+    assert_none_open(served)
+
+
+def test_a_reader_that_reads_nothing_is_dropped(served: Served) -> None:
+    sock = served.welcomed()
+    sock.sendall(wire.pack_head(FrameKind.STATUS, 1, 4) + b"much")
+    assert_none_open(served)
+    sock.close()
+
+
+def test_a_reader_that_reads_slowly_gets_everything(served: Served) -> None:
+    """With pauses shorter than what the server bears."""
+    sock = served.welcomed()
+    sock.sendall(wire.pack_head(FrameKind.STATUS, 1, 4) + b"much")
+    wanted = MANY * (HEAD.size + wire.BODY_MAX[FrameKind.STATE])
+    have, buffer = 0, bytearray(4 << 20)
+    while have < wanted:
+        have += sock.recv_into(buffer)
+        if have % 7 == 0:
+            time.sleep(0.01)
+    assert have == wanted
+    sock.close()
+
+
+def test_a_reader_that_vanishes_is_forgotten(served: Served) -> None:
+    sock = served.welcomed()
+    sock.sendall(wire.pack_head(FrameKind.STATUS, 1, 4) + b"much")
+    sock.recv(100_000)
+    sock.close()
+    assert_none_open(served)
+    served.open().close()
+
+
+def test_connections_are_bounded() -> None:
+    made = Served(replace(LIMITS, connections_max=4, of_one_max=3))
+    try:
+        mine = [made.open() for _ in range(3)]
+        with pytest.raises(TooManyCalls, match="anybody has 3"):
+            made.open()
+        wait_until(lambda: made.server.connections == 3)
+        silent = made.raw()
+        wait_until(lambda: made.server.connections == 4)
+        with pytest.raises(TooManyCalls, match="4 connections"):
+            made.open()
+        for each in mine:
+            each.close()
+        silent.close()
+        assert_none_open(made)
+        made.open().close()
+    finally:
+        made.server.stop()
+
+
+def test_a_server_that_stops_ends_its_connections() -> None:
+    made = Served(LIMITS)
+    connection = made.open()
+    threading.Timer(0.1, made.server.stop).start()
+    with pytest.raises(NodeUnavailable):
+        connection.receive_head(1, FrameKind.PONG, deadline_s=later())
+    assert connection.broken
+    connection.close()
+    with pytest.raises(NodeUnavailable):
+        made.open()
+
+
+def test_a_server_that_says_nothing_costs_the_silence_alone() -> None:
+    """A stopped process: the kernel still takes connections and bytes for it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            DataConnection.open(address, Hello(), deadline_s=later(), silence_s=0.3)
+        assert time.monotonic() - began_s < SOON_S / 2
+
+
+def test_abort_wakes_who_waits(served: Served) -> None:
+    connection = served.open()
+    threading.Timer(0.1, connection.abort).start()
+    with pytest.raises(NodeUnavailable):
+        connection.receive_head(1, FrameKind.PONG, deadline_s=later())
+    connection.close()
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    made = Served(LIMITS, certificates)
+    try:
+        ours = DialCredentials(
+            ca=str(certificates.path("ca.pem")),
+            cert=str(certificates.path("client.pem")),
+            key=str(certificates.path("client.key")),
+        )
+        connection = made.open(Hello(token="right"), ours)
+        size = wire.BODY_MAX[FrameKind.STATE]
+        number = connection.send(FrameKind.STATUS, b"much", deadline_s=later())
+        for _ in range(64):
+            head = connection.receive_head(number, FrameKind.STATE, deadline_s=later())
+            assert connection.receive(head.body_bytes, deadline_s=later()) == bytes(size)
+        connection.abort()
+        connection.close()
+        with pytest.raises(Unavailable):  # not known to the server
+            made.open(credentials=replace(ours, cert="", key="")).call(
+                FrameKind.PING, reply=FrameKind.PONG, deadline_s=later()
+            )
+        with pytest.raises(Unavailable):
+            made.open()
+        made.open(credentials=ours).close()
+    finally:
+        made.server.stop()
+
+
+def wait_until(holds: object) -> None:
+    deadline_s = later()
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def assert_none_open(served: Served) -> None:
+    wait_until(lambda: not served.server.connections)
