@@ -100,7 +100,7 @@ class Mapped:
         self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
         self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
-        self.published = Published(folder, header)
+        self.published = Published(folder, header, timeout_s)
         self.tell_ns: int = older.tell_ns if older is not None else 0  # when it may be told again: it did not listen
         self.timeout_s = timeout_s
 

@@ -27,15 +27,19 @@ _PUTS_ID = Header.puts_id.position
 class Published:
     """The log of one mapped node, for whoever reads there. Threads may share it.
 
+    Args:
+        timeout_s: how long a request to the node may take, where that is less than a look at the log waits.
+
     Attributes:
         seen: up to which positions the node was through at some moment. They only grow. So where they are the same
             after the index was read, nothing was taken in meanwhile: a page that the index does not have, and that does
             not wait in the log either, was not put before.
     """
 
-    __slots__ = ("_folder", "_header", "_id", "_log", "_stuck", "_unanswered_ns", "seen")
+    __slots__ = ("_folder", "_header", "_id", "_log", "_stuck", "_unanswered_ns", "_wait_s", "seen")
 
-    def __init__(self, folder: NodeFolder, header: Header) -> None:
+    def __init__(self, folder: NodeFolder, header: Header, timeout_s: float = DRAIN_S) -> None:
+        self._wait_s = min(timeout_s, DRAIN_S)
         self._folder = folder
         self._header = header
         self._id: int = header.puts_id
@@ -85,7 +89,7 @@ class Published:
         if sign_ns == self._unanswered_ns:
             return False
         try:
-            channel.request(Op.DRAIN, timeout_s=DRAIN_S).result()
+            channel.request(Op.DRAIN, timeout_s=self._wait_s).result()
             return True
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
             self._unanswered_ns = sign_ns
@@ -93,7 +97,7 @@ class Published:
 
     def _await_arrival(self, log: PutLog, key: bytes) -> None:
         """A record that the node was asked to take in, and that is still there, is of pages on their way to NVMe."""
-        deadline = time.monotonic() + ARRIVAL_S
+        deadline = time.monotonic() + min(self._wait_s, ARRIVAL_S)
         while (slot := log.holder(key)) >= 0:
             marked = log.marked(slot)
             if marked == self._stuck.get(slot):

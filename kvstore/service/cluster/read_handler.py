@@ -1,0 +1,185 @@
+"""ReadHandler: answers READ from a node's memory and its NVMe files, as any process of that machine reads them.
+
+It asks the daemon nothing: a busy, stopped or dead one serves pages all the same. Pages in memory are sent from where
+they lie; the kernel copies them, and when it has, their generations are compared once more. Pages on NVMe come through
+memory of our own, the next part on its way from the device while one is on its way to the network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from kvstore.client.buffers import Rows
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.prefetch import tell_damaged, tell_read
+from kvstore.client.local.proof import Run, prove
+from kvstore.client.local.stored import locate
+from kvstore.client.local.tier_reader import LowerReader, PendingRead
+from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
+from kvstore.errors import TooManyCalls
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import STAMPED, Tier
+from kvstore.tier.host_memory import empty
+from kvstore.transfer.base import Exchange
+from kvstore.transfer.reading import RANGE_BYTES, ReadRequest, Sums, pack_end, pack_range, sums_of, unpack_read
+from kvstore.transfer.stream import Buffer
+from kvstore.transfer.wire import FrameKind
+
+NVME_BYTES: Final = 4 << 20  # of the pages of one read from a lower tier, where a page is not larger; two per reply
+NVME_REPLIES_MAX: Final = 8  # that read from a lower tier at a time
+NVME_WAIT_S: Final = 5.0  # until one more may
+
+_STAMPED_BIT = np.uint64(STAMPED << 48)
+
+
+class ReadHandler:
+    """The handler of READ of one node. Threads share it; holds two pieces of memory per reply from a lower tier."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node = node
+        self._below = threading.BoundedSemaphore(NVME_REPLIES_MAX)
+
+    def __call__(self, exchange: Exchange, body: memoryview) -> None:
+        """See ``Handler``. Raises InvalidRequest, PermissionDenied; what is not there is a shorter answer."""
+        request = unpack_read(body)
+        exchange.caller.check_salt(request.chain.salt)
+        mapped = self._node.mapped()
+        if mapped is None:
+            exchange.reply(FrameKind.END, pack_end(0, ABSENT))
+            return
+        reply = _Reply(exchange, request, mapped)
+        reason = self._send(reply)
+        row = mapped.row(request.chain.frame_class)
+        mapped.counters.got(row, len(request.keys), reply.sent - reply.from_below, reply.from_below, reason)
+        exchange.reply(FrameKind.END, pack_end(reply.sent, reason))
+
+    def _send(self, reply: _Reply) -> str:
+        """Send what is there, tier after tier, as long as one goes on where another ended; why it is not all."""
+        mapped, shape = reply.mapped, reply.request.chain.frame_class
+        while True:
+            rest = reply.rest()
+            runs, _, reason = prove(mapped, rest, shape.page_bytes, reply.closed)
+            before = reply.sent
+            for run in runs:
+                if not reply.send_run(run):
+                    return GENERATION
+            if not reason or reason not in ELSEWHERE:
+                return reason
+            for reader in mapped.below.values():
+                reason = self._send_below(reply, reader) or reason
+                if reply.done:
+                    return ""
+            if reply.sent == before:
+                return reason
+
+    def _send_below(self, reply: _Reply, reader: LowerReader) -> str:
+        """Send what that tier has; why it ended there, where that is not for want of pages."""
+        located = locate(reply.mapped, reader, reply.rest(), reply.closed)
+        if not located:
+            return ""
+        if not self._below.acquire(timeout=NVME_WAIT_S):
+            raise TooManyCalls(f"{self._node.name}: too many are reading from {reader.tier}")
+        try:
+            return reply.send_below(reader, located)
+        finally:
+            self._below.release()
+
+
+class _Reply:
+    """The reply to one READ while it is sent.
+
+    Attributes:
+        sent: leading pages that were sent, and held still.
+        from_below: how many of them came from a lower tier.
+    """
+
+    def __init__(self, exchange: Exchange, request: ReadRequest, mapped: Mapped) -> None:
+        self.mapped = mapped
+        self.request = request
+        self.closed = request.chain.closed
+        self.sent = 0
+        self.from_below = 0
+        self._exchange = exchange
+        self._keys = mapped.in_pool(request.keys)
+
+    @property
+    def done(self) -> bool:
+        """Whether all is sent."""
+        return self.sent == len(self._keys)
+
+    def rest(self) -> Keys:
+        """What is not sent yet."""
+        return self._keys[self.sent :] if self.sent else self._keys
+
+    def send_run(self, run: Run) -> bool:
+        """Send pages of memory; False where one did not hold still."""
+        request, extent = self.request, run.extent
+        stop_byte, step = request.offset + request.length, max(1, RANGE_BYTES // request.length)
+        for first in range(0, run.length, step):
+            count = min(step, run.length - first)
+            frames = slice(run.frame + first, run.frame + first + count)
+            rows = extent.views[frames, request.offset : stop_byte]
+            buffers: list[Buffer] = [rows.data] if rows.flags.c_contiguous else [row.data for row in rows]
+            head = pack_range(self.sent, Tier.DRAM, self._sums(run, frames))
+            self._exchange.reply(FrameKind.RANGE, head, *buffers)
+            words = run.words[8 * first : 8 * (first + count)]
+            if extent.words[frames].tobytes() != words:
+                self.sent += max(0, run.unchanged() - first)
+                return False
+            self.sent += count
+        return True
+
+    def _sums(self, run: Run, frames: slice) -> Sums:
+        """The checksums that the pages were stored with, where they tell of this range; else computed now."""
+        request, extent = self.request, run.extent
+        shape, pieces = request.chain.frame_class, request.pieces
+        layer = shape.page_bytes // shape.layers
+        whole = request.offset % layer == 0 and request.length == pieces * layer
+        if whole and (extent.info[frames] & _STAMPED_BIT).all():
+            first = request.offset // layer
+            return extent.checksums[frames, first : first + pieces]
+        return sums_of(extent.views[frames, request.offset : request.offset + request.length], pieces)
+
+    def send_below(self, reader: LowerReader, located: list[bytes]) -> str:
+        """Send pages of a lower tier; why not all of these ("" where all)."""
+        request, mapped = self.request, self.mapped
+        shape = request.chain.frame_class
+        step = max(1, NVME_BYTES // shape.page_bytes)
+        memory = [empty((min(step, len(located)), shape.page_bytes)) for _ in (0, 1)]
+        keys = self.rest()[: len(located)]
+
+        def reads() -> Iterator[PendingRead]:
+            for turn, first in enumerate(range(0, len(located), step)):
+                part = slice(first, min(first + step, len(located)))
+                yield reader.start(located[part], keys[part], shape, memory[turn % 2][: part.stop - part.start])
+
+        turns = reads()
+        now: PendingRead | None = next(turns)
+        rows = memory
+        while now is not None:
+            pages, why = now.result(mapped.timeout_s)
+            if now.damaged:
+                tell_damaged(mapped, now.damaged)
+            tell_read(mapped, now.addresses)
+            now = next(turns, None) if not why else None
+            self._send_rows(reader.tier, rows[0][:pages])
+            rows = rows[::-1]
+            if why:
+                return why
+        return ""
+
+    def _send_rows(self, tier: Tier, rows: Rows) -> None:
+        request = self.request
+        part = rows[:, request.offset : request.offset + request.length]
+        step = max(1, RANGE_BYTES // request.length)
+        for first in range(0, len(rows), step):
+            some = part[first : first + step]
+            buffers: list[Buffer] = [some.data] if some.flags.c_contiguous else [row.data for row in some]
+            head = pack_range(self.sent, tier, sums_of(some, request.pieces))
+            self._exchange.reply(FrameKind.RANGE, head, *buffers)
+            self.sent += len(some)
+            self.from_below += len(some)
