@@ -4,6 +4,7 @@
 
     /kvstore/v1/POOL/nodes/NAME       a node that serves
     /kvstore/v1/POOL/engines/NAME     an engine that serves
+    /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
 
 Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
 process that wrote it, so that nobody takes another's entry for its own. Fields that a reader does not know are ignored,
@@ -81,8 +82,32 @@ class EngineEntry:
     version: str = ""
 
 
-Value = TypeVar("Value", NodeEntry, EngineEntry)
-_FOLDERS: Final = {NodeEntry: "nodes", EngineEntry: "engines"}
+@dataclass(frozen=True, kw_only=True)
+class DataEntry:
+    """A data server. Its life is its own: it serves a node's pages whether the node's daemon lives or not.
+
+    Attributes:
+        name: the node's, a dot, and a number of this process: the next one need not wait until this one is forgotten.
+        process: of the data server, 16 hex digits; it tells the same to whoever connects.
+        node: whose pages these are.
+        incarnation: of that node's DRAM segment, 16 hex digits.
+        addresses: HOST:PORT of its data connections, best first.
+        tls: whether they are encrypted.
+    """
+
+    name: str
+    process: str
+    node: str
+    incarnation: str
+    addresses: tuple[str, ...] = ()
+    tls: bool = False
+    host: str = ""
+    version: str = ""
+
+
+Published = NodeEntry | EngineEntry | DataEntry
+Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry)
+_FOLDERS: Final = {NodeEntry: "nodes", EngineEntry: "engines", DataEntry: "data"}
 
 
 def prefix(pool: str) -> str:
@@ -95,12 +120,12 @@ def folder(pool: str, kind: type[Any]) -> str:
     return f"{prefix(pool)}{_FOLDERS[kind]}/"
 
 
-def key_of(pool: str, value: NodeEntry | EngineEntry) -> str:
+def key_of(pool: str, value: Published) -> str:
     """Where it is published."""
     return folder(pool, type(value)) + _named("name", value.name)
 
 
-def encode(value: NodeEntry | EngineEntry) -> bytes:
+def encode(value: Published) -> bytes:
     """As it is published."""
     return json.dumps({"v": VERSION, **dataclasses.asdict(value)}, separators=(",", ":"), sort_keys=True).encode()
 
@@ -147,6 +172,10 @@ def _checked(each: dataclasses.Field[Any], found: dict[str, Any]) -> Any:
             raise ValueError("capacity_bytes is an object of numbers")
         if not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
             raise ValueError("capacity_bytes holds sizes")
+        return value
+    if each.name == "tls":
+        if type(value) is not bool:
+            raise ValueError("tls is true or false")
         return value
     if not isinstance(value, str) or len(value) > TEXT_MAX:
         raise ValueError(f"{each.name} is a text of at most {TEXT_MAX} characters")

@@ -15,7 +15,7 @@ from kvstore.catalog import schema
 from kvstore.catalog.base import Catalog, Entry
 from kvstore.catalog.connect import check_url, to_catalog
 from kvstore.catalog.presence import Presence
-from kvstore.catalog.schema import EngineEntry, NodeEntry
+from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
 from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import DeadlineExceeded
 from kvstore.serving import logs
@@ -49,7 +49,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._watching: asyncio.Task[None] | None = None
 
-    def start(self, mine: NodeEntry | EngineEntry, on_change: Callable[[], None] = lambda: None) -> None:
+    def start(self, mine: schema.Published, on_change: Callable[[], None] = lambda: None) -> None:
         """Publish ``mine``, and know everybody else when this returns.
 
         Args:
@@ -71,7 +71,7 @@ class Membership:
             raise
         logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._known))
 
-    def update(self, mine: NodeEntry | EngineEntry) -> None:
+    def update(self, mine: schema.Published) -> None:
         """Publish ``mine`` anew, under the same name; where the catalog is away, once it is back. Does not wait."""
         if self._presence is not None:
             work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
@@ -99,11 +99,15 @@ class Membership:
         """Engines of the pool, ourselves among them, by name."""
         return schema.decode_all(EngineEntry, self._below(EngineEntry))
 
+    def data_servers(self) -> list[DataEntry]:
+        """Data servers of the pool, by name."""
+        return schema.decode_all(DataEntry, self._below(DataEntry))
+
     def _below(self, kind: type[Any]) -> list[Entry]:
         known, start = self._known, schema.folder(self._config.pool, kind)
         return [known[key] for key in sorted(known) if key.startswith(start)]
 
-    async def _start(self, catalog: Catalog, mine: NodeEntry | EngineEntry) -> None:
+    async def _start(self, catalog: Catalog, mine: schema.Published) -> None:
         await catalog.start()
         self._presence = Presence(catalog, self._config.catalog_ttl_s)
         await self._presence.start({schema.key_of(self._config.pool, mine): schema.encode(mine)})

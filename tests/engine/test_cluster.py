@@ -12,7 +12,7 @@ import pytest
 
 from engine.client import Answer
 from engine.model.request import Role
-from kvstore.catalog.schema import NodeEntry, decode, encode, key_of
+from kvstore.catalog.schema import DataEntry, NodeEntry, decode, encode, key_of
 from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine
 from tests.helpers.etcd import Etcd
 from tests.helpers.processes import Machine, wait_until
@@ -133,3 +133,7 @@ def test_nonsense_in_a_catalog_is_skipped() -> None:
         value.replace(b'"process":"ab",', b""),
     ):
         assert decode(NodeEntry, Entry(key, wrong, 1)) is None, wrong[:80]
+    server = DataEntry(name="n.7", process="ab", node="n", incarnation="cd", addresses=("h:1",), tls=True)
+    key, value = key_of("p", server), encode(server)
+    assert decode(DataEntry, Entry(key, value, 1)) == server
+    assert decode(DataEntry, Entry(key, value.replace(b'"tls":true', b'"tls":1'), 1)) is None
