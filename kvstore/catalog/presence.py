@@ -37,14 +37,18 @@ class Presence:
         """Whether others see us now, as far as we can know."""
         return self._session is not None and self._session.alive
 
-    async def start(self, entries: dict[str, bytes]) -> None:
+    async def start(self, entries: dict[str, bytes], former: bytes = b"") -> None:
         """Publish for the first time.
+
+        Args:
+            former: what a process that is known to be dead published under these keys: that is replaced at once.
 
         Raises:
             NodeBusy: another process that is alive has one of these keys. Nothing of ours stays.
             Unavailable: the catalog does not answer.
         """
         self._wanted = dict(entries)
+        self._written = {key: [former] for key in entries if former}
         try:
             await self._publish_all()
         except Taken as error:

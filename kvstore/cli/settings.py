@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +18,15 @@ _SIZES = (parse_size, parse_size_or_zero)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def with_settings(kind: type[Settings]) -> Callable[[_Command], _Command]:
-    """``--config``, ``--json``, and one option per setting. These hand over what ``load`` reads: text, of switches
-    True, of those that may repeat a tuple; None where not given."""
+def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[[_Command], _Command]:
+    """``--config``, ``--json``, and one option per setting, or for ``only`` these. These hand over what ``load`` reads:
+    text, of switches True, of those that may repeat a tuple; None where not given."""
 
     def decorate(command: _Command) -> _Command:
         defaults = {found.name: found.default for found in fields(kind)}
         for name, setting in reversed(declared(kind).items()):
-            command = _option(name, setting, defaults[name])(command)
+            if not only or name in only:
+                command = _option(name, setting, defaults[name])(command)
         path = click.Path(dir_okay=False)
         with_file = click.option("--config", "path", type=path, help="A TOML file; flags and environment come first.")
         return with_file(json_option(command))

@@ -31,6 +31,7 @@ from kvstore.config.values import (
     is_http_address,
     parse_address,
     parse_count,
+    parse_data,
     parse_number,
     parse_nvme,
     parse_path,
@@ -167,6 +168,14 @@ class NodeConfig(DaemonConfig):
     """ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere."""
     kv_events_replay: str = setting("", parse_text, "ZMQ address to replay missed KV events at.")
     """ZMQ address where subscribers ask for events they missed; empty: nowhere."""
+    data: str = setting(
+        "auto",
+        parse_data,
+        "Where other nodes read this one's pages; auto: with a catalog, at a free port of loopback.",
+        metavar="HOST:PORT|auto|none",
+    )
+    """HOST:PORT of the data server, where other nodes read this one's pages, or none; auto: a free port of loopback
+    where there is a catalog that other processes read. Beyond loopback it needs TLS and identities."""
     otlp_endpoint: str = setting("", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318.")
     """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
 

@@ -99,6 +99,9 @@ def parse_address(value: object, name: str = "address") -> tuple[str, int]:
     return host, int(port)
 
 
+DATA_AUTO, DATA_NONE = "auto", "none"
+
+
 def parse_listen(value: object, name: str = "listen") -> tuple[str, ...]:
     """Addresses to serve at: ``"HOST:PORT"`` or ``"unix:PATH"`` (absolute), several separated by commas, or a list.
 
@@ -233,3 +236,11 @@ def parse_number(value: object, name: str) -> float:
     if not math.isfinite(number):
         raise InvalidRequest(name, f"{value!r} is not a number")
     return number
+
+
+def parse_data(value: object, name: str = "data") -> str:
+    """``HOST:PORT``, ``auto``, or ``none``. Raises `InvalidRequest`."""
+    text = parse_text(value, name)
+    if text not in (DATA_AUTO, DATA_NONE):
+        parse_address(text, name)
+    return text

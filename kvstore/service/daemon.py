@@ -11,6 +11,8 @@ from kvstore.catalog import schema
 from kvstore.catalog.schema import NodeEntry
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
+from kvstore.service.cluster import data_child
+from kvstore.service.cluster.data_child import DataChild
 from kvstore.service.local.control import ControlServer
 from kvstore.service.local.dispatch import Dispatcher
 from kvstore.service.node import on_stop
@@ -22,10 +24,14 @@ from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.serving import lifecycle, tracing
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host, reachable
+from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState
+from kvstore.tier.plain_files import read_plain
 
 if TYPE_CHECKING:
     from kvstore.service.api.server import ApiServer
+
+MEMBER = "member"  # in the node's folder: what its daemon published in a catalog last
 
 log = logging.getLogger("kvstore.daemon")
 
@@ -38,6 +44,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
     """
     membership = Membership(config) if config.catalog else None
+    sender = DataChild(config, NodeFolder(config.shm_dir, config.name)) if data_child.wanted(config) else None
     with lifecycle.running(config, log, "the daemon") as life:
         if config.otlp_endpoint:
             tracing.configure(config.otlp_endpoint, config.name)
@@ -46,11 +53,16 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
             node = Node.start(config)
         life.at_end(node.stop)
         life.begun()
-        _run(node, config, membership, life, announce)
+        _run(node, config, membership, sender, life, announce)
 
 
 def _run(
-    node: Node, config: NodeConfig, membership: Membership | None, life: Life, announce: Callable[[str], None]
+    node: Node,
+    config: NodeConfig,
+    membership: Membership | None,
+    sender: DataChild | None,
+    life: Life,
+    announce: Callable[[str], None],
 ) -> None:
     scrubber = Scrubber(node, config.scrub_bytes_per_s)
     background = Background(node, scrubber)
@@ -61,13 +73,17 @@ def _run(
     control.start()
     background.start()
     node.enter(DaemonState.READY)
+    where = ""
     try:
         if api is not None:
             api.start()
             life.on_hangup(api.reload)
         if membership is not None:
-            membership.start(_entry(config, node, api))
+            _join(membership, _entry(config, node, api), NodeFolder.at(node.folder))
             life.at_end(membership.stop)
+        if sender is not None:
+            where = f", data on {sender.start()}"
+            life.at_end(sender.stop)
     except (InvalidRequest, NodeBusy, Unavailable):
         _end_serving(node, api, control, background, life)
         raise
@@ -81,13 +97,19 @@ def _run(
     tiers = node_stats(node)["tiers"]
     sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
     pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
-    where = f", http on {life.http.address}" if life.http is not None else ""
+    where = f", http on {life.http.address}{where}" if life.http is not None else where
     where += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
     took_s = life.took_s
     line = f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{where}"
     life.serves(lambda: announce(line), took_s, pages=sum(tier["pages"] for tier in tiers.values()))
     watch = Watch(node, api.calls if api is not None else None)
-    life.wait(watch.look)
+
+    def look() -> None:
+        watch.look()
+        if sender is not None:
+            sender.look()
+
+    life.wait(look)
     _end_serving(node, api, control, background, life)
     watch.look(last=True)
 
@@ -103,6 +125,18 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
         host=host(),
         version=metadata.version("kvstore"),
     )
+
+
+def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder) -> None:
+    """Publish the node. What the daemon before us published is ours to replace: the folder's lock says it is dead."""
+    kept = folder.path / MEMBER
+    try:
+        former = read_plain(kept)
+    except OSError:
+        former = b""
+    membership.start(mine, former=former)
+    told = schema.encode(mine)
+    folder.new_file(kept, len(told), told)
 
 
 def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | None:

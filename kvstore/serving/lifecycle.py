@@ -81,6 +81,15 @@ class Life:
         while not self._stopped.wait(SIGNAL_LOOK_S):
             look()
 
+    def wait_while(self, holds: Callable[[], bool]) -> None:
+        """The same, or until ``holds`` says no."""
+        while not self.ending(SIGNAL_LOOK_S) and holds():
+            pass
+
+    def ending(self, timeout_s: float) -> bool:
+        """Whether it has been told to end; waits so long for that."""
+        return self._stopped.wait(timeout_s)
+
     def retires(self) -> None:
         """Say to those who ask that it is not ready any more."""
         self._ready.clear()

@@ -22,6 +22,7 @@ from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.serving.identities import Identities
+from kvstore.serving.reach import check_far, numeric
 from kvstore.tier.plain_files import chmod_socket
 
 UNIX: Final = "unix:"
@@ -88,31 +89,13 @@ def plan(config: DaemonConfig, identities: Identities) -> Plan:
             unix.append(Path(address.removeprefix(UNIX)))
             continue
         host, port = parse_address(address, "listen")
-        for number in _numeric(host, address):
+        for number in numeric(host, address, "listen"):
             if not ipaddress.ip_address(number).is_loopback:
-                _check_far(config, identities, address)
+                check_far(config, identities, address, "listen")
             tcp.append((number, port))
     if identities.by_certificate and config.tls_client_ca is None:
         raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
     return Plan(tcp, unix, config.file_mode, _credentials(config))
-
-
-def _check_far(config: DaemonConfig, identities: Identities, address: str) -> None:
-    if config.tls_cert is None:
-        raise InvalidRequest("listen", f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
-    if not identities.asked_for:
-        raise InvalidRequest("listen", f"{address} is beyond loopback and anyone could call: give --identities")
-
-
-def _numeric(host: str, address: str) -> list[str]:
-    """The host's IP addresses: what is checked is what is opened."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise InvalidRequest("listen", f"{address}: there is no host {host}") from None
-    numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    loopback = [number for number in numbers if ipaddress.ip_address(number.partition("%")[0]).is_loopback]
-    return (loopback[:1] or numbers[:1]) if host == "localhost" else numbers
 
 
 def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:

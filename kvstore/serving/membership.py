@@ -49,11 +49,12 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._watching: asyncio.Task[None] | None = None
 
-    def start(self, mine: schema.Published, on_change: Callable[[], None] = lambda: None) -> None:
+    def start(self, mine: schema.Published, on_change: Callable[[], None] = lambda: None, former: bytes = b"") -> None:
         """Publish ``mine``, and know everybody else when this returns.
 
         Args:
             on_change: called in that thread whenever nodes or engines come, change or go. It must not wait.
+            former: the entry of the process before us, where that is known to be dead: ours takes its place at once.
 
         Raises:
             NodeBusy: another live process has that name.
@@ -65,7 +66,7 @@ class Membership:
         self._catalog = to_catalog(config.catalog, config)
         self._thread.start()
         try:
-            self._do(self._start(self._catalog, mine), START_S)
+            self._do(self._start(self._catalog, mine, former), START_S)
         except BaseException:
             self.stop()
             raise
@@ -107,10 +108,10 @@ class Membership:
         known, start = self._known, schema.folder(self._config.pool, kind)
         return [known[key] for key in sorted(known) if key.startswith(start)]
 
-    async def _start(self, catalog: Catalog, mine: schema.Published) -> None:
+    async def _start(self, catalog: Catalog, mine: schema.Published, former: bytes) -> None:
         await catalog.start()
         self._presence = Presence(catalog, self._config.catalog_ttl_s)
-        await self._presence.start({schema.key_of(self._config.pool, mine): schema.encode(mine)})
+        await self._presence.start({schema.key_of(self._config.pool, mine): schema.encode(mine)}, former)
         first = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(catalog, first), name="catalog watch")
         await first.wait()

@@ -13,6 +13,8 @@
                                        earlier version's
         secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
+        data                           which data server sends its pages, locked while that lives (data_file)
+        member                         what its daemon published in a catalog last; absent: nothing
         quarantine                     positions that nobody may have yet (quarantine); absent where there are none
         sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
         .tmp-*                         a file being made; removed when the next owner starts
@@ -132,6 +134,11 @@ class NodeFolder:
     def secret(self) -> Path:
         """The secret of its pool (pool_secret)."""
         return self.path / "secret"
+
+    @property
+    def data_server(self) -> Path:
+        """Which data server sends its pages (data_file); absent: none ever did."""
+        return self.path / "data"
 
     def index(self, epoch: int) -> Path:
         """The LMDB environment of ``epoch``."""

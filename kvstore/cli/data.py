@@ -1,0 +1,34 @@
+"""``kvstore data``: the data server of a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvstore import config as configuration
+from kvstore.cli.output import say
+from kvstore.cli.settings import with_settings
+from kvstore.config import NodeConfig
+from kvstore.service.cluster import data_server
+from kvstore.service.cluster.data_child import SETTINGS
+
+
+@click.command()
+@click.option("--node", metavar="NAME", help="The node of this machine whose pages it serves.  [default: default]")
+@click.option("--listen", metavar="HOST:PORT", help="Where it listens.  [default: a free port of loopback]")
+@click.option("--child", is_flag=True, hidden=True, help="A daemon started it.")
+@with_settings(NodeConfig, only=SETTINGS)
+def data(path: str | None, as_json: bool, node: str | None, listen: str | None, child: bool, **flags: Any) -> None:
+    """Serve the pages of a node of this machine to other nodes, until SIGTERM.
+
+    A process of its own: pages are served whether the node's daemon lives or not. With --catalog a daemon starts one by
+    itself; run it as a service of its own where stopping the daemon is not to stop it, and give the daemon
+    `--data none`. It prints one line when it serves.
+    """
+    settings = configuration.load(path, flags={**flags, "name": node, "data": listen}).node
+
+    def announce(line: str) -> None:
+        say(as_json, {"ready": True, "name": settings.name, "line": line}, line)
+
+    data_server.serve(settings, announce, child=child)

@@ -1,0 +1,182 @@
+"""The data server of a node: ``kvstore data``, a process of its own beside the daemon.
+
+It is a client of the node's memory and NVMe files, and serves its pages whether the daemon is busy, stopped or dead. It
+ends with SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Final
+
+from kvstore.catalog.schema import DataEntry
+from kvstore.client.local.node import LocalNode
+from kvstore.config import NodeConfig, parse_address
+from kvstore.config.values import DATA_AUTO, DATA_NONE
+from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
+from kvstore.service.cluster.read_handler import ReadHandler
+from kvstore.serving import lifecycle, logs
+from kvstore.serving.identities import Identities
+from kvstore.serving.lifecycle import Life
+from kvstore.serving.membership import Membership, host
+from kvstore.serving.reach import check_far, is_loopback, numeric
+from kvstore.tier.data_file import DataFile, DataServerAt
+from kvstore.tier.folder import NodeFolder
+from kvstore.transfer.base import Admit, Caller, Handler
+from kvstore.transfer.server import Server, tls_context
+from kvstore.transfer.wire import FrameKind, Hello
+
+# Shorter than the silence after which a reader takes us for dead: what the daemon or a device does not tell by then is
+# answered as a miss.
+PATIENCE_S: Final = 0.3
+NODE_S: Final = 60.0  # for a node that is just being made
+NODE_LOOK_S: Final = 0.05
+PUBLISH_RETRY_S: Final = 1.0
+
+log = logging.getLogger("kvstore.data")
+
+
+def address_of(config: NodeConfig) -> tuple[str, int]:
+    """The numeric address and port to listen at.
+
+    Raises:
+        InvalidRequest: it is beyond loopback without TLS or identities, or there is no such host.
+    """
+    named = config.data not in (DATA_AUTO, DATA_NONE)
+    host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
+    number = numeric(host_name, config.data, "data")[0]
+    if not is_loopback(number):
+        check_far(config, Identities(config.identities), config.data, "data")
+    return number, port
+
+
+def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = False) -> None:
+    """Serve the pages of the node ``config.name`` until SIGTERM or SIGINT, or until the node's folder is gone.
+
+    Args:
+        announce: called once, with one line, when it serves.
+        child: a daemon started it, and will end it.
+
+    Raises:
+        NodeBusy: another process is the node's data server.
+        Unavailable: there is no such node, and none came.
+        InvalidRequest: a setting makes no sense.
+    """
+    where = address_of(config)
+    folder = NodeFolder(config.shm_dir, config.name)
+    quiet = replace(config, http=None, listen=(), otlp_endpoint="")  # those are the daemon's own
+    with lifecycle.running(quiet, log, "the data server") as life:
+        life.begun(node=config.name)
+        file = _take(folder, life)
+        life.at_end(file.close)
+        node = LocalNode(folder.path, timeout_s=PATIENCE_S)
+        life.at_end(node.close)
+        tls = config.tls_cert is not None and config.tls_key is not None
+        context = (
+            tls_context(str(config.tls_cert), str(config.tls_key), str(config.tls_client_ca or "")) if tls else None
+        )
+        server = Server(config.name, handlers(node), admits(config), tls=context)
+        address = server.start(*where)
+        life.at_end(server.stop)
+        file.tell(DataServerAt(os.getpid(), server.process, address, child))
+        told = _Told(config, node, server.process, address)
+        life.at_end(told.stop)
+        line = f"kvstore data server of node {config.name} ready: pages on {address}"
+        life.serves(lambda: announce(line), life.took_s, address=address)
+        life.wait_while(lambda: file.stands() and told.look())
+
+
+def handlers(node: LocalNode) -> Mapping[FrameKind, Handler]:
+    """What a data server answers."""
+    return {FrameKind.READ: ReadHandler(node)}
+
+
+def admits(config: NodeConfig) -> Admit:
+    """Who may ask: as over gRPC, and of the same pool."""
+    identities = Identities(config.identities)
+
+    def admit(hello: Hello, names: Sequence[str]) -> Caller:
+        if hello.node not in ("", config.name):
+            raise InvalidRequest("node", f"this is {config.name}, not {hello.node[:80]}")
+        if hello.pool not in ("", config.pool):
+            raise InvalidRequest("pool", f"{config.name} is of another pool")
+        return identities.find(hello.token or None, names)
+
+    return admit
+
+
+def _take(folder: NodeFolder, life: Life) -> DataFile:
+    """Become the node's data server, as soon as there is a node."""
+    deadline_s = time.monotonic() + NODE_S
+    while True:
+        file = DataFile(folder)
+        try:
+            if folder.trusted():
+                file.take()
+                return file
+        except FileNotFoundError:  # purged in this moment
+            pass
+        if time.monotonic() >= deadline_s or life.ending(NODE_LOOK_S):
+            raise Unavailable(f"there is no node {folder.name!r} on this machine; start it with `kvstore serve`")
+
+
+class _Told:
+    """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait."""
+
+    def __init__(self, config: NodeConfig, node: LocalNode, process: str, address: str) -> None:
+        self._config = config
+        self._node = node
+        self._entry = DataEntry(
+            name=f"{config.name}.{os.getpid():x}",
+            process=process,
+            node=config.name,
+            incarnation="",
+            addresses=(address,),
+            tls=config.tls_cert is not None,
+            host=host(),
+            version=metadata.version("kvstore"),
+        )
+        self._membership: Membership | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._join, name="data catalog", daemon=True)
+        if config.catalog:
+            self._thread.start()
+
+    def look(self) -> bool:
+        """Tell a new incarnation of the node. True."""
+        mapped = self._node.mapped()
+        incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
+        if incarnation != self._entry.incarnation:
+            self._entry = replace(self._entry, incarnation=incarnation)
+            membership = self._membership
+            if membership is not None:
+                membership.update(self._entry)
+        return True
+
+    def stop(self) -> None:
+        """Leave the catalog at once."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._membership is not None:
+            self._membership.stop()
+
+    def _join(self) -> None:
+        while not self._stopping.is_set():
+            membership, entry = Membership(self._config), self._entry
+            try:
+                membership.start(entry)
+            except (NodeBusy, Unavailable) as error:
+                logs.event(log, logging.WARNING, "not in the catalog yet", reason=str(error))
+                self._stopping.wait(PUBLISH_RETRY_S)
+                continue
+            self._membership = membership
+            if self._entry is not entry:
+                membership.update(self._entry)
+            return

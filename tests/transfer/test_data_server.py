@@ -1,0 +1,196 @@
+"""The data server as a process: who starts it, who finds it again, who ends it; and what the deaths of others cost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import Store
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.model.replica import FrameClass
+from kvstore.tier.data_file import DataServerAt, find_data_server
+from kvstore.tier.folder import NodeFolder
+from kvstore.transfer.pulling import Pulled, pull
+from kvstore.transfer.reading import ReadRequest, WantedChain
+from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.wire import Hello
+from tests.helpers.content import SMALL, chain, contents, first_wrong
+from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until
+
+PAGES = 20
+LATE_S = 30.0
+SHAPE = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> str:
+    return f"file:{tmp_path / 'catalog'}"
+
+
+def serve(machine: Machine, catalog: str, **flags: str) -> tuple[Daemon, Store]:
+    daemon = machine.serve("n", dram="16MiB", catalog=catalog, **flags)
+    return daemon, machine.connect("n")
+
+
+def server_of(machine: Machine) -> DataServerAt | None:
+    return find_data_server(NodeFolder.at(machine.folder("n")))
+
+
+def living(machine: Machine) -> DataServerAt:
+    found = server_of(machine)
+    assert found is not None
+    return found
+
+
+def read(address: str, pages: int = PAGES, silence_s: float = LATE_S) -> Pulled:
+    """Read the pages of chain 1 over a new connection; they are right."""
+    deadline_s = time.monotonic() + LATE_S
+    keys, rows = chain(1, pages), np.zeros((pages, SMALL.page_bytes), np.uint8)
+    wanted = WantedChain(SMALL.fingerprint, "", "", SHAPE, True)
+    with contextlib.closing(DataConnection.open(address, Hello(), deadline_s=deadline_s, silence_s=silence_s)) as to:
+        found = pull(to, ReadRequest(wanted, keys, 0, SMALL.page_bytes), rows, deadline_s)
+    assert first_wrong(rows[: found.pages], contents(keys)[: found.pages]) == ""
+    return found
+
+
+def members(machine: Machine, catalog: str) -> list[dict[str, Any]]:
+    told = machine.run("status", "--catalog", catalog, "--json")
+    assert told.returncode == 0, told.stderr
+    return list(json.loads(told.stdout)["members"]["data"])
+
+
+def dead(pid: int) -> bool:
+    """Gone, or a zombie of a parent that has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_daemon_with_a_catalog_has_a_data_server(machine: Machine, catalog: str) -> None:
+    daemon, store = serve(machine, catalog)
+    put(store, 1, PAGES)
+    server = living(machine)
+    assert f"data on {server.address}" in daemon.wait_ready()
+    assert read(server.address).pages == PAGES
+    (entry,) = wait_until("it is in the catalog", lambda: members(machine, catalog))
+    assert (entry["node"], entry["addresses"], entry["process"]) == ("n", [server.address], server.process)
+    told = [each for each in members(machine, catalog) if each["incarnation"] == f"{incarnation(machine):016x}"]
+    assert told or wait_until("its incarnation is told", lambda: members(machine, catalog)[0]["incarnation"])
+    assert daemon.terminate() == 0
+    assert dead(server.pid) and server_of(machine) is None
+    assert members(machine, catalog) == []
+
+
+def incarnation(machine: Machine) -> int:
+    from kvstore.client.local.node import LocalNode
+
+    node = LocalNode(machine.folder("n"))
+    found = node.writable().incarnation
+    node.close()
+    return found
+
+
+def test_it_outlives_the_daemon_and_is_found_again(machine: Machine, catalog: str) -> None:
+    daemon, store = serve(machine, catalog)
+    put(store, 1, PAGES)
+    server = living(machine)
+    assert read(server.address).pages == PAGES
+    daemon.stop()
+    assert read(server.address).pages == PAGES
+    daemon.kill()
+    assert read(server.address).pages == PAGES
+    again, _ = serve(machine, catalog)
+    assert living(machine) == server
+    assert read(server.address).pages == PAGES
+    assert again.terminate() == 0
+    wait_until("the daemon that found it has ended it", lambda: dead(server.pid))
+
+
+def test_a_killed_one_is_replaced(machine: Machine, catalog: str) -> None:
+    _, store = serve(machine, catalog)
+    put(store, 1, PAGES)
+    server = living(machine)
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until("the next one serves", lambda: server_of(machine) not in (None, server))
+    assert read(living(machine).address).pages == PAGES
+    assert living(machine).process != server.process
+
+
+def test_a_stopped_one_costs_the_silence(machine: Machine, catalog: str) -> None:
+    serve(machine, catalog)
+    server = living(machine)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            read(server.address, silence_s=0.3)
+        assert time.monotonic() - began_s < LATE_S / 2
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert read(server.address).pages == 0
+
+
+def test_one_of_its_own_is_taken_as_it_is(machine: Machine, catalog: str) -> None:
+    """``kvstore data`` before the daemon: it waits for the node; the daemon finds it, and does not end it."""
+    command = [*CLI, "data", "--node", "n", "--listen", "127.0.0.1:0", "--catalog", catalog]
+    own = machine.start(Daemon, "data", command)
+    daemon, store = serve(machine, catalog, data="none")
+    put(store, 1, PAGES)
+    assert "ready" in own.wait_ready()
+    server = living(machine)
+    assert server.pid == own.pid and not server.child
+    assert daemon.terminate() == 0 and own.alive
+    assert read(server.address).pages == PAGES
+    second = machine.run("data", "--node", "n")
+    assert second.returncode == 1 and "has a data server already" in second.stderr
+    assert own.terminate() == 0
+
+
+def test_it_ends_with_the_nodes_folder(machine: Machine, catalog: str) -> None:
+    daemon, _ = serve(machine, catalog)
+    server = living(machine)
+    daemon.kill()
+    shutil.rmtree(machine.folder("n"))
+    wait_until("it has noticed", lambda: dead(server.pid))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("0.0.0.0:0", "beyond loopback"),
+        ("127.0.0.1", "is not HOST:PORT"),
+        ("no.such.host.invalid:1", "there is no host"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused_at_the_start(machine: Machine, data: str, says: str) -> None:
+    refused = machine.spawn("n", dram="16MiB", data=data)
+    assert refused.wait() == 2
+    assert says in refused.errors.read_text()
+    assert not machine.folder("n").exists()
+
+
+def test_an_address_that_is_taken_is_refused_at_the_start(machine: Machine, catalog: str) -> None:
+    serve(machine, catalog)
+    taken = living(machine).address
+    other = machine.spawn("other", dram="16MiB", catalog=catalog, data=taken)
+    assert other.wait() == 2
+    assert "cannot listen" in other.errors.read_text()
+
+
+def test_nobody_has_one_who_does_not_want_it(machine: Machine, catalog: str) -> None:
+    serve(machine, catalog, data="none")
+    assert server_of(machine) is None
+    alone = machine.serve("alone", dram="16MiB")
+    assert "data on" not in alone.wait_ready()
+    with pytest.raises(Unavailable):
+        read("127.0.0.1:1")
