@@ -63,7 +63,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "events": ("node",),
         "verify": ("node",),
         "upkeep": ("node", "events"),
-        "cluster": (),  # a client of the node
+        "cluster": ("node",),
         "operator": ("node", "events", "upkeep"),
         "local": ("node", "upkeep", "operator"),
         "api": ("node", "operator", "local"),

@@ -98,6 +98,11 @@ class Session(ABC):
         """
         return not self.lost.is_set() and boot_s() < self._renewed_s + self.ttl_s
 
+    @property
+    def renewed_s(self) -> float:
+        """When it was last renewed, by ``boot_s``."""
+        return self._renewed_s
+
     def start(self) -> None:
         """Renew from now on."""
         self._renewing = asyncio.create_task(self._renew_always(), name=f"catalog session {self.id:x}")

@@ -37,6 +37,11 @@ class Presence:
         """Whether others see us now, as far as we can know."""
         return self._session is not None and self._session.alive
 
+    @property
+    def heard_s(self) -> float:
+        """When the catalog last renewed our session, by ``boot_s``; 0 without one."""
+        return self._session.renewed_s if self._session is not None else 0.0
+
     async def start(self, entries: dict[str, bytes], former: bytes = b"") -> None:
         """Publish for the first time.
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from kvstore.catalog import schema
-from kvstore.catalog.base import Catalog, Entry
+from kvstore.catalog.base import Catalog, Entry, boot_s
 from kvstore.catalog.connect import check_url, to_catalog
 from kvstore.catalog.presence import Presence
 from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
@@ -42,7 +42,7 @@ class Membership:
         self._config = config
         self._on_change: Callable[[], None] = lambda: None
         self._known: dict[str, Entry] = {}  # replaced, never changed: readers have no lock
-        self._revision = 0
+        self._heard_s = 0.0
         self._catalog: Catalog | None = None
         self._presence: Presence | None = None
         self._loop = asyncio.new_event_loop()
@@ -92,6 +92,11 @@ class Membership:
         """Whether others see us now, as far as we can know."""
         return self._presence is not None and self._presence.published
 
+    @property
+    def heard_s(self) -> float:
+        """When the catalog last told us something, by ``boot_s``; 0 where it never did."""
+        return max(self._heard_s, self._presence.heard_s if self._presence is not None else 0.0)
+
     def nodes(self) -> list[NodeEntry]:
         """Nodes of the pool, ourselves among them, by name."""
         return schema.decode_all(NodeEntry, self._below(NodeEntry))
@@ -101,8 +106,8 @@ class Membership:
         return schema.decode_all(EngineEntry, self._below(EngineEntry))
 
     def data_servers(self) -> list[DataEntry]:
-        """Data servers of the pool, by name."""
-        return schema.decode_all(DataEntry, self._below(DataEntry))
+        """Data servers of the pool, in the order in which they were published."""
+        return schema.decode_all(DataEntry, sorted(self._below(DataEntry), key=lambda each: each.revision))
 
     def _below(self, kind: type[Any]) -> list[Entry]:
         known, start = self._known, schema.folder(self._config.pool, kind)
@@ -132,7 +137,7 @@ class Membership:
                 for key in update.gone:
                     known.pop(key, None)
                 known.update({each.key: each for each in update.entries})
-                self._known = known
+                self._known, self._heard_s = known, boot_s()
                 first.set()
                 self._on_change()
 

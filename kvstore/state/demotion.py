@@ -21,6 +21,7 @@ from kvstore.state.copying import CopyBatch, CopyBatches
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool
 from kvstore.state.space import UNSAVED_MAX, Space
+from kvstore.state.spans import spans_at
 from kvstore.state.tier_parts import TieringRules
 
 ADMISSIONS = ("all", "reused")
@@ -291,7 +292,9 @@ class Demotion:
                 self.lower.leaf(page.target, page.key, used // 1_000_000)
             out.append(ev.WriteUse(targets, used_ns))
             heads = event.heads[arrival.places]
-            out.append(ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save"))
+            sealed = ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save")
+            sealed.spans = spans_at(self.lower.segment, targets)
+            out.append(sealed)
             self.counters["pages_saved"] += len(arrived)
             self.counters["bytes_saved"] += len(arrived) * batch.frame_class.page_bytes
         for reason in event.failed.values():

@@ -67,7 +67,7 @@ class Departures(Pages):
 
     def leaving(self) -> Leaving:
         """Pages that leave by one decision, none yet."""
-        return Leaving(Vacated(), [], [], [])
+        return Leaving(Vacated(), [], [], [], [])
 
     def leave(self, extent: Extent, frame: int, leaving: Leaving) -> None:
         """This page, that nothing hangs on and no lease holds, leaves. ``left`` has to follow."""
@@ -84,6 +84,7 @@ class Departures(Pages):
         leaving.keys.append(key)
         at_root = parent_key == root
         leaving.roots.append(root)
+        leaving.spans.append(extent.span[frame])
         pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
         self.vacate(Address(extent.number, frame, extent.generation[frame]), key, leaving.vacated)
         parent = None if at_root else self.find(parent_key)
@@ -99,7 +100,7 @@ class Departures(Pages):
         if leaving.keys:
             self.vacated(leaving.vacated, out)
             self.waiting |= bool(leaving.vacated.wiped)
-            out.append(ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots))
+            out.append(ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots, leaving.spans))
             self.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
 
     def may_leave(self, pool: ClassPool, slot: int) -> bool:

@@ -20,7 +20,7 @@ _FREE = FrameState.FREE
 
 
 class Extent:
-    """Frames of one carved position. 17 bytes of state per frame; everything else is in the records."""
+    """Frames of one carved position. 25 bytes of state per frame; everything else is in the records."""
 
     def __init__(self, number: int, position: int, pool: ClassPool, slot_base: int) -> None:
         self.number = number
@@ -32,6 +32,7 @@ class Extent:
         self.state = bytearray(self.frames)
         self.children = array("I", bytes(4 * self.frames))
         self.owner = array("I", bytes(4 * self.frames))  # number of the page's root, see ``Tenants``; 0: nobody's
+        self.span = array("Q", bytes(8 * self.frames))  # of the page, see ``model.span``
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
         self.closed = False  # its device takes no more writes: what is there is read, nothing is granted

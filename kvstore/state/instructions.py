@@ -80,6 +80,7 @@ class WriteSealed:
     parents: list[bytes] | None = None
     checksums: npt.NDArray[np.uint32] | None = None
     cause: str = field(default="put", compare=False)  # or save, load, scan: what page events tell
+    spans: list[int] = field(default_factory=list, compare=False)  # of each page: what page events tell, too
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class Unindex:
     kind: str = field(default="evicted", compare=False)  # or dropped: what page events tell
     reason: str = field(default="space", compare=False)
     roots: list[bytes] | None = field(default=None, compare=False)  # of each page, where that is known
+    spans: list[int] = field(default_factory=list, compare=False)  # of each page
 
 
 @dataclass(slots=True)

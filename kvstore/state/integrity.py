@@ -14,6 +14,7 @@ from kvstore.model.replica import Address, FrameState, Tier
 from kvstore.state import closure
 from kvstore.state.node_state import NodeState
 from kvstore.state.space import Space
+from kvstore.state.spans import spans_by_chain
 from kvstore.state.views import Snapshot
 
 SEALED = FrameState.SEALED
@@ -176,6 +177,18 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
         listed = (slot in pool.policy) + (slot in pool.ready) + (slot in pool.unsaved)
         if listed != (want == 0):
             wrong.append(f"{address}: {want} children, offered {listed} times to eviction")
+    return wrong + _spans(space, links)
+
+
+def _spans(space: Space, links: closure.Links) -> list[str]:
+    """Every page is in the span that its place in its chain says."""
+    wrong: list[str] = []
+    true = spans_by_chain(space.segment, links)
+    for number, extent in space.segment.extents.items():
+        mine = links.extents == number
+        has = np.frombuffer(extent.span, np.uint64)[links.frames[mine]]
+        for i in np.flatnonzero(mine)[has != true[mine]].tolist():
+            wrong.append(f"{links.address(i)}: is in another span than its place in its chain says")
     return wrong
 
 

@@ -24,6 +24,7 @@ from kvstore.state.pending import PendingTable
 from kvstore.state.pins import Pins
 from kvstore.state.shrinking import shrink
 from kvstore.state.space import Space
+from kvstore.state.spans import spans_after
 from kvstore.state.tenants import TenantQuota, Tenants
 from kvstore.state.tier_parts import TierParts
 from kvstore.state.tiering import Tiering
@@ -251,9 +252,12 @@ class NodeState:
             infos = standings_of(position, turns, last - first, event.hints[first:last])
             leaf_key = int.from_bytes(keys[last - 1][:8], "little")
             leaf = page_of(event.now_ns // 1_000_000, leaf_key, infos[-1], number)
-            self.space.seal_chain(addresses, parent, leaf, number)
+            spans = spans_after(self.segment, parent, keys[first:last], position, self.segment.pool(event.frame_class))
+            self.space.seal_chain(addresses, spans, parent, leaf, number)
             sums = event.checksums[first:last] if event.checksums is not None else None
-            out.append(ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums))
+            sealed = ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums)
+            sealed.spans = spans
+            out.append(sealed)
             self.segment.extents[addresses[0].extent].pool.granted_ahead -= len(addresses)
             self.counters["pages_sealed"] += len(addresses)
             if self.pending:

@@ -16,6 +16,7 @@ from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status,
 from kvstore.state import events as ev
 from kvstore.state.copying import CopyBatches
 from kvstore.state.space import Space
+from kvstore.state.spans import spans_at
 
 Seal = Callable[[ev.SealGranted], list[ev.Instruction]]
 NOWHERE = Address(0, 0, 0)
@@ -190,4 +191,5 @@ class Objects:
             if parent is not None:
                 space.unhold(parent)
             space.retire(addresses, out)
-            out.append(ev.Unindex(gone, space.tier, "dropped", "deleted"))
+            spans = spans_at(space.segment, addresses)
+            out.append(ev.Unindex(gone, space.tier, "dropped", "deleted", spans=spans))

@@ -24,6 +24,7 @@ from kvstore.state import events as ev
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
+from kvstore.state.spans import spans_after, spans_at
 from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
 from kvstore.state.vacating import Erasing, Vacated, must_erase
@@ -163,6 +164,7 @@ class Pages:
         """
         extent = self.segment.extents[address.extent]
         extent.state[address.frame] = SEALED
+        (extent.span[address.frame],) = spans_after(self.segment, parent, [key], position_of(info), extent.pool)
         extent.sealed += 1
         self.holdings.arrived(extent.owner[address.frame], extent.pool.frame_class.frame_bytes)
         self._fresh[key] = address
@@ -181,12 +183,15 @@ class Pages:
     def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
         """Nothing hangs on this page any more: for whoever keeps lists of such pages."""
 
-    def seal_chain(self, addresses: list[Address], parent: Address | None, page: Page, root: int) -> None:
+    def seal_chain(
+        self, addresses: list[Address], spans: list[int], parent: Address | None, page: Page, root: int
+    ) -> None:
         """Consecutive pages of one chain, whose root has that number, sealed at once; the last, ``page``, is evictable.
         Not found by this event."""
         extents = self.segment.extents
-        for number, frame, _ in addresses:
+        for (number, frame, _), span in zip(addresses, spans, strict=True):
             extent = extents[number]
+            extent.span[frame] = span
             extent.state[frame] = _SEALED
             extent.children[frame] = 1
             extent.owner[frame] = root
@@ -338,7 +343,8 @@ class Pages:
         ``held`` are pages that something hangs on beside their children, one entry per hold.
         """
         self.retire(list(family), out)
-        out.append(ev.Unindex(list(family.values()), self.tier, "dropped", reason))
+        spans = spans_at(self.segment, family)
+        out.append(ev.Unindex(list(family.values()), self.tier, "dropped", reason, spans=spans))
         self.recount([address for address in held if self.sealed(address)])
 
     def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
@@ -356,7 +362,7 @@ class Pages:
         if retiring:
             out.append(ev.WriteState(retiring, RETIRING))
 
-    def recount(self, held: list[Address]) -> None:
+    def recount(self, held: list[Address]) -> closure.Links:
         """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""
         self.holdings.recount()
         snapshots = self.records.snapshots()
@@ -375,6 +381,7 @@ class Pages:
         for address in held:
             self.segment.extents[address.extent].children[address.frame] += 1
         self._relist(addresses)
+        return links
 
     def _relist(self, addresses: list[Address]) -> None:
         """Offer exactly the childless pages to eviction, those not listed yet by their last use."""

@@ -8,6 +8,7 @@ from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.state import events as ev
 from kvstore.state.copying import CopyBatch, CopyBatches
 from kvstore.state.space import Space
+from kvstore.state.spans import spans_at
 from kvstore.state.writing import Writing
 
 LOADING_BYTES_MAX = 64 << 20  # on their way up at a time
@@ -137,7 +138,8 @@ class Promotion:
                 self.upper.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
             out.append(ev.WriteUse(targets, [event.now_ns] * len(places)))
             rows, sums = event.rows[places], event.checksums[places]
-            out.append(ev.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums, "load"))
+            spans = spans_at(self.upper.segment, targets)
+            out.append(ev.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums, "load", spans))
             self.counters["pages_promoted"] += len(places)
             self.counters["bytes_promoted"] += len(places) * batch.frame_class.page_bytes
             self._hold_for_others(dict(zip(keys, targets, strict=True)))

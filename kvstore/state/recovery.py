@@ -21,6 +21,7 @@ from kvstore.state.frames import Extent
 from kvstore.state.node_state import ClientSession, NodeState
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
+from kvstore.state.spans import find_spans
 from kvstore.state.tenants import Tenants
 from kvstore.state.through import was_granted
 
@@ -110,12 +111,12 @@ def _own(space: Space, tenants: Tenants, table: ExtentFound, extent: Extent) -> 
 
 
 def settle(state: NodeState) -> None:
-    """Second half of ``recover``, with a true index: what hangs on what, and what may be evicted."""
+    """Second half of ``recover``, with a true index: what hangs on what, what may leave, and the pages' spans."""
     for page in state.pending.by_address.values():
         hangs = not page.doomed and not page.at_root
         page.holds_parent = hangs and state.space.find_in(page.root, page.parent) is not None
     for space in state.spaces.values():
-        space.recount(state.writing.held() if space is state.space else [])
+        find_spans(space.segment, space.recount(state.writing.held() if space is state.space else []))
 
 
 def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out: list[ev.Instruction]) -> None:

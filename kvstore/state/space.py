@@ -186,6 +186,7 @@ class Space(Departures):
         freed = self._renew(old, state)
         target.state[place] = SEALED
         target.children[place] = children
+        target.span[place] = source.span[frame]
         target.sealed += 1
         target.owner[place] = owner
         self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)

@@ -24,6 +24,7 @@ from kvstore.state.copying import NODE_SESSION, CopyBatch, CopyBatches
 from kvstore.state.demotion import Demotion
 from kvstore.state.frames import ClassPool
 from kvstore.state.pending import Pending
+from kvstore.state.spans import spans_at
 from kvstore.state.writing import Writing
 
 SHARE = 8  # this part of a class's frames may be filled by pages that go through
@@ -364,6 +365,7 @@ class Through(Behind):
             self.lower.leaf(page.target, page.key, used // 1_000_000)
         out.append(ev.WriteUse(targets, used_ns))
         standings = [page.standing for page in pages]
-        out.append(ev.WriteSealed(targets, keys, standings, event.heads[places], parents, cause="through"))
+        spans = spans_at(self.lower.segment, targets)
+        out.append(ev.WriteSealed(targets, keys, standings, event.heads[places], parents, None, "through", spans))
         for name, count in (("pages_sealed", 1), ("pages_saved", 1), ("bytes_saved", batch.frame_class.page_bytes)):
             self.counters[name] += count * len(pages)

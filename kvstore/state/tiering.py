@@ -29,6 +29,7 @@ from kvstore.state.last_save import LastSave
 from kvstore.state.pins import Pins
 from kvstore.state.promotion import LOADING_BYTES_MAX, Promotion
 from kvstore.state.space import Space
+from kvstore.state.spans import spans_at
 from kvstore.state.tenants import Tenants
 from kvstore.state.through import Through
 from kvstore.state.tier_parts import TieringRules
@@ -208,7 +209,8 @@ class Tiering:
             out.append(ev.WriteUse(addresses, [event.now_ns] * len(kept)))
             parents, infos = [event.parents[i] for i in kept], [event.standings[i] for i in kept]
             kept_keys, heads = [keys[i] for i in kept], event.heads[kept]
-            out.append(ev.WriteSealed(addresses, kept_keys, infos, heads, parents, cause="scan"))
+            spans = spans_at(space.segment, addresses)
+            out.append(ev.WriteSealed(addresses, kept_keys, infos, heads, parents, None, "scan", spans))
             self.counters["pages_adopted"] += len(kept)
             if self.pins is not None:
                 self.pins.adopted(set(kept_keys))

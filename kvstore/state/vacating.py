@@ -40,11 +40,12 @@ class Vacated:
 
 
 class Leaving(NamedTuple):
-    """Pages that leave by one decision: their frames; keys; roots; copies below, with the use they inherit."""
+    """Pages that leave by one decision: their frames; keys; roots; spans; copies below, with the use they inherit."""
 
     vacated: Vacated
     keys: list[bytes]
     roots: list[bytes]
+    spans: list[int]
     copies: list[tuple[Address, int]]
 
 

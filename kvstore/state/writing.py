@@ -14,6 +14,7 @@ from kvstore.state import events as ev
 from kvstore.state.behind import Behind
 from kvstore.state.pending import Pending, PendingTable
 from kvstore.state.space import Space
+from kvstore.state.spans import spans_at
 from kvstore.state.tenants import Tenants
 
 QUARANTINED = FrameState.QUARANTINED
@@ -177,7 +178,9 @@ class Writing:
         self._forget(page, out)
         self.space.seal(page.address, page.key, page.root, parent, info)
         self.space.leaf(page.address, page.key, self.space.now_ns // 1_000_000)
-        out.append(ev.WriteSealed([page.address], [page.key], [info]))
+        out.append(
+            ev.WriteSealed([page.address], [page.key], [info], spans=spans_at(self.space.segment, [page.address]))
+        )
         self.counters["pages_sealed"] += 1
         return Status.OK
 

@@ -11,7 +11,7 @@ entry is ``cleared``. So whoever followed the node before is served from there, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import InvalidRequest
@@ -59,6 +59,7 @@ class PageEvent(NamedTuple):
             did not hold, or "deleted"; of sealed "found" where a start found the page on NVMe; of cleared "start".
         keys: 16 bytes each.
         roots: of each page; one alone is of all of them; None where the decision does not know.
+        spans: of each page, see ``model.span``.
     """
 
     seq: int
@@ -68,9 +69,10 @@ class PageEvent(NamedTuple):
     reason: str
     keys: list[bytes]
     roots: list[bytes] | None = None
+    spans: Sequence[int] = ()
 
 
-_Entry = tuple[int, int, str, Tier, str, list[bytes], list[bytes] | None]
+_Entry = tuple[int, int, str, Tier, str, list[bytes], list[bytes] | None, Sequence[int]]
 
 
 class EventLog:
@@ -95,7 +97,15 @@ class EventLog:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def sealed(self, cause: str, tier: Tier, keys: list[bytes], root: bytes, rows: Rows | None = None) -> None:
+    def sealed(
+        self,
+        cause: str,
+        tier: Tier,
+        keys: list[bytes],
+        root: bytes,
+        rows: Rows | None = None,
+        spans: Sequence[int] = (),
+    ) -> None:
         """Pages were stored in ``tier`` because of ``cause``, see ``WriteSealed``. The list is kept as it is.
 
         ``root``: of the first page, and of all where clients put them; ``rows``: identities of the others.
@@ -104,20 +114,28 @@ class EventLog:
         roots = [root]
         if cause != "put" and rows is not None:
             roots = roots_of(rows)
-        self.append(kind, tier, reason, keys, roots)
+        self.append(kind, tier, reason, keys, roots, spans)
 
-    def append(self, kind: str, tier: Tier, reason: str, keys: list[bytes], roots: list[bytes] | None = None) -> None:
+    def append(
+        self,
+        kind: str,
+        tier: Tier,
+        reason: str,
+        keys: list[bytes],
+        roots: list[bytes] | None = None,
+        spans: Sequence[int] = (),
+    ) -> None:
         """One thing happened to these pages. The lists are kept as they are; ``roots`` as in ``PageEvent``."""
         if len(keys) > EVENT_PAGES_MAX:
             for start in range(0, len(keys), EVENT_PAGES_MAX):
                 part = slice(start, start + EVENT_PAGES_MAX)
                 some = roots[part] if roots is not None and len(roots) > 1 else roots
-                self.append(kind, tier, reason, keys[part], some)
+                self.append(kind, tier, reason, keys[part], some, spans[part])
             return
         seq = self._next
         if seq - self._first == SLOTS:
             self._forget()
-        self._ring[seq % SLOTS] = (seq, time.time_ns(), kind, tier, reason, keys, roots)
+        self._ring[seq % SLOTS] = (seq, time.time_ns(), kind, tier, reason, keys, roots, spans)
         self._next = seq + 1
         if not self._staged:
             self.last = seq
@@ -201,7 +219,7 @@ class EventLog:
         salts = {root: self.salt_of(root)[:TENANT_CHARS_MAX] for root in dict.fromkeys(roots)}
         tenants = list(dict.fromkeys(salts.values()))[:TENANTS_MAX]
         told = {**event._asdict(), "tier": str(event.tier), "keys": [key.hex() for key in event.keys]}
-        del told["roots"]
+        del told["roots"], told["spans"]
         told["tenants"] = tenants
         if len(tenants) > 1:
             places = {salt: place for place, salt in enumerate(tenants)}

@@ -289,7 +289,7 @@ class Performer:
                 table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
         self._index_ops.append((tier, instruction.keys, addresses))
         root = self.root(addresses[0].extent, addresses[0].frame)
-        self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows)
+        self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
             self.waiting.unstamped.extend(addresses)
 
@@ -311,7 +311,8 @@ class Performer:
 
     def _unindex(self, instruction: ev.Unindex) -> None:
         self._index_ops.append((instruction.tier, instruction.keys, []))
-        self.events.append(instruction.kind, instruction.tier, instruction.reason, instruction.keys, instruction.roots)
+        told = instruction
+        self.events.append(told.kind, told.tier, told.reason, told.keys, told.roots, told.spans)
 
     def _unpend(self, instruction: ev.Unpend) -> None:
         heirs = [instruction.heir] if instruction.heir is not None else []

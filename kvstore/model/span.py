@@ -1,0 +1,59 @@
+"""Span: consecutive pages of one chain, the unit in which the directory of a cluster is divided.
+
+Spans start at pages 0, 1, 2, 4, 8, 16, 32, and then every 32. They are short at the front, where chains branch and
+everybody shares: one long first span would put what all prompts begin with, and all that follows it, on one owner. A
+span is named by the fingerprint of its first page. Each page of an opaque object is a span of its own: whoever looks
+for its head knows no other key.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import KEY_BYTES, POSITION_MAX
+
+SPAN_PAGES: Final = 32
+FINGERPRINT_BYTES: Final = 8
+
+Fingerprints = npt.NDArray[np.uint64]
+
+
+def starts_span(position: int) -> bool:
+    """Whether a page at this position of its chain begins a span. Positions saturate: the last span has no end."""
+    return position < POSITION_MAX and (position % SPAN_PAGES == 0 or position & (position - 1) == 0)
+
+
+def span_start(position: int) -> int:
+    """The first page of the span in which this page of a chain lies."""
+    if position < SPAN_PAGES:
+        return 0 if position == 0 else 1 << (position.bit_length() - 1)
+    position = min(position, POSITION_MAX)
+    return position - position % SPAN_PAGES
+
+
+def fingerprint(key: bytes) -> int:
+    """What the directory knows of a key: its first 8 bytes. Keys are hashes, so these are as good as random."""
+    return int.from_bytes(key[:FINGERPRINT_BYTES], "little")
+
+
+def fingerprints(keys: bytes) -> Fingerprints:
+    """The same of many keys, end to end."""
+    return np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // FINGERPRINT_BYTES)[:, 0].astype(np.uint64)
+
+
+def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
+    """Of each of these consecutive pages of a chain, the name of its span.
+
+    Args:
+        position: of the first of them.
+        before: the span of the page before it; of no meaning at position 0.
+    """
+    spans: list[int] = []
+    for at, key in enumerate(keys, position):
+        if starts_span(at):
+            before = fingerprint(key)
+        spans.append(before)
+    return spans

@@ -1,0 +1,83 @@
+"""DirectoryShell: this node's part of the directory, behind FIND and ANNOUNCE of its data server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from typing import Any, Final
+
+from kvstore.errors import PermissionDenied
+from kvstore.state.directory import Directory
+from kvstore.transfer.base import Exchange, Handler
+from kvstore.transfer.find_messages import pack_announced, pack_found, unpack_announce, unpack_find
+from kvstore.transfer.peers import PeersFile
+from kvstore.transfer.wire import FrameKind
+
+LOOK_S: Final = 0.5  # how often it looks who is still there
+
+
+class DirectoryShell:
+    """Lives in the data server's process. Its threads share it.
+
+    Args:
+        bytes_max: see ``Directory``.
+        peers: who there is. What others told is forgotten when they leave.
+    """
+
+    def __init__(self, bytes_max: int, peers: PeersFile) -> None:
+        self._directory = Directory(bytes_max)
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._members: Collection[str] = ()
+        self._looked_s = 0.0
+        self._heard_s: dict[str, float] = {}  # node -> when it last told something
+
+    @property
+    def handlers(self) -> dict[FrameKind, Handler]:
+        """For ``transfer.server``."""
+        return {FrameKind.FIND: self.find, FrameKind.ANNOUNCE: self.announce}
+
+    def find(self, exchange: Exchange, body: memoryview) -> None:
+        """Answer FIND."""
+        pages = unpack_find(body)
+        with self._lock:
+            self._look()
+            found = self._directory.find(pages)
+        exchange.reply(FrameKind.FOUND, pack_found(found))
+
+    def announce(self, exchange: Exchange, body: memoryview) -> None:
+        """Answer ANNOUNCE. Raises PermissionDenied where the caller is no node's."""
+        if not exchange.caller.operator:
+            raise PermissionDenied("only nodes and operators may announce pages")
+        told = unpack_announce(body)
+        with self._lock:
+            self._look()
+            wanted = self._directory.told(told)
+            self._heard_s[told.node] = time.monotonic()
+        exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
+
+    def status(self) -> dict[str, Any]:
+        """Entries and their memory; and of each node how long it has told nothing."""
+        now_s = time.monotonic()
+        with self._lock:
+            return {
+                "entries": len(self._directory),
+                "entries_bytes": self._directory.nbytes,
+                "refused": self._directory.refused,
+                "heard_ago_s": {name: round(now_s - self._heard_s[name], 3) for name in self._directory.nodes},
+            }
+
+    def _look(self) -> None:
+        """Forget who has left since the last look. Who comes needs no look: it begins to tell."""
+        now_s = time.monotonic()
+        if now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        view = self._peers.look()
+        members = view.peers.keys() if view is not None else ()
+        for name in self._members:
+            if name not in members:
+                self._directory.forget(name)
+                self._heard_s.pop(name, None)
+        self._members = tuple(members)

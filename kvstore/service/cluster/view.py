@@ -1,0 +1,58 @@
+"""ViewKeeper: keeps the ``peers`` file of a node as its catalog tells. See ``transfer.peers``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, Protocol
+
+from kvstore.catalog.schema import DataEntry
+from kvstore.tier.folder import NodeFolder
+from kvstore.transfer import peers
+from kvstore.transfer.peers import PoolNode, PoolView
+
+HEARD_STEP_S: Final = 1.0  # the file is written anew when the catalog was heard of so much later
+
+log = logging.getLogger("kvstore.cluster")
+
+
+class Members(Protocol):
+    """Who there is: ``serving.membership``."""
+
+    @property
+    def heard_s(self) -> float:
+        """When the catalog last told something."""
+        ...
+
+    def data_servers(self) -> list[DataEntry]:
+        """The data servers that live, the newest last."""
+        ...
+
+
+class ViewKeeper:
+    """One thread calls ``refresh``.
+
+    Attributes:
+        peers: what the file says.
+    """
+
+    def __init__(self, folder: NodeFolder, pool: str, members: Members) -> None:
+        self._folder = folder
+        self._members = members
+        self.peers = PoolView(pool, folder.name, 0.0, {})
+        self._written = False
+
+    def refresh(self) -> None:
+        """Write the file where it would say something else."""
+        found = {  # of a node with several the newest: an older one is perhaps dead, and not forgotten yet
+            each.node: PoolNode(each.node, each.process, each.incarnation, each.addresses, each.tls, each.host)
+            for each in self._members.data_servers()
+        }
+        heard_s, before = self._members.heard_s, self.peers
+        if self._written and found == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
+            return
+        self.peers = PoolView(before.pool, before.node, heard_s, found)
+        try:
+            peers.write(self._folder, self.peers)
+            self._written = True
+        except OSError as error:
+            log.warning("%s: cannot say who is in the cluster: %s", self._folder.name, error)

@@ -1,0 +1,162 @@
+"""Announcing: what a node tells the owners of its pages' spans, and what it has told them. See ``directory``.
+
+A stream per owner: everything the node has for it, then each change. Only one batch of a stream is under way at a time,
+and it is sent again until it is answered. When the members of the cluster change, an owner that stays is told just what
+it gained and what it lost; one that is new, or has forgotten us, gets a new stream.
+
+The caller follows the node's event log. It has to know the moment at which ``dumped`` was true::
+
+    lock the node: the log's newest number, and all its pages      (only when ``wants_pages``)
+    changed(events up to that number), dumped(pages), changed(what follows) ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvstore.model.span import Fingerprints
+from kvstore.state.directory import AGAIN, GONE, Marks, Told
+from kvstore.state.placement import Placement
+
+BATCH_PAGES: Final = 4096
+QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more it is told anew when it answers again
+
+
+class Entries(NamedTuple):
+    """Pages and their spans, as many of each; ``marks`` as in ``directory``."""
+
+    spans: Fingerprints
+    fingerprints: Fingerprints
+    marks: Marks
+
+
+@dataclass(slots=True)
+class _Owner:
+    """One owner. ``stream`` None: it has to be told anew, and nothing is kept for it until then."""
+
+    stream: int | None = None
+    next: int = 0
+    queue: deque[tuple[Fingerprints, Marks]] = field(default_factory=deque)
+    queued: int = 0
+    first: int = 0  # of ``queued``, what belongs to what the node had when the stream began
+    whole: bool = False  # the batch that completes that was sent, or is under way
+    sent: Told | None = None
+
+    def add(self, fingerprints: Fingerprints, marks: Marks) -> None:
+        if self.stream is None or not len(fingerprints):
+            return
+        self.queue.append((fingerprints, marks))
+        self.queued += len(fingerprints)
+        if self.queued > QUEUED_MAX + self.first:
+            self.drop()
+
+    def drop(self) -> None:
+        self.stream, self.sent = None, None
+        self.queue.clear()
+        self.queued = self.first = 0
+
+
+class Announcing:
+    """One node's side. The caller sends what ``batch`` says, and reports what became of it.
+
+    Args:
+        node: its name.
+        draw: numbers of streams, none of them twice in the pool.
+    """
+
+    def __init__(self, node: str, draw: Callable[[], int]) -> None:
+        self._node = node
+        self._draw = draw
+        self._members: tuple[str, ...] = ()
+        self._placement = Placement([])
+        self._owners: dict[str, _Owner] = {}
+
+    @property
+    def owners(self) -> list[str]:
+        """Who is told."""
+        return list(self._owners)
+
+    @property
+    def wants_pages(self) -> bool:
+        """Whether ``dumped`` is needed: members changed, or somebody has to be told anew."""
+        return self._members != self._placement.nodes or any(each.stream is None for each in self._owners.values())
+
+    @property
+    def queued(self) -> int:
+        """Entries that nobody was told yet."""
+        return sum(each.queued + (len(each.sent.marks) if each.sent else 0) for each in self._owners.values())
+
+    def members(self, names: Iterable[str]) -> None:
+        """These nodes have a part of the directory from now on."""
+        self._members = tuple(sorted(set(names)))
+
+    def lost(self) -> None:
+        """Events were missed: everybody has to be told anew."""
+        for owner in self._owners.values():
+            owner.drop()
+
+    def dumped(self, pages: Entries) -> None:
+        """These are all pages of the node, as of the last ``changed``."""
+        before, self._placement = self._placement, Placement(self._members)
+        had = before.owned(pages.spans)
+        owned = self._placement.owned(pages.spans)
+        self._owners = {name: self._owners.get(name) or _Owner() for name in owned}
+        for name, mine in owned.items():
+            owner = self._owners[name]
+            if owner.stream is None:
+                owner.stream, owner.next, owner.whole = self._draw(), 0, False
+                owner.first = int(mine.sum())
+                owner.add(pages.fingerprints[mine], pages.marks[mine])
+            else:
+                gained, gone = mine & ~had[name], had[name] & ~mine
+                owner.add(pages.fingerprints[gained], pages.marks[gained])
+                owner.add(pages.fingerprints[gone], pages.marks[gone] | np.uint8(GONE))
+
+    def changed(self, pages: Entries) -> None:
+        """These pages came and went, in this order."""
+        for name, mine in self._placement.owned(pages.spans).items():
+            self._owners[name].add(pages.fingerprints[mine], pages.marks[mine])
+
+    def batch(self, name: str, idle: bool = False) -> Told | None:
+        """What to send to this owner next; None: nothing. One that was not answered is sent again.
+
+        ``idle``: an empty batch if there is nothing, so that an owner that has forgotten us says so.
+        """
+        owner = self._owners.get(name)
+        if owner is None or owner.stream is None:
+            return None
+        if owner.sent is None and (owner.queue or not owner.whole or idle):
+            owner.sent = self._next(owner, owner.stream)
+        return owner.sent
+
+    def _next(self, owner: _Owner, stream: int) -> Told:
+        parts: list[tuple[Fingerprints, Marks]] = []
+        room = BATCH_PAGES
+        while owner.queue and room:
+            fingerprints, marks = owner.queue.popleft()
+            if len(marks) > room:
+                owner.queue.appendleft((fingerprints[room:], marks[room:]))
+            parts.append((fingerprints[:room], marks[:room]))
+            room -= len(parts[-1][1])
+        owner.queued -= BATCH_PAGES - room
+        owner.first = max(0, owner.first - (BATCH_PAGES - room))
+        completes = not owner.whole and owner.first == 0
+        owner.whole |= completes
+        fingerprints = np.concatenate([np.zeros(0, np.uint64), *(part[0] for part in parts)])
+        marks = np.concatenate([np.zeros(0, np.uint8), *(part[1] for part in parts)])
+        return Told(self._node, stream, owner.next, fingerprints, marks, completes)
+
+    def answered(self, name: str, sent: Told, wanted: int) -> None:
+        """The owner has answered this batch."""
+        owner = self._owners.get(name)
+        if owner is None or owner.sent is not sent:
+            return
+        if wanted == sent.number + 1:
+            owner.next, owner.sent = wanted, None
+        elif wanted == AGAIN or wanted != sent.number:
+            owner.drop()

@@ -1,0 +1,227 @@
+"""Directory: where in the cluster pages are, as far as nodes have told this one. Soft state; nothing in it is trusted.
+
+A node owns the spans that ``placement`` gives it, and every node tells the owners of its pages what it has. An entry
+is a page's fingerprint, a node and a tier: no address, since the node that has the page finds and proves it.
+
+A node tells an owner in a *stream* of numbered batches, which begins with everything it has for this owner. While that
+is still coming, what an earlier stream told is used, too; with the batch that completes it (``whole``) the earlier
+stream is void. A batch that comes twice changes nothing. Where an owner does not know a stream (it is new, or forgot
+the node), or misses a number, the node begins another one::
+
+    node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
+    owner               1 2 3      4 5  (restarts)  AGAIN  1 2        3 ..
+
+An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They lie sorted in one array.
+Changes are kept sorted beside it, and brought into it when they are many. Two pages whose 48 bits are equal are taken
+for each other: somebody is asked in vain, once in some 10 million lookups at 10 million entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import Tier
+from kvstore.model.span import Fingerprints
+
+AGAIN: Final = -1
+TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
+GONE: Final = 0x80  # of a mark: the page has left that tier
+CHANGES_MIN: Final = 4096  # kept beside the table
+CHANGES_SHARE: Final = 32  # or this part of the table
+STREAMS_MAX: Final = 1 << 12  # an entry has room for four times as many; their names fit an answer
+PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
+
+_LOW: Final = np.uint64(0xFFFF)
+_TIER_BITS: Final = np.uint64(2)
+Marks = npt.NDArray[np.uint8]
+"""Per page the number of its tier in ``TIERS``; with ``GONE``: it is there no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A batch of a node's stream to one owner.
+
+    Attributes:
+        node: its name.
+        stream: drawn by the node.
+        number: of the batch in its stream, from 0 on.
+        fingerprints, marks: what came and went, in order.
+        whole: with this batch the node has told all that it has for this owner.
+    """
+
+    node: str
+    stream: int
+    number: int
+    fingerprints: Fingerprints
+    marks: Marks
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Where pages are: rows, ordered by page.
+
+    Attributes:
+        pages: places among those asked for, int64 ``[rows]``.
+        nodes: places in ``names``, int64 ``[rows]``.
+        tiers: numbers in ``TIERS``, uint8 ``[rows]``.
+    """
+
+    pages: npt.NDArray[np.int64]
+    nodes: npt.NDArray[np.int64]
+    tiers: npt.NDArray[np.uint8]
+    names: list[str]
+
+
+@dataclass(slots=True)
+class _Stream:
+    place: int
+    number: int
+    next: int = 0
+
+
+class Directory:
+    """What one owner knows.
+
+    Args:
+        bytes_max: memory of the entries. What does not fit is not kept: those pages are not found elsewhere.
+
+    Attributes:
+        refused: entries that did not fit.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._max = bytes_max // 16  # entries: a change of the table makes another one beside it
+        self._streams: dict[str, list[_Stream]] = {}  # of a node: the newest last
+        self._names: list[str] = []  # by place; "": free
+        self._table = _NONE
+        self._added = _NONE  # entries that are not in the table yet
+        self._removed = _NONE  # entries that may be in the table and are void
+        self.refused = 0
+
+    def __len__(self) -> int:
+        """Entries."""
+        self._merge()
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the entries."""
+        return self._table.nbytes + self._added.nbytes + self._removed.nbytes
+
+    @property
+    def nodes(self) -> list[str]:
+        """Who has told something."""
+        return sorted(self._streams)
+
+    def told(self, batch: Told) -> int:
+        """Take in a batch. Returns the number that is wanted next; ``AGAIN``: another stream, from its beginning."""
+        streams = self._streams.get(batch.node, [])
+        stream = next((each for each in streams if each.number == batch.stream), None)
+        if stream is None:
+            stream = self._begin(batch) if batch.number == 0 else None
+            if stream is None:
+                return AGAIN
+        if batch.number != stream.next:
+            return stream.next
+        stream.next += 1
+        self._change(stream, batch)
+        if batch.whole:
+            for other in [each for each in self._streams[batch.node] if each is not stream]:
+                self._end(batch.node, other)
+        return stream.next
+
+    def forget(self, node: str) -> None:
+        """This node has gone: so have its entries."""
+        for stream in self._streams.get(node, [])[:]:
+            self._end(node, stream)
+
+    def find(self, pages: Fingerprints) -> Listed:
+        """Where these pages are, as far as is known: of each the first ``PER_PAGE_MAX`` entries."""
+        at, low = _rows(self._table, pages)
+        if len(self._removed) or len(self._added):
+            gone_at, gone_low = _rows(self._removed, pages)
+            new_at, new_low = _rows(self._added, pages)
+            stays = ~np.isin(at << 16 | low, np.concatenate([gone_at << 16 | gone_low, new_at << 16 | new_low]))
+            at, low = np.concatenate([at[stays], new_at]), np.concatenate([low[stays], new_low])
+            order = np.lexsort((low, at))
+            at, low = at[order], low[order]
+        return Listed(at, low >> 2, (low & 3).astype(np.uint8), self._names)
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Told) -> _Stream | None:
+        """A new stream of a node; one that was not whole yet is void."""
+        for stream in self._streams.get(batch.node, [])[1:]:
+            self._end(batch.node, stream)
+        place = next((place for place, name in enumerate(self._names) if not name), len(self._names))
+        if place == STREAMS_MAX:
+            return None
+        if place == len(self._names):
+            self._names = [*self._names, batch.node]  # not changed in place: answers refer to it
+        else:
+            self._names = [*self._names[:place], batch.node, *self._names[place + 1 :]]
+        stream = _Stream(place, batch.stream)
+        self._streams.setdefault(batch.node, []).append(stream)
+        return stream
+
+    def _end(self, node: str, stream: _Stream) -> None:
+        self._merge()
+        place = np.uint64(stream.place)
+        self._table = self._table[(self._table & _LOW) >> _TIER_BITS != place]
+        self._names = [*self._names[: stream.place], "", *self._names[stream.place + 1 :]]
+        self._streams[node].remove(stream)
+        if not self._streams[node]:
+            del self._streams[node]
+
+    # --- entries ----------------------------------------------------------------------------------------------------
+
+    def _change(self, stream: _Stream, batch: Told) -> None:
+        """Take in what came and went; of an entry named twice the later one counts."""
+        low = np.uint64(stream.place << 2) | (batch.marks & 3).astype(np.uint64)
+        entries = batch.fingerprints & ~_LOW | low
+        order = np.argsort(entries, kind="stable")
+        entries = entries[order]
+        last = np.ones(len(entries), bool)
+        last[:-1] = entries[1:] != entries[:-1]
+        gone = (batch.marks[order] & GONE != 0)[last]
+        came, went = entries[last][~gone], entries[last][gone]
+        room = max(0, self._max - len(self._table) - len(self._added))
+        self.refused += max(0, len(came) - room)
+        came = came[:room]
+        self._added = np.union1d(_without(self._added, went), came)
+        self._removed = np.union1d(_without(self._removed, came), went)
+        if len(self._added) + len(self._removed) > max(CHANGES_MIN, len(self._table) // CHANGES_SHARE):
+            self._merge()
+
+    def _merge(self) -> None:
+        """Bring the changes into the table."""
+        if len(self._added) or len(self._removed):
+            self._table = np.union1d(_without(self._table, self._removed), self._added)
+            self._added = self._removed = _NONE
+
+
+_NONE: Final = np.zeros(0, np.uint64)
+
+
+def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Sorted ``entries`` but for those that are among the sorted ``others``."""
+    if not len(entries) or not len(others):
+        return entries
+    at = np.searchsorted(entries, others)
+    at = at[at < len(entries)]
+    there = at[entries[at] == others[: len(at)]]
+    return np.delete(entries, there)
+
+
+def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Entries of these pages: (place among the pages, low 16 bits), by page, at most ``PER_PAGE_MAX`` of each."""
+    low = np.searchsorted(entries, pages & ~_LOW)
+    counts = np.minimum(np.searchsorted(entries, pages | _LOW, "right") - low, PER_PAGE_MAX)
+    at = np.repeat(np.arange(len(pages)), counts)
+    rows = np.arange(len(at)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+    return at, (entries[rows] & _LOW).astype(np.int64)

@@ -1,0 +1,53 @@
+"""Placement: which nodes own a span's part of the directory.
+
+Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998): every pair of span
+and node has a weight, and the nodes of the two largest weights own the span. So when a node comes or goes, only the
+spans that it owned, or owns now, change hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.model.span import Fingerprints
+
+OWNERS: Final = 2
+
+
+class Placement:
+    """Over one set of live nodes. It never changes: other members are another placement.
+
+    Attributes:
+        nodes: names, sorted.
+    """
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.nodes = tuple(sorted(set(nodes)))
+        self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.nodes], np.uint64)
+
+    def owners(self, spans: Fingerprints) -> npt.NDArray[np.int64]:
+        """Places in ``nodes`` of each span's owners, the first one first: int64 ``[spans, min(2, nodes)]``."""
+        count = min(OWNERS, len(self.nodes))
+        if count < OWNERS:
+            return np.zeros((len(spans), count), np.int64)
+        weights = _mixed(spans[:, None] ^ self._seeds[None, :])
+        first = weights.argmax(axis=1)
+        weights[np.arange(len(spans)), first] = 0
+        return np.stack([first, weights.argmax(axis=1)], axis=1)
+
+    def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
+        """By node, which of these spans it owns."""
+        owners = self.owners(spans)
+        return {name: (owners == place).any(axis=1) for place, name in enumerate(self.nodes)}
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

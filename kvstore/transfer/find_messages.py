@@ -1,0 +1,110 @@
+"""FIND, FOUND, ANNOUNCE and ANNOUNCED: what goes between a directory's owners and those who ask and tell. Pure.
+
+::
+
+    FIND       fingerprints u64[]
+    FOUND      names u16, rows u32 | per name: length u8, UTF-8 | pages u32[rows] | nodes u16[rows] | tiers u8[rows]
+    ANNOUNCE   stream u64, number u64, pages u32, whole u8, length of the node's name u8 | name | fingerprints u64[] |
+               marks u8[]
+    ANNOUNCED  number wanted next i64; -1: another stream
+
+A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import numpy as np
+
+from kvstore.model.span import Fingerprints
+from kvstore.state.directory import GONE, TIERS, Listed, Told
+from kvstore.transfer.wire import WireError
+
+FIND_PAGES_MAX: Final = 1 << 16
+NAME_BYTES_MAX: Final = 64
+_FOUND: Final = struct.Struct("<HI")
+_ANNOUNCE: Final = struct.Struct("<QQIBB")
+_ANNOUNCED: Final = struct.Struct("<q")
+
+Body = bytes | bytearray | memoryview
+
+
+def pack_find(pages: Fingerprints) -> bytes:
+    """The body of FIND."""
+    assert len(pages) <= FIND_PAGES_MAX
+    return pages.astype("<u8", copy=False).tobytes()
+
+
+def unpack_find(body: Body) -> Fingerprints:
+    """The fingerprints in a FIND. Raises WireError where it makes no sense."""
+    if len(body) % 8 or len(body) > 8 * FIND_PAGES_MAX:
+        raise WireError(f"find: {len(body)} bytes are no fingerprints, or more than {FIND_PAGES_MAX}")
+    return np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
+
+
+def pack_found(found: Listed) -> bytes:
+    """The body of FOUND."""
+    names = [name.encode() for name in found.names]
+    head = _FOUND.pack(len(names), len(found.pages)) + b"".join(bytes([len(name)]) + name for name in names)
+    pages, nodes = found.pages.astype("<u4"), found.nodes.astype("<u2")
+    return b"".join((head, pages.tobytes(), nodes.tobytes(), found.tiers.tobytes()))
+
+
+def unpack_found(body: Body, asked: int) -> Listed:
+    """What a FOUND says of ``asked`` pages. Raises WireError where it makes no sense."""
+    try:
+        count, rows = _FOUND.unpack_from(body)
+        at, names = _FOUND.size, list[str]()
+        for _ in range(count):
+            size = body[at]
+            names.append(bytes(body[at + 1 : at + 1 + size]).decode())
+            at += 1 + size
+        if len(body) != at + 7 * rows:
+            raise ValueError(f"{len(body)} bytes")
+        pages = np.frombuffer(body, "<u4", rows, at).astype(np.int64)
+        nodes = np.frombuffer(body, "<u2", rows, at + 4 * rows).astype(np.int64)
+        tiers = np.frombuffer(body, np.uint8, rows, at + 6 * rows)
+    except (struct.error, ValueError, IndexError) as error:
+        raise WireError(f"found: {error}") from None
+    if rows and (int(pages.max()) >= asked or int(nodes.max()) >= count or int(tiers.max()) >= len(TIERS)):
+        raise WireError("found: names a page, a node or a tier that there is not")
+    return Listed(pages, nodes, tiers, names)
+
+
+def pack_announce(told: Told) -> bytes:
+    """The body of ANNOUNCE."""
+    name = told.node.encode()
+    head = _ANNOUNCE.pack(told.stream, told.number, len(told.marks), told.whole, len(name))
+    return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
+
+
+def unpack_announce(body: Body) -> Told:
+    """The batch in an ANNOUNCE. Raises WireError where it makes no sense."""
+    try:
+        stream, number, pages, whole, size = _ANNOUNCE.unpack_from(body)
+        at = _ANNOUNCE.size + size
+        if not 0 < size <= NAME_BYTES_MAX or len(body) != at + 9 * pages:
+            raise ValueError(f"{len(body)} bytes")
+        node = bytes(body[_ANNOUNCE.size : at]).decode()
+        fingerprints = np.frombuffer(body, "<u8", pages, at).astype(np.uint64)
+        marks = np.frombuffer(body, np.uint8, pages, at + 8 * pages).copy()
+    except (struct.error, ValueError) as error:
+        raise WireError(f"announce: {error}") from None
+    if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
+        raise WireError("announce: names a tier that there is not")
+    return Told(node, stream, number, fingerprints, marks, bool(whole))
+
+
+def pack_announced(wanted: int) -> bytes:
+    """The body of ANNOUNCED."""
+    return _ANNOUNCED.pack(wanted)
+
+
+def unpack_announced(body: Body) -> int:
+    """The number that is wanted next. Raises WireError where it makes no sense."""
+    if len(body) != _ANNOUNCED.size:
+        raise WireError(f"announced: {len(body)} bytes")
+    (wanted,) = _ANNOUNCED.unpack(body)
+    return int(wanted)

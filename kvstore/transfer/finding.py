@@ -1,0 +1,163 @@
+"""Finding: which nodes of the pool have pages, as the owners of their spans tell.
+
+One FIND per owner that is asked, all of them under way at the same time. A span has two owners: the second one is
+asked where the first does not answer. What was told is kept for a second. Nothing of it is proven: where a page is
+read, it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import KVStoreError
+from kvstore.model.span import Fingerprints
+from kvstore.state.directory import TIERS, Listed
+from kvstore.state.placement import OWNERS, Placement
+from kvstore.transfer.find_messages import FIND_PAGES_MAX, pack_find, unpack_found
+from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
+from kvstore.transfer.wire import FrameKind
+
+OWNER_S: Final = 0.3  # for an owner to answer
+KEPT_S: Final = 1.0
+KEPT_MAX: Final = 64  # answers
+KEPT_PAGES_MAX: Final = 4096  # of one that is kept
+
+_NOWHERE: Final = Listed(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8), [])
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive pages that one node has: ``start`` to ``stop`` of those asked for. ``tiers``: of each the number of
+    the fastest one in ``TIERS``."""
+
+    node: str
+    start: int
+    stop: int
+    tiers: bytes
+
+
+class Finder:
+    """Asks for one process. Threads may share it.
+
+    Args:
+        peers: who there is.
+        links: how they are reached.
+    """
+
+    def __init__(self, peers: PeersFile, links: PeerLinks) -> None:
+        self._peers = peers
+        self._links = links
+        self._placement = Placement([])
+        self._kept: OrderedDict[bytes, tuple[float, Listed]] = OrderedDict()
+
+    def find(self, pages: Fingerprints, spans: Fingerprints, deadline_s: float) -> list[Stretch]:
+        """Where the pages of one chain are, from the first of these on: as far as some other node has each.
+
+        Args:
+            spans: the span of each.
+            deadline_s: of ``time.monotonic()``; nothing waits longer than twice ``OWNER_S`` either.
+        """
+        view = self._peers.look()
+        if view is None or len(view.peers) < 2 or not len(pages):
+            return []
+        pages, spans = pages[:FIND_PAGES_MAX], spans[:FIND_PAGES_MAX]
+        name, now_s = pages.tobytes(), time.monotonic()
+        kept = self._kept.get(name)
+        if kept is None or kept[0] < now_s:
+            kept = now_s + KEPT_S, self._ask(view, pages, spans, deadline_s)
+            if len(pages) <= KEPT_PAGES_MAX:
+                self._kept[name] = kept
+                while len(self._kept) > KEPT_MAX:
+                    with contextlib.suppress(KeyError):  # another thread has done it
+                        self._kept.popitem(last=False)
+        others = {peer for peer in view.peers if peer != view.node}
+        return stretches(kept[1], len(pages), others)
+
+    def _ask(self, view: PoolView, pages: Fingerprints, spans: Fingerprints, deadline_s: float) -> Listed:
+        placement = self._placement
+        if placement.nodes != tuple(sorted(view.peers)):
+            self._placement = placement = Placement(view.peers)
+        owners = placement.owners(spans)
+        silent = np.array([self._links.dead(view.peers[name]) for name in placement.nodes])
+        found: list[tuple[npt.NDArray[np.int64], Listed]] = []
+        whom = np.where(silent[owners[:, 0]], owners[:, -1], owners[:, 0])
+        rest = np.flatnonzero(~silent[whom])
+        for _ in range(OWNERS):
+            asked = [(place, rest[whom[rest] == place]) for place in np.unique(whom[rest]).tolist()]
+            answers = self._round([(view.peers[placement.nodes[place]], pages[of]) for place, of in asked], deadline_s)
+            found += [(of, answer) for (_, of), answer in zip(asked, answers, strict=True) if answer is not None]
+            missing = [of for (_, of), answer in zip(asked, answers, strict=True) if answer is None]
+            if not missing or time.monotonic() >= deadline_s:
+                break
+            silent[[place for (place, _), answer in zip(asked, answers, strict=True) if answer is None]] = True
+            rest = np.concatenate(missing)
+            whom = np.where(silent[owners[:, 0]], owners[:, -1], owners[:, 0])
+            rest = rest[~silent[whom[rest]]]
+        return _merged(found)
+
+    def _round(self, asked: list[tuple[PoolNode, Fingerprints]], deadline_s: float) -> list[Listed | None]:
+        """Ask all of these at the same time; None: no answer."""
+        until_s = min(deadline_s, time.monotonic() + OWNER_S)
+        answers: list[Listed | None] = [None] * len(asked)
+        with contextlib.ExitStack() as open_links:
+            under_way = []
+            for at, (peer, pages) in enumerate(asked):
+                with contextlib.suppress(KVStoreError):
+                    connection = open_links.enter_context(self._links.to(peer, until_s))
+                    number = connection.send(FrameKind.FIND, pack_find(pages), deadline_s=until_s)
+                    under_way.append((at, connection, number))
+            for at, connection, number in under_way:
+                try:
+                    head = connection.receive_head(number, FrameKind.FOUND, deadline_s=until_s)
+                    body = connection.receive(head.body_bytes, deadline_s=until_s)
+                    answers[at] = unpack_found(body, len(asked[at][1]))
+                except KVStoreError:
+                    if connection.broken:
+                        self._links.lost(asked[at][0])
+        return answers
+
+
+def stretches(found: Listed, asked: int, nodes: set[str]) -> list[Stretch]:
+    """The fewest stretches that cover the pages from the first on, as far as one of these nodes has each."""
+    best: dict[str, npt.NDArray[np.uint8]] = {}  # of each node the fastest tier of each page; none: as many as tiers
+    for place in np.unique(found.nodes).tolist():
+        if found.names[place] in nodes:
+            tiers = best.setdefault(found.names[place], np.full(asked, len(TIERS), np.uint8))
+            rows = found.nodes == place
+            np.minimum.at(tiers, found.pages[rows], found.tiers[rows])
+    ends = {node: _ends(tiers < len(TIERS)) for node, tiers in best.items()}
+    covered: list[Stretch] = []
+    at = 0
+    while at < asked and ends:
+        node = max(ends, key=lambda node: (int(ends[node][at]), node))
+        stop = int(ends[node][at])
+        if stop <= at:
+            break
+        covered.append(Stretch(node, at, stop, best[node][at:stop].tobytes()))
+        at = stop
+    return covered
+
+
+def _ends(has: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """For each page, the first one from there on that is missing."""
+    gaps = np.append(np.flatnonzero(~has), len(has))
+    return gaps[np.searchsorted(gaps, np.arange(len(has)))]
+
+
+def _merged(found: list[tuple[npt.NDArray[np.int64], Listed]]) -> Listed:
+    """Answers about some pages each (their places among all) as one."""
+    if not found:
+        return _NOWHERE
+    names = [name for _, each in found for name in each.names]
+    before = np.cumsum([0, *(len(each.names) for _, each in found)])
+    pages = np.concatenate([of[each.pages] for of, each in found])
+    nodes = np.concatenate([each.nodes + first for (_, each), first in zip(found, before, strict=False)])
+    return Listed(pages, nodes, np.concatenate([each.tiers for _, each in found]), names)

@@ -1,0 +1,105 @@
+"""Peers: who else is in a node's pool, as a small file in its folder says.
+
+The daemon writes it (``service.cluster.view``); its clients and its data server read it, and never ask the catalog
+themselves. With the catalog away the last view stays; ``heard_s`` says how old it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import NotPlain, read_plain
+
+NAME: Final = "peers"
+BYTES_MAX: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class PoolNode:
+    """A node whose data server lives.
+
+    Attributes:
+        name: of the node.
+        process: of its data server, drawn when that started.
+        incarnation: of the node's memory, 16 hex digits.
+        addresses: HOST:PORT of its data server, best first.
+        tls: whether connections to it are encrypted.
+        host: its machine.
+    """
+
+    name: str
+    process: str
+    incarnation: str
+    addresses: tuple[str, ...] = ()
+    tls: bool = False
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """One view.
+
+    Attributes:
+        pool: what they all belong to.
+        node: whose view it is.
+        heard_s: when the catalog was last heard of, on the clock that counts from the machine's start.
+        peers: by name; the node itself is among them.
+    """
+
+    pool: str
+    node: str
+    heard_s: float
+    peers: dict[str, PoolNode]
+
+
+def write(folder: NodeFolder, view: PoolView) -> None:
+    """Replace the file: who reads it sees the old view or this one. Raises OSError where the folder is gone."""
+    told = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
+    temporary = folder.temporary(NAME)
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, folder.file_mode)
+    with open(fd, "wb") as file:
+        file.write(json.dumps(told, separators=(",", ":")).encode())
+    temporary.replace(folder.path / NAME)
+
+
+class PeersFile:
+    """A reader. ``look`` costs one system call where nothing changed. Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._seen: tuple[tuple[int, int], PoolView | None] = (0, 0), None
+
+    def look(self) -> PoolView | None:
+        """The view now; None: the node is in no cluster."""
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        identity = status.st_ino, status.st_mtime_ns
+        seen, view = self._seen
+        if identity != seen:
+            view = _read(self._path)
+            self._seen = identity, view
+        return view
+
+
+def _read(path: Path) -> PoolView | None:
+    """What a file says; None where it is not plain or makes no sense."""
+    try:
+        told = json.loads(read_plain(path)[:BYTES_MAX])
+        peers = [
+            PoolNode(**{**_known(PoolNode, each), "addresses": tuple(each["addresses"])}) for each in told["peers"]
+        ]
+        return PoolView(**{**_known(PoolView, told), "peers": {peer.name: peer for peer in peers}})
+    except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _known(kind: type[Any], told: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: told[each.name] for each in fields(kind) if each.name in told}

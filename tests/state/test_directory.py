@@ -1,0 +1,291 @@
+"""The directory of a cluster: spans, owners, what an owner knows, and what a node tells it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore.model.replica import POSITION_MAX, Tier
+from kvstore.model.span import fingerprint, fingerprints, span_start, spans_of, starts_span
+from kvstore.state import announcing, directory
+from kvstore.state.announcing import Announcing, Entries
+from kvstore.state.directory import AGAIN, GONE, TIERS, Directory, Told
+from kvstore.state.placement import Placement
+
+Entry = tuple[int, str, Tier]
+
+
+def keys_of_chain(draw: random.Random, pages: int) -> list[bytes]:
+    return [draw.randbytes(16) for _ in range(pages)]
+
+
+def test_spans_are_short_where_chains_branch() -> None:
+    starts = [span_start(page) for page in range(200)]
+    assert sorted(set(starts)) == [0, 1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
+    assert [page for page in range(200) if starts_span(page)] == sorted(set(starts))
+    assert [span_start(page) for page in (65_503, 65_504, 70_000, 10**9)] == [65_472, 65_504, 65_504, 65_504]
+    assert not starts_span(POSITION_MAX), "a position that is no more than a bound names no span"
+
+
+def test_a_page_has_the_span_of_its_chain_from_wherever_it_is_told() -> None:
+    keys = keys_of_chain(random.Random(1), 200)
+    spans = spans_of(keys, 0, 7)
+    assert spans == [fingerprint(keys[span_start(page)]) for page in range(200)]
+    assert fingerprints(b"".join(keys)).tolist() == [fingerprint(key) for key in keys]
+    for page in (1, 2, 3, 31, 32, 33, 100):
+        assert spans_of(keys[page:], page, spans[page - 1]) == spans[page:]
+
+
+def test_two_owners_who_share_evenly_and_move_little() -> None:
+    spans = np.random.default_rng(2).integers(0, 1 << 63, 20_000).astype(np.uint64)
+    nodes = [f"n{number}" for number in range(8)]
+    eight, seven = Placement(nodes), Placement(nodes[:-1])
+    owners = eight.owners(spans)
+    assert owners.shape == (20_000, 2) and (owners[:, 0] != owners[:, 1]).all()
+    share = np.bincount(owners.ravel(), minlength=8) / owners.size
+    assert share.min() > 0.11 and share.max() < 0.14
+    assert (Placement(reversed(nodes)).owners(spans) == owners).all(), "whoever asks gets the same answer"
+    before, after = seven.owned(spans), eight.owned(spans)
+    assert all((after[name] <= before[name]).all() for name in seven.nodes), "only the new node gains spans"
+    assert abs(after["n7"].mean() - 0.25) < 0.02
+    assert Placement(["a"]).owners(spans[:3]).tolist() == [[0], [0], [0]]
+    assert Placement([]).owners(spans[:3]).shape == (3, 0)
+
+
+def test_no_owner_has_much_more_than_its_share_where_all_begin_alike() -> None:
+    """Conversations that share their first page and then branch: the busiest owner of eight, in pages and in asks."""
+    draw = random.Random(3)
+    placement = Placement(f"n{number}" for number in range(8))
+    shared = keys_of_chain(draw, 1)
+    pages, asks = np.zeros(8), np.zeros(8)
+    for _ in range(400):
+        spans = spans_of(shared + keys_of_chain(draw, draw.randrange(1, 150)), 0, 0)
+        owners = placement.owners(np.array(spans, np.uint64))
+        pages += np.bincount(owners[1:].ravel(), minlength=8)
+        asks += np.bincount(np.unique(owners[:, 0]), minlength=8)
+    assert pages.max() <= 2 * pages.mean() and asks.max() <= 2 * asks.mean()
+
+
+def entries(told: dict[tuple[int, Tier], bool]) -> tuple[np.ndarray, np.ndarray]:
+    marks = [TIERS.index(tier) | (0 if there else GONE) for (_, tier), there in told.items()]
+    return np.array([page << 16 for page, _ in told], np.uint64), np.array(marks, np.uint8)
+
+
+def known(at: Directory, pages: int = 64) -> set[Entry]:
+    found = at.find(np.arange(pages, dtype=np.uint64) << np.uint64(16))
+    assert (np.diff(found.pages) >= 0).all()
+    rows = zip(found.pages.tolist(), found.nodes.tolist(), found.tiers.tolist(), strict=True)
+    return {(page, found.names[node], TIERS[tier]) for page, node, tier in rows}
+
+
+def changes(draw: random.Random, most: int = 9) -> dict[tuple[int, Tier], bool]:
+    return {(draw.randrange(64), draw.choice(TIERS)): draw.random() < 0.6 for _ in range(draw.randrange(most))}
+
+
+class Teller:
+    """A node, as a set of what it has, and what the owner must know of it: per stream that counts, what it told."""
+
+    def __init__(self, name: str, numbers: Iterator[int]) -> None:
+        self.name, self.numbers = name, numbers
+        self.has: set[tuple[int, Tier]] = set()
+        self.told: list[set[tuple[int, Tier]]] = []
+        self.stream, self.next = next(numbers), 0
+
+    def tell(self, at: Directory, told: dict[tuple[int, Tier], bool], whole: bool = False) -> int:
+        answer = at.told(Told(self.name, self.stream, self.next, *entries(told), whole))
+        if answer == self.next + 1:
+            if self.next == 0:
+                self.told = [*self.told[:1], set()]
+            self.next = answer
+            for page, there in told.items():
+                (self.told[-1].add if there else self.told[-1].discard)(page)
+            if whole:
+                self.told = self.told[-1:]
+        return answer
+
+    def change(self, told: dict[tuple[int, Tier], bool]) -> None:
+        for page, there in told.items():
+            (self.has.add if there else self.has.discard)(page)
+
+    def begin(self) -> None:
+        self.stream, self.next = next(self.numbers), 0
+
+    @property
+    def seen(self) -> set[Entry]:
+        return {(page, self.name, tier) for told in self.told for page, tier in told}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_owner_knows_what_it_was_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of several nodes, again and out of order, new streams in the middle, and nodes that go, beside sets."""
+    monkeypatch.setattr(directory, "CHANGES_MIN", 7)
+    monkeypatch.setattr(directory, "PER_PAGE_MAX", 100)
+    draw, numbers = random.Random(seed), itertools.count(1)
+    at = Directory(1 << 20)
+    tellers = [Teller(name, numbers) for name in "abcd"]
+    for _ in range(150):
+        teller, what = draw.choice(tellers), draw.random()
+        told = changes(draw)
+        if what < 0.04:
+            at.forget(teller.name)
+            teller.told = []
+            assert teller.next == 0 or teller.tell(at, told) == AGAIN
+            teller.begin()
+        elif what < 0.12:
+            teller.begin()
+        elif what < 0.3 and teller.next:
+            late = Told(teller.name, teller.stream, draw.randrange(teller.next), *entries(told), True)
+            assert at.told(late) == teller.next, "what came before changes nothing"
+            early = Told(teller.name, teller.stream, teller.next + 1, *entries(told))
+            assert at.told(early) == teller.next, "what is missing is asked for"
+        elif teller.next == 0:
+            teller.change(told)
+            assert teller.tell(at, dict.fromkeys(teller.has, True), whole=draw.random() < 0.5) == 1
+        else:
+            teller.change(told)
+            assert teller.tell(at, told, whole=draw.random() < 0.3) == teller.next
+        seen = set().union(*(each.seen for each in tellers))
+        assert known(at) == seen
+    assert len(at) >= len(seen) and known(at) == seen, "changes are in the table now"
+
+
+def test_of_a_page_that_everybody_has_an_answer_names_some() -> None:
+    at = Directory(1 << 20)
+    for number in range(20):
+        at.told(Told(f"n{number}", number, 0, *entries({(5, Tier.DRAM): True}), True))
+    assert len(known(at)) == directory.PER_PAGE_MAX and len(at) == 20
+
+
+def test_memory_is_bounded_and_small() -> None:
+    at = Directory(1_600_000)
+    keys = np.random.default_rng(3).integers(0, 1 << 63, 150_000).astype(np.uint64)
+    for number, start in enumerate(range(0, len(keys), 5000)):
+        part = keys[start : start + 5000]
+        assert at.told(Told("a", 1, number, part, np.ones(len(part), np.uint8))) == number + 1
+        assert at.nbytes <= 1_600_000
+    assert len(at) == 100_000 and at.refused == 50_000
+    assert at.nbytes / len(at) <= 16
+    assert len(at.find(keys[:5000]).pages) == 5000 and not len(at.find(keys[-5000:]).pages)
+    at.forget("a")
+    assert len(at) == 0 and at.nodes == []
+
+
+class Cluster:
+    """Nodes that announce, each with a directory; messages are lost, and come twice."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.numbers = random.Random(seed), itertools.count(1)
+        self.chains = [keys_of_chain(self.draw, 40) for _ in range(6)]
+        self.has: dict[str, set[tuple[int, int, Tier]]] = {}
+        self.announcing: dict[str, Announcing] = {}
+        self.directories: dict[str, Directory] = {}
+        self.news: dict[str, list[tuple[tuple[int, int, Tier], bool]]] = {}
+        for name in "abc":
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        self.has.setdefault(name, set())
+        self.news[name] = []
+        self.announcing[name] = Announcing(name, lambda: next(self.numbers))
+        self.directories[name] = Directory(1 << 20)
+
+    def entries(self, pages: list[tuple[tuple[int, int, Tier], bool]]) -> Entries:
+        spans = [spans_of(chain, 0, 0) for chain in self.chains]
+        marks = [TIERS.index(tier) | (0 if there else GONE) for (_, _, tier), there in pages]
+        return Entries(
+            np.array([spans[chain][page] for (chain, page, _), _ in pages], np.uint64),
+            np.array([fingerprint(self.chains[chain][page]) for (chain, page, _), _ in pages], np.uint64),
+            np.array(marks, np.uint8),
+        )
+
+    def change(self, name: str) -> None:
+        page = (self.draw.randrange(6), self.draw.randrange(40), self.draw.choice(TIERS))
+        there = page not in self.has[name]
+        (self.has[name].add if there else self.has[name].discard)(page)
+        self.news[name].append((page, there))
+
+    def turn(self, name: str, faults: bool) -> None:
+        """What the shell of a node does now and then."""
+        its = self.announcing[name]
+        if faults and self.draw.random() < 0.05:
+            its.lost()
+        its.members(self.directories)
+        its.changed(self.entries(self.news[name]))
+        self.news[name] = []
+        if its.wants_pages:
+            its.dumped(self.entries([(page, True) for page in self.has[name]]))
+        for owner in its.owners:
+            batch = its.batch(owner, idle=not faults)
+            if batch is None or (faults and self.draw.random() < 0.2) or owner not in self.directories:
+                continue
+            answer = self.directories[owner].told(batch)
+            if faults and self.draw.random() < 0.1:
+                self.directories[owner].told(batch)
+            if not faults or self.draw.random() > 0.2:
+                its.answered(owner, batch, answer)
+
+    def truth(self) -> set[tuple[int, str, Tier]]:
+        has = ((name, *page) for name in self.announcing for page in self.has[name])
+        return {(fingerprint(self.chains[chain][page]), name, tier) for name, chain, page, tier in has}
+
+    def listed(self) -> set[tuple[int, str, Tier]]:
+        """What asking the first owner of each page tells, which must be what the second one tells."""
+        placement = Placement(self.directories)
+        told: list[set[tuple[int, str, Tier]]] = [set() for _ in range(2)]
+        for chain in self.chains:
+            pages = fingerprints(b"".join(chain))
+            owners = placement.owners(np.array(spans_of(chain, 0, 0), np.uint64))
+            for which in range(owners.shape[1]):
+                for page, owner in enumerate(owners[:, which].tolist()):
+                    found = self.directories[placement.nodes[owner]].find(pages[page : page + 1])
+                    rows = zip(found.nodes.tolist(), found.tiers.tolist(), strict=True)
+                    told[which] |= {(int(pages[page]), found.names[node], TIERS[tier]) for node, tier in rows}
+        assert told[0] == told[1] or len(placement.nodes) < 2
+        return told[0]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_after_any_faults_the_owners_know_what_all_nodes_have(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcing, "BATCH_PAGES", 16)
+    monkeypatch.setattr(announcing, "QUEUED_MAX", 60)
+    monkeypatch.setattr(directory, "CHANGES_MIN", 7)
+    cluster = Cluster(seed)
+    for _ in range(250):
+        name, what = cluster.draw.choice(list(cluster.announcing)), cluster.draw.random()
+        if what < 0.5:
+            cluster.change(name)
+        elif what < 0.51 and len(cluster.announcing) > 1:
+            del cluster.announcing[name], cluster.directories[name]
+            for each in cluster.directories.values():
+                each.forget(name)
+        elif what < 0.52:
+            cluster.join(cluster.draw.choice("abcdef"))  # a restart, where it is there
+        elif what < 0.53:
+            cluster.directories[cluster.draw.choice(list(cluster.directories))].forget(name)
+        else:
+            cluster.turn(name, faults=True)
+    for _ in range(40):
+        for name in list(cluster.announcing):
+            cluster.turn(name, faults=False)
+    assert cluster.listed() == cluster.truth()
+
+
+def test_a_new_member_is_told_its_spans_and_the_others_lose_them() -> None:
+    """What a change of members costs: of three nodes, the fourth gets half of the pages, nobody else gets any."""
+    cluster = Cluster(9)
+    for _ in range(600):
+        cluster.change("a")
+    for _ in range(10):
+        cluster.turn("a", faults=False)
+    streams = {name: cluster.announcing["a"]._owners[name].stream for name in "abc"}
+    cluster.join("d")
+    cluster.announcing["a"].members("abcd")
+    cluster.announcing["a"].dumped(cluster.entries([(page, True) for page in cluster.has["a"]]))
+    sent = {name: cluster.announcing["a"].batch(name) for name in "abcd"}
+    assert {name: cluster.announcing["a"]._owners[name].stream for name in "abc"} == streams
+    assert all(batch is None or (batch.marks & GONE).all() for name, batch in sent.items() if name != "d")
+    assert sent["d"] is not None and len(sent["d"].marks) == sum(len(sent[name].marks) for name in "abc" if sent[name])

@@ -1,0 +1,92 @@
+"""Messages of the directory: what is packed is unpacked, and nothing else is taken in."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvstore.state.directory import GONE, Directory, Listed, Told
+from kvstore.transfer.find_messages import (
+    pack_announce,
+    pack_announced,
+    pack_find,
+    pack_found,
+    unpack_announce,
+    unpack_announced,
+    unpack_find,
+    unpack_found,
+)
+from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
+
+
+def some(draw: random.Random) -> tuple[np.ndarray, Listed, Told]:
+    pages = np.array([draw.randrange(1 << 64) for _ in range(draw.randrange(20))], np.uint64)
+    names = [f"node-{draw.randrange(99)}" if draw.random() < 0.8 else "" for _ in range(1 + draw.randrange(5))]
+    rows = draw.randrange(9) if len(pages) else 0
+    found = Listed(
+        np.array([draw.randrange(len(pages)) for _ in range(rows)], np.int64),
+        np.array([draw.randrange(len(names)) for _ in range(rows)], np.int64),
+        np.array([draw.randrange(3) for _ in range(rows)], np.uint8),
+        names,
+    )
+    marks = np.array([draw.randrange(3) | draw.choice((0, GONE)) for _ in pages], np.uint8)
+    return (
+        pages,
+        found,
+        Told("node", draw.randrange(1 << 63), draw.randrange(1 << 40), pages, marks, draw.random() < 0.5),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_arrive_as_they_were(seed: int) -> None:
+    pages, found, told = some(random.Random(seed))
+    assert unpack_find(pack_find(pages)).tolist() == pages.tolist()
+    again = unpack_found(pack_found(found), len(pages))
+    for name in ("pages", "nodes", "tiers"):
+        assert getattr(again, name).tolist() == getattr(found, name).tolist()
+    assert again.names == found.names
+    batch = unpack_announce(memoryview(pack_announce(told)))
+    assert (batch.node, batch.stream, batch.number, batch.whole) == ("node", told.stream, told.number, told.whole)
+    assert batch.fingerprints.tolist() == pages.tolist() and batch.marks.tolist() == told.marks.tolist()
+    assert [unpack_announced(pack_announced(wanted)) for wanted in (-1, 0, 1 << 40)] == [-1, 0, 1 << 40]
+
+
+def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
+    """Cut, longer, changed: what is taken in names nothing that there is not, and no owner falls over it."""
+    draw, directory = random.Random(1), Directory(1 << 16)
+    refused = 0
+    for _ in range(4000):
+        pages, found, told = some(draw)
+        for unpack, body in (
+            (unpack_announce, pack_announce(told)),
+            (unpack_find, pack_find(pages)),
+            (partial(unpack_found, asked=len(pages)), pack_found(found)),
+        ):
+            raw = bytearray(body)
+            for _ in range(draw.randrange(3)):
+                if raw:
+                    raw[draw.randrange(len(raw))] = draw.randrange(256)
+            raw = (
+                raw[: draw.randrange(len(raw) + 1)]
+                if draw.random() < 0.3
+                else raw + draw.randbytes(draw.choice((0, 0, 7)))
+            )
+            try:
+                got = unpack(raw)
+            except WireError:
+                refused += 1
+                continue
+            if isinstance(got, Told):
+                directory.told(got)
+            elif isinstance(got, Listed):
+                assert all(got.names[node] is not None for node in got.nodes.tolist())
+            else:
+                directory.find(got)
+    assert 1000 < refused < 11_000
+    with contextlib.suppress(WireError):
+        unpack_find(bytes(BODY_MAX[FrameKind.FIND]))
+        raise AssertionError("more pages than one may ask for")

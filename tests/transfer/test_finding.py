@@ -1,0 +1,288 @@
+"""Nodes that tell a directory what they have, and who asks it: real nodes and sockets in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout, Store
+from kvstore.catalog.base import boot_s
+from kvstore.catalog.schema import DataEntry
+from kvstore.errors import NodeUnavailable
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
+from kvstore.model.span import Fingerprints, fingerprints, spans_of
+from kvstore.service.cluster.announcer import Announcer
+from kvstore.service.cluster.directory_shell import DirectoryShell
+from kvstore.service.cluster.view import ViewKeeper
+from kvstore.service.node.node import Node
+from kvstore.state.directory import TIERS, Listed
+from kvstore.tier.folder import NodeFolder
+from kvstore.transfer import peers
+from kvstore.transfer.base import Caller, Exchange
+from kvstore.transfer.finding import Finder, Stretch, stretches
+from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
+from kvstore.transfer.server import Server
+from kvstore.transfer.wire import FrameKind, Hello
+from tests.helpers.inside import node_of
+from tests.helpers.processes import wait_until
+
+LAYOUT = Layout(model="found", layers=1, kv_heads=1, head_dim=8, dtype="float16", page_tokens=8)
+
+
+LABELS: dict[str, str] = {}  # what tests call the nodes
+
+
+class Anyone:
+    name, operator = "anyone", True
+
+    def check_salt(self, salt: str) -> None:
+        """Any will do."""
+
+
+def admit(hello: Hello, names: Sequence[str]) -> Caller:
+    return Anyone()
+
+
+class Members:
+    """A catalog, as one node sees it."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, DataEntry] = {}
+
+    @property
+    def heard_s(self) -> float:
+        return boot_s()
+
+    def data_servers(self) -> list[DataEntry]:
+        return list(self.servers.values())
+
+
+class Machine:
+    """One node with its data server and its announcer. ``stop_serving`` is the death of the data server."""
+
+    def __init__(self, name: str, members: Members, store: Store) -> None:
+        self.members, self.store = members, store
+        self.node = daemon_of(store)
+        self.name = self.node.performer.folder.name
+        LABELS[self.name] = name
+        self.cache = store.cache(LAYOUT)
+        folder = self.node.performer.folder
+        self.view = ViewKeeper(folder, "pool", members)
+        self.links = PeerLinks("pool", self.name)
+        self.announcer = Announcer(self.node, self.view, self.links)
+        self.peers = PeersFile(folder.path)
+        self.finder = Finder(self.peers, self.links)
+        self.server: Server | None = None
+        self.serve()
+        self.announcer.start()
+
+    def serve(self) -> None:
+        self.directory = DirectoryShell(1 << 20, self.peers)
+        self.server = Server(self.name, self.directory.handlers, admit)
+        address = self.server.start("127.0.0.1", 0)
+        self.members.servers[self.name] = DataEntry(
+            name=f"{self.name}.1",
+            process=self.server.process,
+            node=self.name,
+            incarnation=f"{self.node.incarnation:016x}",
+            addresses=(address,),
+        )
+
+    def stop_serving(self) -> None:
+        assert self.server is not None
+        self.server.stop()
+
+    def put(self, tokens: np.ndarray) -> None:
+        pages = len(tokens) // LAYOUT.page_tokens
+        self.cache.put(tokens, np.zeros((pages, LAYOUT.page_bytes), np.uint8), wait=True)
+
+    def find(self, tokens: np.ndarray) -> list[Stretch]:
+        self.finder._kept.clear()
+        return self.finder.find(*named(self.cache.keys(tokens)), time.monotonic() + 30)
+
+    def close(self) -> None:
+        self.announcer.stop()
+        self.links.close()
+        self.stop_serving()
+
+
+def daemon_of(store: Store) -> Node:
+    embedded: Any = node_of(store)._ends.embedded
+    node: Node = embedded.node
+    return node
+
+
+def named(keys: Keys) -> tuple[Fingerprints, Fingerprints]:
+    return fingerprints(b"".join(keys.hashes)), np.array(spans_of(keys.hashes, 0, 0), np.uint64)
+
+
+def prompt(seed: int, pages: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, pages * LAYOUT.page_tokens).astype(np.uint32)
+
+
+@pytest.fixture
+def machines() -> Iterator[dict[str, Machine]]:
+    members, made = Members(), dict[str, Machine]()
+    with_stores = {name: kvstore.open(dram="8MiB") for name in "abc"}
+    for name, store in with_stores.items():
+        made[name] = Machine(name, members, store)
+    yield made
+    for machine in made.values():
+        machine.close()
+    for store in with_stores.values():
+        store.close()
+
+
+def shape(stretches: list[Stretch]) -> list[tuple[str, int, int]]:
+    return [(LABELS[each.node], each.start, each.stop) for each in stretches]
+
+
+def test_pages_of_other_nodes_are_found_as_long_as_they_are_there(machines: dict[str, Machine]) -> None:
+    long, short = prompt(1, 100), prompt(2, 3)
+    machines["a"].put(long)
+    machines["b"].put(long[: 40 * LAYOUT.page_tokens])
+    machines["b"].put(short)
+    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 100)], 30)
+    wait_until("the owners know", lambda: shape(machines["c"].find(short)) == [("b", 0, 3)], 30)
+    assert {TIERS[tier] for each in machines["c"].find(long) for tier in each.tiers} == {Tier.DRAM}
+    assert shape(machines["a"].find(long)) == [("b", 0, 40)], "of its own pages nobody asks others"
+    machines["a"].store.evict(pages=10_000)
+    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("b", 0, 40)], 30)
+    machines["b"].store.evict(pages=10_000)
+    wait_until("the owners know", lambda: machines["c"].find(long) == [] and machines["a"].find(short) == [], 30)
+
+
+def test_an_owner_that_dies_costs_nothing_and_its_heir_knows(machines: dict[str, Machine]) -> None:
+    long = prompt(3, 200)
+    machines["a"].put(long)
+    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 200)], 30)
+    machines["b"].stop_serving()  # the catalog has not noticed: second owners are asked
+    assert shape(machines["c"].find(long)) == [("a", 0, 200)]
+    del machines["b"].members.servers[machines["b"].name]
+    wait_until("b is gone", lambda: len(machines["a"].view.peers.peers) == 2, 30)
+    wait_until("its heirs know", lambda: shape(machines["c"].find(long)) == [("a", 0, 200)], 30)
+    machines["b"].serve()  # it knows nothing yet; that it is told all again nobody has to ask for
+    wait_until("b is back", lambda: len(machines["c"].peers.look().peers) == 3, 30)  # type: ignore[union-attr]
+    both = machines["a"].directory, machines["b"].directory, machines["c"].directory
+    wait_until("every page has two owners", lambda: sum(each.status()["entries"] for each in both) == 400, 30)
+    assert shape(machines["c"].find(long)) == [("a", 0, 200)]
+
+
+def test_a_node_without_its_data_server_is_found_nowhere(machines: dict[str, Machine]) -> None:
+    """Nobody could read its pages."""
+    long = prompt(4, 50)
+    machines["a"].put(long)
+    machines["b"].put(long[: 10 * LAYOUT.page_tokens])
+    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 50)], 30)
+    machines["a"].stop_serving()
+    del machines["a"].members.servers[machines["a"].name]
+    wait_until("a is gone", lambda: shape(machines["c"].find(long)) == [("b", 0, 10)], 30)
+    heard = machines["b"].directory.status()["heard_ago_s"]
+    wait_until("a is forgotten", lambda: machines["a"].name not in machines["b"].directory.status()["heard_ago_s"], 30)
+    assert heard.keys() <= LABELS.keys()
+
+
+def test_owners_that_do_not_answer_are_waited_for_once(
+    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = prompt(5, 100)
+    machines["a"].put(long)
+    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 100)], 30)
+    asked: list[str] = []
+    release = threading.Event()
+
+    def silent(self: DirectoryShell, exchange: Exchange, body: memoryview) -> None:
+        asked.append("")
+        release.wait(30)
+        raise NodeUnavailable("too late")
+
+    for name in "ab":
+        server = machines[name].server
+        assert server is not None
+        server._handlers = {**server._handlers, FrameKind.FIND: partial(silent, machines[name].directory)}  # type: ignore[dict-item]
+    assert set(shape(machines["c"].find(long))) <= {("a", 0, stop) for stop in range(101)}
+    first = len(asked)
+    assert 0 < first <= 2
+    for _ in range(20):
+        machines["c"].find(long)
+    assert len(asked) == first, "they are known to be silent"
+    release.set()
+
+
+def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> None:
+    machines["a"].put(prompt(6, 20))
+    finder, pages = machines["c"].finder, named(machines["c"].cache.keys(prompt(6, 20)))
+    wait_until("the owners know", lambda: shape(machines["c"].find(prompt(6, 20))) == [("a", 0, 20)], 30)
+    for machine in machines.values():
+        machine.stop_serving()
+    assert shape(finder.find(*pages, time.monotonic() + 30)) == [("a", 0, 20)]
+    assert machines["c"].find(prompt(6, 20)) == []
+
+
+def test_only_nodes_announce(machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Anyone, "operator", False)
+    machines["a"].put(prompt(7, 5))
+    wait_until("a was refused", lambda: machines["a"].announcer.counters["failed"] > 0, 30)
+    assert machines["c"].find(prompt(7, 5)) == []
+
+
+def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:
+    members = Members()
+    with kvstore.open(dram="8MiB", nvme=f"{tmp_path}/n:64MiB") as store, kvstore.open(dram="8MiB") as other:
+        a, b = Machine("a", members, store), Machine("b", members, other)
+        try:
+            a.put(prompt(8, 30))
+            store.evict(pages=10_000)
+            wait_until("all is saved", lambda: a.cache.lookup(prompt(8, 31)).tiers == {Tier.NVME: 30}, 60)
+            wait_until(
+                "b is told",
+                lambda: [set(each.tiers) for each in b.find(prompt(8, 30))] == [{TIERS.index(Tier.NVME)}],
+                30,
+            )
+        finally:
+            a.close()
+            b.close()
+
+
+def test_the_fewest_nodes_cover_what_is_found() -> None:
+    rows = [(0, 0, 1), (1, 0, 1), (0, 1, 2), (1, 1, 2), (2, 1, 1), (4, 0, 1), (3, 2, 1), (2, 2, 0)]
+    rows.sort()
+    pages, nodes, tiers = (np.array(column) for column in zip(*rows, strict=True))
+    found = Listed(pages, nodes, tiers.astype(np.uint8), ["x", "y", "z"])
+    assert stretches(found, 6, {"x", "y", "z"}) == [
+        Stretch("y", 0, 3, bytes([2, 2, 1])),
+        Stretch("z", 3, 4, bytes([1])),
+        Stretch("x", 4, 5, bytes([1])),
+    ]
+    assert stretches(found, 6, {"x", "z"}) == [
+        Stretch("x", 0, 2, bytes([1, 1])),
+        Stretch("z", 2, 4, bytes([0, 1])),
+        Stretch("x", 4, 5, bytes([1])),
+    ]
+    assert stretches(found, 6, set()) == []
+
+
+def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path, "n")
+    folder.path.mkdir(mode=0o700)
+    file = PeersFile(folder.path)
+    assert file.look() is None
+    view = PoolView("pool", "n", 3.5, {"m": PoolNode("m", "0f", "ab", ("h:1",), True, "host")})
+    peers.write(folder, view)
+    assert file.look() == view
+    for text in ("", "{", "[]", "{}", '{"peers": 3}', '{"peers": [{"addresses": 5}]}', '{"peers": [[]]}'):
+        (folder.path / peers.NAME).write_text(text)
+        assert PeersFile(folder.path).look() is None
+    (folder.path / peers.NAME).unlink()
+    (folder.path / peers.NAME).symlink_to("/etc/hostname")
+    assert PeersFile(folder.path).look() is None
