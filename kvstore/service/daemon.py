@@ -12,6 +12,7 @@ from kvstore.catalog.schema import NodeEntry
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
 from kvstore.service.cluster import data_child
+from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.data_child import DataChild
 from kvstore.service.local.control import ControlServer
 from kvstore.service.local.dispatch import Dispatcher
@@ -27,6 +28,9 @@ from kvstore.serving.membership import Membership, host, reachable
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState
 from kvstore.tier.plain_files import read_plain
+from kvstore.transfer import peers
+from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.peers import PeersFile
 
 if TYPE_CHECKING:
     from kvstore.service.api.server import ApiServer
@@ -81,9 +85,13 @@ def _run(
         if membership is not None:
             _join(membership, _entry(config, node, api), NodeFolder.at(node.folder))
             life.at_end(membership.stop)
+        else:
+            peers.forget(NodeFolder.at(node.folder))
         if sender is not None:
             where = f", data on {sender.start()}"
             life.at_end(sender.stop)
+        if membership is not None:
+            _announce(config, node, life)
     except (InvalidRequest, NodeBusy, Unavailable):
         _end_serving(node, api, control, background, life)
         raise
@@ -125,6 +133,15 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
         host=host(),
         version=metadata.version("kvstore"),
     )
+
+
+def _announce(config: NodeConfig, node: Node, life: Life) -> None:
+    """Tell the pool from now on which pages the node has."""
+    links = PeerLinks(config.pool, config.name)
+    announcer = Announcer(node, config.name, PeersFile(node.folder), links)
+    announcer.start()
+    life.at_end(links.close)
+    life.at_end(announcer.stop)
 
 
 def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder) -> None:

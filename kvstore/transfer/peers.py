@@ -1,13 +1,14 @@
 """Peers: who else is in a node's pool, as a small file in its folder says.
 
-The daemon writes it (``service.cluster.view``); its clients and its data server read it, and never ask the catalog
-themselves. With the catalog away the last view stays; ``heard_s`` says how old it is.
+The node's data server writes it (``service.cluster.view``); the daemon and its clients read it, and never ask the
+catalog themselves. With the catalog away the last view stays; ``heard_s`` says how old it is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ from kvstore.tier.plain_files import NotPlain, read_plain
 
 NAME: Final = "peers"
 BYTES_MAX: Final = 1 << 20
+LOOK_NS: Final = 100_000_000  # between two looks at the file: whoever misses a page must not pay for one
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,29 @@ def write(folder: NodeFolder, view: PoolView) -> None:
     temporary.replace(folder.path / NAME)
 
 
+def forget(folder: NodeFolder) -> None:
+    """The node is in no cluster."""
+    (folder.path / NAME).unlink(missing_ok=True)
+
+
 class PeersFile:
-    """A reader. ``look`` costs one system call where nothing changed. Threads may share it."""
+    """A reader. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._seen: tuple[tuple[int, int], PoolView | None] = (0, 0), None
+        self._look_ns = 0
 
     def look(self) -> PoolView | None:
-        """The view now; None: the node is in no cluster."""
+        """The view now, or of a moment ago; None: the node is in no cluster."""
+        now_ns = time.monotonic_ns()
+        if now_ns < self._look_ns:
+            return self._seen[1]
+        self._look_ns = now_ns + LOOK_NS
         try:
             status = os.stat(self._path)
         except OSError:
+            self._seen = (0, 0), None
             return None
         identity = status.st_ino, status.st_mtime_ns
         seen, view = self._seen

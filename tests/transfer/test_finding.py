@@ -79,8 +79,11 @@ class Machine:
         folder = self.node.performer.folder
         self.view = ViewKeeper(folder, "pool", members)
         self.links = PeerLinks("pool", self.name)
-        self.announcer = Announcer(self.node, self.view, self.links)
         self.peers = PeersFile(folder.path)
+        self.announcer = Announcer(self.node, self.name, self.peers, self.links)
+        self.ending = threading.Event()
+        self.watching = threading.Thread(target=self.watch)
+        self.watching.start()
         self.finder = Finder(self.peers, self.links)
         self.server: Server | None = None
         self.serve()
@@ -110,7 +113,13 @@ class Machine:
         self.finder._kept.clear()
         return self.finder.find(*named(self.cache.keys(tokens)), time.monotonic() + 30)
 
+    def watch(self) -> None:
+        while not self.ending.wait(0.02):
+            self.view.refresh()
+
     def close(self) -> None:
+        self.ending.set()
+        self.watching.join()
         self.announcer.stop()
         self.links.close()
         self.stop_serving()
@@ -169,7 +178,7 @@ def test_an_owner_that_dies_costs_nothing_and_its_heir_knows(machines: dict[str,
     machines["b"].stop_serving()  # the catalog has not noticed: second owners are asked
     assert shape(machines["c"].find(long)) == [("a", 0, 200)]
     del machines["b"].members.servers[machines["b"].name]
-    wait_until("b is gone", lambda: len(machines["a"].view.peers.peers) == 2, 30)
+    wait_until("b is gone", lambda: len(machines["a"].peers.look().peers) == 2, 30)
     wait_until("its heirs know", lambda: shape(machines["c"].find(long)) == [("a", 0, 200)], 30)
     machines["b"].serve()  # it knows nothing yet; that it is told all again nobody has to ask for
     wait_until("b is back", lambda: len(machines["c"].peers.look().peers) == 3, 30)  # type: ignore[union-attr]
@@ -277,6 +286,7 @@ def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
     folder.path.mkdir(mode=0o700)
     file = PeersFile(folder.path)
     assert file.look() is None
+    file._look_ns = 0
     view = PoolView("pool", "n", 3.5, {"m": PoolNode("m", "0f", "ab", ("h:1",), True, "host")})
     peers.write(folder, view)
     assert file.look() == view

@@ -15,7 +15,6 @@ import numpy as np
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import FrameState
 from kvstore.model.span import fingerprint, fingerprints
-from kvstore.service.cluster.view import ViewKeeper
 from kvstore.service.node.event_log import CLEARED, STORED, PageEvent
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
@@ -24,7 +23,7 @@ from kvstore.state.directory import GONE, TIERS, Told
 from kvstore.state.node_state import NodeState
 from kvstore.transfer.find_messages import pack_announce, unpack_announced
 from kvstore.transfer.links import PeerLinks
-from kvstore.transfer.peers import PoolNode
+from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
 from kvstore.transfer.wire import FrameKind
 
 LOOK_S: Final = 0.05  # between looks for news
@@ -38,13 +37,18 @@ log = logging.getLogger("kvstore.cluster")
 
 
 class Announcer:
-    """From ``start`` to ``stop``."""
+    """From ``start`` to ``stop``.
 
-    def __init__(self, node: Node, view: ViewKeeper, links: PeerLinks) -> None:
+    Args:
+        peers: who there is. A node whose own data server is not among them has nothing to tell: nobody could read it.
+    """
+
+    def __init__(self, node: Node, name: str, peers: PeersFile, links: PeerLinks) -> None:
         self._node = node
-        self._view = view
+        self._name = name
+        self._peers = peers
         self._links = links
-        self._announcing = Announcing(view.peers.node, lambda: secrets.randbits(63))
+        self._announcing = Announcing(name, lambda: secrets.randbits(63))
         self._after = node.events.last
         self._told_s: dict[str, float] = {}
         self._stopping = threading.Event()
@@ -67,16 +71,16 @@ class Announcer:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._view.refresh()
+            view = self._peers.look()
             with contextlib.suppress(Unavailable):  # the node is stopping
-                self._follow()
-            sent = self._tell()
+                self._follow(view)
+            sent = self._tell(view) if view is not None else 0
             self._stopping.wait(sent / PAGES_PER_S if self._announcing.queued else LOOK_S)
 
-    def _follow(self) -> None:
+    def _follow(self, view: PoolView | None) -> None:
         """Take in what happened to pages, and where that is not enough, all of them."""
-        its, peers = self._announcing, self._view.peers
-        its.members(peers.peers if peers.node in peers.peers else ())  # else nobody could read what we tell
+        its = self._announcing
+        its.members(view.peers if view is not None and self._name in view.peers else ())
         if not its.wants_pages:
             self._take_in(self._node.events.last)
             return
@@ -99,11 +103,11 @@ class Announcer:
             if not events and not lost:
                 return
 
-    def _tell(self) -> int:
+    def _tell(self, view: PoolView) -> int:
         """Send each owner its next batch; how many entries were sent."""
         its, now_s, sent = self._announcing, time.monotonic(), 0
         for name in its.owners:
-            peer = self._view.peers.peers.get(name)
+            peer = view.peers.get(name)
             if peer is None or self._links.dead(peer) or self._stopping.is_set():
                 continue
             batch = its.batch(name, idle=now_s - self._told_s.get(name, 0.0) > IDLE_S)

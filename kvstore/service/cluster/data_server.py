@@ -20,7 +20,9 @@ from kvstore.client.local.node import LocalNode
 from kvstore.config import NodeConfig, parse_address
 from kvstore.config.values import DATA_AUTO, DATA_NONE
 from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
+from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.read_handler import ReadHandler
+from kvstore.service.cluster.view import ViewKeeper
 from kvstore.serving import lifecycle, logs
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
@@ -28,7 +30,9 @@ from kvstore.serving.membership import Membership, host
 from kvstore.serving.reach import check_far, is_loopback, numeric
 from kvstore.tier.data_file import DataFile, DataServerAt
 from kvstore.tier.folder import NodeFolder
+from kvstore.transfer import peers
 from kvstore.transfer.base import Admit, Caller, Handler
+from kvstore.transfer.peers import PeersFile
 from kvstore.transfer.server import Server, tls_context
 from kvstore.transfer.wire import FrameKind, Hello
 
@@ -37,6 +41,7 @@ from kvstore.transfer.wire import FrameKind, Hello
 PATIENCE_S: Final = 0.3
 NODE_S: Final = 60.0  # for a node that is just being made
 NODE_LOOK_S: Final = 0.05
+DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
 PUBLISH_RETRY_S: Final = 1.0
 
 log = logging.getLogger("kvstore.data")
@@ -81,7 +86,8 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         context = (
             tls_context(str(config.tls_cert), str(config.tls_key), str(config.tls_client_ca or "")) if tls else None
         )
-        server = Server(config.name, handlers(node), admits(config), tls=context)
+        directory = DirectoryShell(DIRECTORY_BYTES, PeersFile(folder.path))
+        server = Server(config.name, handlers(node, directory), admits(config), tls=context)
         address = server.start(*where)
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
@@ -92,9 +98,9 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         life.wait_while(lambda: file.stands() and told.look())
 
 
-def handlers(node: LocalNode) -> Mapping[FrameKind, Handler]:
+def handlers(node: LocalNode, directory: DirectoryShell) -> Mapping[FrameKind, Handler]:
     """What a data server answers."""
-    return {FrameKind.READ: ReadHandler(node)}
+    return {FrameKind.READ: ReadHandler(node), **directory.handlers}
 
 
 def admits(config: NodeConfig) -> Admit:
@@ -143,15 +149,20 @@ class _Told:
             version=metadata.version("kvstore"),
         )
         self._membership: Membership | None = None
+        self._keeper: ViewKeeper | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._join, name="data catalog", daemon=True)
         if config.catalog:
             self._thread.start()
+        else:
+            peers.forget(node.folder)
 
     def look(self) -> bool:
-        """Tell a new incarnation of the node. True."""
+        """Tell a new incarnation of the node, and the node's clients who else is there. True."""
         mapped = self._node.mapped()
         incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
+        if self._keeper is not None:
+            self._keeper.refresh()
         if incarnation != self._entry.incarnation:
             self._entry = replace(self._entry, incarnation=incarnation)
             membership = self._membership
@@ -177,6 +188,7 @@ class _Told:
                 self._stopping.wait(PUBLISH_RETRY_S)
                 continue
             self._membership = membership
+            self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
             if self._entry is not entry:
                 membership.update(self._entry)
             return

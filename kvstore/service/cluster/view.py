@@ -29,16 +29,12 @@ class Members(Protocol):
 
 
 class ViewKeeper:
-    """One thread calls ``refresh``.
-
-    Attributes:
-        peers: what the file says.
-    """
+    """Lives in the node's data server, so that a dead daemon changes nothing. One thread calls ``refresh``."""
 
     def __init__(self, folder: NodeFolder, pool: str, members: Members) -> None:
         self._folder = folder
         self._members = members
-        self.peers = PoolView(pool, folder.name, 0.0, {})
+        self._view = PoolView(pool, folder.name, 0.0, {})
         self._written = False
 
     def refresh(self) -> None:
@@ -47,12 +43,12 @@ class ViewKeeper:
             each.node: PoolNode(each.node, each.process, each.incarnation, each.addresses, each.tls, each.host)
             for each in self._members.data_servers()
         }
-        heard_s, before = self._members.heard_s, self.peers
+        heard_s, before = self._members.heard_s, self._view
         if self._written and found == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
             return
-        self.peers = PoolView(before.pool, before.node, heard_s, found)
+        self._view = PoolView(before.pool, before.node, heard_s, found)
         try:
-            peers.write(self._folder, self.peers)
+            peers.write(self._folder, self._view)
             self._written = True
         except OSError as error:
             log.warning("%s: cannot say who is in the cluster: %s", self._folder.name, error)
