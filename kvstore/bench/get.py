@@ -33,7 +33,7 @@ def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: b
     stored = stage.stored(geometry, recycled=recycled)
     reading = Reading(stored.store, stored.work)
     reading.verify()
-    steps = _walk(stored.work.chains, stage.settings.quick)
+    steps = walk(stored.work.chains, stage.settings.quick)
     seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
     best = quickest(seconds, MEMCPYS)
     chain_bytes = stored.work.chain_bytes
@@ -55,7 +55,7 @@ def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: b
     )
 
 
-def _walk(chains: int, quick: bool) -> list[int]:
+def walk(chains: int, quick: bool) -> list[int]:
     """Chains in an order that no prefetcher knows, the whole pool as often as a round needs."""
     random = np.random.default_rng(3)
     passes = max(1, -(-(6 if quick else STEPS) // chains))
@@ -134,7 +134,7 @@ def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         _check_views(reading, cache.lease(reading.keys(chain)), chain)
     copies = reading.variants()
     variants = {"lease": leased, **{limit: copies[limit] for limit in MEMCPYS}}
-    steps = _walk(stored.work.chains, stage.settings.quick)
+    steps = walk(stored.work.chains, stage.settings.quick)
     seconds = alternate(variants, steps, stage.settings.rounds, reading.prepare, check)
     best = quickest(seconds, MEMCPYS)
     return [

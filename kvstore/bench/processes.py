@@ -25,6 +25,12 @@ ANSWER_S = 600.0
 NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 
+def cpu_s(pid: int) -> float:
+    """Seconds of processors that a running process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def environment(shm_dir: Path, settings: Mapping[str, object] = NO_SETTINGS) -> dict[str, str]:
     """This process's environment without settings of the user's own node, so that a row measures the defaults.
 
@@ -123,8 +129,7 @@ class Daemon:
 
     def cpu_s(self) -> float:
         """Seconds of processors that the running daemon has taken."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.pid)
 
     def children(self) -> list[int]:
         """Processes that the running daemon has started."""

@@ -26,6 +26,7 @@ from kvstore.bench import (
     objects,
     overload,
     put,
+    remote,
     restart,
     unaligned,
 )
@@ -123,6 +124,15 @@ _ROWS = (
         "get from DRAM while pages are saved / in quiet",
         Bar(0.7),
         partial(nvme_write.get_while_demoting, geometry="2m"),
+    ),
+    *(
+        Row(
+            f"remote_get_{size}",
+            f"get over TCP from another node, 32 pages of {text} / plain sockets",
+            Bar(bar),
+            partial(remote.get, geometry=size),
+        )
+        for size, text, bar in (("2m", "2 MiB", 0.8), ("256k", "256 KiB", 0.8), ("64k", "64 KiB", 0.6))
     ),
     Row("grpc_unary", "lookup of 32 pages over gRPC / a unary echo", None, grpc.unary),
     Row("grpc_read_2m", "get over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.read, geometry="2m")),

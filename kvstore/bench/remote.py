@@ -1,0 +1,178 @@
+"""Rows that read over TCP from a node that shares no memory with the reader, against the best plain socket program.
+
+The node's data server is a process of its own; so is the plain sender. Both send the same number of bytes over loopback
+into the same warm buffer. What is ours proves every page by its token ids, and verifies every checksum.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+from kvstore.bench.content import BenchWork, Content, Rows
+from kvstore.bench.get import walk
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
+from kvstore.bench.plain_sender import REQUEST_BYTES
+from kvstore.bench.processes import cpu_s, environment
+from kvstore.bench.stage import Stage, StoredChains
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.model.prefix import Keys
+from kvstore.serving.child import Child
+from kvstore.tier.host_memory import empty
+from kvstore.transfer.pulling import pull
+from kvstore.transfer.reading import ReadRequest, WantedChain
+from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.wire import Hello
+
+READY_S = 30.0
+BATCH_S = 30.0
+PLAIN_BYTES_MAX = 256 << 20  # of the plain sender's memory: beyond every cache
+PLAINS = ("plain", "plain_waitall")
+
+
+class RemoteReading:
+    """Chains of another node, read by ``ours`` or by one of ``PLAINS`` into one warm buffer."""
+
+    def __init__(self, cache: PrefixCache, work: BenchWork, address: str, port: int) -> None:
+        self.work = work
+        self.out: Rows = empty((work.pages, work.layout.page_bytes))
+        self.out[:] = 0
+        self._view = self.out.data.cast("B")
+        self._cache = cache
+        layout = work.layout
+        self._wanted = WantedChain(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
+        deadline_s = time.monotonic() + READY_S
+        self.connection = DataConnection.open(address, Hello(), deadline_s=deadline_s, silence_s=BATCH_S)
+        self._plain = socket.create_connection(("127.0.0.1", port), READY_S)
+        self._plain.settimeout(None)
+        self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._plain_chains = plain_bytes(work) // work.chain_bytes
+
+    def variants(self) -> dict[str, Callable[[tuple[int, Keys]], object]]:
+        """What is timed; each is given a chain's number and its keys."""
+
+        def ours(given: tuple[int, Keys]) -> int:
+            request = ReadRequest(self._wanted, given[1], 0, self.work.layout.page_bytes)
+            return pull(self.connection, request, self.out, time.monotonic() + BATCH_S).pages
+
+        return {"ours": ours, "plain": self._receive(0), "plain_waitall": self._receive(socket.MSG_WAITALL)}
+
+    def _receive(self, flags: int) -> Callable[[tuple[int, Keys]], None]:
+        view, plain, chain_bytes = self._view, self._plain, self.work.chain_bytes
+
+        def receive(given: tuple[int, Keys]) -> None:
+            plain.sendall((given[0] % self._plain_chains).to_bytes(REQUEST_BYTES, "little"))
+            have = 0
+            while have < chain_bytes:
+                more = plain.recv_into(view[have:], chain_bytes - have, flags)
+                if not more:
+                    raise BenchFailed("the plain sender is gone")
+                have += more
+
+        return receive
+
+    def prepare(self, chain: int) -> tuple[int, Keys]:
+        """What the variants are given."""
+        return chain, self.work.keys(self._cache, chain)
+
+    def check(self, variant: str, value: object) -> None:
+        """Raises BenchFailed where ours read less than the whole chain."""
+        if variant == "ours" and value != self.work.pages:
+            raise BenchFailed(f"{value} of {self.work.pages} pages came")
+
+    def verify(self) -> None:
+        """Every chain, byte for byte. Raises BenchFailed."""
+        content = Content(self.work.layout.page_bytes)
+        for chain in range(self.work.chains):
+            self.out[:] = 0
+            given = self.prepare(chain)
+            self.check("ours", self.variants()["ours"](given))
+            content.check(self.out, given[1].hashes, f"chain {chain} over TCP")
+
+    def close(self) -> None:
+        """End both connections."""
+        self.connection.close()
+        self._plain.close()
+
+
+def plain_bytes(work: BenchWork) -> int:
+    """Memory of the plain sender: whole chains."""
+    return min(work.chains, max(1, PLAIN_BYTES_MAX // work.chain_bytes)) * work.chain_bytes
+
+
+@contextmanager
+def data_server(stage: Stage, node: str, *flags: str) -> Iterator[tuple[Child, str]]:
+    """A data server of that node, and its address."""
+    arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir), *flags]
+    child = Child("the data server", arguments, environment(stage.settings.shm_dir))
+    try:
+        yield child, child.line(READY_S).rpartition("pages on ")[2]
+    finally:
+        child.ask_to_end()
+        child.wait()
+
+
+@contextmanager
+def plain_sender(work: BenchWork) -> Iterator[int]:
+    """The plain program, and its port."""
+    command = [sys.executable, "-m", "kvstore.bench.plain_sender", str(plain_bytes(work)), str(work.chain_bytes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """Batches of 32 pages out of another node's memory, one stream."""
+    stored = stage.stored(geometry)
+    with ExitStack() as scene:
+        child, address = scene.enter_context(data_server(stage, stored.daemon.name))
+        port = scene.enter_context(plain_sender(stored.work))
+        cache = stored.store.cache(stored.work.layout)
+        reading = scene.enter_context(closing(RemoteReading(cache, stored.work, address, port)))
+        reading.verify()
+        return [_measure(stage, stored, reading, child, name, bar)]
+
+
+def _measure(
+    stage: Stage, stored: StoredChains, reading: RemoteReading, child: Child, name: str, bar: Bar | None
+) -> Result:
+    steps = walk(stored.work.chains, stage.settings.quick)
+    seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
+    best, chain_bytes = quickest(seconds, PLAINS), stored.work.chain_bytes
+    return result(
+        name,
+        Kind.SPEED,
+        speeds(seconds["ours"], chain_bytes),
+        speeds(seconds[best], chain_bytes),
+        bar=bar,
+        limit_is=f"plain sockets, {best}",
+        details={
+            "batch_pages": stored.work.pages,
+            "page_bytes": stored.work.layout.page_bytes,
+            "cpu_s_per_gb": cpu_per_gb(reading, child, steps),
+            "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
+        },
+    )
+
+
+def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[str, float]:
+    """Processor seconds that both ends of ours take for 10^9 bytes."""
+    ours, given = reading.variants()["ours"], [reading.prepare(step) for step in steps[:64]]
+    before_us, before_them = time.process_time(), cpu_s(child.pid)
+    for one in given:
+        ours(one)
+    volume = len(given) * reading.work.chain_bytes / 1e9
+    return {
+        "reader": (time.process_time() - before_us) / volume,
+        "data_server": (cpu_s(child.pid) - before_them) / volume,
+    }
