@@ -117,7 +117,7 @@ _ROWS = (
             Bar(0.8),
             partial(nvme_write.demotion, geometry=size),
         )
-        for size, text in (("2m", "2 MiB"), ("256k", "256 KiB"))
+        for size, text in (("2m", "2 MiB"), ("256k", "256 KiB"), ("64k", "64 KiB"))
     ),
     Row(
         "get_while_demoting_2m",

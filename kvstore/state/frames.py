@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.model.replica import FrameClass, FrameState
 from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page
 
@@ -20,7 +23,10 @@ _FREE = FrameState.FREE
 
 
 class Extent:
-    """Frames of one carved position. 25 bytes of state per frame; everything else is in the records."""
+    """Frames of one carved position. 19 bytes of state per frame; everything else is in the records.
+
+    ``children`` and ``owner`` are a byte per frame as long as their numbers fit, then two, then four.
+    """
 
     def __init__(self, number: int, position: int, pool: ClassPool, slot_base: int) -> None:
         self.number = number
@@ -30,8 +36,8 @@ class Extent:
         self.frames = pool.frames_per_extent
         self.generation = array("Q", bytes(8 * self.frames))
         self.state = bytearray(self.frames)
-        self.children = array("I", bytes(4 * self.frames))
-        self.owner = array("I", bytes(4 * self.frames))  # number of the page's root, see ``Tenants``; 0: nobody's
+        self.children = array("B", bytes(self.frames))
+        self.owner = array("B", bytes(self.frames))  # number of the page's root, see ``Tenants``; 0: nobody's
         self.span = array("Q", bytes(8 * self.frames))  # of the page, see ``model.span``
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
@@ -42,6 +48,22 @@ class Extent:
     def count(self, state: FrameState) -> int:
         """Frames in ``state``."""
         return self.state.count(state)
+
+    def hang(self, frame: int, children: int) -> None:
+        """So many things hang on the page in this frame."""
+        try:
+            self.children[frame] = children
+        except OverflowError:
+            self.children = _wider(self.children)
+            self.hang(frame, children)
+
+    def own(self, frame: int, owner: int) -> None:
+        """The page in this frame is, or will be, of the root with that number."""
+        try:
+            self.owner[frame] = owner
+        except OverflowError:
+            self.owner = _wider(self.owner)
+            self.own(frame, owner)
 
     def release(self, frame: int) -> None:
         """This frame is free again."""
@@ -75,6 +97,16 @@ class Extent:
         """It is about to be emptied, so that no frame of it is granted; or it stays after all."""
         self.leaving = leaving
         self.restore(list(self.free))
+
+
+def _wider(numbers: array[int]) -> array[int]:
+    return array({"B": "H", "H": "I"}[numbers.typecode], numbers)
+
+
+def narrowest(numbers: npt.NDArray[np.uint32]) -> array[int]:
+    """These numbers in as few bytes each as hold them."""
+    kind = np.min_scalar_type(numbers.max(initial=0)).char
+    return array(kind, numbers.astype(kind).tobytes())
 
 
 @dataclass

@@ -177,7 +177,7 @@ class Pages:
         """A page of root ``number`` will be sealed in each of these frames, unless they are freed before."""
         for address in addresses:
             extent = self.segment.extents[address.extent]
-            extent.owner[address.frame] = number
+            extent.own(address.frame, number)
             self.holdings.expect(number, extent.pool.frame_class.frame_bytes)
 
     def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
@@ -194,7 +194,7 @@ class Pages:
             extent.span[frame] = span
             extent.state[frame] = _SEALED
             extent.children[frame] = 1
-            extent.owner[frame] = root
+            extent.own(frame, root)
             extent.sealed += 1
         number, frame, _ = addresses[-1]
         extents[number].children[frame] = 0
@@ -217,7 +217,7 @@ class Pages:
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
             extent.pool.withdraw(extent.slot_base + address.frame)
-        extent.children[address.frame] += 1
+        extent.hang(address.frame, extent.children[address.frame] + 1)
 
     def unhold(self, address: Address, saved_ms: int | None = None) -> None:
         """One thing less hangs on it; with none left it may be evicted, in the order of its own last use.
@@ -374,12 +374,13 @@ class Pages:
         links = closure.link(snapshots)
         counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent)).tolist()
         for extent in self.segment.extents.values():
-            extent.children = array("I", bytes(4 * extent.frames))
+            extent.children = array("B", bytes(extent.frames))
         addresses = [links.address(i) for i in range(len(counts))]
         for address, count in zip(addresses, counts, strict=True):
-            self.segment.extents[address.extent].children[address.frame] = count
+            self.segment.extents[address.extent].hang(address.frame, count)
         for address in held:
-            self.segment.extents[address.extent].children[address.frame] += 1
+            extent = self.segment.extents[address.extent]
+            extent.hang(address.frame, extent.children[address.frame] + 1)
         self._relist(addresses)
         return links
 

@@ -20,8 +20,8 @@ counts again the next time. So an owner pays for what its hints keep with other 
 its mark has not moved meanwhile. Every 512 evictions the table of indices is made anew. None of it depends on how many
 pages there are. Deterministic: no randomness, and no time but what callers say.
 
-*Memory.* Per page 14 bytes (``use`` 4, ``word`` 2, ``place`` 4, and 4 in ``order`` while it is a leaf) and 3 of ghosts;
-from the first hint on 5 more (``hint`` 1, ``owner`` 4).
+*Memory.* Per page 9 bytes (``use`` 4, ``word`` 2, ghosts 3), and 4 in ``order`` per leaf; from the first hint on 5 more
+(``hint`` 1, ``owner`` 4). What is no leaf any more stays in ``order`` until half of it is such.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
-from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, Page, UsedMs
+from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, STALE_MAX, Page, UsedMs
 from kvstore.state.policy_worth import CLASSES, Bins, WorthLedger, age_worth, bin_of, bins_of, gittins
 
 SAMPLE = 1024
@@ -54,20 +54,26 @@ HINT_MS = np.array([MS_MAX if ttl_s_of(hint) is None else 1000 * (ttl_s_of(hint)
 Slots = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.intp]  # in such an array
 
-# The word of a slot; 0: nothing is known of it. Uses saturate, of the turns the low bits are kept.
+# The word of a slot. Uses saturate, of the turns the low bits are kept.
 _LISTED = 1
 _TRIMMED = 1 << 1
 _USES_SHIFT, _USES_MAX = 2, 3
 _TURNS_SHIFT, _TURNS_MASK = 4, 3
-_STEP_SHIFT, _STEP_MASK = 6, 7  # see ``step_of``
-_KNOWN = 1 << 9
+_STEP_SHIFT, _STEP_MASK = 6, 7  # see ``step_of``, and 1 more: a page of which nothing is known has none
+_KNOWN = _STEP_MASK << _STEP_SHIFT
+_ORDERED = 1 << 9  # the slot stands in ``order``, listed or not
 _ENTRY_SHIFT = 10  # the age bin in which it was offered: what happened before was not seen
 _LASTING = (1 << _ENTRY_SHIFT) - 1
+_ALL = (1 << 16) - 1
 
 
 def step_of(position: int) -> int:
     """0 at the front of a chain, then 1, 2, 3, 4, 1, 2, 3, 4, ..."""
     return (position - 1) % 4 + 1 if position else 0
+
+
+def _step_in(word: int) -> int:
+    return (word >> _STEP_SHIFT & _STEP_MASK) - 1
 
 
 class Ghosts:
@@ -104,9 +110,9 @@ class Gittins:
         self._pages = pages
         self._use = array("I")  # by slot: last use, as far as noticed, in ms since the base
         self._word = array("H")  # by slot
-        self._place = array("I")  # by slot: where in ``order``
         self._hint, self._owner = array("B"), array("I")  # by slot, as offered last; empty until there is a hint
-        self._order = array("I")  # the listed slots
+        self._order = array("I")  # the listed slots, and some that were
+        self._listed = 0
         self._base_ms: int | None = None
         self._now = 0  # ms since the base
         self._ghosts = Ghosts(pages)
@@ -124,48 +130,49 @@ class Gittins:
 
     def add(self, slot: int, page: Page) -> None:
         """See ``EvictionPolicy.add``."""
-        while slot >= len(self._word):
-            for table in (self._use, self._word, self._place):
-                table.extend([0] * GROW_SLOTS)
+        if slot >= len(self._word):
+            self._grow(slot)
         child, self._child = self._child, None
         if self._base_ms is None or page.used_ms - self._base_ms < 2 * MS_MAX:  # no mark from nowhere moves the base
             self._advance(page.used_ms)
         word, use = self._word[slot], self._since_base(page.used_ms)
         assert not word & _LISTED, slot
-        if not word:
+        if not word & _ORDERED:
+            self._order.append(slot)
+        if not word & _KNOWN:
             word = self._new(page, use, child)
             self._use[slot] = use
         elif use > self._use[slot]:
             word = self._used(slot, word, use)
         entry = bin_of(self._now - self._use[slot])
-        self._word[slot] = word & _LASTING | _LISTED | entry << _ENTRY_SHIFT
-        self._place[slot] = len(self._order)
-        self._order.append(slot)
-        if page.hint or self._hint:
-            self._hinted(slot, page)
+        self._word[slot] = word & _LASTING | _LISTED | _ORDERED | entry << _ENTRY_SHIFT
+        self._listed += 1
+        if self._hint:
+            self._hint[slot], self._owner[slot] = page.hint, page.owner
+        elif page.hint:
+            self._begin_hints(slot, page)
 
     def remove(self, slot: int) -> None:
         """See ``EvictionPolicy.remove``. The page is watched on: what removed it may have used it."""
         if slot not in self:
             return
-        last, place = self._order.pop(), self._place[slot]
-        if last != slot:
-            self._order[place] = last
-            self._place[last] = place
         self._word[slot] &= ~_LISTED
+        self._listed -= 1
         self._child = None
+        if len(self._order) > 2 * self._listed + STALE_MAX:
+            self._tidy()
 
     def forget(self, slot: int, key: int | None) -> None:
         """See ``EvictionPolicy.forget``."""
         self.remove(slot)
         word = self._word[slot] if slot < len(self._word) else 0
         self._child = None
-        if not word:
+        if not word & _KNOWN:
             return
-        self._word[slot] = 0
+        self._word[slot] = word & _ORDERED
         if key is not None:
             self._watched(word, self._now - self._use[slot], used=False)
-            if word >> _STEP_SHIFT & _STEP_MASK < 2:
+            if _step_in(word) < 2:
                 self._ghosts.remember(key, word >> _USES_SHIFT & _USES_MAX)
             self._child = word, self._use[slot]
             self._evicted += 1
@@ -175,7 +182,7 @@ class Gittins:
         self._advance(now_ms)
         self._now = max(self._now, self._since_base(now_ms))
         self._child = None
-        while self._order:
+        while self._listed:
             if self._evicted >= EVICTIONS_PER_TABLE:
                 self._learn(used_ms)
             if not self._next:
@@ -197,7 +204,7 @@ class Gittins:
         Of the page that is the next to go. So ages of two classes of pages compare as what they are worth: where the
         next to go is a page of some use, though its last one is long ago, it is not called cold.
         """
-        while self._order:
+        while self._listed:
             if not self._next:
                 self._choose()
             slot, use = self._next[-1]
@@ -214,12 +221,12 @@ class Gittins:
 
     def __len__(self) -> int:
         """Pages listed."""
-        return len(self._order)
+        return self._listed
 
     def _new(self, page: Page, use: int, child: tuple[int, int] | None) -> int:
         """The word of a page never offered before. ``child`` left just now, and may have been its last."""
         turns, step, uses = page.turns & _TURNS_MASK, step_of(page.position), 0
-        trimmed = child is not None and child[0] >> _STEP_SHIFT & _STEP_MASK == step_of(page.position + 1)
+        trimmed = child is not None and _step_in(child[0]) == step_of(page.position + 1)
         if child is not None and trimmed:
             word, child_use = child
             later = (word >> _TURNS_SHIFT) - turns & _TURNS_MASK  # a child is never older
@@ -228,11 +235,10 @@ class Gittins:
         if before is not None:
             uses = max(uses, before + 1)
         return (
-            _KNOWN
-            | (_TRIMMED if trimmed else 0)
+            (_TRIMMED if trimmed else 0)
             | min(uses, _USES_MAX) << _USES_SHIFT
             | turns << _TURNS_SHIFT
-            | step << _STEP_SHIFT
+            | step + 1 << _STEP_SHIFT
         )
 
     def _used(self, slot: int, word: int, use: int) -> int:
@@ -258,7 +264,7 @@ class Gittins:
                 self._word[slot] = self._used(slot, self._word[slot], mark)
         words = np.frombuffer(self._word, np.uint16)[slots].astype(np.int64)
         ages = bins_of(np.maximum(self._now - np.frombuffer(self._use, np.uint32)[slots].astype(np.int64), 0))
-        weight = len(self._order) / len(slots)
+        weight = self._listed / len(slots)
         chances = self._ledger.chances(words >> 1 & CLASSES - 1, words >> _ENTRY_SHIFT, ages, weight)
         self._table = np.array([gittins(of_class) for of_class in chances.tolist()])
         half_life = max(HALF_LIFE_EVICTIONS, HALF_LIFE_TURNOVERS * self._pages)
@@ -267,11 +273,21 @@ class Gittins:
 
     def _sample(self, most: int) -> Slots:
         """Leaves, evenly spread over all. Each sample begins at another place, so that in time all are in one."""
-        listed, order = len(self._order), np.frombuffer(self._order, np.uint32)
-        if listed <= most:
-            return order.copy()
-        self._phase = (self._phase + 0.6180339887498949) % 1  # golden ratio: never near an earlier one for long
-        return order[((np.arange(most) + self._phase) * (listed / most)).astype(np.int64)]
+        order, words = np.frombuffer(self._order, np.uint32), np.frombuffer(self._word, np.uint16)
+        if self._listed > most:
+            self._phase = (self._phase + 0.6180339887498949) % 1  # golden ratio: never near an earlier one for long
+            places = most * len(order) // self._listed
+            some = order[((np.arange(places) + self._phase) * (len(order) / places)).astype(np.int64)]
+            if len(found := some[(words[some] & _LISTED).astype(bool)]):
+                return found
+        return order[(words[order] & _LISTED).astype(bool)]
+
+    def _tidy(self) -> None:
+        """Only what is listed stands in ``order``."""
+        order, words = np.frombuffer(self._order, np.uint32), np.frombuffer(self._word, np.uint16)
+        listed = (words[order] & _LISTED).astype(bool)
+        words[order[~listed]] &= _ALL ^ _ORDERED
+        self._order = array("I", order[listed].tobytes())
 
     def _choose(self) -> None:
         """Fill ``next``: the lowest of a sample."""
@@ -289,10 +305,13 @@ class Gittins:
         lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
 
-    def _hinted(self, slot: int, page: Page) -> None:
-        for table in (self._hint, self._owner):
-            if missing := len(self._word) - len(table):
-                table.extend([0] * missing)
+    def _grow(self, slot: int) -> None:
+        more = (slot // GROW_SLOTS + 1) * GROW_SLOTS - len(self._word)
+        for table in (self._use, self._word, *((self._hint, self._owner) if self._hint else ())):
+            table.extend([0] * more)
+
+    def _begin_hints(self, slot: int, page: Page) -> None:
+        self._hint, self._owner = array("B", bytes(len(self._word))), array("I", bytes(4 * len(self._word)))
         self._hint[slot], self._owner[slot] = page.hint, page.owner
 
     def _as_hinted(self, slots: Slots, ages: Bins, worth: npt.NDArray[np.float64], lowest: Places) -> Places:
@@ -301,12 +320,10 @@ class Gittins:
         if not hints.any():
             return lowest
         owners = np.frombuffer(self._owner, np.uint32)[slots]
-        weighed = worth * HINT_WEIGHTS[np.where(ages <= HINT_MS[hints], hints, 0)]
-        chosen = []
-        for owner, count in Counter(owners[lowest].tolist()).items():
-            its = (owners == owner).nonzero()[0]
-            chosen.append(its[weighed[its].argpartition(count - 1)[:count]])
-        return np.concatenate(chosen)
+        order = (worth * HINT_WEIGHTS[np.where(ages <= HINT_MS[hints], hints, 0)]).argsort()
+        lowest_first = owners[order]
+        quotas = Counter(owners[lowest].tolist()).items()
+        return np.concatenate([order[(lowest_first == owner).nonzero()[0][:count]] for owner, count in quotas])
 
     def _since_base(self, time_ms: int) -> int:
         """Milliseconds since the base, as 32 bits hold them."""

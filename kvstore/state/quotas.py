@@ -114,9 +114,8 @@ class Quotas:
         numbers = [number for number, held in enumerate(space.holdings.roots) if held.share is share]
         leaves: list[Leaf] = []
         for extent in space.segment.extents.values():
-            owners = np.frombuffer(extent.owner, np.uint32)
-            mask = np.isin(owners, numbers) & (np.frombuffer(extent.state, np.uint8) == SEALED)
-            mask &= np.frombuffer(extent.children, np.uint32) == 0
+            mask = np.isin(np.asarray(extent.owner), numbers) & (np.frombuffer(extent.state, np.uint8) == SEALED)
+            mask &= np.asarray(extent.children) == 0
             for frame in np.flatnonzero(mask).tolist():
                 used_ms = space.used_ms(extent.pool, extent.slot_base + frame)
                 leaves.append((used_ms, extent.number, frame, extent.generation[frame]))

@@ -17,7 +17,7 @@ from kvstore.state import closure, doubts
 from kvstore.state import events as ev
 from kvstore.state.copying import NODE_SESSION
 from kvstore.state.extent_found import ExtentFound
-from kvstore.state.frames import Extent
+from kvstore.state.frames import Extent, narrowest
 from kvstore.state.node_state import ClientSession, NodeState
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
@@ -107,7 +107,7 @@ def _own(space: Space, tenants: Tenants, table: ExtentFound, extent: Extent) -> 
         space.holdings.add(numbers[-1], pages, pages * extent.pool.frame_class.frame_bytes)
     owners = np.zeros(extent.frames, np.uint32)
     owners[sealed] = np.array(numbers, np.uint32)[which]
-    extent.owner = array("I", owners.tobytes())
+    extent.owner = narrowest(owners)
 
 
 def settle(state: NodeState) -> None:

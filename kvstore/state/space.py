@@ -185,10 +185,10 @@ class Space(Departures):
         state = RETIRING if must_erase(self, old) else FREE
         freed = self._renew(old, state)
         target.state[place] = SEALED
-        target.children[place] = children
         target.span[place] = source.span[frame]
+        target.hang(place, children)
         target.sealed += 1
-        target.owner[place] = owner
+        target.own(place, owner)
         self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
         if children == 0 and self.holdings.limited:
             self.listed(target, place, page.used_ms)

@@ -15,17 +15,18 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import MARKS_ROW_BYTES, STAMPED, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import unknown_version
 from kvstore.tier.plain_files import open_plain, remove
+from kvstore.tier.record import Record
 
 RECORDS_HEAD_BYTES: Final = 4096
 _VERSION: Final = 2
@@ -73,6 +74,8 @@ class ExtentTable:
         self.fmt = _format(self.frame_class, self.tier)
         self._files = folder.records(self.extent), folder.marks(self.extent)
         self._maps = maps
+        self._row_bytes, self._parent, self._info = self.fmt.row_bytes, self.fmt.parent, self.fmt.info // 8
+        self._whole = slice(0, self._row_bytes)
         flat = np.frombuffer(maps[0], np.uint8, self.frames * self.fmt.row_bytes, RECORDS_HEAD_BYTES)
         self.rows = flat.reshape(self.frames, self.fmt.row_bytes)
         self._columns = self.rows.view("<u8")  # [frames, row_bytes / 8]
@@ -178,23 +181,32 @@ class ExtentTable:
 
     def key(self, frame: int) -> bytes:
         """The key of the page in that frame."""
-        return self.rows[frame, RecordFormat.key].tobytes()
+        return self._part(frame, RecordFormat.key)
 
     def root(self, frame: int) -> bytes:
         """The root of its chain."""
-        return self.rows[frame, RecordFormat.root].tobytes()
+        return self._part(frame, RecordFormat.root)
 
     def extra(self, frame: int) -> bytes:
         """What else is in its key, see ``model.prefix``."""
-        return self.rows[frame, RecordFormat.extra].tobytes()
+        return self._part(frame, RecordFormat.extra)
 
     def parent(self, frame: int) -> bytes:
         """The key of the page before it, or the root."""
-        return self.rows[frame, self.fmt.parent].tobytes()
+        return self._part(frame, self._parent)
+
+    def info(self, frame: int) -> int:
+        """See ``RecordFormat``."""
+        return int(self._columns[frame, self._info])
 
     def record(self, frame: int) -> Record:
         """A copy of all that is written there."""
-        return Record(self.rows[frame].tobytes(), self.fmt)
+        return Record(self._part(frame, self._whole), self.fmt)
+
+    def _part(self, frame: int, part: slice) -> bytes:
+        """These bytes of a row: out of the map, which takes half as long as out of an array."""
+        start = RECORDS_HEAD_BYTES + frame * self._row_bytes
+        return self._maps[0][start + part.start : start + part.stop]
 
     def column(self, offset: int) -> Words:
         """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
@@ -230,70 +242,6 @@ class ExtentTable:
         for path in self._files:
             path.unlink(missing_ok=True)
         self.words[:] = 0
-
-
-class Record(NamedTuple):
-    """A copy of one frame's record. Whether it still is that, the word in the table says."""
-
-    raw: bytes
-    fmt: RecordFormat
-
-    @property
-    def word(self) -> int:
-        """Generation and state, see ``model.replica.word_of``."""
-        return self._word(0)
-
-    @property
-    def key(self) -> bytes:
-        """See ``ExtentTable.key``."""
-        return self.raw[RecordFormat.key]
-
-    @property
-    def root(self) -> bytes:
-        """See ``ExtentTable.root``."""
-        return self.raw[RecordFormat.root]
-
-    @property
-    def extra(self) -> bytes:
-        """See ``ExtentTable.extra``."""
-        return self.raw[RecordFormat.extra]
-
-    @property
-    def tokens(self) -> bytes:
-        """Token ids, little-endian uint32; none in a lean record."""
-        return self.raw[self.fmt.tokens]
-
-    @property
-    def identity(self) -> bytes:
-        """Key, root, extra and token ids."""
-        return self.raw[self.fmt.identity]
-
-    @property
-    def parent(self) -> bytes:
-        """See ``ExtentTable.parent``."""
-        return self.raw[self.fmt.parent]
-
-    @property
-    def info(self) -> int:
-        """See ``RecordFormat``."""
-        return self._word(self.fmt.info)
-
-    @property
-    def checksums(self) -> npt.NDArray[np.uint32]:
-        """One per layer, once they are ``stamped``."""
-        return np.frombuffer(self.raw[self.fmt.checksums], "<u4")
-
-    @property
-    def stamped(self) -> bool:
-        """The checksums are there."""
-        return bool(self.info >> 48 & STAMPED)
-
-    def is_sound(self) -> bool:
-        """Identity and parent are what was written, by their sum."""
-        return xxhash.xxh3_64_intdigest(self.raw[self.fmt.summed]) == self._word(self.fmt.identity_sum)
-
-    def _word(self, offset: int) -> int:
-        return int.from_bytes(self.raw[offset : offset + 8], "little")
 
 
 class TableFiles:

@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.retention import Retention
 from kvstore.state import eviction, policy_gittins, policy_worth
 from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page
-from kvstore.state.policy_base import heap_pop, heap_push
+from kvstore.state.policy_base import STALE_MAX, heap_pop, heap_push
 from kvstore.state.policy_gittins import Ghosts, Gittins, step_of
 from kvstore.state.policy_lru import Lru
 from kvstore.state.policy_worth import BINS, CLASSES, PRIOR, WorthLedger, bin_of, bins_of, gittins
@@ -391,13 +391,32 @@ def test_ghosts_know_keys_that_left() -> None:
     assert ghosts.recall(gone[-1]) is None
 
 
-def test_gittins_takes_17_bytes_per_leaf() -> None:
+def test_gittins_takes_13_bytes_per_leaf_and_9_per_page() -> None:
     pages = 200_000
     policy = Gittins(pages)
     for slot in range(pages):
         policy.add(slot, Page(slot, slot))
-    tables = (policy._use, policy._word, policy._place, policy._order, policy._ghosts._places)
-    assert sum(len(table) * table.itemsize for table in tables) / pages <= 17.2
+    tables = (policy._use, policy._word, policy._order, policy._ghosts._places)
+    assert sum(len(table) * table.itemsize for table in tables) / pages <= 13.2
+    for slot in range(pages):
+        policy.remove(slot)
+    tables = (policy._use, policy._word, policy._order, policy._ghosts._places)
+    assert sum(len(table) * table.itemsize for table in tables) / pages <= 9.2
+
+
+def test_gittins_lists_a_slot_once_however_often_it_comes_and_goes() -> None:
+    policy, pages = Gittins(1000), 20_000
+    fill(policy, range(pages))
+    for turn in range(3):
+        for slot in range(turn, pages, 2):
+            policy.remove(slot)
+        for slot in range(turn, pages, 4):
+            policy.add(slot, Page(1000, slot))
+        for slot in range(turn + 2, pages, 4):
+            policy.forget(slot, None)
+            policy.add(slot, Page(1000, slot + 1))
+    assert len(policy) == pages and sorted(out(policy, pages)) == list(range(pages))
+    assert policy.victim(lambda _: 0, 2000) is None and len(policy._order) <= STALE_MAX
 
 
 def test_gittins_outlives_its_words() -> None:

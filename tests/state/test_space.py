@@ -11,7 +11,7 @@ import pytest
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
-from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment
+from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment, narrowest
 from kvstore.state.policy_base import Page, UsedMs
 from tests.helpers.worlds.memory_shell import MemoryShell
 from tests.helpers.worlds.world import MS, Chain, World, root_of
@@ -492,3 +492,30 @@ def test_a_class_that_is_only_named_costs_no_memory() -> None:
     for tokens in range(1, 2001):
         segment.pool(FrameClass(4096, tokens, 1))
     assert len(segment.pools) <= CLASSES_MAX and size() < 4 << 20
+
+
+# --- what a frame takes ----------------------------------------------------------------------------------------------
+
+
+def test_counts_and_owners_are_as_wide_as_their_largest() -> None:
+    segment = Segment(EXTENT_BYTES, 1)
+    segment.populated = {0}
+    extent = segment.carve(segment.pool(SMALL), 0)
+    for largest, width in ((255, 1), (256, 2), (1 << 16, 4), (7, 4)):
+        extent.hang(3, largest)
+        extent.own(5, largest)
+        assert list(extent.children) == [0, 0, 0, largest, 0, 0, 0, 0]
+        assert list(extent.owner) == [0, 0, 0, 0, 0, largest, 0, 0]
+        assert extent.children.itemsize == extent.owner.itemsize == width
+        found = narrowest(np.array([0, largest], np.uint32))
+        assert list(found) == [0, largest] and found.itemsize == {255: 1, 256: 2, 1 << 16: 4, 7: 1}[largest]
+
+
+def test_a_page_that_very_many_follow_leaves_after_all_of_them() -> None:
+    world = node(positions=40)
+    first = put(world, 0)[0]
+    for other in range(1, 300):
+        put(world, 0, other)
+    evict(world, pages=298)
+    assert world.state.space.find(first) is not None
+    assert evict(world, pages=2)[-1] == first

@@ -20,7 +20,8 @@ from kvstore.state import closure
 from kvstore.tier import frame_header, nvme_geometry
 from kvstore.tier.disk import aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
-from kvstore.tier.records import ExtentTable, Record
+from kvstore.tier.record import Record
+from kvstore.tier.records import ExtentTable
 
 log = logging.getLogger("kvstore.events")
 

@@ -11,11 +11,12 @@ entry is ``cleared``. So whoever followed the node before is served from there, 
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import Tier, roots_of
+from kvstore.model.replica import KEY_BYTES, Tier, roots_of
 from kvstore.service.node.answers import fitted
 from kvstore.state.views import Rows
 
@@ -72,7 +73,16 @@ class PageEvent(NamedTuple):
     spans: Sequence[int] = ()
 
 
-_Entry = tuple[int, int, str, Tier, str, list[bytes], list[bytes] | None, Sequence[int]]
+_Entry = tuple[int, int, str, Tier, str, bytes, bytes | None, array[int]]
+"""A ``PageEvent`` whose keys, roots and spans lie end to end: objects of their own would take four times the memory."""
+
+
+def _pages_in(entry: _Entry) -> int:
+    return len(entry[5]) // KEY_BYTES
+
+
+def _split(names: bytes) -> list[bytes]:
+    return [names[at : at + KEY_BYTES] for at in range(0, len(names), KEY_BYTES)]
 
 
 class EventLog:
@@ -106,7 +116,7 @@ class EventLog:
         rows: Rows | None = None,
         spans: Sequence[int] = (),
     ) -> None:
-        """Pages were stored in ``tier`` because of ``cause``, see ``WriteSealed``. The list is kept as it is.
+        """Pages were stored in ``tier`` because of ``cause``, see ``WriteSealed``.
 
         ``root``: of the first page, and of all where clients put them; ``rows``: identities of the others.
         """
@@ -125,7 +135,7 @@ class EventLog:
         roots: list[bytes] | None = None,
         spans: Sequence[int] = (),
     ) -> None:
-        """One thing happened to these pages. The lists are kept as they are; ``roots`` as in ``PageEvent``."""
+        """One thing happened to these pages. ``roots``: as in ``PageEvent``."""
         if len(keys) > EVENT_PAGES_MAX:
             for start in range(0, len(keys), EVENT_PAGES_MAX):
                 part = slice(start, start + EVENT_PAGES_MAX)
@@ -135,7 +145,8 @@ class EventLog:
         seq = self._next
         if seq - self._first == SLOTS:
             self._forget()
-        self._ring[seq % SLOTS] = (seq, time.time_ns(), kind, tier, reason, keys, roots, spans)
+        whose = b"".join(roots) if roots is not None else None
+        self._ring[seq % SLOTS] = (*(seq, time.time_ns(), kind, tier, reason), b"".join(keys), whose, array("Q", spans))
         self._next = seq + 1
         if not self._staged:
             self.last = seq
@@ -153,7 +164,7 @@ class EventLog:
         assert entry is not None, "kept"
         self._first += 1  # first: a reader must not look for what is gone
         self._ring[place] = None
-        self._pages -= len(entry[5])
+        self._pages -= _pages_in(entry)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -192,10 +203,11 @@ class EventLog:
                 lost, events, pages = self._first - after - 1, [], 0
                 seq = self._first
                 continue
-            if events and pages + len(entry[5]) > pages_max:
+            if events and pages + _pages_in(entry) > pages_max:
                 break
-            events.append(PageEvent(*entry))
-            pages += len(entry[5])
+            roots = _split(entry[6]) if entry[6] is not None else None
+            events.append(PageEvent(*entry[:5], _split(entry[5]), roots, entry[7]))
+            pages += _pages_in(entry)
             seq += 1
         return events, seq - 1, lost
 

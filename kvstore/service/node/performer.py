@@ -138,8 +138,7 @@ class Performer:
 
     def standing(self, extent: int, frame: int) -> int:
         """See ``RecordView``."""
-        table = self.tables[extent]
-        return standing_of(int(table.column(table.fmt.info)[frame]))
+        return standing_of(self.tables[extent].info(frame))
 
     def last_use_ns(self, extent: int, frame: int) -> int:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""

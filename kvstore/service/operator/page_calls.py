@@ -96,9 +96,9 @@ class PageAdmin:
         gone: list[int] = []
         kept: Counter[str] = Counter()  # in passes before the last one
         began = progress = time.monotonic()
-        left = chosen.tolist()
+        left, parent, stop_s = chosen.tolist(), selection.parents(found).tolist(), began + EVICT_S
+        stayed = self._pass(found, left, save, gone, stop_s)
         while True:
-            stayed = self._pass(found, left, save, gone, began + EVICT_S)
             now = time.monotonic()
             progress = now if len(stayed) < len(left) else progress
             silence_s = self._silence_s(set(stayed.values()))
@@ -108,6 +108,23 @@ class PageAdmin:
             left = [i for i in left if stayed.get(i) in (UNSAVED, CHILDREN)]
             self._wake()
             time.sleep(SAVE_LOOK_S)
+            stayed = self._pass_again(found, parent, left, save, gone, stop_s)
+
+    def _pass_again(
+        self, found: Stored, parent: list[int], left: list[int], save: bool, gone: list[int], stop_s: float
+    ) -> dict[int, str]:
+        """Try these once more: first what none of them hangs on, then what only hung on what left. Most wait for their
+        children; to ask for each of them as often as for those would keep the node from saving them."""
+        above = {parent[i] for i in left}
+        stayed = self._pass(found, [i for i in left if i not in above], save, gone, stop_s)
+        held, rest = {parent[i] for i in stayed}, []
+        for i in left:  # children first
+            if i in held:
+                stayed[i] = CHILDREN
+                held.add(parent[i])
+            elif i in above:
+                rest.append(i)
+        return stayed | self._pass(found, rest, save, gone, stop_s)
 
     def _silence_s(self, reasons: set[str]) -> float:
         """How long to wait for a page to leave, where pages stayed for these reasons."""

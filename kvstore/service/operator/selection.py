@@ -21,7 +21,8 @@ from kvstore.model.replica import FrameState, RecordFormat, Tier
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
 from kvstore.state.node_state import NodeState
-from kvstore.tier.records import ExtentTable, Record
+from kvstore.tier.record import Record
+from kvstore.tier.records import ExtentTable
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -101,7 +102,7 @@ def _views(
         if table.tier in tiers:
             extent = state.spaces[table.tier].segment.extents.get(table.extent)
             if extent is not None:
-                views.append(_view(table, np.frombuffer(extent.children, np.uint32).copy()))
+                views.append(_view(table, np.array(extent.children, np.uint32)))
     leased: dict[int, list[int]] = {}
     for number, frame in state.leases.frames():
         leased.setdefault(number, []).append(frame)
