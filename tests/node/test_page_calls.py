@@ -13,7 +13,10 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
+from kvstore.service.node.node import Node
 from kvstore.service.operator import page_calls
+from kvstore.service.upkeep.tier_mover import Mover
+from kvstore.state import events as ev
 from tests.helpers.inside import admin
 
 LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
@@ -144,3 +147,26 @@ def test_an_eviction_from_dram_is_saved_first_and_from_all_is_gone(tmp_path: Pat
         assert store.evict(keys=keys, tier="all")["by_tier"]["nvme"]["pages"] == 6
         assert store.cache(LAYOUT).lookup(keys).pages == 0
         assert store.verify()["findings"] == []
+
+
+def test_what_waits_for_its_children_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While chains wait to be saved only their ends are tried again: to ask for all would keep the node busy."""
+    chains, pages, passes = 4, 32, 20
+    asked: list[int] = []
+    handle, decide = Node.handle, Mover.decide
+
+    def counted(node: Node, event: ev.Event) -> ev.Reply:
+        if isinstance(event, ev.EvictChosen):
+            asked.append(len(event.addresses))
+        return handle(node, event)
+
+    monkeypatch.setattr(Node, "handle", counted)
+    monkeypatch.setattr(Mover, "decide", lambda mover: len(asked) >= passes and decide(mover))
+    monkeypatch.setattr(page_calls, "SAVE_LOOK_S", 0.001)
+    name = f"b{secrets.token_hex(4)}"
+    with kvstore.open(dram="16MiB", nvme=f"{tmp_path}/{name}:64MiB") as store:
+        keys = [put(store, first, pages) for first in range(chains)]
+        assert store.evict(percent=100.0)["pages"] == chains * pages and stored(store) == 0
+        assert all(store.cache(LAYOUT).get(each).pages == pages for each in keys)
+    waited = asked[2:passes]
+    assert waited == [chains] * len(waited), asked
