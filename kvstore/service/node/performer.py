@@ -6,7 +6,7 @@ It is also what the state reads records back through (``tier_view.TierView``). O
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,6 +46,9 @@ from kvstore.tier.put_log import PutLog
 from kvstore.tier.records import ExtentTable
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+
+# Of a frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
+_GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
 
@@ -220,31 +223,31 @@ class Performer:
             self.waiting.copies.append(instruction)
 
     def _write_granted(self, instruction: ev.WriteGranted) -> None:
-        for table, frames, places in self._by_extent(instruction.addresses):
+        for table, frames, places in self._runs(instruction.addresses):
             fmt = table.fmt
             table.rows[frames, fmt.key] = 0
             if fmt.tail:
-                words = (info_word(table.frame_class.page_bytes), 0, 0, 0, instruction.session)
-                table.rows[frames, fmt.words] = _tail(words)
-            self._write_words(table, frames, instruction.addresses, places, RESERVED)
+                tail = _GRANTED.pack(info_word(table.frame_class.page_bytes), instruction.session)
+                table.rows[frames, fmt.words] = np.frombuffer(tail, np.uint8)
+            self._write_words(table, instruction.addresses[places], RESERVED)
 
     def _write_reserved(self, instruction: ev.WriteReserved) -> None:
-        for table, frames, places in self._by_extent(instruction.addresses):
+        writers = np.zeros(1 + SHARDS_MAX, np.uint64)
+        writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
+        for table, frames, places in self._runs(instruction.addresses):
             info = info_word(table.frame_class.page_bytes, instruction.shards)
-            parents, until_ns = _of(instruction.parents, places), instruction.until_ns
+            parents, until_ns = instruction.parents[places], instruction.until_ns
             infos = [info] * len(parents)
             self._write_bodies(table, frames, instruction.rows[places], parents, infos, until_ns)
-            writers = np.zeros(1 + SHARDS_MAX, np.uint64)
-            writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
             table.rows[frames, table.fmt.writing] = writers.view(np.uint8)
-            self._write_words(table, frames, instruction.addresses, places, RESERVED)
+            self._write_words(table, instruction.addresses[places], RESERVED)
         for key, address in zip(keys_of(instruction.rows), instruction.addresses, strict=True):
             if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
                 self._index_ops.append((None, [key], [address]))
 
     @staticmethod
     def _write_bodies(
-        table: ExtentTable, frames: Any, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
+        table: ExtentTable, frames: slice, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
     ) -> None:
         """Everything of these records between the word and the tail, in one store."""
         fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
@@ -260,24 +263,24 @@ class Performer:
         table.rows[frames, fmt.before_writing] = block
 
     def _write_writer(self, instruction: ev.WriteWriter) -> None:
-        for table, frames, _ in self._by_extent(instruction.addresses):
+        for table, frames, _ in self._runs(instruction.addresses):
             table.column(table.fmt.writers + 8 * instruction.shard)[frames] = instruction.session
 
     def _write_sealed(self, instruction: ev.WriteSealed) -> None:
         addresses, sums = instruction.addresses, instruction.checksums
         tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
-        for table, frames, places in self._by_extent(addresses):
+        for table, frames, places in self._runs(addresses):
             fmt = table.fmt
             plain = info_word(table.frame_class.page_bytes, flags=0, position=0)
-            infos = [plain | info for info in _of(instruction.standings, places)]
+            infos = [plain | info for info in instruction.standings[places]]
             if instruction.rows is not None and instruction.parents is not None:
-                parents = _of(instruction.parents, places)
+                parents = instruction.parents[places]
                 self._write_bodies(table, frames, instruction.rows[places], parents, infos, 0)
             else:
                 table.column(fmt.lease_until_ns)[frames] = 0
             if failpoint.ACTIVE:
                 failpoint.hit("node.word")
-            self._write_words(table, frames, addresses, places, SEALED)
+            self._write_words(table, addresses[places], SEALED)
             if instruction.rows is None:
                 # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
                 # a kill in between leaves wrong, is a hint.
@@ -298,15 +301,16 @@ class Performer:
         table.column(table.fmt.info)[instruction.address.frame] = info
 
     def _write_state(self, instruction: ev.WriteState) -> None:
-        for table, frames, places in self._by_extent(instruction.addresses):
-            self._write_words(table, frames, instruction.addresses, places, instruction.state)
+        for table, frames, places in self._runs(instruction.addresses):
+            self._write_words(table, instruction.addresses[places], instruction.state)
+            if instruction.state is FrameState.FREE:
+                table.forget_writers(frames)
 
     @staticmethod
-    def _write_words(table: ExtentTable, frames: Any, addresses: list[Address], places: Any, state: FrameState) -> None:
-        low = int(state)
-        table.words[frames] = [generation << 8 | low for _, _, generation in _of(addresses, places)]  # ``word_of``
-        if state is FrameState.FREE:
-            table.forget_writers(frames)
+    def _write_words(table: ExtentTable, addresses: list[Address], state: FrameState) -> None:
+        low, words = int(state), table.words
+        for _, frame, generation in addresses:
+            words[frame] = generation << 8 | low  # ``word_of``
 
     def _unindex(self, instruction: ev.Unindex) -> None:
         self._index_ops.append((instruction.tier, instruction.keys, []))
@@ -319,7 +323,7 @@ class Performer:
 
     def _write_lease(self, instruction: ev.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
-        for table, frames, places in self._by_extent(instruction.addresses):
+        for table, frames, places in self._runs(instruction.addresses):
             table.column(table.fmt.lease_until_ns)[frames] = untils[places]
 
     def _write_stamp(self, instruction: ev.WriteStamp) -> None:
@@ -330,7 +334,7 @@ class Performer:
 
     def _write_use(self, instruction: ev.WriteUse) -> None:
         used = np.array(instruction.used_ns, np.uint64)
-        for table, frames, places in self._by_extent(instruction.addresses):
+        for table, frames, places in self._runs(instruction.addresses):
             table.last_use[frames] = used[places]
 
     def _forget_names(self, instruction: ev.WriteNames | ev.ForgetNames) -> None:
@@ -355,20 +359,17 @@ class Performer:
         """``[frames, frame_bytes]`` of an extent."""
         return self.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
 
-    def _by_extent(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, Any, Any]]:
-        """(table, frames, places in ``addresses``) per extent; slices where a batch is one run, index lists else."""
-        first, last = addresses[0], addresses[-1]
-        count = len(addresses)
-        extent, frame = first.extent, first.frame
-        ends_fit = last.extent == extent and last.frame - frame == count - 1
-        if ends_fit and all(a.extent == extent and a.frame == frame + i for i, a in enumerate(addresses)):
-            yield self.tables[extent], slice(frame, frame + count), slice(0, count)
-            return
-        places: dict[int, list[int]] = defaultdict(list)
-        for i, address in enumerate(addresses):
-            places[address.extent].append(i)
-        for number, where in places.items():
-            yield self.tables[number], [addresses[i].frame for i in where], where
+    def _runs(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, slice, slice]]:
+        """(table, frames, places in ``addresses``) per run of consecutive frames.
+
+        Where a large node is full, most runs are of one page: a view of it costs a tenth of an index of one.
+        """
+        start, (number, first, _) = 0, addresses[0]
+        for place, (extent, frame, _) in enumerate(addresses):
+            if frame - place != first - start or extent != number:
+                yield self.tables[number], slice(first, first + place - start), slice(start, place)
+                start, number, first = place, extent, frame
+        yield self.tables[number], slice(first, first + len(addresses) - start), slice(start, len(addresses))
 
 
 def _info_bytes(info: int, identity_sum: int) -> bytes:
@@ -378,12 +379,3 @@ def _info_bytes(info: int, identity_sum: int) -> bytes:
 def _ends(page: ev.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
     """The frames that a copy, or an erasure, is about."""
     return (page.source, page.target) if isinstance(page, ev.Copying) else page[1:]
-
-
-def _tail(words: tuple[int, ...]) -> Rows:
-    """``info`` and what follows it up to the writers, absent writers zero, as bytes of a row."""
-    return np.array(words + (0,) * (4 + SHARDS_MAX - len(words)), np.uint64).view(np.uint8)
-
-
-def _of(values: list[Any], places: Any) -> list[Any]:
-    return values[places] if isinstance(places, slice) else [values[i] for i in places]
