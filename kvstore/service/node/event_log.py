@@ -73,7 +73,7 @@ class PageEvent(NamedTuple):
     spans: Sequence[int] = ()
 
 
-_Entry = tuple[int, int, str, Tier, str, bytes, bytes | None, array[int]]
+_Entry = tuple[int, int, str, Tier, str, bytes, bytes | None, "array[int]"]
 """A ``PageEvent`` whose keys, roots and spans lie end to end: objects of their own would take four times the memory."""
 
 
