@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState
 from kvstore.tier.plain_files import read_plain
 from kvstore.transfer import peers
+from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile
 
@@ -137,7 +139,7 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
 
 def _announce(config: NodeConfig, node: Node, life: Life) -> None:
     """Tell the pool from now on which pages the node has."""
-    links = PeerLinks(config.pool, config.name)
+    links = PeerLinks(config.pool, config.name, credentials_of(os.environ))
     announcer = Announcer(node, config.name, PeersFile(node.folder), links)
     announcer.start()
     life.at_end(links.close)

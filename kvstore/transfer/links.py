@@ -1,4 +1,8 @@
-"""PeerLinks: connections to the data servers of a pool, kept open between requests."""
+"""PeerLinks: connections to the data servers of a pool, kept open between requests; and which of them do not answer.
+
+A data server that did not answer once is known to be dead: nobody waits for it again. A thread of our own asks it from
+time to time, and clears that when it answers. One that is started anew is another process, of which nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls
@@ -16,7 +21,19 @@ from kvstore.transfer.wire import Hello
 
 IDLE_MAX: Final = 4  # connections to one data server that nobody uses
 IDLE_S: Final = 60.0
-DEAD_S: Final = 2.0  # for so long nobody asks again who did not answer
+PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # between two looks whether a dead one answers, later and later
+PROBE_ANSWER_S: Final = 1.0
+FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless somebody needs it
+
+
+@dataclass
+class _Dead:
+    """One that did not answer: since when, and when it is asked next."""
+
+    peer: PoolNode
+    since_s: float
+    next_s: float
+    pause_s: float = PROBE_MIN_S
 
 
 class PeerLinks:
@@ -32,22 +49,23 @@ class PeerLinks:
         self._credentials = credentials
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[float, DataConnection]]] = {}  # by process of the server
-        self._dead: dict[str, float] = {}  # process -> until when
-        self._closed = False
+        self._dead: dict[str, _Dead] = {}  # by process of the server
+        self._probing = False
+        self._closed = threading.Event()
 
     def dead(self, peer: PoolNode) -> bool:
-        """Whether it did not answer a moment ago."""
-        return self._dead.get(peer.process, 0.0) > time.monotonic()
+        """Whether it did not answer, and has not since."""
+        return peer.process in self._dead
 
     @contextlib.contextmanager
     def to(self, peer: PoolNode, deadline_s: float) -> Iterator[DataConnection]:
         """A connection to that data server.
 
         Raises:
-            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it did not answer a moment ago.
+            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it is ``dead``.
         """
         if self.dead(peer):
-            raise NodeUnavailable(f"{peer.name}: did not answer a moment ago")
+            raise NodeUnavailable(f"{peer.name}: did not answer, and has not since")
         connection = self._take(peer)
         try:
             if connection is None:
@@ -57,6 +75,10 @@ class PeerLinks:
             if (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
                 self.lost(peer)
             raise
+        except BaseException:
+            if connection is not None:
+                connection.close()  # in the middle of a reply, perhaps
+            raise
         finally:
             if connection is not None:
                 self._give_back(peer, connection)
@@ -64,7 +86,7 @@ class PeerLinks:
     def close(self) -> None:
         """Close what nobody uses; what is used is closed when it comes back."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             kept = [connection for idle in self._idle.values() for _, connection in idle]
             self._idle.clear()
         for connection in kept:
@@ -73,7 +95,8 @@ class PeerLinks:
     def _open(self, peer: PoolNode, deadline_s: float) -> DataConnection:
         if not peer.addresses:
             raise NodeUnavailable(f"{peer.name}: has no address")
-        return DataConnection.open(peer.addresses[0], self._hello, self._credentials, deadline_s=deadline_s)
+        hello = replace(self._hello, node=peer.name)
+        return DataConnection.open(peer.addresses[0], hello, self._credentials, tls=peer.tls, deadline_s=deadline_s)
 
     def _take(self, peer: PoolNode) -> DataConnection | None:
         """One that is open; those that were idle for long, which the server may have closed, are closed."""
@@ -91,17 +114,44 @@ class PeerLinks:
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
         with self._lock:
             idle = self._idle.setdefault(peer.process, [])
-            if not connection.broken and not self._closed and len(idle) < IDLE_MAX:
+            if not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX:
                 idle.append((time.monotonic(), connection))
                 return
         connection.close()
 
     def lost(self, peer: PoolNode) -> None:
-        """Nobody asks it for a while; its other connections are of no use either."""
+        """Nobody asks it until it answers again; its other connections are of no use either."""
+        now_s = time.monotonic()
         with self._lock:
-            now_s = time.monotonic()
-            self._dead = {process: until_s for process, until_s in self._dead.items() if until_s > now_s}
-            self._dead[peer.process] = now_s + DEAD_S
+            self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))
             idle = self._idle.pop(peer.process, [])
+            start, self._probing = not self._probing and not self._closed.is_set(), True
         for _, connection in idle:
             connection.close()
+        if start:
+            threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
+
+    def _probe(self) -> None:
+        """Ask the dead from time to time, as long as there are any."""
+        while not self._closed.wait(PROBE_MIN_S / 2):
+            now_s = time.monotonic()
+            for each in [each for each in list(self._dead.values()) if each.next_s <= now_s]:
+                forgotten = now_s - each.since_s > FORGOTTEN_S
+                if forgotten or self._answers(each.peer):
+                    with self._lock:
+                        del self._dead[each.peer.process]
+                else:
+                    each.pause_s = min(2 * each.pause_s, PROBE_MAX_S)
+                    each.next_s = time.monotonic() + each.pause_s
+            with self._lock:
+                if not self._dead:
+                    self._probing = False
+                    return
+
+    def _answers(self, peer: PoolNode) -> bool:
+        try:
+            connection = self._open(peer, time.monotonic() + PROBE_ANSWER_S)
+        except KVStoreError:
+            return False
+        self._give_back(peer, connection)
+        return True

@@ -30,7 +30,7 @@ from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
 
 PAGES_MAX: Final = 2048  # of one request
 NAME_BYTES_MAX: Final = 4096  # of a salt, or an adapter
-RANGE_BYTES: Final = 1 << 22  # of the pages of one RANGE, where a page is not larger
+RANGE_BYTES: Final = 1 << 23  # of the pages of one RANGE, where a page is not larger
 
 _FIXED: Final = struct.Struct("<16sIIIIIIIIHHI")  # see ``ReadRequest.pack``
 _RANGE: Final = struct.Struct("<IIII")  # first page, pages, checksums of a page, tier

@@ -51,12 +51,14 @@ class DataConnection:
         hello: Hello,
         credentials: DialCredentials | None = None,
         *,
+        tls: bool | None = None,
         deadline_s: float,
         silence_s: float = SILENCE_S,
     ) -> DataConnection:
         """Connect to HOST:PORT, and say who we are.
 
         Args:
+            tls: whether the server's connections are encrypted; None: where the credentials say so.
             deadline_s: of ``time.monotonic()``.
 
         Raises:
@@ -66,15 +68,15 @@ class DataConnection:
             Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.
         """
         host, port = _split(address)
-        tls = _context(credentials) if credentials is not None and credentials.tls else None
-        if hello.token and tls is None and not _is_loopback(host):
+        ours = credentials if credentials is not None else DialCredentials()
+        context = _context(ours) if (ours.tls if tls is None else tls) else None
+        if hello.token and context is None and not _is_loopback(host):
             raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
         within_s = max(0.001, min(deadline_s - time.monotonic(), silence_s))
         try:
             sock = socket.create_connection((host, port), within_s)
-            if tls is not None:
-                assert credentials is not None
-                sock = tls.wrap_socket(sock, server_hostname=credentials.server_name or host)
+            if context is not None:
+                sock = context.wrap_socket(sock, server_hostname=ours.server_name or host)
         except TimeoutError:
             raise DeadlineExceeded(f"{address}: does not answer") from None
         except (OSError, ValueError) as error:

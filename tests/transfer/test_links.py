@@ -1,0 +1,117 @@
+"""Connections to peers: who does not answer costs one wait, and is known to be dead until it answers again."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.serving.identities import LOCAL
+from kvstore.transfer.base import Caller, DialCredentials
+from kvstore.transfer.credentials import credentials_of
+from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.peers import PoolNode
+from kvstore.transfer.server import Server, tls_context
+from kvstore.transfer.wire import FrameKind, Hello
+from tests.helpers.api import Certificates
+from tests.helpers.processes import wait_until
+
+LATE_S = 30.0
+
+
+def admit(hello: Hello, names: Sequence[str]) -> Caller:
+    if hello.node != "n":
+        raise InvalidRequest("node", "this is n")
+    return LOCAL
+
+
+def ping(links: PeerLinks, peer: PoolNode) -> None:
+    with links.to(peer, later()) as connection:
+        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+
+
+def later() -> float:
+    return time.monotonic() + LATE_S
+
+
+@pytest.fixture
+def links() -> Iterator[PeerLinks]:
+    made = PeerLinks("p", "test")
+    yield made
+    made.close()
+
+
+def test_connections_are_used_again(links: PeerLinks) -> None:
+    server = Server("n", {}, admit)
+    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+    for _ in range(5):
+        ping(links, peer)
+    assert server.connections == 1
+    with pytest.raises(ZeroDivisionError), links.to(peer, later()) as connection:
+        connection.send(FrameKind.PING, b"its answer is nobody's", deadline_s=later())
+        raise ZeroDivisionError
+    ping(links, peer)
+    server.stop()
+
+
+def test_a_dead_peer_costs_one_wait_until_it_answers(links: PeerLinks) -> None:
+    with socket.socket() as silent:  # as a stopped process: the kernel takes connections for it
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        peer = PoolNode("n", "a", "", (address,))
+        with pytest.raises(DeadlineExceeded):
+            ping(links, peer)
+        assert links.dead(peer)
+        for _ in range(1000):  # each of these would wait for half a second
+            began_s = time.monotonic()
+            with pytest.raises(NodeUnavailable):
+                ping(links, peer)
+            assert time.monotonic() - began_s < LATE_S
+        assert not links.dead(PoolNode("n", "b", "", (address,))), "another process, of which nothing is known"
+    server = Server("n", {}, admit)
+    server.start("127.0.0.1", int(address.rpartition(":")[2]))
+    wait_until("it is known to answer again", lambda: not links.dead(peer), LATE_S)
+    ping(links, peer)
+    server.stop()
+
+
+def test_a_server_that_took_the_place_of_another_is_not_taken_for_it(links: PeerLinks) -> None:
+    server = Server("n", {}, admit)
+    address = server.start("127.0.0.1", 0)
+    with pytest.raises(KVStoreError, match="this is n"):
+        ping(links, PoolNode("m", "a", "", (address,)))
+    server.stop()
+
+
+def test_credentials_are_those_of_the_environment(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    context = tls_context(certificates.path("server.pem"), certificates.path("server.key"), certificates.path("ca.pem"))
+    server = Server("n", {}, admit, tls=context)
+    address = server.start("127.0.0.1", 0)
+    (tmp_path / "token").write_text("secret\n")
+    env = {
+        "KVSTORE_TOKEN_FILE": str(tmp_path / "token"),
+        **{f"KVSTORE_TLS_{name.upper()}": certificates.path(file) for name, file in FILES.items()},
+    }
+    ours = credentials_of(env)
+    assert ours.token == "secret" and "secret" not in repr(ours)
+    links = PeerLinks("p", "test", ours)
+    ping(links, PoolNode("n", server.process, "", (address,), tls=True))
+    with pytest.raises(KVStoreError):  # the catalog is wrong
+        ping(links, PoolNode("n", "x", "", (address,), tls=False))
+    links.close()
+    stranger = PeerLinks("p", "test", DialCredentials())
+    with pytest.raises(KVStoreError):  # whose certificate nobody vouches for
+        ping(stranger, PoolNode("n", server.process, "", (address,), tls=True))
+    stranger.close()
+    server.stop()
+    with pytest.raises(InvalidRequest, match="KVSTORE_TOKEN_FILE"):
+        credentials_of({"KVSTORE_TOKEN_FILE": str(tmp_path / "none")})
+
+
+FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}
