@@ -50,6 +50,7 @@ class Op(IntEnum):
 
     HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 2}. Reply: JSON about the node
     GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing
+    #            b: what the session has published beyond ``b - 1`` goes on: its last page stays as well; 0: nothing
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
     SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]

@@ -60,6 +60,12 @@ class Publisher:
         log = self._log
         return log.marked(self.slot) if log is not None else 0
 
+    @property
+    def published(self) -> int:
+        """Up to which position we have published."""
+        log = self._log
+        return log.published(self.slot) if log is not None else 0
+
     def holds(self, key: bytes) -> bool:
         """Whether we published the page of that key, and the node has not taken it in."""
         log = self._log

@@ -237,7 +237,7 @@ class Demotion:
                 pool.ready[slot] = pool.unsaved.pop(slot)
                 self.counters["save_refused_quota"] += 1
                 continue
-            targets = self.lower.take_after(climb.anchor, lower_pool, fits, out)
+            targets = self.lower.take_after((climb.anchor,), lower_pool, fits, out)
             if not targets:
                 if not batch.pages and not self.lower.waiting:  # full of what may not leave: nothing can be saved now
                     self._refused.add(pool.frame_class)

@@ -161,6 +161,7 @@ class Grant(Happening):
     count: int
     ahead: bool = False  # beyond what is needed now: only a small share of the class
     anchor: bytes = b""  # key of the page that the new ones will hang on: not to be evicted for them
+    since: int = 0  # nor the last page that the session sealed under a ``number`` from this one on; 0: under none
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
         """See ``Happening``."""
@@ -181,6 +182,7 @@ class SealGranted(Happening):
     continues: bool = False  # more of a put whose first pages came before, not a later request
     replaces: Address | None = None  # it is the head of an object, and replaces this one; all zero: none
     hints: bytes = b""  # of each page how long it is worth keeping (``kvstore.model.retention``); or nothing
+    number: int = 0  # of what the session published, growing: see ``Grant.since``; 0: it was sent
 
 
 @dataclass(slots=True)

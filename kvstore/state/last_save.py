@@ -154,7 +154,7 @@ class LastSave:
                 return
         owner = self._copies.owner(self._upper, climb.leaf)
         fits = self._lower.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
-        targets = self._lower.take_after(climb.anchor, pool, fits, out) if fits else []
+        targets = self._lower.take_after((climb.anchor,), pool, fits, out) if fits else []
         if not targets and self._lower.waiting:
             self._climb = climb
             return

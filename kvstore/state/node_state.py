@@ -39,10 +39,14 @@ _OK, _PRESENT = int(Status.OK), int(Status.PRESENT)
 
 @dataclass(slots=True)
 class ClientSession:
-    """A client process: what it was granted ahead, and whether its connection is up."""
+    """A client process: what it was granted ahead, and whether its connection is up.
+
+    ``tail``: the last page that it published, and under which number.
+    """
 
     granted: set[Address] = field(default_factory=set)
     connected: bool = True
+    tail: tuple[int, bytes] = 0, b""
 
 
 class NodeState:
@@ -198,11 +202,14 @@ class NodeState:
         return self.space.quotas.fit(number, event.frame_class, count, event.anchor, out)
 
     def _grant_frames(self, event: ev.Grant, pool: ClassPool, fits: int, out: list[ev.Instruction]) -> list[Address]:
-        addresses = self.space.take_after(event.anchor, pool, fits, out) if fits else []
+        session = self.sessions.setdefault(event.session, ClientSession())
+        number, tail = session.tail
+        kept = (event.anchor, tail) if 0 < event.since <= number else (event.anchor,)
+        addresses = self.space.take_after(kept, pool, fits, out) if fits else []
         if not addresses and not event.ahead:
             addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
         if addresses:
-            self.sessions.setdefault(event.session, ClientSession()).granted.update(addresses)
+            session.granted.update(addresses)
             pool.granted_ahead += len(addresses)
             out.append(ev.WriteGranted(addresses, event.session))
         return addresses
@@ -244,6 +251,8 @@ class NodeState:
         if last < count:
             statuses += [int(self.writing.no_space(Status.OVER_QUOTA))] * (whole - last)
             statuses += [int(Status.NO_PARENT if a in granted else Status.STALE) for a in event.addresses[whole:]]
+        if last and event.number:
+            session.tail = event.number, keys[last - 1]
         if last > first:
             addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
             granted.difference_update(addresses)

@@ -98,7 +98,7 @@ class Promotion:
         count = self.upper.quotas.fit(number, frame_class, count, parents[0], out)
         if not count:
             return 0
-        targets = self.upper.take_after(parents[0], self.upper.segment.pool(frame_class), count, out)
+        targets = self.upper.take_after((parents[0],), self.upper.segment.pool(frame_class), count, out)
         if not targets:
             return 0
         pages = [ev.Copying(key, source, target) for (key, source), target in zip(wanted, targets, strict=False)]

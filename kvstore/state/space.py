@@ -12,7 +12,7 @@ A page that nothing hangs on leaves in this order, with no tier below (the upper
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Protocol
 
@@ -99,16 +99,21 @@ class Space(Departures):
             addresses += map(Address, repeat(extent.number), frames, drawn)
         return addresses
 
-    def take_after(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
-        """``take``, and the page of key ``anchor``, on which the new ones will hang, is not evicted to make room."""
-        page = self.find(anchor) if anchor else None
-        if page is None:
-            return self.take(pool, count, out)
-        self.hold(page)
+    def take_after(
+        self, anchors: Iterable[bytes], pool: ClassPool, count: int, out: list[ev.Instruction]
+    ) -> list[Address]:
+        """``take``, and the pages of these keys, on which new ones will hang, are not evicted to make room."""
+        held: list[bytes] = []
+        for key in anchors:
+            page = self.find(key) if key else None
+            if page is not None:
+                self.hold(page)
+                held.append(key)
         addresses = self.take(pool, count, out)
-        page = self.find(anchor)
-        assert page is not None  # held; of another class than ``pool`` it may have moved
-        self.unhold(page)
+        for key in held:
+            page = self.find(key)
+            assert page is not None  # held; of another class than ``pool`` it may have moved
+            self.unhold(page)
         return addresses
 
     def extents_wanted(self, pool: ClassPool, count: int) -> int:

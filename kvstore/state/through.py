@@ -272,7 +272,7 @@ class Through(Behind):
         if self.has(root, anchor) and self.demotion.takes(frame_class):
             fits = self.lower.quotas.fit(owner, frame_class, len(chain), anchor, out)
             pool = self.lower.segment.pool(frame_class)
-            targets = self.lower.take_after(anchor, pool, fits, out) if fits else []
+            targets = self.lower.take_after((anchor,), pool, fits, out) if fits else []
             if not targets and (self.lower.waiting or self.lower.holdings.roots[owner].share.coming):
                 self._later += chain
                 return

@@ -71,7 +71,7 @@ class Writing:
         until_ns = event.now_ns + min(event.ttl_ns, self.ttl_ns_max)
         number = self.tenants.number(root)
         fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
-        taken = self.space.take_after(anchor, pool, fits, out) if fits else []
+        taken = self.space.take_after((anchor,), pool, fits, out) if fits else []
         self.space.expect(taken, number)
         if len(taken) < len(new):
             taken = self.through.room_for(anchor, pool, number, taken, len(new), out)

@@ -102,6 +102,20 @@ def test_what_grows_is_not_written_again(machine: Machine) -> None:
     assert store.stats()["counters"].get("pages_published_in_vain", 0) == 0
 
 
+def test_a_put_into_a_full_pool_presses_out_no_page_of_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In many records, with frames that are asked for meanwhile; few chains fill the pool."""
+    monkeypatch.setattr("kvstore.client.local.put.BATCH_BYTES", 4 * SMALL.page_bytes)
+    machine.serve("n", dram="4MiB")
+    store = machine.connect("n")
+    for seed in range(150):
+        assert put(store, seed, 48) == 48
+        assert store.cache(SMALL).lookup(chain(seed, 48)).pages == 48
+    assert store.stats()["counters"].get("pages_published_in_vain", 0) == 0
+    check_laws(store)
+
+
 @pytest.mark.parametrize("killed", ["daemon", "writer", "both"])
 def test_a_put_that_returned_survives(killed: str, machine: Machine) -> None:
     daemon = machine.serve("n")

@@ -12,7 +12,7 @@ import pytest
 from kvstore import Keys
 from kvstore.config import NodeConfig
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.rpc.control import NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
+from kvstore.rpc.control import BATCH_MAX, NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
 from kvstore.service.node.book import NAMES
 from kvstore.service.node.node import Node
 from kvstore.state import events as ev
@@ -45,6 +45,13 @@ class Published:
         assert len(addresses) == len(keys)
         body = keys.parent, pack_addresses(addresses), keys.identity_bytes
         return encode(op, 0, count=len(keys), a=pack_class(CLASS), flags=flags, body=body)
+
+    def frames(self) -> int:
+        """How many there are for pages of this class."""
+        addresses = self.node.handle(ev.Grant(time.monotonic_ns(), SESSION, CLASS, BATCH_MAX)).addresses
+        self.node.handle(ev.Revoke(time.monotonic_ns(), SESSION, addresses))
+        assert 8 < len(addresses) < BATCH_MAX
+        return len(addresses)
 
     def publish(self, *requests: bytes) -> None:
         for request in requests:
@@ -98,6 +105,24 @@ def test_pages_named_twice_and_frames_of_nobody_are_refused(published: Published
     assert published.log.quiet and published.has(keys) in (0, 2)
     assert published.counted("put_logs_damaged") == 0
     assert published.node.verify() == []
+
+
+def test_frames_for_the_rest_of_a_put_are_not_those_of_what_it_has_published(published: Published) -> None:
+    """Nor for another one like it, ahead. What a later put needs they are."""
+    node, log, slot = published.node, published.log, published.slot
+    keys = chain(1, published.frames())
+    since = log.published(slot) + 1
+    published.publish(published.request(keys))
+
+    def granted(ahead: bool, since: int) -> int:
+        grant = ev.Grant(time.monotonic_ns(), SESSION, CLASS, 8, ahead, keys.root, since)
+        return len(node.handle(grant).addresses)
+
+    assert granted(True, since) == granted(False, since) == 0
+    assert published.has(keys) == len(keys)
+    assert granted(False, log.published(slot) + 1) == 8
+    assert published.has(keys) == len(keys) - 8
+    assert node.verify() == []
 
 
 def test_a_record_that_fails_for_no_known_reason_fails_once(

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
@@ -23,6 +23,14 @@ OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
 BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
 _RESERVED = int(FrameState.RESERVED)
+
+
+class Place(NamedTuple):
+    """What frames are for: pages that follow the page of key ``before``, of a put that has published from ``since`` on
+    (0: nothing). Neither that page nor the last one of that put is to leave to make room."""
+
+    before: bytes
+    since: int = 0
 
 
 class Unread(Protocol):
@@ -76,8 +84,8 @@ class GrantPool:
             del frames[start : start + count]
         return taken
 
-    def ask_ahead(self, used: int, before: bytes) -> None:
-        """After a put of ``used`` pages: have another one like it find its frames. Asked for now, read by ``take``."""
+    def ask_ahead(self, used: int, place: Place) -> None:
+        """With a put of ``used`` pages: have another one like it find its frames. Asked for now, read by ``take``."""
         with self._lock:
             left = len(self._frames)
             most = min(self.ahead_max, AHEAD_PUTS * used)
@@ -85,7 +93,7 @@ class GrantPool:
             if left >= max(2 * used, most // 4) or count <= 0 or self._asked is not None:
                 return
             with contextlib.suppress(Unavailable):
-                self._asked = self._request(count, before, AHEAD)
+                self._asked = self._request(count, place, AHEAD)
             if self._timer is None and self._asked is not None:
                 self._watch()
 
@@ -149,17 +157,17 @@ class GrantPool:
                 self._watch()
         self.forfeit(idle)
 
-    def ask(self, count: int, before: bytes) -> PendingReply:
-        """Request up to ``count`` frames for what follows the page of key ``before``; ``granted`` reads the reply.
+    def ask(self, count: int, place: Place) -> PendingReply:
+        """Request up to ``count`` frames; ``granted`` reads the reply.
 
         Raises what ``Channel.request`` does.
         """
         self._give_back()
-        return self._request(count, before, 0)
+        return self._request(count, place, 0)
 
-    def _request(self, count: int, before: bytes, flags: int) -> PendingReply:
-        count = min(count, BATCH_MAX)
-        return self._channel.request(Op.GRANT, count=count, a=self.class_number, flags=flags, body=(before,))
+    def _request(self, count: int, place: Place, flags: int) -> PendingReply:
+        count, number, since = min(count, BATCH_MAX), self.class_number, place.since
+        return self._channel.request(Op.GRANT, count=count, a=number, b=since, flags=flags, body=(place.before,))
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
@@ -173,12 +181,12 @@ class GrantPool:
             raise QuotaExceeded(OVER_QUOTA)
         return sorted(unpack_addresses(message.body, message.entries))
 
-    def wait_granted(self, asked: PendingReply, count: int, before: bytes, deadline: float) -> list[Address]:
+    def wait_granted(self, asked: PendingReply, count: int, place: Place, deadline: float) -> list[Address]:
         """As ``granted``; where the node is busy saving pages to make room, asks it again until ``deadline``."""
         frames = self.granted(asked)
         while not frames and asked.result().op == Status.BUSY and time.monotonic() < deadline:
             time.sleep(BUSY_PAUSE_S)
-            asked = self.ask(count, before)
+            asked = self.ask(count, place)
             frames = self.granted(asked)
         return frames
 

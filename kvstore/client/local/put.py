@@ -14,7 +14,7 @@ import xxhash
 
 from kvstore import failpoint
 from kvstore.client.buffers import fill
-from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, still_ours
+from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Place, still_ours
 from kvstore.client.local.node import Mapped
 from kvstore.client.pending import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
@@ -68,6 +68,7 @@ class LocalPut(PendingPut):
         "_refused",
         "_publishes",
         "_published",
+        "_since",
     )
 
     def __init__(
@@ -93,6 +94,8 @@ class LocalPut(PendingPut):
         self._refused = False  # the tenant may have no more
         self._publishes = publishes  # until a batch cannot be: what follows it hangs on its seal
         self._published = 0  # where the last batch's record ends in our slot
+        publisher = mapped.channel.publisher
+        self._since = publisher.published + 1 if publishes and publisher is not None else 0
 
     @property
     def counters(self) -> SessionCounters:
@@ -131,8 +134,8 @@ class LocalPut(PendingPut):
         self._first = page = stored
         try:
             if len(frames) < total - stored:
-                asked = pool.ask(total - stored - len(frames), self._before(stored))
-            pool.ask_ahead(total - stored, self._before(stored))  # the node grants while we copy
+                asked = pool.ask(total - stored - len(frames), self._place(stored))
+            pool.ask_ahead(total - stored, self._place(stored))  # the node grants while we copy
             while page < total:
                 if not frames:
                     try:
@@ -162,15 +165,18 @@ class LocalPut(PendingPut):
 
     def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
         """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
-        pool, wanted = self._pool, (len(self._keys) - page, self._before(page))
+        pool, wanted = self._pool, (len(self._keys) - page, self._place(page))
         deadline = time.monotonic() + self._mapped.timeout_s
         if asked is not None:
             with contextlib.suppress(NodeUnavailable):
                 return pool.wait_granted(asked, *wanted, deadline)
         return pool.wait_granted(pool.ask(*wanted), *wanted, deadline)
 
+    def _place(self, page: int) -> Place:
+        return Place(self._before(page), self._since)
+
     def _before(self, page: int) -> bytes:
-        """The key that ``page`` hangs on: it must not leave to make room."""
+        """The key that ``page`` hangs on."""
         return self._keys.hashes[page - 1] if page else self._keys.parent
 
     def _copy(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:

@@ -106,9 +106,8 @@ class Dispatcher:
         frame_class = control.unpack_class(message.a)
         self.node.check_class(frame_class)
         anchor = control.unpack_key(message.body, 0) if message.body else b""
-        reply = self.node.handle(
-            ev.Grant(now_ns, session, frame_class, message.entries, bool(message.flags & control.AHEAD), anchor)
-        )
+        ahead = bool(message.flags & control.AHEAD)
+        reply = self.node.handle(ev.Grant(now_ns, session, frame_class, message.entries, ahead, anchor, message.b))
         if reply.status == Status.BUSY:
             self.wake()
         body = [control.pack_addresses(reply.addresses)]

@@ -129,7 +129,7 @@ class PutDrain:
         that fails for no known reason fails once: not at every decision, nor in every daemon to come."""
         whole = arrived = False
         try:
-            arrived = self._decide(puts.session(slot), request)
+            arrived = self._decide(puts.session(slot), position, request)
             whole = True
         except InvalidRequest as error:
             self._bad("a published put makes no sense: it is passed over", error)
@@ -145,11 +145,12 @@ class PutDrain:
         logs.event(log, logging.ERROR, what, reason=str(error))
         self._state.counters["put_logs_damaged"] += 1
 
-    def _decide(self, session: int, request: bytes) -> bool:
+    def _decide(self, session: int, position: int, request: bytes) -> bool:
         message = control.decode(memoryview(request))
         if message.op != Op.SEAL_GRANTED or message.flags & control.OBJECT or message.entries > control.BATCH_MAX:
             raise InvalidRequest("op", f"{message.op}, flags {message.flags}, {message.entries} pages: not published")
         event = seal_event(session, message, self._class_of, time.monotonic_ns())
+        event.number = position
         statuses = self._perform(event).statuses or [int(Status.STALE)] * message.entries
         if _BUSY in statuses:
             return False
