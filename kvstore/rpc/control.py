@@ -49,7 +49,8 @@ class Op(IntEnum):
     """What a client asks. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
 
     HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 2}. Reply: JSON about the node
-    GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing
+    GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing; after
+    #            it the root whose tenant is charged with these frames now, or nothing: when their pages are sealed
     #            b: what the session has published beyond ``b - 1`` goes on: its last page stays as well; 0: nothing
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
     SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]

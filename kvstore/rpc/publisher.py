@@ -18,6 +18,8 @@ class Publisher:
 
     Attributes:
         slot: -1 where it has none.
+        charges: the node takes a GRANT's word for whose frames they are. One of the version before could refuse what a
+            tenant with a quota has published.
     """
 
     def __init__(self, folder: Path, session: int, copies: Copies) -> None:
@@ -27,14 +29,17 @@ class Publisher:
         self._lock = threading.Lock()
         self._log: PutLog | None = None
         self.slot = -1
+        self.charges = False
         self._pid = 0  # of the daemon that said so: another one may not know of logs
 
     def assigned(self, said: Any) -> list[bytes]:
-        """What HELLO was answered: ``{"id", "slot", "pid"}``, or None. Returns requests that were published and that
-        this node will not take in, being of a version without logs, or having made another one: they are to be sent.
+        """What HELLO was answered: ``{"id", "slot", "pid", "charges"}``, or None. Returns requests that were published
+        and that this node will not take in, being of a version without logs, or having made another one: they are to be
+        sent.
         """
         log, slot = self._log, self.slot
         self._pid = int(said["pid"]) if said else 0
+        self.charges = bool(said and said.get("charges"))
         id_, now = (int(said["id"], 16), int(said["slot"])) if said else (0, -1)
         if log is not None and (log.id, slot) == (id_, now):
             return []

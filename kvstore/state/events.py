@@ -162,6 +162,7 @@ class Grant(Happening):
     ahead: bool = False  # beyond what is needed now: only a small share of the class
     anchor: bytes = b""  # key of the page that the new ones will hang on: not to be evicted for them
     since: int = 0  # nor the last page that the session sealed under a ``number`` from this one on; 0: under none
+    root: bytes = b""  # of the pages that are to come: its tenant is charged with the frames; nothing: when they come
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
         """See ``Happening``."""

@@ -16,7 +16,6 @@ from typing import Any
 from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
-from kvstore.state.frames import ClassPool
 from kvstore.state.leases import LeaseTable
 from kvstore.state.objects import Objects
 from kvstore.state.pages import page_of, standings_of
@@ -183,36 +182,38 @@ class NodeState:
             count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
         else:
             count = self.writing.through.room(pool, event.anchor, count)
-        fits = self._fit(event, count, out) if self.space.holdings.limited and event.anchor else count
-        addresses = self._grant_frames(event, pool, fits, out)
+        session = self.sessions.setdefault(event.session, ClientSession())
+        published, tail = session.tail
+        kept = (event.anchor, tail) if 0 < event.since <= published else (event.anchor,)
+        with self.space.keeping(kept):
+            fits = self._fit(event, count, out) if self.space.holdings.limited and count else count
+            addresses = self.space.take(pool, fits, out) if fits else []
+        if not addresses and not event.ahead:
+            addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
+        if addresses:
+            session.granted.update(addresses)
+            pool.granted_ahead += len(addresses)
+            if event.root:
+                self.space.expect(addresses, self.tenants.number(event.root))
+            out.append(ev.WriteGranted(addresses, event.session))
         none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
         status = Status.OK if addresses else none if count or self.space.waiting else Status.NO_SPACE
         out.append(ev.Reply(status, addresses=addresses))
         return out
 
     def _fit(self, event: ev.Grant, count: int, out: list[ev.Instruction]) -> int:
-        """How many of these frames the tenant, told by what the pages will hang on, may fill."""
-        page = self.space.find(event.anchor)
-        root = event.anchor if page is None or self.tenants.known(event.anchor) else self.space.root_of(page)
-        if not self.tenants.known(root):  # a page that has left: the seal will tell whose they are
-            return count
+        """How many of these frames the tenant may fill: of the root that is named, or told by what the pages will hang
+        on. Ahead of need a small share of its quota."""
+        root = event.root
+        if not root:
+            page = self.space.find(event.anchor) if event.anchor else None
+            root = event.anchor if page is None or self.tenants.known(event.anchor) else self.space.root_of(page)
+            if not self.tenants.known(root):  # a page that has left: the seal will tell whose they are
+                return count
         number = self.tenants.number(root)
         if event.ahead:
-            return self.space.quotas.spare(number, event.frame_class, count)
-        return self.space.quotas.fit(number, event.frame_class, count, event.anchor, out)
-
-    def _grant_frames(self, event: ev.Grant, pool: ClassPool, fits: int, out: list[ev.Instruction]) -> list[Address]:
-        session = self.sessions.setdefault(event.session, ClientSession())
-        number, tail = session.tail
-        kept = (event.anchor, tail) if 0 < event.since <= number else (event.anchor,)
-        addresses = self.space.take_after(kept, pool, fits, out) if fits else []
-        if not addresses and not event.ahead:
-            addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
-        if addresses:
-            session.granted.update(addresses)
-            pool.granted_ahead += len(addresses)
-            out.append(ev.WriteGranted(addresses, event.session))
-        return addresses
+            return self.space.quotas.spare(number, event.frame_class, count, GRANTED_AHEAD_SHARE)
+        return self.space.quotas.fit(number, event.frame_class, count, b"", out)
 
     def _seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
         if event.replaces is not None:
@@ -246,7 +247,7 @@ class NodeState:
         number, whole = self.tenants.number(root), last
         if last > first and self.space.holdings.limited:
             anchor = keys[first - 1] if first else event.parent
-            last = first + self.space.quotas.fit(number, event.frame_class, last - first, anchor, out)
+            last = first + self.space.quotas.admit(number, event, range(first, last), anchor, out)
         statuses = [_PRESENT] * first + [_OK] * (last - first)
         if last < count:
             statuses += [int(self.writing.no_space(Status.OVER_QUOTA))] * (whole - last)

@@ -174,11 +174,15 @@ class Pages:
             self.hold(parent)
 
     def expect(self, addresses: list[Address], number: int) -> None:
-        """A page of root ``number`` will be sealed in each of these frames, unless they are freed before."""
+        """A page of root ``number``, and of no other, will be sealed in each of these frames, unless they are freed
+        before."""
         for address in addresses:
             extent = self.segment.extents[address.extent]
+            size, before = extent.pool.frame_class.frame_bytes, extent.owner[address.frame]
+            if before:
+                self.holdings.expect(before, -size)
             extent.own(address.frame, number)
-            self.holdings.expect(number, extent.pool.frame_class.frame_bytes)
+            self.holdings.expect(number, size)
 
     def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
         """Nothing hangs on this page any more: for whoever keeps lists of such pages."""
@@ -189,11 +193,14 @@ class Pages:
         """Consecutive pages of one chain, whose root has that number, sealed at once; the last, ``page``, is evictable.
         Not found by this event."""
         extents = self.segment.extents
+        size = extents[addresses[0].extent].pool.frame_class.frame_bytes
         for (number, frame, _), span in zip(addresses, spans, strict=True):
             extent = extents[number]
             extent.span[frame] = span
             extent.state[frame] = _SEALED
             extent.children[frame] = 1
+            if before := extent.owner[frame]:
+                self.holdings.expect(before, -size)
             extent.own(frame, root)
             extent.sealed += 1
         number, frame, _ = addresses[-1]
@@ -202,7 +209,7 @@ class Pages:
             self.hold(parent)
         extent = extents[number]
         extent.pool.offer(extent.slot_base + frame, page)
-        self.holdings.add(root, len(addresses), len(addresses) * extent.pool.frame_class.frame_bytes)
+        self.holdings.add(root, len(addresses), len(addresses) * size)
         if self.holdings.limited:
             self.listed(extent, frame, page.used_ms)
 

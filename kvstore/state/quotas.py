@@ -11,6 +11,7 @@ found pages again, or somebody said late whose they are. Then its tails leave by
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -70,12 +71,32 @@ class Quotas:
         owner = self.space.segment.extents[address.extent].owner[address.frame]
         return self.space.holdings.roots[owner].share is share
 
-    def spare(self, number: int, frame_class: FrameClass, count: int) -> int:
-        """How many of ``count`` pages it may add without anything leaving."""
+    def spare(self, number: int, frame_class: FrameClass, count: int, part: int) -> int:
+        """How many of ``count`` pages it may add without anything leaving, and without more than one ``part`` of its
+        quota being of pages to come."""
         share = self.space.holdings.roots[number].share
         if share.quota is None:
             return count
-        return max(0, min(count, (share.quota - share.bytes - share.coming) // frame_class.frame_bytes))
+        room = min(share.quota - share.bytes, share.quota // part) - share.coming
+        return max(0, min(count, room // frame_class.frame_bytes))
+
+    def admit(
+        self, number: int, event: ev.SealGranted, pages: Sequence[int], anchor: bytes, out: list[ev.Instruction]
+    ) -> int:
+        """How many of these pages of the request the tenant of root ``number`` may have: those in frames that it is
+        charged with already, and others as far as its quota goes.
+
+        Of what was published all, as nobody hears that it was refused. What are too many leave by and by (``trim``).
+        """
+        roots, extents = self.space.holdings.roots, self.space.segment.extents
+        share = roots[number].share
+        owners = (extents[a.extent].owner[a.frame] for a in (event.addresses[i] for i in pages))
+        others = [i for i, owner in enumerate(owners) if not owner or roots[owner].share is not share]
+        if event.number:
+            self.space.holdings.suspect |= bool(others)
+            return len(pages)
+        fits = self.fit(number, event.frame_class, len(others), anchor, out) if others else 0
+        return others[fits] if fits < len(others) else len(pages)
 
     def trim(self, out: list[ev.Instruction]) -> None:
         """Bring tenants that have more than their quota nearer to it, a bounded step each."""

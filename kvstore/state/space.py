@@ -11,8 +11,9 @@ A page that nothing hangs on leaves in this order, with no tier below (the upper
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Protocol
 
@@ -103,18 +104,23 @@ class Space(Departures):
         self, anchors: Iterable[bytes], pool: ClassPool, count: int, out: list[ev.Instruction]
     ) -> list[Address]:
         """``take``, and the pages of these keys, on which new ones will hang, are not evicted to make room."""
+        with self.keeping(anchors):
+            return self.take(pool, count, out)
+
+    @contextlib.contextmanager
+    def keeping(self, keys: Iterable[bytes]) -> Iterator[None]:
+        """Meanwhile the pages of these keys are not evicted."""
         held: list[bytes] = []
-        for key in anchors:
+        for key in keys:
             page = self.find(key) if key else None
             if page is not None:
                 self.hold(page)
                 held.append(key)
-        addresses = self.take(pool, count, out)
+        yield
         for key in held:
             page = self.find(key)
-            assert page is not None  # held; of another class than ``pool`` it may have moved
+            assert page is not None  # held; to make room it may have moved
             self.unhold(page)
-        return addresses
 
     def extents_wanted(self, pool: ClassPool, count: int) -> int:
         """At most so many extents would ``take`` carve now for that many frames."""

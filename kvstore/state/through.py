@@ -181,7 +181,7 @@ class Through(Behind):
             else:
                 new.append(i)
                 statuses.append(Status.BUSY)
-        fits = self.upper.quotas.fit(number, event.frame_class, len(new), b"", out) if new else 0
+        fits = self.upper.quotas.admit(number, event, new, b"", out) if new else 0
         if fits < len(new):
             wait = self.upper.waiting or bool(self._staged)
             statuses[new[fits] :] = [Status.BUSY if wait else Status.OVER_QUOTA] * (len(statuses) - new[fits])

@@ -260,7 +260,7 @@ def test_a_damaged_log_costs_its_session_and_nobody_else(machine: Machine) -> No
     wait_until("its frames return", lambda: frames(reader)["reserved"] == 0)
 
 
-def test_tenants_with_a_quota_wait_and_are_told(machine: Machine) -> None:
+def test_tenants_with_a_quota_publish_what_they_may_have_and_are_told(machine: Machine) -> None:
     (machine.logs / "node.toml").write_text('[node]\nquotas = ["limited dram=256KiB"]\n')
     machine.serve("n", dram="64MiB", config=str(machine.logs / "node.toml"))
     store = machine.connect("n")
@@ -270,7 +270,30 @@ def test_tenants_with_a_quota_wait_and_are_told(machine: Machine) -> None:
     with store.cache(SMALL, salt="limited").lease(keys), pytest.raises(QuotaExceeded):
         more = chain(1, 4, SMALL, "limited")
         cache.put(more, contents(more, SMALL))
-    assert store.stats()["counters"].get("puts_drained", 0) == 0
+    for seed in range(2, 40):
+        keys = chain(seed, 8, SMALL, "limited")
+        assert cache.put(keys, contents(keys, SMALL)) == 8
+        assert cache.lookup(keys).pages == 8
+    stats = store.stats()
+    assert stats["counters"]["puts_drained"] > 30, "these puts were not published"
+    held = stats["tenants"]["limited"]["dram"]
+    assert held["bytes"] <= held["quota_bytes"] and held["evicted_quota"] >= 16 + 37 * 8 - 16
+    assert stats["counters"].get("pages_published_in_vain", 0) == 0
+    check_laws(store)
+
+
+def test_frames_of_a_tenant_with_a_quota_are_its_own(machine: Machine) -> None:
+    """Two salts of one session and class take their frames in turns, and the quota counts those of one."""
+    (machine.logs / "node.toml").write_text('[node]\nquotas = ["limited dram=512KiB"]\n')
+    machine.serve("n", dram="64MiB", config=str(machine.logs / "node.toml"))
+    store = machine.connect("n")
+    for seed in range(60):
+        for salt in ("limited", "free"):
+            keys = chain(seed, 5, SMALL, salt)
+            assert store.cache(SMALL, salt=salt).put(keys, contents(keys, SMALL)) == 5
+    tenants = store.stats()["tenants"]
+    assert tenants["limited"]["dram"]["pages"] <= 32 and tenants["free"]["dram"]["pages"] == 300
+    check_laws(store)
 
 
 def test_more_sessions_than_slots(machine: Machine) -> None:

@@ -6,12 +6,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore import Keys
-from kvstore.config import NodeConfig
-from kvstore.model.replica import FrameClass, Tier
+from kvstore.config import NodeConfig, Quota
+from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.rpc.control import BATCH_MAX, NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
 from kvstore.service.node.book import NAMES
 from kvstore.service.node.node import Node
@@ -21,13 +22,14 @@ from tests.helpers.content import SMALL, chain
 
 CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
 SESSION = 4711
+LIMITED, QUOTA = "limited", 8 * SMALL.page_bytes
 
 
 class Published:
     """A node without its threads, and a session that publishes there."""
 
     def __init__(self, shm_dir: Path) -> None:
-        self.config = NodeConfig(name="n", shm_dir=shm_dir, dram=4 << 20)
+        self.config = NodeConfig(name="n", shm_dir=shm_dir, dram=4 << 20, quotas=(Quota(LIMITED, QUOTA),))
         self.start()
 
     def start(self) -> None:
@@ -38,9 +40,17 @@ class Published:
         self.node.handle(ev.SessionOpened(time.monotonic_ns(), SESSION))
         self.slot = (self.node.puts.give(SESSION) or {})["slot"]
 
-    def request(self, keys: Keys, op: int = Op.SEAL_GRANTED, flags: int = NO_REPLY) -> bytes:
+    def request(
+        self,
+        keys: Keys,
+        op: int = Op.SEAL_GRANTED,
+        flags: int = NO_REPLY,
+        anchor: bytes | None = None,
+        root: bytes = b"",
+    ) -> bytes:
         """As a client makes it, in frames granted for it."""
-        grant = ev.Grant(time.monotonic_ns(), SESSION, CLASS, len(keys), False, keys.parent)
+        anchor = keys.parent if anchor is None else anchor
+        grant = ev.Grant(time.monotonic_ns(), SESSION, CLASS, len(keys), False, anchor, root=root)
         addresses = sorted(self.node.handle(grant).addresses)
         assert len(addresses) == len(keys)
         body = keys.parent, pack_addresses(addresses), keys.identity_bytes
@@ -123,6 +133,46 @@ def test_frames_for_the_rest_of_a_put_are_not_those_of_what_it_has_published(pub
     assert granted(False, log.published(slot) + 1) == 8
     assert published.has(keys) == len(keys) - 8
     assert node.verify() == []
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_quota_is_charged_with_frames_and_refuses_nothing_that_was_published(
+    published: Published, kills: int
+) -> None:
+    """The next daemon does not know whose the frames are: what is too much then leaves again, coldest first."""
+    first, second = chain(1, 5, SMALL, LIMITED), chain(2, 5, SMALL, LIMITED)
+
+    def share() -> Any:
+        return published.node.state.tenants.stats([LIMITED])[LIMITED]["dram"]
+
+    def asked(count: int, ahead: bool) -> list[Address]:
+        grant = ev.Grant(time.monotonic_ns(), SESSION, CLASS, count, ahead, second.root, root=second.root)
+        return published.node.handle(grant).addresses
+
+    published.node.handle(ev.NameRoot(time.monotonic_ns(), first.root, {"salt": LIMITED}))
+    request = published.request(first, root=first.root)
+    assert published.node.verify() == []
+    assert len(asked(32, True)) == 0, "an eighth of the quota is not left"
+    more = asked(32, False)
+    assert len(more) == 3 and not asked(1, False)
+    published.node.handle(ev.Revoke(time.monotonic_ns(), SESSION, more))
+    published.publish(request)
+    published.node.tick()
+    assert (share()["bytes"], published.has(first)) == (5 * SMALL.page_bytes, 5)
+    third = chain(3, 5, SMALL, LIMITED)
+    requests = [published.request(second, root=second.root), published.request(third, anchor=b"")]
+    assert published.has(first) == 3, "what does not fit beside them has left"
+    if kills:
+        published.node.stop()
+        published.publish(*requests)
+        published.start()
+    else:
+        published.publish(*requests)
+    published.node.puts.drain()
+    assert published.has(second) == published.has(third) == 5
+    published.node.tick()
+    assert share()["bytes"] <= QUOTA and published.counted("pages_published_in_vain") == 0
+    assert published.node.verify() == []
 
 
 def test_a_record_that_fails_for_no_known_reason_fails_once(

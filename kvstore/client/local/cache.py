@@ -274,7 +274,7 @@ class LocalCache(PrefixCache):
         mapped = self._node.writable()
         keys = keys.with_tag(self._tag_in(mapped))
         self._name(mapped)
-        publishes = not wait and self.root not in mapped.limited and mapped.header.state == DaemonState.READY
+        publishes = not wait and mapped.header.state == DaemonState.READY and self._may_publish(mapped)
         look = stored_or_published if publishes else stored_pages
         stored, last = look(mapped, keys, self._closed)
         known = known_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()
@@ -284,6 +284,11 @@ class LocalCache(PrefixCache):
                 mapped.dram.mark_used(last)  # what the new pages hang on must not be what leaves for them
             put.send(rows, stored)
         return put
+
+    def _may_publish(self, mapped: Mapped) -> bool:
+        """What it puts is not refused later: its tenant has no quota, or is charged with frames before it has them."""
+        publisher = mapped.channel.publisher
+        return publisher is not None and (publisher.charges or self.root not in mapped.limited)
 
     def _name(self, mapped: Mapped, quietly: bool = False) -> None:
         name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)

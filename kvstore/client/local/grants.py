@@ -27,7 +27,8 @@ _RESERVED = int(FrameState.RESERVED)
 
 class Place(NamedTuple):
     """What frames are for: pages that follow the page of key ``before``, of a put that has published from ``since`` on
-    (0: nothing). Neither that page nor the last one of that put is to leave to make room."""
+    (0: nothing). Neither that page nor the last one of that put is to leave to make room.
+    """
 
     before: bytes
     since: int = 0
@@ -48,10 +49,14 @@ class GrantPool:
     where the page was already stored. What is left goes back to the node when nobody took a frame for ``IDLE_S``, at
     ``Channel.close``, or by the death of this process. What may be in doubt after a lost connection is never written
     again: ``forfeit``. Its one timer ends with ``end``, and starts no other once its channel has ended.
+
+    Args:
+        root: the only one whose pages may be written into its frames, since they count for its tenant; nothing: any.
     """
 
-    def __init__(self, frame_class: FrameClass, channel: Channel) -> None:
+    def __init__(self, frame_class: FrameClass, channel: Channel, root: bytes = b"") -> None:
         self.frame_class = frame_class
+        self.root = root
         self.class_number = pack_class(frame_class)
         self.ahead_max = max(1, min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // frame_class.frame_bytes))
         self._channel = channel
@@ -167,7 +172,8 @@ class GrantPool:
 
     def _request(self, count: int, place: Place, flags: int) -> PendingReply:
         count, number, since = min(count, BATCH_MAX), self.class_number, place.since
-        return self._channel.request(Op.GRANT, count=count, a=number, b=since, flags=flags, body=(place.before,))
+        body = (place.before, self.root)
+        return self._channel.request(Op.GRANT, count=count, a=number, b=since, flags=flags, body=body)
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
@@ -216,21 +222,24 @@ class GrantPool:
 
 
 class GrantPools:
-    """The pools of one session, one per class. Threads may share it. Ends with its channel: ``end``."""
+    """The pools of one session, one per class, and of roots with a quota per root. Threads may share it.
+
+    Ends with its channel: ``end``."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._pools: dict[FrameClass, GrantPool] = {}
+        self._pools: dict[tuple[FrameClass, bytes], GrantPool] = {}
 
-    def of(self, frame_class: FrameClass) -> GrantPool:
+    def of(self, frame_class: FrameClass, root: bytes = b"") -> GrantPool:
         """The pool of a class. Of very many classes only the pools in use are kept; others are soon made."""
-        pool = self._pools.get(frame_class)
+        about = frame_class, root
+        pool = self._pools.get(about)
         if pool is not None:
             return pool
         if len(self._pools) >= POOLS_MAX:
             for other in [other for other, pool in list(self._pools.items()) if pool.idle]:
                 self._pools.pop(other, None)
-        return self._pools.setdefault(frame_class, GrantPool(frame_class, self._channel))
+        return self._pools.setdefault(about, GrantPool(frame_class, self._channel, root))
 
     def end(self) -> None:
         """End the timers. The channel has ended."""

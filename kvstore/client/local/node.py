@@ -129,9 +129,9 @@ class Mapped:
         except NodeUnavailable:
             return ask(timeout_s=max(0.0, deadline - time.monotonic())).result()
 
-    def pool(self, frame_class: FrameClass) -> GrantPool:
-        """The frames of a class granted to us ahead of need."""
-        return self.pools.of(frame_class)
+    def pool(self, frame_class: FrameClass, root: bytes = b"") -> GrantPool:
+        """The frames of a class granted to us ahead of need; for pages of that root, where it has a quota."""
+        return self.pools.of(frame_class, root if root in self.limited else b"")
 
     def row(self, frame_class: FrameClass) -> int:
         """Where pages of this geometry are counted."""

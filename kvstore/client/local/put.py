@@ -82,7 +82,7 @@ class LocalPut(PendingPut):
     ) -> None:
         self._mapped = mapped
         self._keys = keys
-        self._pool: GrantPool = mapped.pool(frame_class)
+        self._pool: GrantPool = mapped.pool(frame_class, keys.root if publishes else b"")
         self._flags = flags
         self._first = 0  # page that is new
         self._known = known  # pages that are on NVMe already: sealed in DRAM once more, but not new

@@ -106,8 +106,10 @@ class Dispatcher:
         frame_class = control.unpack_class(message.a)
         self.node.check_class(frame_class)
         anchor = control.unpack_key(message.body, 0) if message.body else b""
+        root = control.unpack_key(message.body, KEY_BYTES) if len(message.body) > KEY_BYTES else b""
         ahead = bool(message.flags & control.AHEAD)
-        reply = self.node.handle(ev.Grant(now_ns, session, frame_class, message.entries, ahead, anchor, message.b))
+        grant = ev.Grant(now_ns, session, frame_class, message.entries, ahead, anchor, message.b, root)
+        reply = self.node.handle(grant)
         if reply.status == Status.BUSY:
             self.wake()
         body = [control.pack_addresses(reply.addresses)]

@@ -28,6 +28,7 @@ class Record:
     parent: bytes
     addresses: list[Address]
     rows: Rows
+    number: int
 
 
 class LoggedWorld(World):
@@ -37,6 +38,8 @@ class LoggedWorld(World):
         super().__init__(*about, **more)
         self.logs: dict[int, list[Record]] = {}
         self.taken_in = self.refused = self.again = 0
+        self._number = 0
+        self._tails: dict[int, Record] = {}  # what each session published last, if this daemon has it, or will
         self._found: list[int] = []  # sessions that have a log, found by a daemon that has just started
 
     def published(self, session: int, chain: Chain, stored: int) -> int:
@@ -60,9 +63,19 @@ class LoggedWorld(World):
             self.tried.update(keys)
             self._unclaim(session, addresses)
             self.shell.content.update({address[:2]: key for address, key in zip(addresses, keys, strict=True)})
-            record = Record(chain.frame_class, keys, parent, addresses, chain.rows[start:stop])
+            self._number += 1
+            record = Record(chain.frame_class, keys, parent, addresses, chain.rows[start:stop], self._number)
+            self._tails[session] = record
             self.logs.setdefault(session, []).append(record)
         return True
+
+    def tail(self, session: int) -> tuple[int, bytes]:
+        """See ``World.tail``; every other put goes on, as long as its last page is there."""
+        record = self._tails.get(session)
+        self.take_in()
+        if record is None or record.number % 2 or record.keys[-1] not in self.shell.index:
+            return 0, b""
+        return record.number, record.keys[-1]
 
     def send(self, event: ev.Event) -> ev.Reply | None:
         """The node takes in all logs, and then handles the event."""
@@ -82,7 +95,7 @@ class LoggedWorld(World):
     def _take_in(self, session: int, log: list[Record]) -> None:
         record = log[0]
         about = session, record.frame_class, record.parent, record.addresses, record.rows
-        reply = super().send(ev.SealGranted(self.now_ns, *about))
+        reply = super().send(ev.SealGranted(self.now_ns, *about, number=record.number))
         if reply is None:
             self.again += 1
             return
@@ -104,6 +117,8 @@ class LoggedWorld(World):
         """The next daemon finds the logs as they were."""
         super().restart()
         self._found = list(self.logs)
+        waiting = {session: log[-1] for session, log in self.logs.items() if log}
+        self._tails = {session: self._tails[session] for session in waiting if session in self._tails}
 
 
 class LoggedSimulation(Simulation):

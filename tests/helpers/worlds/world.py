@@ -296,20 +296,27 @@ class World:
     def grant(
         self, session: int, frame_class: FrameClass, count: int, *, ahead: bool = False, anchor: bytes = b""
     ) -> int:
-        """Ask for frames; returns how many came."""
+        """Ask for frames; returns how many came. Some are charged to the tenant at once."""
         client = self.clients[session]
-        kept = anchor in self.shell.index
-        reply = self.send(ev.Grant(self.now_ns, session, frame_class, count, ahead, anchor))
+        since, tail = self.tail(session)
+        kept = [key for key in (anchor, tail) if key in self.shell.index or (key and key == tail)]
+        root = root_of(frame_class) if count % 2 else b""
+        reply = self.send(ev.Grant(self.now_ns, session, frame_class, count, ahead, anchor, since, root))
         if reply is None:
             return 0
         self.status = reply.status
-        there = anchor in self.shell.index or anchor in self.shell.nvme_index
-        assert there or not kept, "the page that new ones will hang on was evicted for them"
+        for key in kept:
+            there = key in self.shell.index or key in self.shell.nvme_index
+            assert there, "the page that new ones will hang on was evicted for them"
         assert len(reply.addresses) <= count
         assert (reply.status == Status.OK) == bool(reply.addresses)
         self._claim(session, reply.addresses)
         client.granted.setdefault(frame_class, []).extend(reply.addresses)
         return len(reply.addresses)
+
+    def tail(self, session: int) -> tuple[int, bytes]:
+        """The number and the last key of what the session has published of a put that goes on; 0: of none."""
+        return 0, b""
 
     def put(self, session: int, chain: Chain, start: int = 0, *, resend: bool = True) -> list[int]:
         """Seal pages ``start ..`` of a chain into frames granted before, as far as those reach. Returns statuses."""
