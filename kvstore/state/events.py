@@ -115,9 +115,14 @@ ClassOf = Callable[[Address], FrameClass | None]
 
 
 class Happening:
-    """What every event is."""
+    """What every event is.
+
+    Attributes:
+        joins: what was decided just before is not performed yet: it will be with this, at once.
+    """
 
     __slots__ = ()
+    joins = False
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
         """Of which class, and how many, frames the decision may take where clients write; None: it takes none.
@@ -184,6 +189,7 @@ class SealGranted(Happening):
     replaces: Address | None = None  # it is the head of an object, and replaces this one; all zero: none
     hints: bytes = b""  # of each page how long it is worth keeping (``kvstore.model.retention``); or nothing
     number: int = 0  # of what the session published, growing: see ``Grant.since``; 0: it was sent
+    joins: bool = False  # only other ``SealGranted`` may have been decided just before
 
 
 @dataclass(slots=True)

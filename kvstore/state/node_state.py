@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
+from kvstore.state.client_session import ClientSession
 from kvstore.state.leases import LeaseTable
 from kvstore.state.objects import Objects
 from kvstore.state.pages import page_of, standings_of
@@ -33,19 +33,7 @@ from kvstore.state.writing import Writing, named_twice
 # is not bounded by it.
 GRANTED_AHEAD_SHARE = 8
 CHECK_SESSIONS_PER_TICK = 64
-_OK, _PRESENT = int(Status.OK), int(Status.PRESENT)
-
-
-@dataclass(slots=True)
-class ClientSession:
-    """A client process: what it was granted ahead, and whether its connection is up.
-
-    ``tail``: the last page that it published, and under which number.
-    """
-
-    granted: set[Address] = field(default_factory=set)
-    connected: bool = True
-    tail: tuple[int, bytes] = 0, b""
+_OK, _PRESENT, _BUSY = int(Status.OK), int(Status.PRESENT), int(Status.BUSY)
 
 
 class NodeState:
@@ -119,7 +107,7 @@ class NodeState:
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
         """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
-        for space in self.spaces.values():
+        for space in () if event.joins else self.spaces.values():
             space.begin(event.now_ns)
         out = self._handlers[type(event)](event)
         return self._booked(out) if self.tenants.book or self.pins.book else out
@@ -219,9 +207,24 @@ class NodeState:
         if event.replaces is not None:
             return self.objects.seal(event)
         out = self._seal_granted(event)
-        if event.frame_class.layers == 1 and type(reply := out[-1]) is ev.Reply:
+        reply = out[-1]
+        assert type(reply) is ev.Reply
+        if event.frame_class.layers == 1:
             self.objects.sealed(event, reply)
+        if event.number and _BUSY not in reply.statuses:
+            self._free_refused(event, reply.statuses or [-1] * len(event.addresses), out)
         return out
+
+    def _free_refused(self, event: ev.SealGranted, statuses: list[int], out: list[ev.Instruction]) -> None:
+        """Nobody hears what a put that was published may not have: the frames are free at once."""
+        session = self.sessions[event.session]
+        answers = zip(event.addresses, statuses, strict=True)
+        freed = sorted({address for address, status in answers if status != _OK} & session.granted)
+        if freed:
+            reply = out.pop()
+            self._free_granted(session, freed, out)
+            out.append(reply)
+            self.counters["pages_published_in_vain"] += len(freed)
 
     def _seal_granted(self, event: ev.SealGranted) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
@@ -270,7 +273,7 @@ class NodeState:
             out.append(sealed)
             self.segment.extents[addresses[0].extent].pool.granted_ahead -= len(addresses)
             self.counters["pages_sealed"] += len(addresses)
-            if self.pending:
+            if self.pending or event.number:
                 self.space.show(keys[first:last], root, addresses, infos)
                 self.writing.follow(keys[first:last], out)
         out.append(ev.Reply(statuses=statuses))

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from kvstore.model import objects
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG, is_object_class, read_row
 from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier
 from kvstore.state import events as ev
+from kvstore.state.client_session import ClientSession
 from kvstore.state.copying import CopyBatches
 from kvstore.state.space import Space
 from kvstore.state.spans import spans_at
 
 Seal = Callable[[ev.SealGranted], list[ev.Instruction]]
 NOWHERE = Address(0, 0, 0)
-
-
-class GrantHolder(Protocol):
-    """A client process: the frames that it was granted ahead."""
-
-    granted: set[Address]
 
 
 LOOSE_MAX = 4096  # pieces of that many unfinished objects are remembered; others leave as they get cold
@@ -38,7 +32,7 @@ class Objects:
     def __init__(
         self,
         spaces: Mapping[Tier, Space],
-        sessions: Mapping[int, GrantHolder],
+        sessions: Mapping[int, ClientSession],
         copies: CopyBatches,
         counters: Counter[str],
         seal_chain: Seal,

@@ -102,6 +102,8 @@ class Pages:
     def absent(self, keys: list[bytes]) -> int:
         """How many of these keys, from the front, no sealed page has."""
         start = 0
+        if self._fresh:
+            keys = keys[: next((i for i, key in enumerate(keys) if key in self._fresh), len(keys))]
         while start < len(keys):
             start += self.index.absent(keys[start:])
             if start < len(keys) and self.find(keys[start]) is not None:

@@ -15,10 +15,11 @@ import numpy as np
 from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameState
 from kvstore.state import closure, doubts
 from kvstore.state import events as ev
+from kvstore.state.client_session import ClientSession
 from kvstore.state.copying import NODE_SESSION
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Extent, narrowest
-from kvstore.state.node_state import ClientSession, NodeState
+from kvstore.state.node_state import NodeState
 from kvstore.state.pending import Pending
 from kvstore.state.space import Space
 from kvstore.state.spans import find_spans

@@ -1,8 +1,9 @@
 """PutDrain: takes in what clients published in the log of puts, before the node decides about anything else.
 
-A record is decided and performed as the request that it is, then marked. What it may not have (another writer was
-first, its parent has left) its writer never hears of: those frames are free again at once. One that makes no sense is
-passed over, and a slot that is damaged is read no further: those frames come back when their session ends.
+A record is decided as the request that it is. Some are performed together, in one transaction of the index, and then
+marked. What a record may not have (another writer was first, its parent has left) its writer never hears of: those
+frames are free again at once. One that makes no sense is passed over, and a slot that is damaged is read no further:
+those frames come back when their session ends.
 
 A parent may leave for NVMe just before its child is published. Then the child follows it there, and its record stays
 until it has arrived: asked again every ``AGAIN_S``, by the next daemon too, while those behind it are taken in.
@@ -14,8 +15,10 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest, OutOfSpace
@@ -34,7 +37,8 @@ from kvstore.tier.put_log import LogDamaged, PutLog
 
 log = logging.getLogger("kvstore.node")
 
-_BUSY, _OK = int(Status.BUSY), int(Status.OK)
+_BUSY = int(Status.BUSY)
+TOGETHER_MAX = 64  # records that are performed as one decision
 AGAIN_S = 0.005  # between looks at records whose pages are on their way to NVMe
 
 
@@ -59,6 +63,15 @@ class _Held:
     stop: int
     again_s: float
     done: set[int] = field(default_factory=set)
+
+
+class _Record(NamedTuple):
+    """One of a slot, up to ``position``; the slot was published up to ``stop``. ``event`` None: nothing is to be done."""
+
+    slot: int
+    position: int
+    stop: int
+    event: ev.SealGranted | None
 
 
 class PutDrain:
@@ -97,11 +110,16 @@ class PutDrain:
         puts = self._puts
         if puts is None or puts.quiet:
             return
-        for slot in puts.waiting():
-            self._take_in(puts, slot)
+        damaged: list[int] = []
+        records = chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting())
+        while some := list(islice(records, TOGETHER_MAX)):
+            self._take_in(puts, some)
+        for slot in damaged:
+            puts.close(slot)
         self.times += 1
 
-    def _take_in(self, puts: PutLog, slot: int) -> None:
+    def _read(self, puts: PutLog, slot: int, damaged: list[int]) -> Iterator[_Record]:
+        """What a slot has for now, oldest first."""
         session = puts.session(slot)
         if not session:
             puts.skip(slot)
@@ -110,61 +128,67 @@ class PutDrain:
         if before is not None and before.stop == stop and now_s < before.again_s:
             self._held[slot] = before
             return
-        held = None
+        done = before.done if before is not None else ()
         try:
             for position, request in puts.records(slot):
-                done = (before is not None and position in before.done) or self._decided(puts, slot, position, request)
-                if not done and held is None:
-                    held = self._held[slot] = _Held(stop, now_s + AGAIN_S)
-                if held is None:
-                    puts.mark(slot, position)
-                elif done:
-                    held.done.add(position)
+                event = self._event(session, position, request) if position not in done else None
+                yield _Record(slot, position, stop, event)
         except LogDamaged as error:
             self._bad("a session's log of puts is damaged: it is read no further", error)
-            puts.close(slot)
+            damaged.append(slot)
 
-    def _decided(self, puts: PutLog, slot: int, position: int, request: bytes) -> bool:
-        """Take in one record; False where its pages are on their way. One that makes no sense is passed over, and one
-        that fails for no known reason fails once: not at every decision, nor in every daemon to come."""
-        whole = arrived = False
+    def _event(self, session: int, position: int, request: bytes) -> ev.SealGranted | None:
+        """What a record asks for; None where it makes no sense: it is passed over."""
         try:
-            arrived = self._decide(puts.session(slot), position, request)
-            whole = True
+            message = control.decode(memoryview(request))
+            if message.op != Op.SEAL_GRANTED or message.flags & control.OBJECT or message.entries > control.BATCH_MAX:
+                reason = f"{message.op}, flags {message.flags}, {message.entries} pages: not published"
+                raise InvalidRequest("op", reason)
+            event = seal_event(session, message, self._class_of, time.monotonic_ns())
         except InvalidRequest as error:
             self._bad("a published put makes no sense: it is passed over", error)
-            arrived = whole = True
-        finally:
-            if not whole:
-                puts.mark(slot, position)
-        if failpoint.ACTIVE:
-            failpoint.hit("node.drained")
-        return arrived
+            return None
+        event.number = position
+        return event
 
     def _bad(self, what: str, error: Exception) -> None:
         logs.event(log, logging.ERROR, what, reason=str(error))
         self._state.counters["put_logs_damaged"] += 1
 
-    def _decide(self, session: int, position: int, request: bytes) -> bool:
-        message = control.decode(memoryview(request))
-        if message.op != Op.SEAL_GRANTED or message.flags & control.OBJECT or message.entries > control.BATCH_MAX:
-            raise InvalidRequest("op", f"{message.op}, flags {message.flags}, {message.entries} pages: not published")
-        event = seal_event(session, message, self._class_of, time.monotonic_ns())
-        event.number = position
-        statuses = self._perform(event).statuses or [int(Status.STALE)] * message.entries
-        if _BUSY in statuses:
-            return False
-        refused = [address for address, status in zip(event.addresses, statuses, strict=True) if status != _OK]
-        self._state.counters["puts_drained"] += 1
-        if refused:  # of a record that was performed before a kill no frame is the session's any more
-            freed = self._perform(ev.Revoke(event.now_ns, session, refused)).statuses.count(_OK)
-            self._state.counters["pages_published_in_vain"] += freed
-        return True
+    def _take_in(self, puts: PutLog, records: list[_Record]) -> None:
+        """Decide about each of these, perform that as one decision, and mark them. One that fails for no known reason
+        fails once, not at every decision, nor in every daemon to come: it is marked as well."""
+        out: list[ev.Instruction] = []
+        statuses: list[list[int]] = []
+        try:
+            for record in records:
+                statuses.append([])
+                if record.event is not None:
+                    record.event.joins = bool(out)
+                    decided = self._state.handle(record.event)
+                    out += decided
+                    reply = decided[-1]
+                    assert type(reply) is ev.Reply, "these events are answered"
+                    statuses[-1] = reply.statuses
+        finally:
+            try:
+                self._performer.perform(out)
+            finally:
+                for record, answer in zip(records, statuses, strict=False):
+                    self._mark(puts, record, _BUSY not in answer)
 
-    def _perform(self, event: ev.Event) -> ev.Reply:
-        reply = self._performer.perform(self._state.handle(event))
-        assert reply is not None, "these events are answered"
-        return reply
+    def _mark(self, puts: PutLog, record: _Record, done: bool) -> None:
+        if done and record.event is not None:
+            self._state.counters["puts_drained"] += 1
+        if failpoint.ACTIVE:
+            failpoint.hit("node.drained")
+        held = self._held.get(record.slot)
+        if not done and held is None:
+            held = self._held[record.slot] = _Held(record.stop, time.monotonic() + AGAIN_S)
+        if held is None:
+            puts.mark(record.slot, record.position)
+        elif done:
+            held.done.add(record.position)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 

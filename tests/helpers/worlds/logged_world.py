@@ -1,9 +1,9 @@
 """LoggedWorld: clients that publish what they put in a log, and a node that takes that in before it decides.
 
-A record is taken in as the event that it is, and marked when that is performed: a crash in between, or anywhere in the
-decision, has the next daemon take it in once more. What the model holds the node to: of a page that was published
-behind a page in DRAM, or behind one published before, nothing is lost, whoever is killed, and its frame, where another
-writer was first, is free.
+A record is taken in as the event that it is. Some are performed together, and marked then: a crash in between, or
+anywhere in what was decided, has the next daemon take them in once more. What the model holds the node to: of a page
+that was published behind a page in DRAM, or behind one published before, nothing is lost, whoever is killed, and its
+frame, where another writer was first, is free.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from kvstore.state import events as ev
 from kvstore.state.views import Rows
 from tests.helpers.worlds.simulation import Simulation
 from tests.helpers.worlds.world import Chain, World, root_of
+
+TOGETHER = 4  # records that are taken in at once
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LoggedWorld(World):
     def __init__(self, *about: Any, **more: Any) -> None:
         super().__init__(*about, **more)
         self.logs: dict[int, list[Record]] = {}
-        self.taken_in = self.refused = self.again = 0
+        self.taken_in = self.refused = self.again = self.together = 0
         self._number = 0
         self._tails: dict[int, Record] = {}  # what each session published last, if this daemon has it, or will
         self._found: list[int] = []  # sessions that have a log, found by a daemon that has just started
@@ -83,35 +85,40 @@ class LoggedWorld(World):
         return super().send(event)
 
     def take_in(self) -> None:
-        """As the node does; killed in between, the next one begins with what is not marked."""
+        """As the node does, some together; killed in between, the next one begins with what is not marked."""
         while any(self.logs.values()):
-            session = next(session for session, log in self.logs.items() if log)
-            self._take_in(session, self.logs[session])
+            self._take_in([(session, record) for session, log in self.logs.items() for record in log][:TOGETHER])
         while self._found:
             session = self._found.pop()
             super().send(ev.SessionOpened(self.now_ns, session))
             super().send(ev.ConnectionLost(self.now_ns, session))
 
-    def _take_in(self, session: int, log: list[Record]) -> None:
-        record = log[0]
-        about = session, record.frame_class, record.parent, record.addresses, record.rows
-        reply = super().send(ev.SealGranted(self.now_ns, *about, number=record.number))
-        if reply is None:
+    def _take_in(self, records: list[tuple[int, Record]]) -> None:
+        self.shell.now_ns = self.now_ns
+        parts = []
+        for session, record in records:
+            about = session, record.frame_class, record.parent, record.addresses, record.rows
+            event = ev.SealGranted(self.now_ns, *about, number=record.number, joins=bool(parts))
+            parts.append(self.state.handle(event))
+            self._account(event, parts[-1])
+        together = [instruction for part in parts for instruction in part]
+        if self.crash_at:
+            self._crash(together)
             self.again += 1
             return
-        answers = list(zip(record.addresses, reply.statuses, strict=True))
-        refused = [address for address, status in answers if status != Status.OK]
-        if refused and super().send(ev.Revoke(self.now_ns, session, refused)) is None:
-            self.again += 1
-            return
-        for key in record.keys:
-            assert key in self.shell.index, "a page is lost that a put returned for"
-        granted = self.state.sessions[session].granted
-        assert granted.isdisjoint(record.addresses), "a frame is kept for nobody"
-        self.stored.update(record.keys)
-        self.taken_in += 1
-        self.refused += len(refused)
-        log.pop(0)
+        self.shell.perform(together)
+        for (session, record), part in zip(records, parts, strict=True):
+            reply = part[-1]
+            assert type(reply) is ev.Reply
+            for key in record.keys:
+                assert key in self.shell.index, "a page is lost that a put returned for"
+            granted = self.state.sessions[session].granted
+            assert granted.isdisjoint(record.addresses), "a frame is kept for nobody"
+            self.stored.update(record.keys)
+            self.taken_in += 1
+            self.together += len(records) > 1
+            self.refused += len(reply.statuses) - reply.statuses.count(Status.OK)
+            assert self.logs[session].pop(0) is record
 
     def restart(self) -> None:
         """The next daemon finds the logs as they were."""
