@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvstore.rpc.copies import Copies
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.put_log import PutLog
+
+WAITING_MAX: Final = 8192  # keys remembered; a ring has room for fewer
 
 
 class Publisher:
@@ -18,8 +20,7 @@ class Publisher:
 
     Attributes:
         slot: -1 where it has none.
-        charges: the node takes a GRANT's word for whose frames they are. One of the version before could refuse what a
-            tenant with a quota has published.
+        ops: what the node takes from there; a node of the version before does not say, and knows SEAL_GRANTED alone.
     """
 
     def __init__(self, folder: Path, session: int, copies: Copies) -> None:
@@ -28,28 +29,31 @@ class Publisher:
         self._copies = copies
         self._lock = threading.Lock()
         self._log: PutLog | None = None
+        self._waiting: dict[bytes, int] = {}  # key -> where its record ends; some may be taken in
         self.slot = -1
-        self.charges = False
+        self.ops: frozenset[int] = frozenset()
         self._pid = 0  # of the daemon that said so: another one may not know of logs
 
     def assigned(self, said: Any) -> list[bytes]:
-        """What HELLO was answered: ``{"id", "slot", "pid", "charges"}``, or None. Returns requests that were published
+        """What HELLO was answered: ``{"id", "slot", "pid", "ops"}``, or None. Returns requests that were published
         and that this node will not take in, being of a version without logs, or having made another one: they are to be
         sent.
         """
         log, slot = self._log, self.slot
         self._pid = int(said["pid"]) if said else 0
-        self.charges = bool(said and said.get("charges"))
+        self.ops = frozenset(said.get("ops", ())) if said else frozenset()
         id_, now = (int(said["id"], 16), int(said["slot"])) if said else (0, -1)
         if log is not None and (log.id, slot) == (id_, now):
             return []
         with self._lock:
             self._log = PutLog.open(NodeFolder.at(self._folder), id_) if id_ else None
+            self._waiting = {}
             self.slot = now
         return log.left(slot, self._session) if log is not None else []
 
-    def publish(self, request: bytes, header: Header) -> int:
-        """Publish a ``SEAL_GRANTED``; its position in the slot. 0: not now, or not here; ``header``: the node's.
+    def publish(self, request: bytes, keys: list[bytes], header: Header) -> int:
+        """Publish a request, about pages of these keys; its position in the slot. 0: not now, or not here; ``header``:
+        the node's.
 
         Raises what the session's ``Copies`` do, once that is closed.
         """
@@ -57,7 +61,13 @@ class Publisher:
             log = self._log
             if log is None or log.id != header.puts_id or self._pid != header.pid:
                 return 0
-            return log.append(self.slot, self._session, request)
+            position = log.append(self.slot, self._session, request)
+            if position:
+                if len(self._waiting) > WAITING_MAX:
+                    marked = self.marked
+                    self._waiting = {key: at for key, at in self._waiting.items() if at > marked}
+                self._waiting.update(dict.fromkeys(keys, position))
+            return position
 
     @property
     def marked(self) -> int:
@@ -73,8 +83,14 @@ class Publisher:
 
     def holds(self, key: bytes) -> bool:
         """Whether we published the page of that key, and the node has not taken it in."""
-        log = self._log
-        return log is not None and log.holds(key, self.slot)
+        return self._waiting.get(key, 0) > self.marked
+
+    def leading(self, keys: list[bytes], start: int) -> int:
+        """How many from ``start`` on of these keys we published, and the node has not taken in."""
+        waiting, marked, page = self._waiting, self.marked, start
+        while page < len(keys) and waiting.get(keys[page], 0) > marked:
+            page += 1
+        return page - start
 
     @property
     def unheard(self) -> bool:

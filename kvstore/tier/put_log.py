@@ -114,9 +114,10 @@ class PutLog:
         """Up to which positions the daemon is through, of all slots."""
         return self._map[_DRAINED_AT:_ASLEEP_AT]
 
-    def rests(self, drained: bytes) -> bool:
-        """Nothing was taken in since the daemon was through up to ``drained``, and nothing waits."""
-        return self._map[_PUBLISHED_AT:_ASLEEP_AT] == drained + drained
+    @property
+    def positions(self) -> bytes:
+        """Up to which positions something is published, of all slots, and then ``drained``."""
+        return self._map[_PUBLISHED_AT:_ASLEEP_AT]
 
     @property
     def quiet(self) -> bool:
@@ -126,14 +127,19 @@ class PutLog:
 
     def waiting(self) -> list[int]:
         """Slots with records that have not been taken in."""
-        if self.quiet:
-            return []
-        words = self._words[_PUBLISHED : _PUBLISHED + 2 * SLOTS].tolist()
-        return [slot for slot in range(SLOTS) if words[slot] != words[SLOTS + slot]]
+        found = self._map
+        published, drained = found[_PUBLISHED_AT:_DRAINED_AT], found[_DRAINED_AT:_ASLEEP_AT]
+        differs = int.from_bytes(published, "little") ^ int.from_bytes(drained, "little")
+        slots = []
+        while differs:
+            slot = ((differs & -differs).bit_length() - 1) // 64
+            differs = differs >> 64 * (slot + 1) << 64 * (slot + 1)
+            slots.append(slot)
+        return slots
 
-    def holder(self, key: bytes) -> int:
-        """The slot in which that key was published and not taken in; -1: none. A hint."""
-        return next((slot for slot in self.waiting() if self.holds(key, slot)), -1)
+    def holder(self, key: bytes, but: int = -1) -> int:
+        """The slot, other than ``but``, in which that key was published and not taken in; -1: none. A hint."""
+        return next((slot for slot in self.waiting() if slot != but and self.holds(key, slot)), -1)
 
     def holds(self, key: bytes, slot: int) -> bool:
         """Whether that key was published in this slot, and is not taken in. A hint."""

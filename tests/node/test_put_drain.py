@@ -175,6 +175,26 @@ def test_a_quota_is_charged_with_frames_and_refuses_nothing_that_was_published(
     assert published.node.verify() == []
 
 
+def test_a_release_that_is_published_counts_before_anything_is_decided(published: Published) -> None:
+    """Also between puts, which are taken in together before and after it."""
+    node, before, after = published.node, chain(1, 2), chain(2, 2)
+    published.publish(published.request(before))
+    node.puts.drain()
+    found = [node.performer.index.find(Tier.DRAM, key) for key in before.hashes]
+    leased = [address for address in found if address is not None]
+    lease = ev.TakeLease(time.monotonic_ns(), SESSION, 7, 10**12, leased)
+    assert node.handle(lease).statuses == [0, 0]
+    evict = ev.Evict(time.monotonic_ns(), 1, 0)
+    assert node.handle(evict).detail["pages"] == 0
+    release = encode(Op.RELEASE, 0, a=7, flags=NO_REPLY)
+    requests = [published.request(chain(seed, 1)) for seed in (10, 11)]
+    published.publish(requests[0], release, encode(Op.RELEASE, 0, a=99), requests[1], published.request(after))
+    assert node.handle(ev.Evict(time.monotonic_ns(), 6, 0)).detail["pages"] == 6
+    assert len(node.state.leases) == 0
+    assert published.has(before) == 0 and published.counted("put_logs_damaged") == 0
+    assert published.log.quiet and node.verify() == []
+
+
 def test_a_record_that_fails_for_no_known_reason_fails_once(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,7 +288,8 @@ class LocalCache(PrefixCache):
     def _may_publish(self, mapped: Mapped) -> bool:
         """What it puts is not refused later: its tenant has no quota, or is charged with frames before it has them."""
         publisher = mapped.channel.publisher
-        return publisher is not None and (publisher.charges or self.root not in mapped.limited)
+        # A node of the version before, which says nothing, could refuse what a tenant with a quota has published.
+        return publisher is not None and (bool(publisher.ops) or self.root not in mapped.limited)
 
     def _name(self, mapped: Mapped, quietly: bool = False) -> None:
         name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)

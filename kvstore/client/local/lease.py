@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Status
-from kvstore.rpc.control import NO_REPLY, Op
+from kvstore.rpc.control import NO_REPLY, Op, encode
 
 _OK = int(Status.OK)
 _RELEASE_S = 0.2  # a release that cannot be sent is no loss: the deadline passes by itself
@@ -42,6 +42,7 @@ class LocalLease(Lease):
         self._mapped: Mapped | None = None
         self._runs: list[Run] = []
         self._id = secrets.randbits(63) | 1
+        self._answered = False  # no request for it is on its way: what is published would overtake that
 
     def _take(self) -> None:
         start_ns = time.monotonic_ns()
@@ -95,7 +96,16 @@ class LocalLease(Lease):
         self._runs, self.pages = [], []
         if mapped is not None:
             with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed first
-                mapped.channel.request(Op.RELEASE, a=self._id, flags=NO_REPLY, timeout_s=_RELEASE_S)
+                self._say_released(mapped)
+
+    def _say_released(self, mapped: Mapped) -> None:
+        """Published where that can be: the node hears of it before it decides anything, and nobody has to wake it."""
+        publisher = mapped.channel.publisher
+        if self._answered and publisher is not None and Op.RELEASE in publisher.ops:
+            request = encode(Op.RELEASE, 0, a=self._id, flags=NO_REPLY)
+            if publisher.publish(request, [], mapped.header):
+                return
+        mapped.channel.request(Op.RELEASE, a=self._id, flags=NO_REPLY, timeout_s=_RELEASE_S)
 
     def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
         """Runs in DRAM, and why not more; what more is in lower tiers is brought to DRAM first."""
@@ -109,14 +119,16 @@ class LocalLease(Lease):
 
     def _ask(self, mapped: Mapped, runs: list[Run]) -> int:
         """Ask for the lease; returns for how many leading pages it was given."""
-        held = 0
+        held, self._answered = 0, False
         for part in address_parts(runs):
             count = len(part) // ADDRESS_BYTES
             message = mapped.exchange(Op.LEASE, count=count, a=self._id, b=self._ttl_ms, body=(part,))
             statuses = bytes(message.body[:count])
             if statuses.count(_OK) != count:
-                return held + next(i for i, status in enumerate(statuses) if status != _OK)
+                held += next(i for i, status in enumerate(statuses) if status != _OK)
+                break
             held += count
+        self._answered = True
         return held
 
 

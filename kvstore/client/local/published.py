@@ -13,7 +13,6 @@ from typing import Final
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.rpc.base import Channel
 from kvstore.rpc.control import Op
-from kvstore.rpc.publisher import Publisher
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.put_log import PutLog
@@ -31,9 +30,9 @@ class Published:
         timeout_s: how long a request to the node may take, where that is less than a look at the log waits.
 
     Attributes:
-        seen: up to which positions the node was through at some moment. They only grow. So where they are the same
-            after the index was read, nothing was taken in meanwhile: a page that the index does not have, and that does
-            not wait in the log either, was not put before.
+        seen: up to which positions the node was through at some moment, twice. They only grow. So where they are the
+            same after the index was read, nothing was taken in meanwhile: a page that the index does not have, and that
+            does not wait in the log either, was not put before.
     """
 
     __slots__ = ("_folder", "_header", "_id", "_log", "_stuck", "_unanswered_ns", "_wait_s", "seen")
@@ -54,10 +53,15 @@ class Published:
         log = self._log
         return log.drained if log is not None else b""
 
-    def holder(self, key: bytes) -> int:
-        """In whose slot the page of that key is published, and not taken in; -1: nobody's. A hint."""
+    def rests(self, seen: bytes) -> bool:
+        """Nothing was taken in since then, and nothing waits: what the index did not have is not there."""
         log = self._log
-        return log.holder(key) if log is not None else -1
+        return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions == seen)
+
+    def elsewhere(self, key: bytes, slot: int) -> bool:
+        """Whether the page of that key is published in another slot, and not taken in. A hint."""
+        log = self._log
+        return log is not None and log.holder(key, slot) >= 0
 
     def look(self, missed: Callable[[], list[bytes]], seen: bytes, channel: Channel) -> bytes | None:
         """After the index did not have all keys: None where that is final. Else it is worth another look, and what is
@@ -71,16 +75,16 @@ class Published:
             self._log = PutLog.open(self._folder, self._id)
             seen = b""
         log = self._log
-        if log is None or log.rests(seen):
+        if log is None or log.positions == seen:
             return None
         waiting = [key for key in missed() if log.holder(key) >= 0]
-        if not waiting and log.drained == seen:
+        if not waiting and 2 * log.drained == seen:
             return None
         if waiting and not self._ask(channel):
             return None
         for key in waiting:
             self._await_arrival(log, key)
-        self.seen = log.drained
+        self.seen = 2 * log.drained
         return self.seen
 
     def _ask(self, channel: Channel) -> bool:
@@ -106,11 +110,3 @@ class Published:
                 self._stuck[slot] = marked
                 return
             time.sleep(_LOOK_S)
-
-
-def published_here(publisher: Publisher, hashes: list[bytes], stored: int) -> int:
-    """How many pages from ``stored`` on this session has published itself, and the node has not taken in."""
-    count = stored
-    while count < len(hashes) and publisher.holds(hashes[count]):
-        count += 1
-    return count - stored

@@ -232,13 +232,13 @@ class LocalPut(PendingPut):
             return False
         number, flags = self._pool.class_number, self._flags_of(batch) | NO_REPLY
         request = encode(Op.SEAL_GRANTED, 0, count=count, a=number, flags=flags, body=batch.body)
-        position = publisher.publish(request, mapped.header)
+        pages = range(batch.page, batch.page + count)
+        position = publisher.publish(request, self._keys.hashes[pages.start : pages.stop], mapped.header)
         if not position:
             return False
         if failpoint.ACTIVE:
             failpoint.hit("client.published")
         self._published = position
-        pages = range(batch.page, batch.page + count)
         new = sum(page not in self._known for page in pages) if self._known else count
         self._new += new
         self.counters.put(mapped.row(self._pool.frame_class), new)

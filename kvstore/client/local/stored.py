@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.published import published_here
 from kvstore.client.local.tier_reader import TierReader
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
@@ -36,7 +35,9 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
     """
     seen = mapped.published.seen
     found = _named(mapped, hashes, closed)
-    return found if found[0] == len(hashes) else _looked_for(mapped, hashes, closed, seen, found)
+    if found[0] == len(hashes) or (mapped.published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
+        return found
+    return _looked_for(mapped, hashes, closed, seen, found)
 
 
 def _looked_for(
@@ -119,12 +120,12 @@ def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, 
         stored, last = _ours_of(mapped, keys, _named(mapped, hashes, closed), closed)
         if stored == len(hashes):
             return stored, last
-        holder = published.holder(hashes[stored])
-        more = published_here(publisher, hashes, stored) if holder == publisher.slot else 0
+        more = publisher.leading(hashes, stored)
+        others = not more and published.elsewhere(hashes[stored], publisher.slot)
         if published.drained == before and not follow(mapped):  # else some pages may have been in neither
-            if more or holder < 0:
+            if not others:
                 return stored + more, last
-            break  # somebody else's
+            break
     return stored_pages(mapped, keys, closed)
 
 

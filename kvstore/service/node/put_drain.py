@@ -1,6 +1,6 @@
 """PutDrain: takes in what clients published in the log of puts, before the node decides about anything else.
 
-A record is decided as the request that it is. Some are performed together, in one transaction of the index, and then
+A record is decided as the request that it is. Puts are performed together, in one transaction of the index, and then
 marked. What a record may not have (another writer was first, its parent has left) its writer never hears of: those
 frames are free again at once. One that makes no sense is passed over, and a slot that is damaged is read no further:
 those frames come back when their session ends.
@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from kvstore import failpoint
 from kvstore.errors import InvalidRequest, OutOfSpace
 from kvstore.model.replica import Status
 from kvstore.rpc import control
-from kvstore.rpc.control import Op
+from kvstore.rpc.control import Message, Op
 from kvstore.service.node.contents import Contents
 from kvstore.service.node.performer import Performer
 from kvstore.service.node.sealing import seal_event
@@ -66,12 +66,13 @@ class _Held:
 
 
 class _Record(NamedTuple):
-    """One of a slot, up to ``position``; the slot was published up to ``stop``. ``event`` None: nothing is to be done."""
+    """One of a slot, up to ``position``, when that slot was published up to ``stop``. ``event``: what it asks for, None
+    where that is nothing."""
 
     slot: int
     position: int
     stop: int
-    event: ev.SealGranted | None
+    event: ev.Event | None
 
 
 class PutDrain:
@@ -79,7 +80,7 @@ class PutDrain:
     (``take_in``, with its mutex held); others ask for it (``drain``).
 
     Attributes:
-        times: how often there was something.
+        times: how many puts were taken in.
     """
 
     def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: threading.Lock) -> None:
@@ -90,6 +91,10 @@ class PutDrain:
         self._class_of = contents.class_of
         self._mutex = mutex
         self._held: dict[int, _Held] = {}  # by slot
+        self._asks: dict[int, Callable[[int, int, Message], ev.Event]] = {
+            Op.SEAL_GRANTED: self._seal_granted,
+            Op.RELEASE: self._release,
+        }
 
     def end(self) -> None:
         """Take in what there is; what is published from now on is for the next start. The mutex is held."""
@@ -116,7 +121,6 @@ class PutDrain:
             self._take_in(puts, some)
         for slot in damaged:
             puts.close(slot)
-        self.times += 1
 
     def _read(self, puts: PutLog, slot: int, damaged: list[int]) -> Iterator[_Record]:
         """What a slot has for now, oldest first."""
@@ -137,19 +141,28 @@ class PutDrain:
             self._bad("a session's log of puts is damaged: it is read no further", error)
             damaged.append(slot)
 
-    def _event(self, session: int, position: int, request: bytes) -> ev.SealGranted | None:
+    def _event(self, session: int, position: int, request: bytes) -> ev.Event | None:
         """What a record asks for; None where it makes no sense: it is passed over."""
         try:
             message = control.decode(memoryview(request))
-            if message.op != Op.SEAL_GRANTED or message.flags & control.OBJECT or message.entries > control.BATCH_MAX:
-                reason = f"{message.op}, flags {message.flags}, {message.entries} pages: not published"
-                raise InvalidRequest("op", reason)
-            event = seal_event(session, message, self._class_of, time.monotonic_ns())
+            asks = self._asks.get(message.op)
+            if asks is None or message.entries > control.BATCH_MAX:
+                raise InvalidRequest("op", f"{message.op}, {message.entries} pages: not published")
+            return asks(session, position, message)
         except InvalidRequest as error:
-            self._bad("a published put makes no sense: it is passed over", error)
+            self._bad("a published request makes no sense: it is passed over", error)
             return None
+
+    def _seal_granted(self, session: int, position: int, message: Message) -> ev.Event:
+        if message.flags & control.OBJECT:
+            raise InvalidRequest("flags", "an object is not published")
+        event = seal_event(session, message, self._class_of, time.monotonic_ns())
         event.number = position
         return event
+
+    @staticmethod
+    def _release(session: int, position: int, message: Message) -> ev.Event:
+        return ev.ReleaseLease(time.monotonic_ns(), session, message.a)
 
     def _bad(self, what: str, error: Exception) -> None:
         logs.event(log, logging.ERROR, what, reason=str(error))
@@ -163,13 +176,14 @@ class PutDrain:
         try:
             for record in records:
                 statuses.append([])
-                if record.event is not None:
-                    record.event.joins = bool(out)
-                    decided = self._state.handle(record.event)
-                    out += decided
-                    reply = decided[-1]
-                    assert type(reply) is ev.Reply, "these events are answered"
-                    statuses[-1] = reply.statuses
+                event = record.event
+                if type(event) is ev.SealGranted:
+                    event.joins = bool(out)
+                    out += self._decided(event, statuses)
+                elif event is not None:
+                    ready, out = out, []
+                    self._performer.perform(ready)
+                    self._performer.perform(self._decided(event, statuses))
         finally:
             try:
                 self._performer.perform(out)
@@ -177,9 +191,18 @@ class PutDrain:
                 for record, answer in zip(records, statuses, strict=False):
                     self._mark(puts, record, _BUSY not in answer)
 
+    def _decided(self, event: ev.Event, statuses: list[list[int]]) -> list[ev.Instruction]:
+        """Also sets the last of ``statuses``."""
+        decided = self._state.handle(event)
+        reply = decided[-1]
+        assert type(reply) is ev.Reply, "these events are answered"
+        statuses[-1] = reply.statuses
+        return decided
+
     def _mark(self, puts: PutLog, record: _Record, done: bool) -> None:
-        if done and record.event is not None:
+        if done and type(record.event) is ev.SealGranted:
             self._state.counters["puts_drained"] += 1
+            self.times += 1
         if failpoint.ACTIVE:
             failpoint.hit("node.drained")
         held = self._held.get(record.slot)
@@ -203,7 +226,7 @@ class PutDrain:
             slot = puts.give(session) if puts is not None else None
             if puts is None or slot is None:
                 return None
-            return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid(), "charges": True}
+            return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid(), "ops": sorted(map(int, self._asks))}
 
     def may_end(self, session: int) -> bool:
         """The session is dead; whether all that it published is taken in. The mutex is held."""
