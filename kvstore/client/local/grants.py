@@ -25,7 +25,7 @@ BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make 
 _RESERVED = int(FrameState.RESERVED)
 
 
-class Place(NamedTuple):
+class Purpose(NamedTuple):
     """What frames are for: pages that follow the page of key ``before``, of a put that has published from ``since`` on
     (0: nothing). Neither that page nor the last one of that put is to leave to make room.
     """
@@ -89,7 +89,7 @@ class GrantPool:
             del frames[start : start + count]
         return taken
 
-    def ask_ahead(self, used: int, place: Place) -> None:
+    def ask_ahead(self, used: int, purpose: Purpose) -> None:
         """With a put of ``used`` pages: have another one like it find its frames. Asked for now, read by ``take``."""
         with self._lock:
             left = len(self._frames)
@@ -98,7 +98,7 @@ class GrantPool:
             if left >= max(2 * used, most // 4) or count <= 0 or self._asked is not None:
                 return
             with contextlib.suppress(Unavailable):
-                self._asked = self._request(count, place, AHEAD)
+                self._asked = self._request(count, purpose, AHEAD)
             if self._timer is None and self._asked is not None:
                 self._watch()
 
@@ -162,17 +162,17 @@ class GrantPool:
                 self._watch()
         self.forfeit(idle)
 
-    def ask(self, count: int, place: Place) -> PendingReply:
+    def ask(self, count: int, purpose: Purpose) -> PendingReply:
         """Request up to ``count`` frames; ``granted`` reads the reply.
 
         Raises what ``Channel.request`` does.
         """
         self._give_back()
-        return self._request(count, place, 0)
+        return self._request(count, purpose, 0)
 
-    def _request(self, count: int, place: Place, flags: int) -> PendingReply:
-        count, number, since = min(count, BATCH_MAX), self.class_number, place.since
-        body = (place.before, self.root)
+    def _request(self, count: int, purpose: Purpose, flags: int) -> PendingReply:
+        count, number, since = min(count, BATCH_MAX), self.class_number, purpose.since
+        body = (purpose.before, self.root)
         return self._channel.request(Op.GRANT, count=count, a=number, b=since, flags=flags, body=body)
 
     @staticmethod
@@ -187,12 +187,12 @@ class GrantPool:
             raise QuotaExceeded(OVER_QUOTA)
         return sorted(unpack_addresses(message.body, message.entries))
 
-    def wait_granted(self, asked: PendingReply, count: int, place: Place, deadline: float) -> list[Address]:
+    def wait_granted(self, asked: PendingReply, count: int, purpose: Purpose, deadline: float) -> list[Address]:
         """As ``granted``; where the node is busy saving pages to make room, asks it again until ``deadline``."""
         frames = self.granted(asked)
         while not frames and asked.result().op == Status.BUSY and time.monotonic() < deadline:
             time.sleep(BUSY_PAUSE_S)
-            asked = self.ask(count, place)
+            asked = self.ask(count, purpose)
             frames = self.granted(asked)
         return frames
 

@@ -14,7 +14,7 @@ import xxhash
 
 from kvstore import failpoint
 from kvstore.client.buffers import fill
-from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Place, still_ours
+from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, still_ours
 from kvstore.client.local.node import Mapped
 from kvstore.client.pending import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
@@ -134,8 +134,8 @@ class LocalPut(PendingPut):
         self._first = page = stored
         try:
             if len(frames) < total - stored:
-                asked = pool.ask(total - stored - len(frames), self._place(stored))
-            pool.ask_ahead(total - stored, self._place(stored))  # the node grants while we copy
+                asked = pool.ask(total - stored - len(frames), self._purpose(stored))
+            pool.ask_ahead(total - stored, self._purpose(stored))  # the node grants while we copy
             while page < total:
                 if not frames:
                     try:
@@ -165,15 +165,15 @@ class LocalPut(PendingPut):
 
     def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
         """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
-        pool, wanted = self._pool, (len(self._keys) - page, self._place(page))
+        pool, wanted = self._pool, (len(self._keys) - page, self._purpose(page))
         deadline = time.monotonic() + self._mapped.timeout_s
         if asked is not None:
             with contextlib.suppress(NodeUnavailable):
                 return pool.wait_granted(asked, *wanted, deadline)
         return pool.wait_granted(pool.ask(*wanted), *wanted, deadline)
 
-    def _place(self, page: int) -> Place:
-        return Place(self._before(page), self._since)
+    def _purpose(self, page: int) -> Purpose:
+        return Purpose(self._before(page), self._since)
 
     def _before(self, page: int) -> bytes:
         """The key that ``page`` hangs on."""

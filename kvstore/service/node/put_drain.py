@@ -192,9 +192,8 @@ class PutDrain:
                     self._mark(puts, record, _BUSY not in answer)
 
     def _decided(self, event: ev.Event, statuses: list[list[int]]) -> list[ev.Instruction]:
-        """Also sets the last of ``statuses``."""
-        decided = self._state.handle(event)
-        reply = decided[-1]
+        """What is to be performed; the answer is the last of ``statuses``."""
+        *decided, reply = self._state.handle(event)
         assert type(reply) is ev.Reply, "these events are answered"
         statuses[-1] = reply.statuses
         return decided

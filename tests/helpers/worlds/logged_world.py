@@ -95,20 +95,20 @@ class LoggedWorld(World):
 
     def _take_in(self, records: list[tuple[int, Record]]) -> None:
         self.shell.now_ns = self.now_ns
-        parts = []
+        replies, together = [], list[ev.Instruction]()
         for session, record in records:
             about = session, record.frame_class, record.parent, record.addresses, record.rows
-            event = ev.SealGranted(self.now_ns, *about, number=record.number, joins=bool(parts))
-            parts.append(self.state.handle(event))
-            self._account(event, parts[-1])
-        together = [instruction for part in parts for instruction in part]
+            event = ev.SealGranted(self.now_ns, *about, number=record.number, joins=bool(together))
+            *decided, reply = self.state.handle(event)
+            self._account(event, decided)
+            together += decided
+            replies.append(reply)
         if self.crash_at:
             self._crash(together)
             self.again += 1
             return
         self.shell.perform(together)
-        for (session, record), part in zip(records, parts, strict=True):
-            reply = part[-1]
+        for (session, record), reply in zip(records, replies, strict=True):
             assert type(reply) is ev.Reply
             for key in record.keys:
                 assert key in self.shell.index, "a page is lost that a put returned for"
