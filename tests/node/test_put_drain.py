@@ -236,7 +236,7 @@ def test_whoever_takes_a_put_in_writes_whose_it_is(published: Published, how: st
     """A kill may come next; those that only look write it too."""
     node, keys = published.node, chain(1, 2)
     node.handle(ev.NameRoot(time.monotonic_ns(), keys.root, {"salt": "whose"}))
-    published.publish(published.request(keys))
+    published.publish(published.request(keys, anchor=b""))
     assert not (node.folder / NAMES).exists(), "nothing is stored of it"
     ways = {
         "look": lambda: node.look(lambda performer, state: None),

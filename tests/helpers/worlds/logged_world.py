@@ -73,11 +73,16 @@ class LoggedWorld(World):
 
     def tail(self, session: int) -> tuple[int, bytes]:
         """See ``World.tail``; every other put goes on, as long as its last page is there."""
-        record = self._tails.get(session)
         self.take_in()
+        record = self._tails.get(session)
         if record is None or record.number % 2 or record.keys[-1] not in self.shell.index:
             return 0, b""
         return record.number, record.keys[-1]
+
+    def kill(self, session: int, *, noticed: bool = True) -> None:
+        """See ``World.kill``."""
+        self._tails.pop(session, None)
+        super().kill(session, noticed=noticed)
 
     def send(self, event: ev.Event) -> ev.Reply | None:
         """The node takes in all logs, and then handles the event."""
