@@ -16,9 +16,10 @@ from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_
 from kvstore.state import events as ev
 from kvstore.state.choosing import Choosing
 from kvstore.state.client_session import ClientSession
+from kvstore.state.eviction import Page
 from kvstore.state.leases import LeaseTable
 from kvstore.state.objects import Objects
-from kvstore.state.pages import page_of, standings_of
+from kvstore.state.pages import standings_of
 from kvstore.state.pending import PendingTable
 from kvstore.state.pins import Pins
 from kvstore.state.shrinking import shrink
@@ -264,7 +265,7 @@ class NodeState:
             position, turns = self.space.standing_after(parent, event.continues)
             infos = standings_of(position, turns, last - first, event.hints[first:last])
             leaf_key = int.from_bytes(keys[last - 1][:8], "little")
-            leaf = page_of(event.now_ns // 1_000_000, leaf_key, infos[-1], number)
+            leaf = Page.of(event.now_ns // 1_000_000, leaf_key, infos[-1], number)
             spans = spans_after(self.segment, parent, keys[first:last], position, self.segment.pool(event.frame_class))
             self.space.seal_chain(addresses, spans, parent, leaf, number)
             sums = event.checksums[first:last] if event.checksums is not None else None

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState, Tier, hint_in, position_of, standing, turns_of
+from kvstore.model.replica import Address, FrameState, Tier, position_of, standing, turns_of
 from kvstore.state import closure
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
@@ -42,11 +42,6 @@ def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> l
     if last - first == count << 32:  # not so far down that positions saturate
         return list(range(first, last, 1 << 32))
     return [standing(position + i, turns) for i in range(count)]
-
-
-def page_of(used_ms: int, key: int, info: int, owner: int) -> Page:
-    """A page with this ``standing``, as the eviction policy knows it."""
-    return Page(used_ms, key, position_of(info), turns_of(info), hint_in(info), owner)
 
 
 class Pages:
@@ -141,7 +136,7 @@ class Pages:
         key = int.from_bytes(records.key(extent.number, frame)[:8], "little")
         info = records.standing(extent.number, frame)
         used_ms = records.last_use_ns(extent.number, frame) // 1_000_000
-        return page_of(used_ms, key, info, extent.owner[frame])
+        return Page.of(used_ms, key, info, extent.owner[frame])
 
     def standing_after(self, parent: Address | None, continues: bool) -> tuple[int, int]:
         """(position, turns) of a page that follows ``parent`` (None: starts a chain).
@@ -249,7 +244,7 @@ class Pages:
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
             info = self._standings[address]
-            page = page_of(used_ms, int.from_bytes(key[:8], "little"), info, extent.owner[address.frame])
+            page = Page.of(used_ms, int.from_bytes(key[:8], "little"), info, extent.owner[address.frame])
             extent.pool.offer(extent.slot_base + address.frame, page)
             if self.holdings.limited:
                 self.listed(extent, address.frame, used_ms)

@@ -22,6 +22,8 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from kvstore.model.replica import hint_in, position_of, turns_of
+
 SLOT_MASK = 0xFFFFFFFF
 MS_MAX = 1 << 32
 STALE_MAX = 4096  # entries of pages no longer offered that a heap may hold beside as many as are offered
@@ -39,6 +41,11 @@ class Page(NamedTuple):
     turns: int = 0  # how many times its chain had been extended by a later request when it was stored; 0: by the first
     hint: int = 0  # what its writer said of how long to keep it, see ``kvstore.model.retention``
     owner: int = 0  # whose it is: hints order pages of one owner only
+
+    @classmethod
+    def of(cls, used_ms: int, key: int, info: int, owner: int) -> Page:
+        """A page with this ``standing``."""
+        return cls(used_ms, key, position_of(info), turns_of(info), hint_in(info), owner)
 
 
 class EvictionPolicy(Protocol):
