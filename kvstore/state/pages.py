@@ -171,8 +171,7 @@ class Pages:
             self.hold(parent)
 
     def expect(self, addresses: list[Address], number: int) -> None:
-        """A page of root ``number``, and of no other, will be sealed in each of these frames, unless they are freed
-        before."""
+        """A page of root ``number`` alone will be sealed in each of these frames, unless they are freed before."""
         for address in addresses:
             extent = self.segment.extents[address.extent]
             size, before = extent.pool.frame_class.frame_bytes, extent.owner[address.frame]
