@@ -96,9 +96,8 @@ class Pages:
 
     def absent(self, keys: list[bytes]) -> int:
         """How many of these keys, from the front, no sealed page has."""
-        start = 0
-        if self._fresh:
-            keys = keys[: next((i for i, key in enumerate(keys) if key in self._fresh), len(keys))]
+        start, fresh = 0, self._fresh
+        keys = keys[: next((i for i, key in enumerate(keys) if key in fresh), len(keys))] if fresh else keys
         while start < len(keys):
             start += self.index.absent(keys[start:])
             if start < len(keys) and self.find(keys[start]) is not None:
