@@ -6,23 +6,29 @@ into the same warm buffer. What is ours proves every page by its token ids, and 
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
+from kvstore.bench import nvme
 from kvstore.bench.content import BenchWork, Content, Rows
 from kvstore.bench.get import walk
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.plain_sender import REQUEST_BYTES
 from kvstore.bench.processes import cpu_s, environment
-from kvstore.bench.stage import Stage, StoredChains
+from kvstore.bench.stage import Stage
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 from kvstore.serving.child import Child
 from kvstore.tier.host_memory import empty
+from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.pulling import pull
 from kvstore.transfer.reading import ReadRequest, WantedChain
 from kvstore.transfer.tcp import DataConnection
@@ -37,7 +43,9 @@ PLAINS = ("plain", "plain_waitall")
 class RemoteReading:
     """Chains of another node, read by ``ours`` or by one of ``PLAINS`` into one warm buffer."""
 
-    def __init__(self, cache: PrefixCache, work: BenchWork, address: str, port: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, work: BenchWork, address: str, port: int, credentials: DialCredentials | None = None
+    ) -> None:
         self.work = work
         self.out: Rows = empty((work.pages, work.layout.page_bytes))
         self.out[:] = 0
@@ -46,7 +54,7 @@ class RemoteReading:
         layout = work.layout
         self._wanted = WantedChain(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
         deadline_s = time.monotonic() + READY_S
-        self.connection = DataConnection.open(address, Hello(), deadline_s=deadline_s, silence_s=BATCH_S)
+        self.connection = DataConnection.open(address, Hello(), credentials, deadline_s=deadline_s, silence_s=BATCH_S)
         self._plain = socket.create_connection(("127.0.0.1", port), READY_S)
         self._plain.settimeout(None)
         self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -132,23 +140,65 @@ def plain_sender(work: BenchWork) -> Iterator[int]:
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages out of another node's memory, one stream."""
+    """Batches of 32 pages out of another node's memory, one stream. A second line: the same over TLS."""
     stored = stage.stored(geometry)
+    lines = [_get(stage, stored.store, stored.daemon.name, stored.work, name, bar)]
     with ExitStack() as scene:
-        child, address = scene.enter_context(data_server(stage, stored.daemon.name))
-        port = scene.enter_context(plain_sender(stored.work))
-        cache = stored.store.cache(stored.work.layout)
-        reading = scene.enter_context(closing(RemoteReading(cache, stored.work, address, port)))
-        reading.verify()
-        return [_measure(stage, stored, reading, child, name, bar)]
+        if shutil.which("openssl"):
+            folder = Path(scene.enter_context(tempfile.TemporaryDirectory()))
+            flags, credentials = certificate(folder)
+            found = stored.store, stored.daemon.name, stored.work
+            lines.append(_get(stage, *found, f"{name}.tls", None, flags, credentials))
+    return lines
 
 
-def _measure(
-    stage: Stage, stored: StoredChains, reading: RemoteReading, child: Child, name: str, bar: Bar | None
+def get_nvme(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
+    """The same of pages that only the other node's NVMe has."""
+    with ExitStack() as scene:
+        cold = nvme.saved(stage, scene, geometry, 31, {"promote_after": nvme.NEVER})
+        nvme.vacate(cold.store)
+        lines = [_get(stage, cold.store, cold.daemon.name, cold.work, name, bar)]
+        tiers = cold.store.stats()["tiers"]
+        if tiers["dram"]["pages"] or tiers["nvme"]["promoted_pages"]:
+            raise BenchFailed("pages came back to DRAM: not every read was cold")
+    return lines
+
+
+def certificate(folder: Path) -> tuple[list[str], DialCredentials]:
+    """Flags of a data server with a certificate that is made now, and what trusts it."""
+    cert, key = str(folder / "node.crt"), str(folder / "node.key")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=bench"]
+    made = subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], capture_output=True, check=False)
+    if made.returncode:
+        raise BenchFailed(f"openssl makes no certificate: {made.stderr.decode(errors='replace')[-200:]}")
+    return ["--tls-cert", cert, "--tls-key", key], DialCredentials(ca=cert)
+
+
+def _get(
+    stage: Stage,
+    store: Store,
+    node: str,
+    work: BenchWork,
+    name: str,
+    bar: Bar | None,
+    flags: Sequence[str] = (),
+    credentials: DialCredentials | None = None,
 ) -> Result:
-    steps = walk(stored.work.chains, stage.settings.quick)
+    with ExitStack() as scene:
+        child, address = scene.enter_context(data_server(stage, node, *flags))
+        port = scene.enter_context(plain_sender(work))
+        reading = RemoteReading(store.cache(work.layout), work, address, port, credentials)
+        scene.enter_context(closing(reading))
+        reading.verify()
+        return _measure(stage, reading, child, name, bar)
+
+
+def _measure(stage: Stage, reading: RemoteReading, child: Child, name: str, bar: Bar | None) -> Result:
+    work = reading.work
+    steps = walk(work.chains, stage.settings.quick)
     seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
-    best, chain_bytes = quickest(seconds, PLAINS), stored.work.chain_bytes
+    best, chain_bytes = quickest(seconds, PLAINS), work.chain_bytes
     return result(
         name,
         Kind.SPEED,
@@ -157,8 +207,8 @@ def _measure(
         bar=bar,
         limit_is=f"plain sockets, {best}",
         details={
-            "batch_pages": stored.work.pages,
-            "page_bytes": stored.work.layout.page_bytes,
+            "batch_pages": work.pages,
+            "page_bytes": work.layout.page_bytes,
             "cpu_s_per_gb": cpu_per_gb(reading, child, steps),
             "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
         },

@@ -134,6 +134,15 @@ _ROWS = (
         )
         for size, text, bar in (("2m", "2 MiB", 0.8), ("256k", "256 KiB", 0.8), ("64k", "64 KiB", 0.6))
     ),
+    *(
+        Row(
+            f"remote_get_nvme_{size}",
+            f"get over TCP from another node's NVMe, 32 pages of {text} / plain sockets",
+            None,
+            partial(remote.get_nvme, geometry=size),
+        )
+        for size, text in (("2m", "2 MiB"), ("256k", "256 KiB"), ("64k", "64 KiB"))
+    ),
     Row("grpc_unary", "lookup of 32 pages over gRPC / a unary echo", None, grpc.unary),
     Row("grpc_read_2m", "get over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.read, geometry="2m")),
     Row(
