@@ -16,6 +16,7 @@ CHECKSUM, EXTENT, IO = "checksum", "extent", "io"
 ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # what a page may say that is in another tier (now)
 
 NONE_BELOW: Final[Mapping[Tier, int]] = MappingProxyType({})
+HERE_ALONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Match:
@@ -28,9 +29,11 @@ class Match:
             was read), "identity" (another page has that key), "checksum", "extent" (its frames are gone), or "io" (the
             device it is on cannot be read, or did not answer in time).
         data: uint8 ``[pages, page_bytes]`` where ``get`` was given no buffer, else None.
+        nodes: pages by the other node of the pool that they were found on, or came from; those of the node that was
+            asked are not among them.
     """
 
-    __slots__ = ("tokens", "pages", "reason", "data", "_below")
+    __slots__ = ("tokens", "pages", "reason", "data", "nodes", "_below")
 
     def __init__(
         self,
@@ -39,11 +42,13 @@ class Match:
         reason: str,
         data: npt.NDArray[np.uint8] | None = None,
         below: Mapping[Tier, int] = NONE_BELOW,
+        nodes: Mapping[str, int] = HERE_ALONE,
     ) -> None:
         self.tokens: Final = tokens
         self.pages: Final = pages
         self.reason: Final = reason
         self.data: Final = data
+        self.nodes: Final = nodes
         self._below: Final = below
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,12 +59,15 @@ class Finder:
         self._placement = Placement([])
         self._kept: OrderedDict[bytes, tuple[float, Listed]] = OrderedDict()
 
-    def find(self, pages: Fingerprints, spans: Fingerprints, deadline_s: float) -> list[Stretch]:
+    def find(
+        self, pages: Fingerprints, spans: Fingerprints, deadline_s: float, without: Collection[str] = ()
+    ) -> list[Stretch]:
         """Where the pages of one chain are, from the first of these on: as far as some other node has each.
 
         Args:
             spans: the span of each.
             deadline_s: of ``time.monotonic()``; nothing waits longer than twice ``OWNER_S`` either.
+            without: nodes that are not to be named.
         """
         view = self._peers.look()
         if view is None or len(view.peers) < 2 or not len(pages):
@@ -78,7 +82,7 @@ class Finder:
                 while len(self._kept) > KEPT_MAX:
                     with contextlib.suppress(KeyError):  # another thread has done it
                         self._kept.popitem(last=False)
-        others = {peer for peer in view.peers if peer != view.node}
+        others = {name for name in view.peers if name != view.node and name not in without}
         return stretches(kept[1], len(pages), others)
 
     def _ask(self, view: PoolView, pages: Fingerprints, spans: Fingerprints, deadline_s: float) -> Listed:

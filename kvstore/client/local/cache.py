@@ -14,6 +14,7 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
+from kvstore.client.local.elsewhere import Elsewhere
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
 from kvstore.client.local.node import LocalNode, Mapped
@@ -24,7 +25,7 @@ from kvstore.client.local.reader import LocalReader
 from kvstore.client.local.stored import known_below, locate, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.tier_reader import LowerReader
 from kvstore.client.local.writer import LocalWriter
-from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, NONE_BELOW, Match
+from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, HERE_ALONE, NONE_BELOW, Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
@@ -33,9 +34,12 @@ from kvstore.model.replica import STAMPED, Tier
 from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
+from kvstore.state.directory import TIERS
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
 from kvstore.tier.header import DaemonState
 from kvstore.tier.host_memory import copy, empty
+from kvstore.transfer.finding import Stretch
+from kvstore.transfer.reading import WantedChain
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.
@@ -54,6 +58,7 @@ class LocalCache(PrefixCache):
         self._node = node
         self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
         self._closed = layout.attention == "full"
+        self._wanted = WantedChain(layout.fingerprint, salt, adapter, self.frame_class, self._closed)
         self._verify = verify or not ORDERED
         self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
 
@@ -79,7 +84,20 @@ class LocalCache(PrefixCache):
             if pages < asked:
                 pages, below = stored_beyond(mapped, keys, pages, self._closed, readable=True)
             mapped.counters.took(LOOKUP, start_ns)
+            elsewhere = self._node.elsewhere
+            if pages < asked and elsewhere is not None and (found := elsewhere.seek(keys, pages)):
+                return self._match_with(found, pages, asked, below)
         return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, below)
+
+    def _match_with(self, found: list[Stretch], pages: int, asked: int, below: Mapping[Tier, int]) -> Match:
+        """What is found when these pages of other nodes follow the first ``pages``."""
+        nodes, tiers, pages = Counter[str](), Counter(below), pages + found[-1].stop
+        for each in found:
+            nodes[each.node] += each.stop - each.start
+            for number, tier in enumerate(TIERS):
+                if tier != Tier.DRAM:
+                    tiers[tier] += each.tiers.count(number)
+        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, +tiers, nodes)
 
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -97,7 +115,7 @@ class LocalCache(PrefixCache):
         target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         if mapped is None or not asked:
             return self._missed(asked, out)
-        pages, below, reason = 0, NONE_BELOW, ""
+        pages, below, nodes, reason = 0, NONE_BELOW, HERE_ALONE, ""
         for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
             if target is None or out is None:  # what is found the second time may be more
@@ -118,10 +136,12 @@ class LocalCache(PrefixCache):
             if reason in ELSEWHERE and target is not None:
                 checked = self._verify if verify is None else verify
                 pages, below, reason = self._beyond(mapped, keys, target, pages, reason, checked)
+            read, here = sum(below.values()), pages
+            if reason in ELSEWHERE and target is not None and node.elsewhere is not None:
+                pages, below, nodes, reason = self._from_others(node.elsewhere, keys, target, pages, below, reason)
             if reason:
                 node.missed(reason)
-            read = sum(below.values())
-            mapped.counters.got(mapped.row(self.frame_class), asked, pages - read, read, reason)
+            mapped.counters.got(mapped.row(self.frame_class), asked, here - read, read, reason)
         elif mapped.counting:
             counters, row = self._counted
             if counters is not mapped.counters:
@@ -130,7 +150,7 @@ class LocalCache(PrefixCache):
         if timed and mapped.counting:
             mapped.counters.timed(mapped.row(self.frame_class), now_ns)
         data = target[:pages] if out is None and target is not None else None
-        return Match(pages * self._page_tokens, pages, reason, data, below)
+        return Match(pages * self._page_tokens, pages, reason, data, below, nodes)
 
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
@@ -161,7 +181,22 @@ class LocalCache(PrefixCache):
 
     def _found(self, mapped: Mapped, keys: Keys, proven: int, reason: str) -> int:
         """How many pages a get may bring, where memory has the first ``proven`` and then none for that reason."""
-        return stored_beyond(mapped, keys, proven, self._closed)[0] if reason in ELSEWHERE else proven
+        if reason not in ELSEWHERE:
+            return proven
+        pages, elsewhere = stored_beyond(mapped, keys, proven, self._closed)[0], self._node.elsewhere
+        found = elsewhere.seek(keys, pages) if elsewhere is not None else None
+        return pages + found[-1].stop if found else pages
+
+    def _from_others(
+        self, elsewhere: Elsewhere, keys: Keys, target: Rows, pages: int, below: Mapping[Tier, int], reason: str
+    ) -> tuple[int, Mapping[Tier, int], Mapping[str, int], str]:
+        """Go on after ``pages`` with those of other nodes: pages, by tier and by node, and why not more."""
+        brought = elsewhere.read(self._wanted, keys, target, pages)
+        if not brought.pages:
+            return pages, below, HERE_ALONE, reason
+        pages += brought.pages
+        tiers = Counter(below) + Counter({tier: n for tier, n in brought.tiers.items() if tier != Tier.DRAM})
+        return pages, tiers, brought.nodes, "" if pages == len(keys) else ABSENT
 
     def _beyond(
         self, mapped: Mapped, keys: Keys, target: Rows, pages: int, reason: str, verify: bool

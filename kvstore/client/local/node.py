@@ -13,6 +13,7 @@ from pathlib import Path
 from kvstore.client.local.channel import SocketChannel
 from kvstore.client.local.claims import Claims
 from kvstore.client.local.dram import DramReader
+from kvstore.client.local.elsewhere import Elsewhere
 from kvstore.client.local.ends import Embedded, Ends
 from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.lower_tiers import lower_readers
@@ -167,6 +168,7 @@ class LocalNode:
         self.refusal = ""
         self.misses: dict[str, int] = {}  # reason -> how often a match ended for it; threads may lose a count
         self.check_ns = 0  # when a get has to ``recheck``
+        self.elsewhere: Elsewhere | None = None  # pages of other nodes, for those who want them
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
         self._mapped: Mapped | None = None
@@ -244,6 +246,8 @@ class LocalNode:
         if not self.refusal:
             self.refusal = "is closed"
             self._mapped = None
+            if self.elsewhere is not None:
+                self.elsewhere.close()
             self._finalizer()
 
     # --- mapping ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""Elsewhere: pages that other nodes of the pool have, for what a node's own tiers do not.
+
+A client asks by itself, without its node's daemon: it reads who there is in the node's folder, asks the owners of the
+spans, and reads from the nodes that they name. What comes was proven by its sender, and its checksums are compared
+here. Whatever goes wrong with another node is a shorter match; one that does not answer is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.buffers import Rows
+from kvstore.errors import KVStoreError
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
+from kvstore.model.span import fingerprints, span_start
+from kvstore.transfer.finding import Finder, Stretch
+from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.peers import PeersFile, PoolView
+from kvstore.transfer.pulling import pull
+from kvstore.transfer.reading import ReadRequest, WantedChain, pages_per_request
+
+READ_S: Final = 5.0  # for what one get brings from other nodes; a silent one is dead much earlier
+
+
+@dataclass
+class Brought:
+    """What a get brought from other nodes: leading pages, from whom, and from which of their tiers."""
+
+    pages: int = 0
+    nodes: dict[str, int] = field(default_factory=dict)
+    tiers: dict[Tier, int] = field(default_factory=dict)
+
+
+class Elsewhere:
+    """For one node's clients in one process. Threads share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._peers = PeersFile(folder)
+        self._lock = threading.Lock()
+        self._links: PeerLinks | None = None
+        self._finder: Finder | None = None
+
+    def seek(self, keys: Keys, pages: int, without: Collection[str] = ()) -> list[Stretch]:
+        """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
+
+        ``without``: nodes that are not to be named. Of keys that do not begin at the root nobody knows the spans.
+        """
+        view = self._peers.look()
+        if view is None or len(view.peers) < 2 or keys.before != keys.root or pages >= len(keys):
+            return []
+        finder = self._finder or self._begin(view)
+        named = fingerprints(b"".join(keys.hashes))
+        spans = named[span_starts(len(keys))[pages:]]
+        return finder.find(named[pages:], spans, time.monotonic() + READ_S, without)
+
+    def read(self, chain: WantedChain, keys: Keys, rows: Rows, pages: int) -> Brought:
+        """Read the pages after the first ``pages`` into their ``rows``. Rows after those that count may change."""
+        brought, failed = Brought(), set[str]()
+        limit, deadline_s = min(len(keys), len(rows)), time.monotonic() + READ_S
+        while pages + brought.pages < limit and time.monotonic() < deadline_s:
+            start = pages + brought.pages
+            stretch = next(iter(self.seek(keys, start, failed)), None)
+            if stretch is None:
+                break
+            stop = min(start + stretch.stop, limit)
+            if self._read(chain, stretch.node, keys[start:stop], rows[start:stop], deadline_s, brought) < stop - start:
+                failed.add(stretch.node)
+        return brought
+
+    def _read(self, chain: WantedChain, node: str, keys: Keys, rows: Rows, deadline_s: float, brought: Brought) -> int:
+        """Read these pages from one node; how many of them came."""
+        view, links, done = self._peers.look(), self._links, 0
+        peer = view.peers.get(node) if view is not None else None
+        step = pages_per_request(chain, keys.extras is not None)
+        with contextlib.suppress(KVStoreError):
+            while peer is not None and links is not None and done < len(keys):
+                part, into = keys[done : done + step], rows[done : done + step]
+                with links.to(peer, deadline_s) as connection:
+                    got = pull(connection, ReadRequest(chain, part, 0, into.shape[1]), into, deadline_s)
+                done += got.pages
+                brought.pages += got.pages
+                brought.nodes[node] = brought.nodes.get(node, 0) + got.pages
+                for tier, count in got.tiers.items():
+                    brought.tiers[tier] = brought.tiers.get(tier, 0) + count
+                if got.pages < len(part):
+                    break
+        return done
+
+    def close(self) -> None:
+        """Close its connections."""
+        with self._lock:
+            links, self._links, self._finder = self._links, None, None
+        if links is not None:
+            links.close()
+
+    def _begin(self, view: PoolView) -> Finder:
+        with self._lock:
+            if self._finder is None:
+                self._links = PeerLinks(view.pool, f"client of {view.node}")
+                self._finder = Finder(self._peers, self._links)
+            return self._finder
+
+
+def counted(found: list[Stretch]) -> Iterator[tuple[str, int]]:
+    """(node, pages) of each stretch."""
+    for each in found:
+        yield each.node, each.stop - each.start
+
+
+@lru_cache(maxsize=64)
+def span_starts(pages: int) -> npt.NDArray[np.int64]:
+    """For each page of a chain of that length the first one of its span."""
+    return np.array([span_start(page) for page in range(pages)], np.int64)

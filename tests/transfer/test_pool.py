@@ -1,0 +1,124 @@
+"""Three nodes as one pool: real daemons and data servers with a catalog, and programs on each that ask and read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import Match, Store
+from kvstore.model.replica import Tier
+from kvstore.tier.data_file import find_data_server
+from kvstore.tier.folder import NodeFolder
+from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
+from tests.helpers.processes import Daemon, Machine, evict_all, put, wait_until
+
+PAGES = 60
+
+
+class Pool:
+    """Nodes a, b and c; a is where pages are, c where they are wanted."""
+
+    def __init__(self, machine: Machine, catalog: str) -> None:
+        self.machine = machine
+        self.daemons: dict[str, Daemon] = {name: machine.serve(name, dram="32MiB", catalog=catalog) for name in "abc"}
+        self.stores: dict[str, Store] = {name: machine.connect(name) for name in "abc"}
+
+    def lookup(self, name: str, seed: int, pages: int = PAGES) -> Match:
+        return self.stores[name].cache(SMALL).lookup(prompt(seed, pages))
+
+    def get(self, name: str, seed: int, pages: int = PAGES) -> Match:
+        """What comes is right."""
+        out = np.zeros((pages, SMALL.page_bytes), np.uint8)
+        match = self.stores[name].cache(SMALL).get(prompt(seed, pages), out)
+        assert first_wrong(out[: match.pages], contents(chain(seed, match.pages))) == ""
+        return match
+
+    def known(self, name: str, seed: int, pages: int = PAGES) -> None:
+        wait_until(f"{name} finds all pages", lambda: self.lookup(name, seed, pages).pages == pages, 60)
+
+    def data_server(self, name: str) -> int:
+        found = find_data_server(NodeFolder.at(self.machine.folder(name)))
+        assert found is not None
+        return found.pid
+
+
+@pytest.fixture
+def pool(machine: Machine, tmp_path: Path) -> Iterator[Pool]:
+    yield Pool(machine, f"file:{tmp_path / 'catalog'}")
+
+
+def test_pages_are_read_wherever_they_are(pool: Pool) -> None:
+    put(pool.stores["a"], 1, PAGES)
+    put(pool.stores["c"], 1, 10)
+    put(pool.stores["b"], 1, 30)
+    pool.known("c", 1)
+    match = pool.lookup("c", 1)
+    assert match.nodes == {"a": PAGES - 10} and match.tiers == {Tier.DRAM: PAGES} and match.reason == ""
+    read = pool.get("c", 1)
+    assert (read.pages, read.nodes) == (PAGES, {"a": PAGES - 10})
+    cache = pool.stores["c"].cache(SMALL)
+    allocated = cache.get(prompt(1, PAGES))
+    assert allocated.data is not None and first_wrong(allocated.data, contents(chain(1, PAGES))) == ""
+    assert pool.get("a", 1).nodes == {}, "who has it asks nobody"
+    more = pool.lookup("c", 1, PAGES + 20)
+    assert (more.pages, more.reason) == (PAGES, "absent")
+
+
+def test_another_replica_is_read_where_one_fails(pool: Pool) -> None:
+    put(pool.stores["a"], 2, PAGES)
+    put(pool.stores["b"], 2, PAGES - 5)
+    pool.known("c", 2)
+    wait_until("b is known, too", lambda: pool.stores["c"].cache(SMALL).lookup(prompt(2, PAGES - 5)).pages, 30)
+    stopped = pool.data_server("a")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        assert pool.get("c", 2).pages == PAGES - 5
+        first_s = time.monotonic() - began_s
+        for _ in range(5):
+            assert pool.get("c", 2).pages == PAGES - 5
+        assert first_s < 20, "it is waited for once, and not for ever"
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+
+def test_a_stopped_daemon_keeps_its_pages_readable(pool: Pool) -> None:
+    put(pool.stores["a"], 3, PAGES)
+    pool.known("c", 3)
+    pool.daemons["a"].stop()
+    pool.daemons["c"].stop()
+    assert pool.get("c", 3).pages == PAGES
+    assert pool.get("b", 3).pages == PAGES
+    pool.daemons["a"].resume()
+    pool.daemons["c"].resume()
+
+
+def test_what_leaves_and_what_dies_is_found_no_more(pool: Pool) -> None:
+    put(pool.stores["a"], 4, PAGES)
+    put(pool.stores["a"], 5, PAGES)
+    pool.known("c", 4)
+    evict_all(pool.stores["a"])
+    wait_until("it is gone", lambda: pool.lookup("c", 4).pages == 0, 60)
+    put(pool.stores["b"], 6, PAGES)
+    pool.known("c", 6)
+    pool.daemons["b"].terminate()
+    wait_until("b is gone", lambda: pool.lookup("c", 6).pages == 0, 60)
+    put(pool.stores["a"], 7, PAGES)
+    pool.known("c", 7)
+
+
+def test_a_daemon_killed_and_started_again_has_told_everything(pool: Pool, tmp_path: Path) -> None:
+    put(pool.stores["a"], 8, PAGES)
+    pool.known("c", 8)
+    pool.daemons["a"].kill()
+    assert pool.get("c", 8).pages == PAGES, "its data server lives"
+    pool.daemons["a"] = pool.machine.serve("a", dram="32MiB", catalog=f"file:{tmp_path / 'catalog'}")
+    put(pool.stores["a"], 9, PAGES)
+    pool.known("c", 9)
+    pool.known("c", 8)
