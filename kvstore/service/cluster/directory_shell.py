@@ -15,6 +15,7 @@ from kvstore.transfer.peers import PeersFile
 from kvstore.transfer.wire import FrameKind
 
 LOOK_S: Final = 0.5  # how often it looks who is still there
+SILENT_S: Final = 3.0  # somebody may come before we hear of it, and then tells something every second
 
 
 class DirectoryShell:
@@ -61,6 +62,7 @@ class DirectoryShell:
         """Entries and their memory; and of each node how long it has told nothing."""
         now_s = time.monotonic()
         with self._lock:
+            self._look()
             return {
                 "entries": len(self._directory),
                 "entries_bytes": self._directory.nbytes,
@@ -69,15 +71,16 @@ class DirectoryShell:
             }
 
     def _look(self) -> None:
-        """Forget who has left since the last look. Who comes needs no look: it begins to tell."""
+        """Forget who has left since the last look, and who is not there and says nothing. Who comes needs no look."""
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
         view = self._peers.look()
         members = view.peers.keys() if view is not None else ()
-        for name in self._members:
-            if name not in members:
+        for name in self._directory.nodes:
+            silent = now_s > self._heard_s.get(name, 0.0) + SILENT_S
+            if name not in members and (silent or name in self._members):
                 self._directory.forget(name)
                 self._heard_s.pop(name, None)
         self._members = tuple(members)
