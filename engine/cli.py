@@ -18,6 +18,7 @@ from engine.model.request import Role
 from kvstore.cli.output import duration_text, json_option, print_json, print_pairs, say
 from kvstore.cli.settings import with_settings
 from kvstore.errors import InvalidRequest
+from kvstore.model.retention import PRIORITY_MAX, Retention
 
 ADMIN_S: Final = 10.0
 
@@ -158,8 +159,19 @@ def cancel(address: str, request_id: str, as_json: bool) -> int:
 @click.option(
     "--timeout", "deadline_s", type=click.FloatRange(min=0.001), default=300.0, help="Seconds.  [default: 300]"
 )
-def ask(address: str, text: str, as_json: bool, resume: tuple[str, ...], **how: Any) -> None:
+@click.option(
+    "--priority",
+    type=click.IntRange(-PRIORITY_MAX, PRIORITY_MAX),
+    default=0,
+    help="How long to keep its pages in the pool, from -3 (they leave first) to 3 (they stay).  [default: 0]",
+)
+@click.option("--ttl", "ttl_s", type=float, help="Seconds after a page's last use in which the priority counts.")
+def ask(
+    address: str, text: str, as_json: bool, resume: tuple[str, ...], priority: int, ttl_s: float | None, **how: Any
+) -> None:
     """Ask an engine to go on with TEXT, and print the answer as it comes."""
+    if priority or ttl_s is not None:
+        how["retention"] = Retention(priority, ttl_s)
     with _client(address) as client:
         if as_json:
             answer = client.generate(text, resume=resume, **how)

@@ -128,7 +128,8 @@ class EngineClient:
                 been here, and none comes twice. Each is asked once.
             how: fields of ``Sampling`` (``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``,
                 ``ignore_eos``) and of ``Request`` (``id``, ``salt``, ``deadline_s``, ``prefill``,
-                ``handoff``, ``source``, ``grain``, ``use_pool``, ``allow_lossy``).
+                ``handoff``, ``source``, ``grain``, ``use_pool``, ``allow_lossy``, ``retention``: a
+                ``kvstore.Retention``, or a list of them for ranges of the prompt's tokens).
 
         Raises:
             InvalidRequest: the engine, or this call, refuses the request; names the field.

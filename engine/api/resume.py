@@ -17,6 +17,7 @@ import numpy as np
 from engine.api.wire import Tokens, events_of, submit_request
 from engine.model.request import Finished, Grain, Request, Sampling, Source, Timing, Token, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable
+from kvstore.model.retention import checked
 from kvstore.pb import engine_pb2 as pb
 
 Prompt = str | Sequence[int] | Tokens
@@ -69,6 +70,8 @@ class Wish:
             how.pop("salt", None)
         if how.get("prefill") is not None:
             how["prefill"] = tuple(how["prefill"])
+        if "retention" in how:
+            how["retention"] = checked(how["retention"])
         how = {"id": uuid.uuid4().hex, **how, "tokens": _tokens(prompt), "sampling": Sampling(**sampling)}
         return cls(Request(**how), prompt if isinstance(prompt, str) else "", salt_given)
 

@@ -30,9 +30,11 @@ from engine.model.request import (
     Usage,
 )
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.retention import checked
 from kvstore.pb import engine_pb2 as pb
 from kvstore.rpc.data_messages import BYTES, FIXED64, pack_integer, pack_varint
 from kvstore.rpc.data_messages import fields as fields_of
+from kvstore.rpc.messages import retention_messages, retention_of
 
 SERVICE: Final = "kvstore.v1.Engine"
 CHUNK_BYTES: Final = 2 << 20  # of KV in one message
@@ -72,6 +74,7 @@ def submit_request(request: Request, text: str = "") -> pb.SubmitRequest:
         grain=request.grain or "",
         no_pool=not request.use_pool,
         allow_lossy=request.allow_lossy,
+        retention=retention_messages(request.retention),
     )
 
 
@@ -127,6 +130,7 @@ def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s:
         grain=_choice(Grain, "grain", message.grain),
         use_pool=not message.no_pool,
         allow_lossy=message.allow_lossy,
+        retention=checked(retention_of(message.retention)),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import KVStoreError
+from kvstore.model.retention import Retention
 
 
 class Role(StrEnum):
@@ -73,6 +74,8 @@ class Request:
         handoff, source, grain: how the KV travels then; None: as the engine was started.
         use_pool: False neither loads from the pool nor writes to it.
         allow_lossy: KV that went through int8 may be used. What is computed from it is never stored as exact.
+        retention: how long its pages are worth keeping in the pool: ranges of its tokens and of the answer, counted
+            from the prompt's first token.
     """
 
     id: str
@@ -88,6 +91,7 @@ class Request:
     grain: Grain | None = None
     use_pool: bool = True
     allow_lossy: bool = False
+    retention: tuple[Retention, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:

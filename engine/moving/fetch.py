@@ -350,4 +350,5 @@ def _for_prefill(work: Work, wire_id: str) -> Request:
         deadline_s=max(0.001, work.deadline_s - time.monotonic()),
         use_pool=request.use_pool,
         allow_lossy=request.allow_lossy,
+        retention=request.retention,
     )

@@ -29,6 +29,7 @@ from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.retention import hints_of
 
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
@@ -203,7 +204,7 @@ class Pool:
     def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
         """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
         assert work.frames is not None
-        keys = cache.keys(work.tokens[: stop * work.page_tokens])
+        keys = keys_to_store(cache, work, stop)
         first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
         for index, frame, count in runs(work.frames[first:stop]):
             start = first + index
@@ -234,6 +235,12 @@ class Pool:
             raise error
 
 
+def keys_to_store(cache: PrefixCache, work: Work, pages: int) -> Keys:
+    """Keys of the first pages of a request, with the hints that its caller gave."""
+    keys, retention = cache.keys(work.tokens[: pages * work.page_tokens]), work.request.retention
+    return keys.hinted(hints_of(retention, pages, work.page_tokens)) if retention else keys
+
+
 class ChunkWriter:
     """The pages of one chunk, layer by layer while it is computed: ``before`` the forward, ``layer`` from its hook,
     ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
@@ -255,9 +262,9 @@ class ChunkWriter:
 
     def before(self) -> None:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
-        work, page_tokens = self._work, self._work.page_tokens
+        work = self._work
         try:
-            self._keys = self._cache.keys(work.tokens[: self._stop * page_tokens])
+            self._keys = keys_to_store(self._cache, work, self._stop)
             if self._cache.lookup(self._keys).pages >= self._stop:  # the last page of a prompt that was all there
                 work.stored_pages = self._stop
                 return

@@ -7,6 +7,7 @@ from engine.compute.sampling import check
 from engine.model.request import Request
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
+from kvstore.model.retention import checked
 
 
 def memory_frames(arena_bytes: int, layout: Layout) -> int:
@@ -26,7 +27,7 @@ def check_request(request: Request, model: Model, layout: Layout, frames: int, a
 
     Raises:
         InvalidRequest: an empty prompt, ids that the model does not know, more tokens than its context or than all
-            frames hold, sampling that makes no sense; names the field.
+            frames hold, sampling or hints that make no sense; names the field.
     """
     check(request.sampling)
     tokens = request.tokens
@@ -47,5 +48,6 @@ def check_request(request: Request, model: Model, layout: Layout, frames: int, a
         raise InvalidRequest("tokens", f"{total} tokens do not fit the arena of {frames * layout.page_tokens}")
     if request.adapter:
         raise InvalidRequest("adapter", "this engine runs its model without adapters")
+    checked(request.retention)
     if not 0 < request.deadline_s < 1e6:
         raise InvalidRequest("deadline_s", f"must be positive seconds, not {request.deadline_s!r}")

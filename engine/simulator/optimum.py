@@ -77,6 +77,8 @@ def belady_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0
 class Belady:
     """The optimum as an `EvictionPolicy` that has read the trace. Pages are told apart by key; not for a node."""
 
+    hinted = False
+
     def __init__(self, trace: Sequence[CacheAccess]) -> None:
         self._uses: dict[int, list[int]] = {}  # key -> times of use
         for access in trace:

@@ -42,6 +42,8 @@ class Leaf:
 class QueuePolicy:
     """What these policies share: the table of leaves, and two queues. A policy adds where pages go and who leaves."""
 
+    hinted = False
+
     def __init__(self, pages: int = 0) -> None:
         self.pages = pages
         self.once: Queue = OrderedDict()

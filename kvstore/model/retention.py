@@ -83,21 +83,27 @@ def ttl_s_of(hint: int) -> int | None:
     return 2 << exponent if exponent else None
 
 
-def hints_of(
-    retention: Retention | Sequence[Retention], pages: int, page_tokens: int, ranges_max: int = RANGES_MAX
-) -> bytes:
-    """A byte per page; nothing where no page has a hint. Of ranges that overlap the later one counts.
+def checked(retention: Retention | Sequence[Retention], ranges_max: int = RANGES_MAX) -> tuple[Retention, ...]:
+    """What a caller says, as ranges.
 
     Raises:
-        InvalidRequest: ``retention`` is of the wrong type, or has too many ranges.
+        InvalidRequest: it is of the wrong type, or has too many ranges.
     """
     ranges: Any = [retention] if isinstance(retention, Retention) else retention
     if not isinstance(ranges, list | tuple) or not all(isinstance(part, Retention) for part in ranges):
         raise InvalidRequest("retention", "must be a kvstore.Retention, or a list of them")
     if len(ranges) > ranges_max:
         raise InvalidRequest("retention", f"has {len(ranges)} ranges, more than {ranges_max}")
+    return tuple(ranges)
+
+
+def hints_of(
+    retention: Retention | Sequence[Retention], pages: int, page_tokens: int, ranges_max: int = RANGES_MAX
+) -> bytes:
+    """A byte per page; nothing where no page has a hint. Of ranges that overlap the later one counts. Raises as
+    ``checked``."""
     hints = bytearray(pages)
-    for part in ranges:
+    for part in checked(retention, ranges_max):
         first = part.start // page_tokens  # the first page whose last token is at or after ``start``
         stop = pages if part.stop is None else min(pages, part.stop // page_tokens)
         if first < stop:

@@ -25,7 +25,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "tokens", "token_ids", "text", "sampling", "salt", "adapter", "generated", "deadline_ms", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy")
+    __slots__ = ("request_id", "tokens", "token_ids", "text", "sampling", "salt", "adapter", "generated", "deadline_ms", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy", "retention")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class SubmitRequest(_message.Message):
     GRAIN_FIELD_NUMBER: _ClassVar[int]
     NO_POOL_FIELD_NUMBER: _ClassVar[int]
     ALLOW_LOSSY_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -58,7 +59,8 @@ class SubmitRequest(_message.Message):
     grain: str
     no_pool: bool
     allow_lossy: bool
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., generated: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., prefill: _Optional[_Iterable[str]] = ..., own_prefill: _Optional[bool] = ..., handoff: _Optional[str] = ..., source: _Optional[str] = ..., grain: _Optional[str] = ..., no_pool: _Optional[bool] = ..., allow_lossy: _Optional[bool] = ...) -> None: ...
+    retention: _containers.RepeatedCompositeFieldContainer[_store_pb2.Retention]
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., generated: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., prefill: _Optional[_Iterable[str]] = ..., own_prefill: _Optional[bool] = ..., handoff: _Optional[str] = ..., source: _Optional[str] = ..., grain: _Optional[str] = ..., no_pool: _Optional[bool] = ..., allow_lossy: _Optional[bool] = ..., retention: _Optional[_Iterable[_Union[_store_pb2.Retention, _Mapping]]] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("accepted", "tokens", "finished")

@@ -1,8 +1,9 @@
-"""Messages that several services have: layouts, and JSON documents."""
+"""Messages that several services have: layouts, hints, and JSON documents."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, Final
@@ -11,6 +12,7 @@ from google.protobuf import struct_pb2
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
+from kvstore.model.retention import Retention
 from kvstore.pb import store_pb2 as pb
 
 MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
@@ -53,6 +55,19 @@ def _layout_of(packed: bytes) -> Layout:
         rope=message.rope,
         group=message.group,
     )
+
+
+def retention_messages(ranges: Iterable[Retention]) -> list[pb.Retention]:
+    """Hints as messages."""
+    return [
+        pb.Retention(priority=part.priority, ttl_s=part.ttl_s or 0, start=part.start, stop=part.stop or 0)
+        for part in ranges
+    ]
+
+
+def retention_of(messages: Iterable[pb.Retention]) -> list[Retention]:
+    """The hints of messages. Raises InvalidRequest naming the field."""
+    return [Retention(part.priority, part.ttl_s or None, part.start, part.stop or None) for part in messages]
 
 
 def document(value: dict[str, Any]) -> bytes:

@@ -179,7 +179,7 @@ class Pages:
             extent.own(address.frame, number)
             self.holdings.expect(number, size)
 
-    def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
+    def listed(self, extent: Extent, frame: int, page: Page) -> None:
         """Nothing hangs on this page any more: for whoever keeps lists of such pages."""
 
     def seal_chain(
@@ -206,7 +206,7 @@ class Pages:
         extent.pool.offer(extent.slot_base + frame, page)
         self.holdings.add(root, len(addresses), len(addresses) * size)
         if self.holdings.limited:
-            self.listed(extent, frame, page.used_ms)
+            self.listed(extent, frame, page)
 
     def show(self, keys: list[bytes], root: bytes, addresses: list[Address], standings: list[int]) -> None:
         """Pages of ``seal_chain`` are found by the rest of this event."""
@@ -230,12 +230,13 @@ class Pages:
         extent.children[address.frame] -= 1
         if extent.children[address.frame] == 0:
             slot = extent.slot_base + address.frame
+            page = self.page(extent.pool, slot)
             if self.holdings.limited:
-                self.listed(extent, address.frame, self.used_ms(extent.pool, slot))
+                self.listed(extent, address.frame, page)
             if saved_ms is not None:
                 extent.pool.ready[slot] = saved_ms
             else:
-                extent.pool.offer(slot, self.page(extent.pool, slot))
+                extent.pool.offer(slot, page)
 
     def leaf(self, address: Address, key: bytes, used_ms: int) -> None:
         """A page sealed by this event with ``seal``: evictable if nothing hangs on it."""
@@ -245,7 +246,7 @@ class Pages:
             page = Page.of(used_ms, int.from_bytes(key[:8], "little"), info, extent.owner[address.frame])
             extent.pool.offer(extent.slot_base + address.frame, page)
             if self.holdings.limited:
-                self.listed(extent, address.frame, used_ms)
+                self.listed(extent, address.frame, page)
 
     # --- freeing ----------------------------------------------------------------------------------------------------
 

@@ -23,11 +23,16 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kvstore.model.replica import hint_in, position_of, turns_of
+from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
 
 SLOT_MASK = 0xFFFFFFFF
 MS_MAX = 1 << 32
 STALE_MAX = 4096  # entries of pages no longer offered that a heap may hold beside as many as are offered
 GROW_SLOTS = 4096  # tables by slot grow by this, not by doubling: there may be millions
+
+# What a hint does to a page's worth, and until which age.
+HINT_WEIGHTS = [float(STEP) ** priority_of(hint) for hint in range(HINTS)]
+HINT_MS = [MS_MAX if ttl_s_of(hint) is None else 1000 * (ttl_s_of(hint) or 0) for hint in range(HINTS)]
 
 UsedMs = Callable[[int], int]
 
@@ -50,6 +55,11 @@ class Page(NamedTuple):
 
 class EvictionPolicy(Protocol):
     """Order of the evictable pages of one frame class. Every call costs O(log pages) or less."""
+
+    @property
+    def hinted(self) -> bool:
+        """Whether it follows hints."""
+        ...
 
     def resize(self, pages: int) -> None:
         """The class holds about this many pages now."""

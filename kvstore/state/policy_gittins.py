@@ -32,8 +32,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
-from kvstore.state.policy_base import GROW_SLOTS, MS_MAX, STALE_MAX, Page, UsedMs
+from kvstore.state.policy_base import GROW_SLOTS, HINT_MS, HINT_WEIGHTS, MS_MAX, STALE_MAX, Page, UsedMs
 from kvstore.state.policy_worth import CLASSES, Bins, WorthLedger, age_worth, bin_of, bins_of, gittins
 
 SAMPLE = 1024
@@ -47,9 +46,7 @@ HALF_LIFE_TURNOVERS = 1  # ... or so many times all pages ago, if that is longer
 GHOSTS_PER_2_PAGES = 3
 _PRINTS = (1 << 14) - 1
 
-# What a hint does to a page's worth, and until which age.
-HINT_WEIGHTS = np.array([float(STEP) ** priority_of(hint) for hint in range(HINTS)])
-HINT_MS = np.array([MS_MAX if ttl_s_of(hint) is None else 1000 * (ttl_s_of(hint) or 0) for hint in range(HINTS)])
+_WEIGHTS, _WEIGH_MS = np.array(HINT_WEIGHTS), np.array(HINT_MS)
 
 Slots = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.intp]  # in such an array
@@ -105,6 +102,8 @@ class Ghosts:
 
 class Gittins:
     """See the top of this file. A page's word says what is known of it, from when it is first offered until it goes."""
+
+    hinted = True
 
     def __init__(self, pages: int = 0) -> None:
         self._pages = pages
@@ -320,7 +319,7 @@ class Gittins:
         if not hints.any():
             return lowest
         owners = np.frombuffer(self._owner, np.uint32)[slots]
-        order = (worth * HINT_WEIGHTS[np.where(ages <= HINT_MS[hints], hints, 0)]).argsort()
+        order = (worth * _WEIGHTS[np.where(ages <= _WEIGH_MS[hints], hints, 0)]).argsort()
         lowest_first = owners[order]
         quotas = Counter(owners[lowest].tolist()).items()
         return np.concatenate([order[(lowest_first == owner).nonzero()[0][:count]] for owner, count in quotas])

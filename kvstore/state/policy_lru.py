@@ -18,6 +18,8 @@ class Lru:
     behind, which is dropped when it surfaces, or when there are too many.
     """
 
+    hinted = False
+
     def __init__(self, pages: int = 0) -> None:
         self._heap = array("Q")
         self._use = array("I")  # of each listed slot; an entry that says otherwise is stale

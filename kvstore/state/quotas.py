@@ -1,8 +1,8 @@
 """Quotas: a tenant that has all it may have makes room for itself, and for nobody else.
 
-Its own coldest tails leave first; never what the new pages will hang on. Where a tail has to be saved to the tier below
-first, it is set aside for that and whoever asks is told to ask again (``Departures.waiting``). What still does not fit
-is refused.
+Its own coldest tails leave first, never what the new pages will hang on. How long a page was not used counts as its
+hint weighs it, where the tier's policy follows hints. Where a tail has to be saved to the tier below first, it is set
+aside for that and whoever asks is told to ask again (``Departures.waiting``). What still does not fit is refused.
 
 A tenant can come to have more than it may without storing anything: the node was started with a smaller quota, a scan
 found pages again, or somebody said late whose they are. Then its tails leave by and by (``trim``).
@@ -19,6 +19,7 @@ from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.state import events as ev
 from kvstore.state.departures import Departures
 from kvstore.state.frames import Extent
+from kvstore.state.policy_base import HINT_MS, HINT_WEIGHTS, Page
 from kvstore.state.tenants import Leaf, Share
 
 TRIM_LOOKS = 256  # leaves of a tenant that are looked at by one ``trim``
@@ -110,13 +111,19 @@ class Quotas:
                 holdings.suspect = True
                 self._shrink(share, over, out, TRIM_LOOKS)
 
-    def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
+    def listed(self, extent: Extent, frame: int, page: Page) -> None:
         """Nothing hangs on this page any more."""
         share = self.space.holdings.roots[extent.owner[frame]].share
         if share.quota is not None and share.complete:
-            heapq.heappush(share.leaves, (used_ms, extent.number, frame, extent.generation[frame]))
-            if len(share.leaves) > 2 * share.pages + LEAVES_SPARE:
-                share.leaves = sorted({leaf for leaf in share.leaves if self._is_leaf(leaf, share)})
+            self._list(share, extent, frame, page)
+            if sum(map(len, share.leaves.values())) > 2 * share.pages + LEAVES_SPARE:
+                for hint, leaves in list(share.leaves.items()):
+                    share.leaves[hint] = sorted({leaf for leaf in leaves if self._is_leaf(leaf, share)})
+
+    @staticmethod
+    def _list(share: Share, extent: Extent, frame: int, page: Page) -> None:
+        leaf = page.used_ms, extent.number, frame, extent.generation[frame]
+        heapq.heappush(share.leaves.setdefault(page.hint if extent.pool.policy.hinted else 0, []), leaf)
 
     def _is_leaf(self, leaf: Leaf, share: Share) -> bool:
         _, number, frame, generation = leaf
@@ -133,15 +140,24 @@ class Quotas:
         """List all leaves of a tenant: after a start, damage, or when one of its roots is named late."""
         space = self.space
         numbers = [number for number, held in enumerate(space.holdings.roots) if held.share is share]
-        leaves: list[Leaf] = []
+        share.leaves = {}
         for extent in space.segment.extents.values():
             mask = np.isin(np.asarray(extent.owner), numbers) & (np.frombuffer(extent.state, np.uint8) == SEALED)
             mask &= np.asarray(extent.children) == 0
             for frame in np.flatnonzero(mask).tolist():
-                used_ms = space.used_ms(extent.pool, extent.slot_base + frame)
-                leaves.append((used_ms, extent.number, frame, extent.generation[frame]))
-        share.leaves = sorted(leaves)
+                self._list(share, extent, frame, space.page(extent.pool, extent.slot_base + frame))
         share.complete = True
+
+    def _next(self, share: Share, passed: set[int]) -> int | None:
+        """The hint whose coldest page is to leave next: the one that has not been used for longest, as its hint weighs
+        that time. Not one that was ``passed``."""
+        now_ms = self.space.now_ns // 1_000_000
+
+        def age(hint: int) -> float:
+            unused_ms = max(0, now_ms - share.leaves[hint][0][0]) + 1
+            return unused_ms / HINT_WEIGHTS[hint] if unused_ms <= HINT_MS[hint] else unused_ms
+
+        return max((hint for hint in share.leaves if share.leaves[hint] and hint not in passed), key=age, default=None)
 
     def _shrink(
         self,
@@ -159,11 +175,13 @@ class Quotas:
         if not share.complete:
             self._scan(share)
         leaving = space.leaving()
-        aside: list[Leaf] = []
+        aside: list[tuple[list[Leaf], Leaf]] = []
+        passed: set[int] = set()
         waits = 0
-        while size > 0 and waits < size and share.leaves and looks != 0:
+        while size > 0 and waits < size and looks != 0 and (hint := self._next(share, passed)) is not None:
             looks = looks - 1 if looks is not None else None
-            leaf = heapq.heappop(share.leaves)
+            leaves = share.leaves[hint]
+            leaf = heapq.heappop(leaves)
             if not self._is_leaf(leaf, share):
                 continue
             used_ms, number, frame, _ = leaf
@@ -172,21 +190,21 @@ class Quotas:
             frame_bytes = pool.frame_class.frame_bytes
             now_used_ms = space.used_ms(pool, slot)
             if space.is_moved(number, frame) or space.leases.holds(number, frame):
-                aside.append((space.now_ns // 1_000_000, *leaf[1:]))
+                aside.append((leaves, (space.now_ns // 1_000_000, *leaf[1:])))
             elif now_used_ms > used_ms:
-                heapq.heappush(share.leaves, (now_used_ms, *leaf[1:]))
+                heapq.heappush(leaves, (now_used_ms, *leaf[1:]))
             elif before_ms is not None and used_ms >= before_ms:
-                aside.append(leaf)
-                break
+                aside.append((leaves, leaf))
+                passed.add(hint)
             elif not space.may_leave(pool, slot):
                 waits += frame_bytes
-                aside.append(leaf)
+                aside.append((leaves, leaf))
             else:
                 space.leave(extent, frame, leaving)
                 size -= frame_bytes
                 share.evicted += 1
-        for leaf in aside:
-            heapq.heappush(share.leaves, leaf)
+        for leaves, leaf in aside:
+            heapq.heappush(leaves, leaf)
         space.left(leaving, "quota", out)
         if waits:
             space.waiting = True

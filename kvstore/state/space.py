@@ -23,6 +23,7 @@ from kvstore.state.departures import Departures
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.leases import LeaseTable
 from kvstore.state.pages import FREE, RETIRING, SEALED
+from kvstore.state.policy_base import Page
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
@@ -202,7 +203,7 @@ class Space(Departures):
         target.own(place, owner)
         self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
         if children == 0 and self.holdings.limited:
-            self.listed(target, place, page.used_ms)
+            self.listed(target, place, page)
         self._fresh[key] = new
         self._standings[new] = standing(page.position, page.turns, page.hint)
         self._roots[new] = root
@@ -270,9 +271,9 @@ class Space(Departures):
         """Make room for pages of this class that move."""
         self._evict_from(pool, count, "reclaim", out)
 
-    def listed(self, extent: Extent, frame: int, used_ms: int) -> None:
+    def listed(self, extent: Extent, frame: int, page: Page) -> None:
         """See ``Pages.listed``."""
-        self.quotas.listed(extent, frame, used_ms)
+        self.quotas.listed(extent, frame, page)
 
     def _next_to_leave(self, pool: ClassPool, unsaved_max: int) -> int | None:
         """The next page that may leave at once, offered no more; None where there is none.

@@ -58,7 +58,7 @@ Leaf = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class Share:
-    """What one tenant has in one tier. ``leaves``: heap of pages without children, some of them outdated.
+    """What one tenant has in one tier. ``leaves``: by hint a heap of pages without children, some of them outdated.
 
     ``salt`` None: what is unclaimed. ``roots``: how many count here; with the last one the share is forgotten.
     """
@@ -71,7 +71,7 @@ class Share:
     coming: int = 0
     evicted: int = 0  # pages, to stay within the quota
     refused: int = 0
-    leaves: list[Leaf] = field(default_factory=list)
+    leaves: dict[int, list[Leaf]] = field(default_factory=dict)
     complete: bool = True  # ``leaves`` has them all
 
 

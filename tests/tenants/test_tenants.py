@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 import kvstore
-from kvstore import Store
+from kvstore import Retention, Store
 from kvstore.client.admin import keys_argument
 from kvstore.errors import InvalidRequest, OutOfSpace, PermissionDenied, QuotaExceeded
 from kvstore.pb import store_pb2 as pb
@@ -76,6 +76,29 @@ def test_a_flood_at_its_quota_touches_nobody_else_and_accounts_outlive_a_kill(ma
         assert (after["pages"], after["bytes"]) == (before[salt]["pages"], before[salt]["bytes"])
     flood(store, "noisy", 20_000, 20)
     assert check_pages(store, quiet, salt="quiet") == len(quiet) * PAGES
+    check_laws(store)
+
+
+@pytest.mark.parametrize("eviction", ["gittins", "lru"])
+def test_at_its_quota_a_tenant_loses_first_what_its_hints_say(machine: Machine, eviction: str) -> None:
+    """And after a kill as before it. Where the node's policy takes no notice of hints, what is oldest leaves."""
+    daemon = serve_with(machine, [f"t dram={QUOTA}"], eviction=eviction)
+    store = machine.connect("a")
+    cache = store.cache(SMALL, salt="t")
+    for seed, priority in ((1, 3), (2, 0), (3, -3), (4, 0)):
+        keys = chain(seed, PAGES, SMALL, "t")
+        assert cache.put(keys, contents(keys, SMALL), retention=Retention(priority), wait=True) == PAGES
+        time.sleep(0.02)  # an age of several milliseconds
+
+    def left() -> list[int]:
+        return [seed for seed in range(1, 9) if found(store, "t", range(seed, seed + 1))]
+
+    flood(store, "t", 5, 1)
+    assert left() == ([1, 2, 4, 5] if eviction == "gittins" else [2, 3, 4, 5])
+    daemon.kill()
+    serve_with(machine, [f"t dram={QUOTA}"], eviction=eviction)
+    flood(store, "t", 6, 3)
+    assert left() == ([1, 6, 7, 8] if eviction == "gittins" else [5, 6, 7, 8])
     check_laws(store)
 
 

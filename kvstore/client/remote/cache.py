@@ -29,6 +29,7 @@ from kvstore.model.replica import Tier
 from kvstore.model.retention import Retention, ranges_of
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
+from kvstore.rpc.messages import retention_messages
 
 PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read
 PREFETCH_GRACE_S = 0.5  # for the answer, after the node has stopped waiting
@@ -56,8 +57,7 @@ class RemoteCache(PrefixCache):
             raise InvalidRequest("extras", "these keys hold digests of them only; make keys with cache.keys()")
         if keys.parent != keys.root:
             pages.parent = keys.parent
-        for part in ranges_of(keys.hints, self._page_tokens):
-            pages.retention.add(priority=part.priority, ttl_s=part.ttl_s or 0, start=part.start, stop=part.stop or 0)
+        pages.retention.extend(retention_messages(ranges_of(keys.hints, self._page_tokens)))
         return pages
 
     def parts(self, keys: Keys) -> Iterator[Keys]:

@@ -13,9 +13,9 @@ from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import KEY_BYTES, Tier
-from kvstore.model.retention import RANGES_SENT_MAX, Retention, hints_of
+from kvstore.model.retention import RANGES_SENT_MAX, hints_of
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.messages import check_text, layout_of
+from kvstore.rpc.messages import check_text, layout_of, retention_of
 from kvstore.service.node.node import Node
 
 PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and its reply, are bounded
@@ -77,8 +77,7 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
 def _hints(pages: pb.Pages, count: int, page_tokens: int) -> bytes:
     if not pages.retention:
         return b""
-    ranges = [Retention(part.priority, part.ttl_s or None, part.start, part.stop or None) for part in pages.retention]
-    return hints_of(ranges, count, page_tokens, RANGES_SENT_MAX)
+    return hints_of(retention_of(pages.retention), count, page_tokens, RANGES_SENT_MAX)
 
 
 def root_of(node: Node, key: bytes) -> bytes | None:
