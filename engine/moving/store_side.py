@@ -204,7 +204,7 @@ class Pool:
     def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
         """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
         assert work.frames is not None
-        keys = keys_to_store(cache, work, stop)
+        keys = keys_to_store(cache, work, 0, stop)
         first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
         for index, frame, count in runs(work.frames[first:stop]):
             start = first + index
@@ -235,10 +235,13 @@ class Pool:
             raise error
 
 
-def keys_to_store(cache: PrefixCache, work: Work, pages: int) -> Keys:
-    """Keys of the first pages of a request, with the hints that its caller gave."""
-    keys, retention = cache.keys(work.tokens[: pages * work.page_tokens]), work.request.retention
-    return keys.hinted(hints_of(retention, pages, work.page_tokens)) if retention else keys
+def keys_to_store(cache: PrefixCache, work: Work, start: int, stop: int) -> Keys:
+    """Keys of a request's pages, with the hints that its caller gave. Made once for all pages that are known."""
+    if work.keys is None or work.keys[0] is not cache or len(work.keys[1]) < stop:
+        pages = work.length // work.page_tokens
+        keys = cache.keys(work.tokens[: pages * work.page_tokens])
+        work.keys = cache, keys.hinted(hints_of(work.request.retention, pages, work.page_tokens))
+    return work.keys[1][start:stop]
 
 
 class ChunkWriter:
@@ -255,8 +258,7 @@ class ChunkWriter:
         self._staging = staging
         self._behind = start_page  # pages before the chunk
         self._stop = stop_page
-        self._first = 0
-        self._keys: Keys | None = None
+        self._count = 0  # pages to be written
         self._layers: list[Callable[[int], Rows]] = []  # per run of frames
         self._writer: Writer | None = None
 
@@ -264,20 +266,20 @@ class ChunkWriter:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
         work = self._work
         try:
-            self._keys = keys_to_store(self._cache, work, self._stop)
-            if self._cache.lookup(self._keys).pages >= self._stop:  # the last page of a prompt that was all there
-                work.stored_pages = self._stop
-                return
-            if self._behind:
+            if self._behind > work.stored_pages:
+                work.stored_pages = self._stored()
+            if self._behind > work.stored_pages:
                 work.stored_pages = self._pool._put(self._cache, work, self._behind)
-            self._first = max(self._behind, work.stored_pages)
-            if self._first >= self._stop:
+            first = max(self._behind, work.stored_pages)
+            if first >= self._stop:
                 return
             # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
             assert work.frames is not None
-            frames = runs(work.frames[self._first : self._stop])
+            frames = runs(work.frames[first : self._stop])
             self._layers = [self._staging.layers(frame, count) for _, frame, count in frames]
-            writer = self._cache.writer(self._keys[self._first : self._stop], ttl_s=WRITE_TTL_S)
+            self._count = self._stop - first
+            keys = keys_to_store(self._cache, work, first, self._stop)
+            writer = self._cache.writer(keys, ttl_s=WRITE_TTL_S)
             writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
             self._writer = writer.__enter__()
         except KVStoreError as error:
@@ -308,7 +310,7 @@ class ChunkWriter:
     def after(self, succeeded: bool) -> None:
         """Seal, or revoke where the forward failed."""
         writer, self._writer = self._writer, None
-        if writer is None or self._keys is None:
+        if writer is None:
             return
         if not succeeded:
             self._writer = writer
@@ -318,10 +320,15 @@ class ChunkWriter:
         try:
             writer.__exit__(None, None, None)
             # What was not new is stored, or had no room: the index knows.
-            work.stored_pages = self._cache.lookup(self._keys).pages
+            whole = writer.sealed == self._count
+            work.stored_pages = self._stop if whole else self._stored()
             work.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
         except KVStoreError as error:
             self._failed(error)
+
+    def _stored(self) -> int:
+        """How many pages up to the chunk's end are in the pool."""
+        return self._cache.lookup(keys_to_store(self._cache, self._work, 0, self._stop)).pages
 
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None

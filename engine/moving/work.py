@@ -17,6 +17,7 @@ from engine.model.request import Failed, Finished, Request, Token, Usage
 from engine.text.detokenizer import Detokenizer
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import KVStoreError
+from kvstore.model.prefix import Keys
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Work:
         tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
         frames: int64 page table; None while it has none.
         stored_pages: leading pages that are known to be in the pool.
+        keys: of its full pages, for whoever stores them, and the cache that made them.
         lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
         progress: of a prefill for another engine: what that may pull.
         first_token: of such a prefill, once it is drawn.
@@ -75,6 +77,7 @@ class Work:
         self.frames: torch.Tensor | None = None
         self.cache = cache
         self.stored_pages = 0
+        self.keys: tuple[PrefixCache, Keys] | None = None
         self.lossy = False
         self.spent = Spent()
         self.progress: Arrivals | None = None

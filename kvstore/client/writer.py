@@ -57,6 +57,8 @@ class Writer(ABC):
         self._group = _group_number(group, shard.stages)
         self._entered = False
         self._written = np.zeros((0, shard.layout.layers), np.bool_)  # of every new page
+        # So many leading layers are written of all new pages, and nothing else; None: it is not that simple.
+        self._even: int | None = 0 if shard.stages == 1 else None
         self._ranges: dict[int, Ranges] = {}  # page -> bytes of it written by ``write_range``
 
     def __enter__(self) -> Self:
@@ -100,6 +102,7 @@ class Writer(ABC):
             if shard.writes and self.pages_new:
                 self._store_layer(start, rows)
                 self._written[:, layer] = True
+                self._even = layer + 1 if layer == self._even else None
                 self._show(None)
 
     def write_page(self, page: int, data: Any) -> None:
@@ -114,7 +117,7 @@ class Writer(ABC):
             place = self._place(page)
             if shard.writes and place is not None:
                 self._store_page(page, rows)
-                self._written[place] = True
+                self._written[place], self._even = True, None
                 self._show(page)
 
     def write_range(self, page: int, offset: int, data: Any) -> None:
@@ -136,6 +139,7 @@ class Writer(ABC):
                 raise InvalidRequest("offset", f"page {page} lies in more than {PIECES_MAX} pieces: write longer ones")
             self._store_range(page, offset, row)
             ranges.add(offset, offset + len(row))
+            self._even = None
             done = self._written[place]
             for layer in range(first, last + 1):
                 start = layer * self._layout.layer_bytes + self._shard.offset

@@ -68,6 +68,8 @@ class Op(IntEnum):
     #                NO_REPLY, with HINT or without. a=1: an order; asked again while pages are on their way.
     #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
     DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
+    BEGIN = 15  # a=frame class, b=ttl_ms; body as of SEAL_GRANTED: these granted frames are being written as these
+    #                pages, and readers may follow. Usually NO_REPLY
     DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
 
 
@@ -90,6 +92,13 @@ def encode(
     message = b"".join((HEAD.pack(op, flags, count, request_id, a, b), *body))
     assert len(message) <= MESSAGE_BYTES_MAX, len(message)
     return message
+
+
+def seal_of(request: bytes) -> bytes:
+    """The SEAL of the pages of a SEAL_GRANTED, where a node has their frames as reserved ones."""
+    message = decode(memoryview(request))
+    addresses = bytes(message.body[KEY_BYTES : KEY_BYTES + message.entries * ADDRESS_BYTES])
+    return encode(Op.SEAL, 0, count=message.entries, flags=NO_REPLY, body=(addresses,))
 
 
 def decode(data: memoryview) -> Message:

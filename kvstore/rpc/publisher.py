@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.rpc.control import Op, seal_of
 from kvstore.rpc.copies import Copies
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -49,7 +50,9 @@ class Publisher:
             self._log = PutLog.open(NodeFolder.at(self._folder), id_) if id_ else None
             self._waiting = {}
             self.slot = now
-        return log.left(slot, self._session) if log is not None else []
+        left = log.left(slot, self._session) if log is not None else []
+        # Pages that were begun a node of the version before has as reserved ones: they are sealed as such.
+        return [*(seal_of(request) for request in left if request[0] == Op.SEAL_GRANTED), *left]
 
     def publish(self, request: bytes, keys: list[bytes], header: Header) -> int:
         """Publish a request, about pages of these keys; its position in the slot. 0: not now, or not here; ``header``:

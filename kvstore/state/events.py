@@ -46,6 +46,7 @@ from kvstore.state.views import Rows
 __all__ = [
     "Adopt",
     "Adopted",
+    "Begin",
     "Carried",
     "Carry",
     "Carve",
@@ -172,6 +173,20 @@ class Grant(Happening):
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
         """See ``Happening``."""
         return self.frame_class, self.count
+
+
+@dataclass(slots=True)
+class Begin(Happening):
+    """Consecutive pages of one chain are being written into these granted frames, layer by layer: readers may follow.
+    Until they are sealed, given up, or ``ttl_ns`` have passed."""
+
+    now_ns: int
+    session: int
+    frame_class: FrameClass
+    ttl_ns: int
+    parent: bytes
+    addresses: list[Address]
+    rows: Rows
 
 
 @dataclass(slots=True)
@@ -510,6 +525,7 @@ Event = (
     | ConnectionLost
     | SessionDead
     | Grant
+    | Begin
     | SealGranted
     | Delete
     | Reserve

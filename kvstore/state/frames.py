@@ -268,6 +268,13 @@ class Segment:
         pool.policy.resize(pool.frames)
         return extent
 
+    def fail(self, positions: list[int]) -> None:
+        """There is no memory for these positions. What is carved there stays."""
+        gone = [position for position in positions if position in self.vacant]
+        self.vacant.difference_update(gone)
+        self.failed.update(gone)
+        self.populated.difference_update(positions)
+
     def uncarve(self, extent: Extent) -> None:
         """Take an extent whose frames are all free out of its class; the position is vacant again."""
         assert extent.count(_FREE) == extent.frames

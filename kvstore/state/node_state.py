@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of
 from kvstore.state import events as ev
+from kvstore.state.begun import BegunPages
 from kvstore.state.choosing import Choosing
 from kvstore.state.client_session import ClientSession
 from kvstore.state.eviction import Page
@@ -71,6 +72,7 @@ class NodeState:
         self.space = next(iter(self.spaces.values()))
         self.segment, self.records = self.space.segment, self.space.records
         self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)
+        self.begun = BegunPages(self.writing, self.sessions)
         rules = {tier: parts.rules for tier, parts in tiers.items()}
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
         self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
@@ -83,6 +85,7 @@ class NodeState:
             ev.SealGranted: self._seal,
             ev.Delete: self.objects.delete,
             ev.Grant: self._grant,
+            ev.Begin: self.begun.begin,
             ev.Reserve: self._reserve,
             ev.Seal: self.writing.seal,
             ev.Revoke: self._revoke,
@@ -235,12 +238,13 @@ class NodeState:
         count = len(keys)
         if len(set(keys)) != count or len(set(event.addresses)) != count:
             return [named_twice()]
+        self.begun.withdraw(event.session, event.addresses, out)
         root = event.rows[0, ROOT].tobytes()
         first, parent = self.space.leading(root, event.parent, keys)
         if parent is None and event.parent != root:
             below = self.writing.through.seal(event, granted, keys, self.tenants.number(root))
             if below is not None:
-                return below
+                return [*out, *below]
         # By prefix closure nothing after the first absent page can be stored. What is granted up to the first frame
         # that is not is sealed; the pages after that one hang on nothing.
         last = first
@@ -300,6 +304,7 @@ class NodeState:
     def _revoke(self, event: ev.Revoke) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
         session = self.sessions.setdefault(event.session, ClientSession())
+        self.begun.withdraw(event.session, event.addresses, out)
         granted = set(event.addresses) & session.granted
         self._free_granted(session, sorted(granted), out)
         theirs = self.writing.revoke(event.session, event.addresses, out, event.shard)
@@ -321,8 +326,7 @@ class NodeState:
         out: list[ev.Instruction] = []
         if held:
             out.append(ev.WriteLease(held, self.leases.add((event.session, event.lease), held, until_ns)))
-        out.append(ev.Reply(statuses=statuses))
-        return out
+        return [*out, ev.Reply(statuses=statuses)]
 
     def _renew_lease(self, event: ev.RenewLease) -> list[ev.Instruction]:
         lease = self.leases.leases.get((event.session, event.lease))
@@ -335,8 +339,7 @@ class NodeState:
     def _release_lease(self, event: ev.ReleaseLease) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
         self._end_lease((event.session, event.lease), out)
-        out.append(ev.Reply())
-        return out
+        return [*out, ev.Reply()]
 
     def _end_lease(self, name: tuple[int, int], out: list[ev.Instruction]) -> None:
         bare = self.leases.end(name)
@@ -369,14 +372,14 @@ class NodeState:
     def _evict(self, event: ev.Evict) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
         pages, size = self.space.evict(event.pages, event.bytes, out)
-        out.append(ev.Reply(detail={"pages": pages, "bytes": size}))
-        return out
+        return [*out, ev.Reply(detail={"pages": pages, "bytes": size})]
 
     def _tick(self, event: ev.Tick) -> list[ev.Instruction]:
         out: list[ev.Instruction] = []
         for name in self.leases.expired(event.now_ns):
             self._end_lease(name, out)
         self.writing.expire(event.now_ns, out)
+        self.begun.expire(event.now_ns, out)
         self.pins.expire(event.now_ns)
         for space in self.spaces.values():
             space.quotas.trim(out)
@@ -392,8 +395,5 @@ class NodeState:
         return []
 
     def _population_failed(self, event: ev.PopulationFailed) -> list[ev.Instruction]:
-        gone = [position for position in event.positions if position in self.segment.vacant]
-        self.segment.vacant.difference_update(gone)
-        self.segment.failed.update(gone)
-        self.segment.populated.difference_update(event.positions)
+        self.segment.fail(event.positions)
         return []

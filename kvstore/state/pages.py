@@ -229,8 +229,7 @@ class Pages:
         extent = self.segment.extents[address.extent]
         extent.children[address.frame] -= 1
         if extent.children[address.frame] == 0:
-            slot = extent.slot_base + address.frame
-            page = self.page(extent.pool, slot)
+            page = self.page(extent.pool, slot := extent.slot_base + address.frame)
             if self.holdings.limited:
                 self.listed(extent, address.frame, page)
             if saved_ms is not None:

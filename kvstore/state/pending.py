@@ -11,6 +11,13 @@ from dataclasses import dataclass, field
 
 from kvstore.model.replica import Address
 
+GROUP = 1 << 63  # of pages that are written into granted frames; the rest of the number is their least generation
+
+
+def was_granted(group: int, address: Address) -> bool:
+    """Whether a record of that group is of a page that was written into a granted frame."""
+    return group >= GROUP and group ^ GROUP <= address.generation
+
 
 @dataclass(slots=True)
 class Pending:
@@ -30,6 +37,7 @@ class Pending:
     root: bytes = b""
     hint: int = 0  # see ``kvstore.model.retention``
     continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
+    begun: bool = False  # it is being written into a frame that was granted: see ``begun``
 
     @property
     def complete(self) -> bool:

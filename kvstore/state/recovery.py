@@ -20,11 +20,10 @@ from kvstore.state.copying import NODE_SESSION
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Extent, narrowest
 from kvstore.state.node_state import NodeState
-from kvstore.state.pending import Pending
+from kvstore.state.pending import Pending, was_granted
 from kvstore.state.space import Space
 from kvstore.state.spans import find_spans
 from kvstore.state.tenants import Tenants
-from kvstore.state.through import was_granted
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -144,11 +143,14 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             unowned.append(address)
             continue
         group, owner = int(table.groups[frame]), min(writers.items())[1]
-        through = was_granted(group, address) and states[frame] == RESERVED
-        if group == 0 or through:  # granted ahead; it may have its key already, from a seal cut short
+        # Written into a granted frame: either begun, or on its way to NVMe, or its seal was cut short. All but the
+        # first are merely granted again: whoever published the page, or asks again, has it sealed, or saved anew.
+        keyed = was_granted(group, address) and states[frame] == RESERVED
+        begun = keyed and not mask and bool(table.sound[frame])
+        if group == 0 or (keyed and not begun):  # granted ahead; it may have its key already, from a seal cut short
             state.sessions[owner].granted.add(address)
             state.segment.pool(table.frame_class).granted_ahead += 1
-            if through:  # on its way to NVMe: whoever published it, or asks again, has it saved anew
+            if keyed:
                 out.append(ev.WriteGranted([address], owner))
             continue
         doomed |= not table.sound[frame]
@@ -169,6 +171,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             mask,
             doomed=doomed,
             root=root,
+            begun=begun,
         )
         state.pending.add(page)
         state.space.expect([address], state.tenants.number(root, found=True))

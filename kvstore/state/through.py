@@ -23,18 +23,12 @@ from kvstore.state.behind import Behind
 from kvstore.state.copying import NODE_SESSION, CopyBatch, CopyBatches
 from kvstore.state.demotion import Demotion
 from kvstore.state.frames import ClassPool
-from kvstore.state.pending import Pending
+from kvstore.state.pending import GROUP, Pending
 from kvstore.state.spans import spans_at
 from kvstore.state.writing import Writing
 
 SHARE = 8  # this part of a class's frames may be filled by pages that go through
 TTL_NS = 60 * 10**9  # of a page that cannot be saved yet
-GROUP = 1 << 63  # of pages that were written into granted frames; the rest of the number is their least generation
-
-
-def was_granted(group: int, address: Address) -> bool:
-    """Whether a record of that group is of a page that was written into a granted frame."""
-    return group >= GROUP and group ^ GROUP <= address.generation
 
 
 class Through(Behind):

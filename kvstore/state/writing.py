@@ -84,7 +84,7 @@ class Writing:
             page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
             page.root, page.hint = root, event.hints[i] if event.hints else 0
             page.writing[event.shard] = event.session
-            self._hold_parent(page)
+            self.hold_parent(page)
             page.continues = not page.holds_parent
             self.pending.add(page)
         if done:
@@ -101,7 +101,8 @@ class Writing:
     def _holdable(self, root: bytes, key: bytes, group: int) -> bool:
         return self.space.find_in(root, key) is not None or self.pending.find(root, key, group) is not None
 
-    def _hold_parent(self, page: Pending) -> None:
+    def hold_parent(self, page: Pending) -> None:
+        """What the page hangs on may not leave, where that is sealed."""
         parent = None if page.at_root else self.space.find_in(page.root, page.parent)
         if parent is not None:
             self.space.hold(parent)
@@ -154,7 +155,7 @@ class Writing:
         waiting = deque(keys)
         while waiting:
             for child in self.pending.children(waiting.popleft()):
-                self._hold_parent(child)
+                self.hold_parent(child)
                 there = child.holds_parent or self.through.holds(child.root, child.parent)
                 if there and child.complete and self._seal_whole(child, out) in (Status.OK, Status.BUSY):
                     waiting.append(child.key)
@@ -183,6 +184,11 @@ class Writing:
         )
         self.counters["pages_sealed"] += 1
         return Status.OK
+
+    def unbegin(self, page: Pending, out: list[ev.Instruction]) -> None:
+        """A begun page is a reservation no longer. Its frame stays its writer's."""
+        self._unhold_parent(page)
+        self._forget(page, out)
 
     def stored_below(self, page: Pending, out: list[ev.Instruction]) -> None:
         """The page is on NVMe, and will not be in DRAM: its frame is free, and those of other writers of that key."""
@@ -216,7 +222,8 @@ class Writing:
 
     def expire(self, now_ns: int, out: list[ev.Instruction]) -> None:
         """Reservations past their deadline: readers and other writers see them no more."""
-        self.doom([p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed], out)
+        over = [p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed]
+        self.doom([page for page in over if not page.begun], out)
 
     def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[Address]:
         """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on."""

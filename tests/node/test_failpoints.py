@@ -33,6 +33,7 @@ WRITING = {
     "client.recorded": "put",
     "client.published": "put",
     "client.sealing": "wait",
+    "client.begun": "mixed",
     "client.layer": "layers",
 }
 READING = ("client.reading", "client.leased")
@@ -144,6 +145,8 @@ def test_writer_killed_at(name: str, machine: Machine) -> None:
         if WRITING[name] == "layers":
             # Not step by step: its layers and pages are what the failpoint counts.
             worker = machine.worker("layers", "n", failpoint=f"{name}:{count}", seed=first, pages=4)
+        elif WRITING[name] == "mixed":
+            worker = machine.worker("mixed", "n", failpoint=f"{name}:{count}", first=first)
         else:
             worker = machine.worker(
                 "put",

@@ -36,7 +36,6 @@ from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
 from kvstore.state.directory import TIERS
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
-from kvstore.tier.header import DaemonState
 from kvstore.tier.host_memory import copy, empty
 from kvstore.transfer.finding import Stretch
 from kvstore.transfer.reading import WantedChain
@@ -309,7 +308,7 @@ class LocalCache(PrefixCache):
         mapped = self._node.writable()
         keys = keys.with_tag(self._tag_in(mapped))
         self._name(mapped)
-        publishes = not wait and mapped.header.state == DaemonState.READY and self._may_publish(mapped)
+        publishes = not wait and LocalPut.may_publish(mapped, self.root)
         look = stored_or_published if publishes else stored_pages
         stored, last = look(mapped, keys, self._closed)
         known = known_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()
@@ -319,12 +318,6 @@ class LocalCache(PrefixCache):
                 mapped.dram.mark_used(last)  # what the new pages hang on must not be what leaves for them
             put.send(rows, stored)
         return put
-
-    def _may_publish(self, mapped: Mapped) -> bool:
-        """What it puts is not refused later: its tenant has no quota, or is charged with frames before it has them."""
-        publisher = mapped.channel.publisher
-        # A node of the version before, which says nothing, could refuse what a tenant with a quota has published.
-        return publisher is not None and (bool(publisher.ops) or self.root not in mapped.limited)
 
     def _name(self, mapped: Mapped, quietly: bool = False) -> None:
         name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)

@@ -122,7 +122,7 @@ class HeadPut(_FromSource):
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 
-    def _seal(self, rows: Rows, page: int, addresses: list[Address]) -> None:
+    def _seal(self, rows: Rows | None, page: int, addresses: list[Address]) -> None:
         body = (self._keys.parent, pack_addresses(addresses), self._keys.identity_bytes, self._replaces)
         batch = SealBatch(page, addresses, body)
         self._batches.append(batch)

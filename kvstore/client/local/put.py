@@ -24,6 +24,7 @@ from kvstore.rpc.base import PendingReply
 from kvstore.rpc.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, batch_pages, encode, pack_addresses
 from kvstore.rpc.publisher import Publisher
 from kvstore.tier.counters import SessionCounters
+from kvstore.tier.header import DaemonState
 from kvstore.tier.index import IndexDamaged
 
 # The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
@@ -163,6 +164,44 @@ class LocalPut(PendingPut):
                 with contextlib.suppress(Unavailable):
                     pool.add(pool.granted(asked))
 
+    @staticmethod
+    def may_publish(mapped: Mapped, root: bytes) -> bool:
+        """What is put is not refused later: its tenant has no quota, or is charged with frames before it has them."""
+        publisher = mapped.channel.publisher
+        if publisher is None or mapped.header.state != DaemonState.READY:
+            return False
+        # A node of the version before, which says nothing, could refuse what a tenant with a quota has published.
+        return bool(publisher.ops) or root not in mapped.limited
+
+    def take(self, page: int) -> list[Address]:
+        """Frames for the pages from ``page`` on, as many as are to be had: for who copies into them, and ``seal``s."""
+        pool, count, purpose = self._pool, len(self._keys) - page, self._purpose(page)
+        frames, deadline = pool.take(count), time.monotonic() + self._mapped.timeout_s
+        with contextlib.suppress(Unavailable):  # also: a quota
+            while missing := count - len(frames):
+                more = pool.wait_granted(pool.ask(missing, purpose), missing, purpose, deadline)
+                if not more:
+                    break
+                frames = sorted([*frames, *more])
+        pool.ask_ahead(count, purpose)
+        return frames
+
+    def seal(self, page: int, addresses: list[Address]) -> None:
+        """After ``take``: all pages from ``page`` on lie in these frames. Called once."""
+        self._first = page
+        step = batch_pages(self._pool.frame_class.page_tokens, self._pool.frame_class.layers)
+        try:
+            for start in range(0, len(addresses), step):
+                self._seal(None, page + start, addresses[start : start + step])
+        except BaseException:
+            self._pool.forfeit(addresses)
+            self._batches.clear()
+            raise
+
+    def forfeit(self, addresses: list[Address]) -> None:
+        """In place of ``seal``: nothing is written into these frames any more."""
+        self._pool.forfeit(addresses)
+
     def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
         """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
         pool, wanted = self._pool, (len(self._keys) - page, self._purpose(page))
@@ -187,7 +226,7 @@ class LocalPut(PendingPut):
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
             extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's mark
 
-    def _seal(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:
+    def _seal(self, rows: npt.NDArray[np.uint8] | None, page: int, addresses: list[Address]) -> None:
         keys, count = self._keys, len(addresses)
         identity = keys.identity_bytes
         width = len(identity) // len(keys)
@@ -196,7 +235,7 @@ class LocalPut(PendingPut):
             pack_addresses(addresses),
             identity[page * width : (page + count) * width] if count < len(keys) else identity,
         )
-        if self._flags & CHECKSUMS:
+        if self._flags & CHECKSUMS and rows is not None:
             body = (*body, checksums_of(rows[page : page + count], self._pool.frame_class.layers).tobytes())
         if hints := keys.hints[page : page + count]:
             body = (*body, hints)
@@ -228,7 +267,7 @@ class LocalPut(PendingPut):
         ours. False where it has to be sent: the log is full, or only NVMe has their parent."""
         mapped, count = self._mapped, len(batch.addresses)
         publisher = mapped.channel.publisher
-        if publisher is None or not self._hangs(publisher, batch):
+        if publisher is None or not self.hangs(publisher, batch.page):
             return False
         number, flags = self._pool.class_number, self._flags_of(batch) | NO_REPLY
         request = encode(Op.SEAL_GRANTED, 0, count=count, a=number, flags=flags, body=batch.body)
@@ -247,11 +286,11 @@ class LocalPut(PendingPut):
                 mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
         return True
 
-    def _hangs(self, publisher: Publisher, batch: SealBatch) -> bool:
-        """Whether these pages hang on the root, or on a page that is in DRAM or published: neither leaves before they
-        are taken in."""
-        keys, before = self._keys, batch.body[0]
-        if before == keys.root or (batch.page > self._first and publisher.marked < self._published):
+    def hangs(self, publisher: Publisher, page: int) -> bool:
+        """Whether this page hangs on the root, or on a page that is in DRAM or published: neither leaves before it is
+        taken in."""
+        before = self._before(page)
+        if before == self._keys.root or (page > self._first and publisher.marked < self._published):
             return True
         try:
             return self._mapped.index.find(self._mapped.dram.tier, before) is not None or publisher.holds(before)

@@ -30,9 +30,9 @@ class ReservedRun:
         self.generations = generations  # low half, in the upper half of the word as progress marks have it
 
 
-def parts_of(raw: bytes) -> list[bytes]:
+def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:
     """Addresses, end to end, cut into what one request takes."""
-    step = BATCH_MAX * ADDRESS_BYTES
+    step = pages * ADDRESS_BYTES
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 

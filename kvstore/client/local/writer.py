@@ -15,16 +15,29 @@ from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import await_saved
 from kvstore.client.local.proof import address_runs
+from kvstore.client.local.put import LocalPut
 from kvstore.client.local.spans import ReservedRun, parts_of, unbroken
-from kvstore.client.local.stored import stored_pages
+from kvstore.client.local.stored import stored_or_published, stored_pages
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState, Status
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameClass, FrameState, Status
 from kvstore.model.shard import Shard
 from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import HINTS, NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
+from kvstore.rpc.control import (
+    HINTS,
+    NO_REPLY,
+    WRITER,
+    Op,
+    batch_pages,
+    pack_addresses,
+    pack_class,
+    statuses_bytes,
+    unpack_addresses,
+)
 from kvstore.tier.host_memory import copy
+
+BEGIN_S = 0.05  # a node that does not listen is not waited for
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
@@ -32,7 +45,11 @@ _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BU
 
 
 class LocalWriter(Writer):
-    """A writer that copies each byte once, into its frame, and shows readers its progress by a mark beside it."""
+    """A writer that copies each byte once, into its frame, and shows readers its progress by a mark beside it.
+
+    One that is alone with its pages takes frames that were granted ahead, tells the node what they are for, and
+    publishes their seal, as a put does: it waits for nobody. Others reserve frames under their keys, and seal those.
+    """
 
     def __init__(
         self,
@@ -48,7 +65,10 @@ class LocalWriter(Writer):
         self._node = node
         self._name = name  # tells the node whose pages these are
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+        self._alone = shard.count == 1 and group is None
         self._mapped: Mapped | None = None
+        self._put: LocalPut | None = None  # which seals pages in granted frames
+        self._until_s = 0.0  # their deadline
         self._raw = b""  # addresses of pages_new, end to end
         self._spans: list[ReservedRun] = []
 
@@ -59,12 +79,54 @@ class LocalWriter(Writer):
         self._keys = mapped.in_pool(self._keys)
         self._name(mapped)
         try:
-            self._ask(mapped)
+            if not self._take(mapped):
+                self._ask(mapped)
             with mapped.channel.copies:
                 self._lay_out(mapped)
         except BaseException:
             self._revoke()
             raise
+
+    def _take(self, mapped: Mapped) -> bool:
+        """Take frames that were granted ahead; the few that are missing are asked for. False where frames have to be
+        reserved: with others, where a put would wait, behind a page that only NVMe has, or where there is none.
+        """
+        keys, publisher = self._keys, mapped.channel.publisher
+        if not self._alone or publisher is None or not LocalPut.may_publish(mapped, keys.root):
+            return False
+        page, last = stored_or_published(mapped, keys, self._layout.attention == "full")
+        if last is not None:
+            mapped.dram.mark_used(last)
+        if page == len(keys):
+            return True
+        put = LocalPut(mapped, keys, self._class, publishes=True)
+        if publisher.slot < 0 or not put.hangs(publisher, page):
+            return False
+        frames = put.take(page)
+        if not frames:
+            return False  # RESERVE tells why
+        self._put, self._until_s = put, time.monotonic() + self._ttl_ms / 1000
+        self.pages_new, self._raw = list(range(page, page + len(frames))), pack_addresses(frames)
+        self._begin(mapped, page)
+        if failpoint.ACTIVE:
+            failpoint.hit("client.begun")
+        return True
+
+    def _begin(self, mapped: Mapped, page: int) -> None:
+        """Tell the node which pages these frames are for, so that readers may follow. Where it does not hear that, they
+        wait for the seal."""
+        keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
+        step = batch_pages(self._class.page_tokens, self._class.layers)
+        for part in parts_of(self._raw, step):
+            count = len(part) // ADDRESS_BYTES
+            before = keys.hashes[page - 1] if page else keys.parent
+            body = (before, part, keys.identity_bytes[page * width : (page + count) * width])
+            number, flags = pack_class(self._class), NO_REPLY
+            with contextlib.suppress(Unavailable):
+                mapped.channel.request(
+                    Op.BEGIN, count=count, a=number, b=self._ttl_ms, flags=flags, body=body, timeout_s=BEGIN_S
+                )
+            page += count
 
     def _ask(self, mapped: Mapped) -> None:
         keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
@@ -154,6 +216,10 @@ class LocalWriter(Writer):
 
     def _show(self, page: int | None) -> None:
         """Raise this shard's marks to the leading layers that are written."""
+        if self._even:  # between two layers of a forward caches are cold, and every call counts
+            for span in self._spans:
+                np.bitwise_or(span.generations, self._even, out=span.marks)
+            return
         for span in self._spans:
             if page is None or 0 <= page - span.page < span.count:
                 written = self._written[span.first : span.first + span.count]
@@ -166,10 +232,24 @@ class LocalWriter(Writer):
         raw, self._raw, self._spans = self._raw, b"", []
         if self._mapped is None:
             return
+        if self._put is not None:
+            self._publish(self._put, unpack_addresses(raw, len(raw) // ADDRESS_BYTES))
+            return
         try:
             self._seal_frames(self._mapped, raw)
         finally:
             self._mapped.claims.release(self)
+
+    def _publish(self, put: LocalPut, addresses: list[Address]) -> None:
+        self._node.check_open()
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
+        if time.monotonic() > self._until_s:
+            put.forfeit(addresses)
+            return
+        put.seal(self.pages_new[0], addresses)
+        with contextlib.suppress(QuotaExceeded):  # it has one by now: nothing is sealed
+            self.sealed = put.result()
 
     def _seal_frames(self, mapped: Mapped, raw: bytes) -> None:
         requests = []
@@ -211,6 +291,10 @@ class LocalWriter(Writer):
 
     def _revoke(self) -> None:
         raw, self._raw, self._spans = self._raw, b"", []
+        if self._put is not None:
+            self._node.check_open()
+            self._put.forfeit(unpack_addresses(raw, len(raw) // ADDRESS_BYTES))
+            return
         try:
             self._give_back(raw)
         finally:

@@ -16,7 +16,8 @@ from kvstore.service.operator.admin import Admin
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
 
-_WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE))  # not of a node that ends
+# Not of a node that ends.
+_WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE))
 
 
 class Dispatcher:
@@ -29,6 +30,7 @@ class Dispatcher:
         self._verbs: dict[int, Callable[[int, Message, int], bytes]] = {
             Op.GRANT: self._grant,
             Op.SEAL_GRANTED: self._seal_granted,
+            Op.BEGIN: self._begin,
             Op.RESERVE: self._reserve,
             Op.SEAL: self._seal,
             Op.REVOKE: self._revoke,
@@ -121,6 +123,12 @@ class Dispatcher:
         if Status.BUSY in reply.statuses:
             self.wake()
         return _statuses(message, reply)
+
+    def _begin(self, session: int, message: Message, now_ns: int) -> bytes:
+        said = seal_event(session, message, self.node.contents.class_of, now_ns)
+        until = message.b * 1_000_000
+        event = ev.Begin(now_ns, session, said.frame_class, until, said.parent, said.addresses, said.rows)
+        return control.encode(_accepted(self.node.handle(event)).status, message.request_id)
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
