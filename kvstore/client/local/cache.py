@@ -15,6 +15,7 @@ from kvstore import failpoint
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
 from kvstore.client.local.elsewhere import Elsewhere
+from kvstore.client.local.keeping import COPIES, Keeping
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
 from kvstore.client.local.node import LocalNode, Mapped
@@ -58,6 +59,7 @@ class LocalCache(PrefixCache):
         self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
         self._closed = layout.attention == "full"
         self._wanted = WantedChain(layout.fingerprint, salt, adapter, self.frame_class, self._closed)
+        self._keeping = Keeping(node, self._wanted)
         self._verify = verify or not ORDERED
         self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
 
@@ -162,6 +164,7 @@ class LocalCache(PrefixCache):
         check_seconds(timeout_s, "timeout_s")
         mapped, pages = self._node.mapped(), 0
         keys = self._asked(tokens, extras)
+        self._keeping.gather(keys, timeout_s, self._put_copies)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
             if known_below(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
@@ -190,9 +193,11 @@ class LocalCache(PrefixCache):
         self, elsewhere: Elsewhere, keys: Keys, target: Rows, pages: int, below: Mapping[Tier, int], reason: str
     ) -> tuple[int, Mapping[Tier, int], Mapping[str, int], str]:
         """Go on after ``pages`` with those of other nodes: pages, by tier and by node, and why not more."""
-        brought = elsewhere.read(self._wanted, keys, target, pages)
+        brought = elsewhere.read(self._wanted, keys, target[pages:], pages)
         if not brought.pages:
             return pages, below, HERE_ALONE, reason
+        came = slice(pages, pages + brought.pages)
+        self._keeping.offer(keys[came], target[came], self._put_copies)
         pages += brought.pages
         tiers = Counter(below) + Counter({tier: n for tier, n in brought.tiers.items() if tier != Tier.DRAM})
         return pages, tiers, brought.nodes, "" if pages == len(keys) else ABSENT
@@ -303,6 +308,9 @@ class LocalCache(PrefixCache):
         put.leave()
         return put
 
+    def _put_copies(self, keys: Keys, rows: Rows, wait: bool) -> int:
+        return self.put(keys, rows, wait=wait, retention=COPIES)
+
     def _start_put(self, keys: Keys, pages: Any, checksum: bool, wait: bool) -> LocalPut:
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
@@ -325,18 +333,21 @@ class LocalCache(PrefixCache):
     # --- leases, and layers -----------------------------------------------------------------------------------------
 
     def _lease(self, keys: Keys, ttl_s: float) -> LocalLease:
+        self._keeping.gather(keys, self._node.timeout_s, self._put_copies)
         return LocalLease(self._node, self.layout, keys, ttl_s, self._name)
 
     def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> LocalWriter:
         return LocalWriter(self._node, shard, keys, ttl_s, group, self._name)
 
     def _reader(self, keys: Keys, timeout_s: float) -> LocalReader:
+        self._keeping.gather(keys, timeout_s, self._put_copies)
         return LocalReader(self._node, self.layout, keys, timeout_s, self._name)
 
     # --- a shard's part of pages ------------------------------------------------------------------------------------
 
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
         asked, allocated = len(keys), target is None
+        self._keeping.gather(keys, self._node.timeout_s, self._put_copies)
         if target is None:  # what is sealed from now on is not looked for
             keys = keys[: self.lookup(keys).pages]
             target = empty((len(keys), shard.nbytes))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvstore.transfer.pulling import pull
 from kvstore.transfer.reading import ReadRequest, WantedChain, pages_per_request
 
 READ_S: Final = 5.0  # for what one get brings from other nodes; a silent one is dead much earlier
+SEEN_MAX: Final = 1 << 16  # pages of which a process knows that it has brought them
 
 
 @dataclass
@@ -42,14 +44,48 @@ class Brought:
     tiers: dict[Tier, int] = field(default_factory=dict)
 
 
+class BroughtBefore:
+    """The pages that a process has brought of late. Threads share it; a race costs a page kept too early or late."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def leading(self, hashes: list[bytes]) -> int:
+        """How many leading ones of these were brought before. All of them are from now on."""
+        seen, count = self._keys, 0
+        while count < len(hashes) and hashes[count] in seen:
+            count += 1
+        for key in hashes:
+            seen[key] = None
+        with contextlib.suppress(KeyError):  # another thread was faster
+            while len(seen) > SEEN_MAX:
+                seen.popitem(last=False)
+        return count
+
+
 class Elsewhere:
-    """For one node's clients in one process. Threads share it."""
+    """For one node's clients in one process. Threads share it.
+
+    Attributes:
+        brought: what its gets have brought.
+        gathering: held while pages are brought to be stored: who wants the same finds them here then.
+        behind: taken while what a get brought is stored behind it.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.brought = BroughtBefore()
+        self.gathering = threading.Lock()
+        self.behind = threading.Semaphore()
         self._peers = PeersFile(folder)
         self._lock = threading.Lock()
         self._links: PeerLinks | None = None
         self._finder: Finder | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other node."""
+        view = self._peers.look()
+        return view is None or len(view.peers) < 2
 
     def seek(self, keys: Keys, pages: int, without: Collection[str] = ()) -> list[Stretch]:
         """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
@@ -65,16 +101,17 @@ class Elsewhere:
         return finder.find(named[pages:], spans, time.monotonic() + READ_S, without)
 
     def read(self, chain: WantedChain, keys: Keys, rows: Rows, pages: int) -> Brought:
-        """Read the pages after the first ``pages`` into their ``rows``. Rows after those that count may change."""
+        """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change."""
         brought, failed = Brought(), set[str]()
-        limit, deadline_s = min(len(keys), len(rows)), time.monotonic() + READ_S
+        limit, deadline_s = min(len(keys), pages + len(rows)), time.monotonic() + READ_S
         while pages + brought.pages < limit and time.monotonic() < deadline_s:
             start = pages + brought.pages
             stretch = next(iter(self.seek(keys, start, failed)), None)
             if stretch is None:
                 break
             stop = min(start + stretch.stop, limit)
-            if self._read(chain, stretch.node, keys[start:stop], rows[start:stop], deadline_s, brought) < stop - start:
+            into = rows[start - pages : stop - pages]
+            if self._read(chain, stretch.node, keys[start:stop], into, deadline_s, brought) < stop - start:
                 failed.add(stretch.node)
         return brought
 
@@ -110,12 +147,6 @@ class Elsewhere:
                 self._links = PeerLinks(view.pool, f"client of {view.node}")
                 self._finder = Finder(self._peers, self._links)
             return self._finder
-
-
-def counted(found: list[Stretch]) -> Iterator[tuple[str, int]]:
-    """(node, pages) of each stretch."""
-    for each in found:
-        yield each.node, each.stop - each.start
 
 
 @lru_cache(maxsize=64)
