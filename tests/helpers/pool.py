@@ -28,7 +28,7 @@ class Pool:
         """What comes is right."""
         out = np.zeros((pages, SMALL.page_bytes), np.uint8)
         match = self.stores[name].cache(SMALL).get(prompt(seed, pages), out)
-        assert first_wrong(out[: match.pages], contents(chain(seed, match.pages))) == ""
+        assert first_wrong(out[: match.pages], contents(chain(seed, pages))[: match.pages]) == ""
         return match
 
     def known(self, name: str, seed: int, pages: int = PAGES) -> None:
@@ -38,3 +38,7 @@ class Pool:
         found = find_data_server(NodeFolder.at(self.machine.folder(name)))
         assert found is not None
         return found.pid
+
+    def has_data_server(self, name: str) -> bool:
+        """Whether one has said where it is."""
+        return find_data_server(NodeFolder.at(self.machine.folder(name))) is not None
