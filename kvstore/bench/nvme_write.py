@@ -23,7 +23,7 @@ from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.nvme import BATCH_PAGES, BATCH_PAGES_QUICK, DRAM_EXTENT_BYTES, EXTENT_BYTES_QUICK, target, vacate
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, Scratch, Task, Where
-from kvstore.bench.put import AHEAD_PAGES, SharedArea
+from kvstore.bench.put import SharedArea, ahead_pages
 from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
@@ -284,7 +284,7 @@ def _saving(
     step_bytes, hot_bytes = _step_bytes(stage), hot.total_bytes if hot is not None else 0
     room = BenchWork(geometry, SEED, saved_bytes // (pages * page_bytes), pages)
     scratch, given = target(stage, scene, room, {"demote_at": 1}, more_bytes)
-    ahead_bytes = AHEAD_PAGES * page_bytes + 2 * extent_bytes
+    ahead_bytes = ahead_pages(geometry) * page_bytes + 2 * extent_bytes
     daemon = stage.daemon(scene, step_bytes + hot_bytes + ahead_bytes, extent_bytes, given)
     store = scene.enter_context(connect(daemon.name))
     where = Where.of(stage.settings.shm_dir, daemon.name, LAYOUTS[geometry])

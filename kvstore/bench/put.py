@@ -17,11 +17,12 @@ from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, quickest, result, speeds
 from kvstore.bench.stage import MIB, RunSettings, Stage
 from kvstore.client.connect import connect
+from kvstore.client.local.grants import AHEAD_BYTES_MAX, AHEAD_FRAMES_MAX
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 
 BATCH_PAGES = 32
-AHEAD_PAGES, AHEAD_SHARE = 128, 8  # a client may hold so many frames, and such a part of all, before it needs them
+AHEAD_SHARE = 8  # a client may hold such a part of all frames before it needs them
 STEPS_BATCH = 96  # per round, at most: 32 of each variant
 STEPS_ONE_PAGE = 1500
 SEED = 5
@@ -121,6 +122,11 @@ class PutBench:
             pass
 
 
+def ahead_pages(geometry: str) -> int:
+    """How many frames a client may hold before it needs them."""
+    return min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // LAYOUTS[geometry].page_bytes)
+
+
 def put(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     """Batches of 32 new pages, with free frames; a second line into a full pool."""
     return _put(stage, name, bar, geometry, BATCH_PAGES, Kind.SPEED)
@@ -140,7 +146,7 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
         writing.fill(pool_bytes)
         # A third of the steps puts; what is granted ahead stays free.
         frames = pool_bytes // writing.layout.page_bytes
-        fitting = 3 * ((frames - min(AHEAD_PAGES, frames // AHEAD_SHARE)) // pages)
+        fitting = 3 * ((frames - min(ahead_pages(geometry), frames // AHEAD_SHARE)) // pages)
         most = (6 if pages > 1 else 150) if settings.quick else (STEPS_BATCH if pages > 1 else STEPS_ONE_PAGE)
         steps = list(range(min(fitting, most)))
         variants = {"put": writing.put, **{limit: getattr(writing, limit) for limit in LIMITS}}
