@@ -182,7 +182,7 @@ def test_a_stopped_daemon_costs_a_reader_one_deadline(machine: Machine) -> None:
 
 
 def test_the_first_of_two_writers_wins_and_the_other_frames_are_free(machine: Machine) -> None:
-    daemon = machine.serve("n", dram="256MiB")
+    daemon = machine.serve("n", dram="512MiB")
     one, other = machine.connect("n"), machine.connect("n")
     warm(one)
     warm(other, first=2_000_000)
@@ -234,7 +234,7 @@ def test_a_full_log_of_a_stopped_daemon_ends_at_the_deadline(machine: Machine) -
 
 
 def test_a_damaged_log_costs_its_session_and_nobody_else(machine: Machine) -> None:
-    daemon = machine.serve("n", dram="256MiB")  # both have frames ahead
+    daemon = machine.serve("n", dram="512MiB")  # both have frames ahead
     hurt, well, reader = machine.connect("n"), machine.connect("n"), machine.connect("n")
     warm(hurt)
     warm(well, first=2_000_000)
