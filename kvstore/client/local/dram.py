@@ -43,9 +43,8 @@ class DramReader:
         if table is None or table.tier is not self.tier:
             return None
         extents = self.extents
-        for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
-            if not self._folder.records(old).exists():
-                extents.pop(old, None)
+        for old in extents.keys() - set(self._folder.extents()):  # rare enough to look: their mappings hold memory
+            extents.pop(old, None)
         extent = MappedExtent(table, self.segment)
         extents[number] = extent
         return extent

@@ -220,9 +220,8 @@ class NvmeReader:
             self._check_ns = 0
             return None
         extents = self._extents
-        for old in list(extents):  # rare enough to look whether others are gone: their mappings hold memory
-            if not self._folder.records(old).exists():
-                extents.pop(old, None)
+        for old in extents.keys() - set(self._folder.extents()):  # rare enough to look: their mappings hold memory
+            extents.pop(old, None)
         extent = NvmeExtent(table)
         extents[number] = extent
         return extent
