@@ -22,16 +22,20 @@ from typing import Any, Final
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
+from engine.api.pulling import BESIDE, dial_credentials, pull
 from engine.api.resume import Asking, Prompt, Wish
-from engine.api.wire import SERVICE, events_of, pieces_of, prefill_event, submit_request
-from engine.model.request import Event, Finished, Piece, PrefillEvent, Request, Role, Token, Usage
+from engine.api.wire import SERVICE, events_of, prefill_event, submit_request
+from engine.model.piece import Piece
+from engine.model.request import Event, Finished, PrefillEvent, Request, Role, Token, Usage
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode, end
+from kvstore.errors import NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
 from kvstore.rpc.messages import layout_message
+from kvstore.transfer.tcp import UNIX
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
@@ -94,7 +98,9 @@ class EngineClient:
             token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
         self._timeout_s = timeout_s
-        self._remote = _RemoteEngine(endpoint(_url(address), self._credentials, os.environ), timeout_s)
+        self._endpoint = endpoint(_url(address), self._credentials, os.environ)
+        self._remote = _RemoteEngine(self._endpoint, timeout_s)
+        self._data_port = 0  # as the engine said last
 
     def close(self) -> None:
         """End the connection; calls under way fail."""
@@ -171,21 +177,34 @@ class EngineClient:
         )
         left_s = timeout_s if timeout_s is not None else request.deadline_s + SLACK_S
         for reply in self._replies("Prefill", message, pb.PrefillReply, left_s):
+            if reply.HasField("admitted"):
+                self._data_port = reply.admitted.data_port
             yield prefill_event(reply)
 
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
     ) -> Generator[Piece, None, None]:
-        """The KV of a prefill, as it is computed. Whoever uses a piece compares its checksum.
+        """The KV of a prefill that was admitted, as it is computed. Each piece is read into its place before the next
+        one is asked for, and whoever uses it compares its checksum.
 
         Raises:
             InvalidRequest: there is no such prefill, or the start or the codec make no sense.
+            PermissionDenied: it is somebody else's.
             NodeUnavailable: the engine, or the prefill, has gone.
             DeadlineExceeded: not everything came in time.
         """
-        message = pb.PullRequest(request_id=request_id, token_start=token_start, codec=codec)
+        credentials = dial_credentials(self._credentials, self._endpoint)
         left_s = timeout_s if timeout_s is not None else ANSWER_S
-        yield from pieces_of(self._receive("Pull", message, left_s))
+        yield from pull(self._data_address(), credentials, request_id, token_start, codec, left_s)
+
+    def _data_address(self) -> str:
+        target = self._endpoint.target
+        if target.startswith(UNIX):
+            return target + BESIDE
+        if not self._data_port:
+            raise NodeUnavailable(f"engine {self.address} has told of no data connections: it is of another version")
+        host = target.removeprefix("dns:///").removeprefix("ipv6:").rpartition(":")[0]
+        return f"{host}:{self._data_port}"
 
     def release(self, request_id: str) -> bool:
         """The KV of a prefill is not needed any more. Whether there was any."""

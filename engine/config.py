@@ -99,6 +99,8 @@ class EngineConfig(DaemonConfig):
     """What it is called in logs."""
     listen: tuple[str, ...] = listen("127.0.0.1:0")
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
+    data_port: int = setting(0, parse_count, "TCP port where other engines fetch KV; 0: a free one.")
+    """TCP port, on the hosts of `listen`, where other engines fetch KV; 0: a free one."""
     page_tokens: int = setting(64, parse_count, "Tokens of a page.")
     """Tokens of a page; engines that share a pool agree on it."""
     arena: int = setting(GIB, parse_size, "Device memory for KV, such as 8GiB.", metavar="SIZE")
@@ -164,6 +166,7 @@ class EngineConfig(DaemonConfig):
             ("batch_max", 1, 4096),
             ("requests_max", 1, 65535),
             ("rpcs_max", 1, 65535),
+            ("data_port", 0, 65535),
             ("local_prefill_tokens", 0, 1 << 30),
             ("threads", 0, 4096),
             ("seed", 0, (1 << 63) - 1),

@@ -11,7 +11,8 @@ from typing import Final
 import grpc
 
 from engine.api.metrics import EngineTally
-from engine.api.service import EngineCalls, Served, ServedEngine
+from engine.api.pulling import PullServer
+from engine.api.service import EngineCalls, Owners, Served, ServedEngine
 from engine.api.wire import SERVICE
 from engine.config import EngineConfig
 from kvstore.serving.gate import Gate
@@ -36,9 +37,21 @@ class EngineServer(LoopServer):
         )
         super().__init__("engine-api", SERVICE, config, limits)
         self._served = config, engine, model, tally
+        self._owners = Owners(config.requests_max)
+        self._pulls = PullServer(config, engine, self.identities.find, self._owners.check)
+
+    def start(self) -> None:
+        """See ``LoopServer``; then the data connections, beside each address."""
+        super().start()
+        self._pulls.start(self.addresses)
+
+    def stop(self) -> None:
+        """See ``LoopServer``."""
+        super().stop()
+        self._pulls.stop()
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        self._calls = calls = EngineCalls(*self._served)
+        self._calls = calls = EngineCalls(*self._served, self._owners, lambda: self._pulls.port)
         unary = {
             "Release": calls.release,
             "Cancel": calls.cancel,
@@ -47,7 +60,7 @@ class EngineServer(LoopServer):
             "Migrate": calls.migrate,
             "Drain": calls.drain,
         }
-        sending = {"Submit": calls.submit, "Prefill": calls.prefill, "Pull": calls.pull}
+        sending = {"Submit": calls.submit, "Prefill": calls.prefill}
         return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending))
 
     def _calls_ended(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,8 +18,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy as np
 
 from engine.api.metrics import EngineTally
+from engine.api.pulling import PulledEngine
 from engine.api.wire import (
-    pack_piece,
     prefill_reply,
     replies_of,
     request_of,
@@ -30,13 +29,11 @@ from engine.api.wire import (
 )
 from engine.config import EngineConfig
 from engine.model.layouts import explain_mismatch
-from engine.model.request import Cancel, Done, Event, Failed, Finished, Piece, PrefillEvent, Request, Role
+from engine.model.request import Cancel, Done, Event, Failed, Finished, PrefillEvent, Request, Role
 from engine.text.tokenizer import Tokenizer
 from kvstore.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     KVStoreError,
-    NodeUnavailable,
     PermissionDenied,
     TooManyCalls,
     VersionMismatch,
@@ -45,12 +42,9 @@ from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
 from kvstore.rpc.messages import document, layout_of
-from kvstore.serving.gate import STALL_S, Call, parse
+from kvstore.serving.gate import Call, parse
 from kvstore.serving.identities import Identity
-from kvstore.serving.shares import Shares
 
-PULLS_MAX: Final = 64  # each has a thread: it waits for layers
-AHEAD_MAX: Final = 4  # messages of KV that wait for their reader, 2 MiB each
 SHARE_MAX: Final = 0.75  # of the requests that may be here, by one caller
 RETRY_AFTER_S: Final = 0.2
 BEFORE_DEADLINE_S: Final = 0.2  # a call that waits on purpose ends so long before its deadline, to tell how it went
@@ -58,7 +52,7 @@ BEFORE_DEADLINE_S: Final = 0.2  # a call that waits on purpose ends so long befo
 Item = TypeVar("Item")
 
 
-class ServedEngine(Protocol):
+class ServedEngine(PulledEngine, Protocol):
     """What is served. See ``engine.shell.engine``."""
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
@@ -66,9 +60,6 @@ class ServedEngine(Protocol):
 
     def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
         """Compute a prompt for another engine."""
-
-    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
-        """The KV of that prompt; blocks."""
 
     def cancel(self, request_id: str) -> bool:
         """End a request."""
@@ -131,11 +122,12 @@ class Mailbox(Generic[Item]):
 
 
 class Owners:
-    """Whose request is whose, so that an id is no key to the requests of others. Of the event loop alone."""
+    """Whose request is whose, so that an id is no key to the requests of others. Any thread may ``check``; the rest is
+    the event loop's alone."""
 
-    def __init__(self, each_max: int) -> None:
+    def __init__(self, requests_max: int) -> None:
         self._known: dict[str, tuple[Identity, float]] = {}  # until when a released prefill can still be asked for
-        self._each_max = each_max
+        self._each_max = max(1, int(requests_max * SHARE_MAX))
 
     @contextlib.contextmanager
     def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[None]:
@@ -169,22 +161,32 @@ class Owners:
 
 
 class EngineCalls:
-    """All calls. Made in the event loop."""
+    """All calls. Made in the event loop.
 
-    def __init__(self, config: EngineConfig, engine: ServedEngine, model: Served, tally: EngineTally) -> None:
+    Args:
+        data_port: of the engine's data connections, for callers over TCP.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: ServedEngine,
+        model: Served,
+        tally: EngineTally,
+        owners: Owners,
+        data_port: Callable[[], int],
+    ) -> None:
         self._config = config
         self._engine = engine
         self._model = model
         self._layout = model.layout(config.page_tokens)
         self._tally = tally
-        self._owners = Owners(max(1, int(config.requests_max * SHARE_MAX)))
-        self._pulls = ThreadPoolExecutor(PULLS_MAX, "engine-pull")
-        self._pulling = Shares("threads that hand KV over", "pulls", PULLS_MAX, int(PULLS_MAX * SHARE_MAX), PULLS_MAX)
+        self._owners = owners
+        self._data_port = data_port
         self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that nobody waits any more
 
     def close(self) -> None:
         """Threads end after what they are at, which has a deadline."""
-        self._pulls.shutdown(wait=False, cancel_futures=True)
         self._ends.shutdown(wait=True)
 
     # --- answering --------------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ class EngineCalls:
             async for events in _until_end(call, mailbox):
                 for event in events:
                     done = done or isinstance(event, Done)
-                    await call.send(prefill_reply(event).SerializeToString())
+                    await call.send(prefill_reply(event, self._data_port()).SerializeToString())
         finally:
             if not done:
                 self._owners.drop(request.id)
@@ -266,26 +268,6 @@ class EngineCalls:
     def _later(self, what: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # this server has ended, and soon the engine
             self._ends.submit(what)
-
-    async def pull(self, call: Call, message: bytes) -> None:
-        """The KV of a prefill. A thread walks through it, at most ``AHEAD_MAX`` messages ahead of its reader."""
-        said = parse(pb.PullRequest, message)
-        self._owners.check(said.request_id, call.caller)
-        with call.waits():
-            await self._pulling.take(1, call.left_s, call.caller)
-        try:
-            pieces = self._engine.pull(said.request_id, said.token_start, said.codec or "none", call.left_s)
-            walk = _Walk(pieces)
-            walking = asyncio.wrap_future(self._pulls.submit(walk.run))
-        except BaseException:
-            self._pulling.give(1, call.caller)
-            raise
-        walking.add_done_callback(lambda _: self._pulling.give(1, call.caller))
-        try:
-            async for message in walk.messages(call):
-                await call.send(message)
-        finally:
-            walk.end()
 
     async def release(self, call: Call, message: bytes) -> bytes:
         """The KV of a prefill is not needed any more."""
@@ -351,50 +333,3 @@ async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[An
         yield events
         if isinstance(last, Finished | Done):
             return
-
-
-class _Walk:
-    """Through pieces of KV in a thread of its own: ``run`` there, ``messages`` in the event loop, ``end`` by either."""
-
-    def __init__(self, pieces: Iterator[Piece]) -> None:
-        self._pieces = pieces
-        self._room = threading.Semaphore(AHEAD_MAX)
-        self._ended = threading.Event()
-        self._mailbox: Mailbox[bytes | KVStoreError | None] = Mailbox()  # None: that was all
-
-    def run(self) -> None:
-        """Walk to the end."""
-        end: KVStoreError | None = NodeUnavailable("the engine failed in the middle of a hand-off")
-        try:
-            for piece in self._pieces:
-                for message in pack_piece(piece):
-                    if not self._room.acquire(timeout=STALL_S):
-                        raise DeadlineExceeded("the caller took nothing for too long")
-                    if self._ended.is_set():
-                        return
-                    self._mailbox.put(message)
-            end = None
-        except KVStoreError as error:
-            end = error
-        finally:
-            if hasattr(self._pieces, "close"):
-                self._pieces.close()
-            self._mailbox.put(end)
-
-    async def messages(self, call: Call) -> AsyncIterator[bytes]:
-        """What comes of it. Raises what the walk failed with."""
-        while True:
-            with call.waits():
-                some = await self._mailbox.take()
-            for message in some:
-                if message is None:
-                    return
-                if isinstance(message, KVStoreError):
-                    raise message
-                yield message
-                self._room.release()
-
-    def end(self) -> None:
-        """Nobody reads any more."""
-        self._ended.set()
-        self._room.release()

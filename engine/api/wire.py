@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from enum import StrEnum
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from engine.model.request import (
     Finished,
     Grain,
     HandOff,
-    Piece,
     PrefillEvent,
     Progress,
     Request,
@@ -32,12 +31,9 @@ from engine.model.request import (
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.retention import checked
 from kvstore.pb import engine_pb2 as pb
-from kvstore.rpc.data_messages import BYTES, FIXED64, pack_integer, pack_varint
-from kvstore.rpc.data_messages import fields as fields_of
 from kvstore.rpc.messages import retention_messages, retention_of
 
 SERVICE: Final = "kvstore.v1.Engine"
-CHUNK_BYTES: Final = 2 << 20  # of KV in one message
 ID_BYTES_MAX: Final = 128
 PREFILLS_MAX: Final = 64  # engines that one request may name
 
@@ -201,11 +197,11 @@ def usage_of(message: pb.Usage) -> Usage:
 # --- hand-offs ------------------------------------------------------------------------------------------------------
 
 
-def prefill_reply(event: PrefillEvent) -> pb.PrefillReply:
-    """An event of a prefill as a message. Not ``Failed``: that ends the call."""
+def prefill_reply(event: PrefillEvent, data_port: int) -> pb.PrefillReply:
+    """An event of a prefill as a message. Not ``Failed``: that ends the call. ``data_port``: where it can be pulled."""
     match event:
         case Admitted():
-            return pb.PrefillReply(admitted=pb.Admitted(**asdict(event)))
+            return pb.PrefillReply(admitted=pb.Admitted(**asdict(event), data_port=data_port))
         case Progress():
             return pb.PrefillReply(progress=pb.Progress(tokens=event.tokens, tokens_per_s=event.tokens_per_s))
         case Done():
@@ -226,43 +222,3 @@ def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
             pages, cached = tuple(reply.done.pages), dict(reply.done.cached_tokens)
             return Done(HandOff(**{**values, "pages": pages, "cached_tokens": cached}))
     raise Unavailable("the engine asked said something that is no event of a prefill")
-
-
-def pack_piece(piece: Piece) -> Iterator[bytes]:
-    """A piece as messages of at most ``CHUNK_BYTES`` of data each, its bytes copied once."""
-    data = memoryview(piece.data).cast("B")
-    where = pack_integer(1, piece.layer) + pack_integer(4, piece.token_start) + pack_integer(5, piece.tokens)
-    for start in range(0, max(1, len(data)), CHUNK_BYTES):
-        part = data[start : start + CHUNK_BYTES]
-        last = start + CHUNK_BYTES >= len(data)
-        end = bytes([3 << 3 | FIXED64]) + piece.checksum.to_bytes(8, "little") if last else pack_integer(6, 1)
-        yield b"".join((where, bytes([2 << 3 | BYTES]), pack_varint(len(part)), part, end))
-
-
-def pieces_of(messages: Iterable[bytes]) -> Iterator[Piece]:
-    """Pieces out of the messages of ``Pull``. Whoever uses one compares its checksum.
-
-    Where a piece came in one message its data is a view of it: valid as long as it is kept.
-
-    Raises:
-        Unavailable: a message is none, or the last piece ends in the middle.
-    """
-    parts: list[memoryview] = []
-    for message in messages:
-        numbers, data = {1: 0, 3: 0, 4: 0, 5: 0, 6: 0}, memoryview(b"")
-        try:
-            for found in fields_of(message):
-                if found.view is None:
-                    numbers[found.number] = found.integer
-                elif found.number == 2:
-                    data = found.view
-        except ValueError as error:
-            raise Unavailable(f"the engine asked sent what is no piece ({error})") from None
-        parts.append(data)
-        if numbers[6]:
-            continue
-        whole = cast(bytes, parts[0] if len(parts) == 1 else b"".join(parts))
-        parts = []
-        yield Piece(numbers[1], numbers[4], numbers[5], whole, numbers[3])
-    if parts:
-        raise Unavailable("the last piece of KV ended in the middle")

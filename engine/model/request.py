@@ -207,21 +207,3 @@ class Done:
 
 
 PrefillEvent = Admitted | Progress | Done | Failed
-
-
-@dataclass(frozen=True)
-class Piece:
-    """KV of some tokens in one layer, as it travels from arena to arena.
-
-    Attributes:
-        token_start: a multiple of the page's tokens.
-        tokens: a multiple of them too, or fewer: then these are the tokens of a last page that is not full.
-        data: ``[pages][kv_head][token][content]``, one layer of the page format, encoded by the codec asked for.
-        checksum: xxh3_64 of ``data``.
-    """
-
-    layer: int
-    token_start: int
-    tokens: int
-    data: bytes
-    checksum: int

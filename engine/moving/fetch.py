@@ -15,16 +15,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 
-import numpy as np
-import xxhash
-
+import kvstore
 from engine.compute.arrivals import Arrivals
 from engine.memory.arena import Arena, runs
 from engine.memory.lossy import Lossy
 from engine.memory.staging import staging_of
-from engine.model.request import Admitted, Done, Failed, Grain, HandOff, Piece, Progress, Request, Source
+from engine.model.piece import Bytes, Piece, checksum_of
+from engine.model.request import Admitted, Done, Failed, Grain, HandOff, Progress, Request, Source
 from engine.moving.link import Link
 from engine.moving.peers import Peers, Pieces
 from engine.moving.work import Work
@@ -204,10 +203,8 @@ class Fetch:
             for piece in pieces:
                 if self._stopped():
                     raise self.failure or NodeUnavailable("the hand-off was given up")
-                if piece.layer >= self._layout.layers:
+                if not 0 <= piece.layer < self._layout.layers:
                     raise InvalidRequest("layer", f"{self.address} sent layer {piece.layer}, which there is not")
-                if xxhash.xxh3_64_intdigest(piece.data) != piece.checksum:
-                    raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
                 yield piece
         finally:  # or the other engine would hold what is still being pulled until this is collected
             pieces.close()
@@ -219,32 +216,43 @@ class Fetch:
                 self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
 
     def _store(self, piece: Piece, there: int) -> None:
-        """Put a piece into the frames, where ``there`` tokens of its layer are."""
+        """Receive a piece into the frames, where ``there`` tokens of its layer are."""
         frames, page_tokens = self._work.frames, self._work.page_tokens
         assert frames is not None
         first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
-        count = piece.tokens // page_tokens
+        count, size = piece.tokens // page_tokens, piece.data.nbytes
         layout = self._codec.layout if self._codec is not None else self._layout
-        inside = piece.token_start <= there and piece.token_start + piece.tokens <= self._work.prompt
+        inside = 0 <= piece.token_start <= there and piece.token_start + piece.tokens <= self._work.prompt
         whole = piece.token_start % page_tokens == 0 and (not rest or not count) and piece.tokens > 0
-        if (
-            not inside
-            or not whole
-            or not 0 <= piece.layer < layout.layers
-            or len(piece.data) != layout.kv_heads * piece.tokens * layout.token_bytes
-        ):
+        if not inside or not whole or size != layout.kv_heads * piece.tokens * layout.token_bytes:
             raise InvalidRequest("piece", f"engine {self.address} sent what is of no page of this prompt")
-        self._link.carry(len(piece.data), self._stopped)
-        self._work.spent.moved_bytes += len(piece.data)
-        data = np.frombuffer(piece.data, np.uint8).reshape(max(1, count), -1)
-        if self._codec is not None:
-            data = self._codec.decode(data)
-            self._work.lossy = True
+        self._link.carry(size, self._stopped)
+        parts = runs(frames[first : first + count])
         if rest:
-            self._staging.receive_tail(int(frames[first]), piece.layer, rest, data.copy())
-            return
-        for index, frame, some in runs(frames[first : first + count]):
-            self._staging.receive_layer(frame, piece.layer, data[index : index + some])
+            self._staging.receive_tail(int(frames[first]), piece.layer, rest, self._aside(piece, (1, size)))
+        elif self._codec is not None or piece.token_start < there:  # what is there may be in use: it is verified first
+            data = self._aside(piece, (count, size // count))
+            for index, frame, some in parts:
+                self._staging.receive_layer(frame, piece.layer, data[index : index + some])
+        else:
+            with ExitStack() as stack:
+                rows = [self._staging.layer_target(frame, some, piece.layer) for _, frame, some in parts]
+                self._read(piece, [stack.enter_context(each) for each in rows])
+        self._work.spent.moved_bytes += size
+
+    def _aside(self, piece: Piece, shape: tuple[int, int]) -> Bytes:
+        """The piece in memory of its own, decoded."""
+        data = kvstore.empty(shape)
+        self._read(piece, [data])
+        if self._codec is None:
+            return data
+        self._work.lossy = True
+        return self._codec.decode(data)
+
+    def _read(self, piece: Piece, rows: list[Bytes]) -> None:
+        piece.data.read_into(rows)
+        if checksum_of(rows) != piece.checksum:
+            raise NodeUnavailable(f"layer {piece.layer} of {self._wire_id} arrived damaged")
 
     # --- out of the pool ----------------------------------------------------------------------------------------------
 

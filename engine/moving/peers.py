@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
-from engine.model.request import Piece, PrefillEvent, Request
+from engine.model.piece import Piece
+from engine.model.request import PrefillEvent, Request
 from kvstore.model.layout import Layout
 
 PEERS_MAX = 64

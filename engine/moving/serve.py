@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
-import xxhash
-
 from engine.compute.arrivals import Arrivals
 from engine.memory.arena import Arena, runs
 from engine.memory.lossy import Lossy
 from engine.memory.staging import staging_of
-from engine.model.request import Piece
+from engine.model.piece import Bytes, HeldData, Piece, checksum_of
 from engine.moving.work import Work
 from engine.state import events as ev
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 PIECE_BYTES = 1 << 20
+BEAT_S = 1.0  # whoever pulls hears of us so often while a layer is being computed
 
 
 @dataclass
@@ -80,8 +79,15 @@ class Prefills:
 
     # --- pulling: threads of the service ------------------------------------------------------------------------------
 
-    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Generator[Piece, None, None]:
+    def pull(
+        self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
+    ) -> Generator[Piece, None, None]:
         """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed.
+
+        What comes lies in the frames themselves where it can: it holds until the next piece is asked for.
+
+        Args:
+            beat: called every ``BEAT_S`` while a layer is waited for.
 
         Raises:
             InvalidRequest: no such prefill, a start inside a page or beyond the prompt, an unknown codec.
@@ -99,31 +105,35 @@ class Prefills:
                 raise InvalidRequest("token_start", f"{token_start} begins no page of this prompt")
             prefill.pulls += 1
         try:
-            yield from self._pieces(work, token_start, self._codecs[codec], time.monotonic() + timeout_s)
+            yield from self._pieces(work, token_start, self._codecs[codec], time.monotonic() + timeout_s, beat)
         finally:
             with self._lock:
                 prefill.pulls -= 1
             self._look(prefill)
 
-    def _pieces(self, work: Work, position: int, codec: Lossy | None, deadline_s: float) -> Iterator[Piece]:
+    def _pieces(
+        self, work: Work, position: int, codec: Lossy | None, deadline_s: float, beat: Callable[[], None]
+    ) -> Iterator[Piece]:
         progress = work.progress
         assert progress is not None
         layers = self._layout.layers
         while position < work.prompt:
-            self._await(work, 0, position + 1, deadline_s)
+            self._await(work, 0, position + 1, deadline_s, beat)
             stop = min(progress.tokens(0), work.prompt)
             for layer in range(layers):
-                self._await(work, layer, stop, deadline_s)
+                self._await(work, layer, stop, deadline_s, beat)
                 yield from self._layer(work, layer, position, stop, codec)
             position = stop
 
-    def _await(self, work: Work, layer: int, tokens: int, deadline_s: float) -> None:
+    def _await(self, work: Work, layer: int, tokens: int, deadline_s: float, beat: Callable[[], None]) -> None:
         progress = work.progress
         assert progress is not None
-        if not progress.wait(layer, tokens, deadline_s):
+        while not progress.wait(layer, tokens, min(deadline_s, time.monotonic() + BEAT_S)):
             if progress.failure is not None:
                 raise NodeUnavailable(f"prefill {work.id} was given up: {progress.failure}")
-            raise DeadlineExceeded(f"layer {layer} of {tokens} tokens of {work.id} was not computed in time")
+            if time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"layer {layer} of {tokens} tokens of {work.id} was not computed in time")
+            beat()
 
     def _layer(self, work: Work, layer: int, start: int, stop: int, codec: Lossy | None) -> Iterator[Piece]:
         assert work.frames is not None
@@ -134,10 +144,12 @@ class Prefills:
             for done in range(0, count, step):
                 some = min(step, count - done)
                 rows = self._staging.send_layer(frame + done, some, layer)
-                data = (rows if codec is None else codec.encode(rows)).tobytes()
-                token_start = (first + index + done) * page_tokens
-                yield Piece(layer, token_start, some * page_tokens, data, xxhash.xxh3_64_intdigest(data))
+                yield _piece(layer, (first + index + done) * page_tokens, some * page_tokens, rows, codec)
         if rest := stop - last * page_tokens:
             rows = self._staging.send_tail(int(work.frames[last]), layer, rest)
-            data = (rows if codec is None else codec.encode(rows)).tobytes()
-            yield Piece(layer, last * page_tokens, rest, data, xxhash.xxh3_64_intdigest(data))
+            yield _piece(layer, last * page_tokens, rest, rows, codec)
+
+
+def _piece(layer: int, token_start: int, tokens: int, rows: Bytes, codec: Lossy | None) -> Piece:
+    coded = rows if codec is None else codec.encode(rows)
+    return Piece(layer, token_start, tokens, HeldData(coded), checksum_of([coded]))

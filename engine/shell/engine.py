@@ -26,7 +26,8 @@ from engine.memory.arena import Arena
 from engine.memory.lossy import codecs
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
-from engine.model.request import Cancel, Emit, Piece, PrefillEvent, Request, Role, Timing
+from engine.model.piece import Piece
+from engine.model.request import Cancel, Emit, PrefillEvent, Request, Role, Timing
 from engine.moving.peers import Peer, Peers
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
@@ -177,9 +178,11 @@ class Engine:
         most_s = self.config.hold_s
         return self._enter(request, emit, min(hold_s, most_s) if hold_s > 0 else most_s, answers=False)
 
-    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Generator[Piece, None, None]:
+    def pull(
+        self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
+    ) -> Generator[Piece, None, None]:
         """See ``Prefills.pull``."""
-        return self.prefills.pull(request_id, token_start, codec, timeout_s)
+        return self.prefills.pull(request_id, token_start, codec, timeout_s, beat)
 
     def release(self, request_id: str) -> bool:
         """A prefill is not needed any more. Whether there was one."""

@@ -171,7 +171,7 @@ class PrefillReply(_message.Message):
     def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[HandOff, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "lossy")
+    __slots__ = ("prompt_tokens", "cached_tokens", "lossy", "data_port")
     class CachedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,10 +182,12 @@ class Admitted(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSSY_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: _containers.ScalarMap[str, int]
     lossy: bool
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., lossy: _Optional[bool] = ...) -> None: ...
+    data_port: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., lossy: _Optional[bool] = ..., data_port: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("tokens", "tokens_per_s")
@@ -223,32 +225,6 @@ class HandOff(_message.Message):
     computed_tokens: int
     prefill_ms: float
     def __init__(self, request_id: _Optional[str] = ..., pages: _Optional[_Iterable[bytes]] = ..., stored: _Optional[int] = ..., tail_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., generated: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., computed_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
-
-class PullRequest(_message.Message):
-    __slots__ = ("request_id", "token_start", "codec")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    token_start: int
-    codec: str
-    def __init__(self, request_id: _Optional[str] = ..., token_start: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
-
-class PullReply(_message.Message):
-    __slots__ = ("layer", "data", "data_xxh3", "token_start", "tokens", "more")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    DATA_XXH3_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MORE_FIELD_NUMBER: _ClassVar[int]
-    layer: int
-    data: bytes
-    data_xxh3: int
-    token_start: int
-    tokens: int
-    more: bool
-    def __init__(self, layer: _Optional[int] = ..., data: _Optional[bytes] = ..., data_xxh3: _Optional[int] = ..., token_start: _Optional[int] = ..., tokens: _Optional[int] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class RequestId(_message.Message):
     __slots__ = ("request_id",)

@@ -53,11 +53,6 @@ class EngineStub:
                 request_serializer=kvstore_dot_pb_dot_engine__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_engine__pb2.PrefillReply.FromString,
                 _registered_method=True)
-        self.Pull = channel.unary_stream(
-                '/kvstore.v1.Engine/Pull',
-                request_serializer=kvstore_dot_pb_dot_engine__pb2.PullRequest.SerializeToString,
-                response_deserializer=kvstore_dot_pb_dot_engine__pb2.PullReply.FromString,
-                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvstore.v1.Engine/Release',
                 request_serializer=kvstore_dot_pb_dot_engine__pb2.RequestId.SerializeToString,
@@ -110,14 +105,8 @@ class EngineServicer:
 
     def Prefill(self, request, context):
         """Compute a prompt for another engine. First `admitted`, then `progress`, last `done`. The KV stays until it was
-        pulled, Release, or `hold_ms` have passed; it can be pulled while it is being computed.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Pull(self, request, context):
-        """The KV of a prefill, layer by layer as it is computed; ends after the last layer of the last token.
+        pulled, Release, or `hold_ms` have passed; it can be pulled while it is being computed, over a data connection
+        (`admitted` says where): bytes of KV travel in no message of gRPC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,11 +167,6 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=kvstore_dot_pb_dot_engine__pb2.PrefillRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_engine__pb2.PrefillReply.SerializeToString,
-            ),
-            'Pull': grpc.unary_stream_rpc_method_handler(
-                    servicer.Pull,
-                    request_deserializer=kvstore_dot_pb_dot_engine__pb2.PullRequest.FromString,
-                    response_serializer=kvstore_dot_pb_dot_engine__pb2.PullReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -276,33 +260,6 @@ class Engine:
             '/kvstore.v1.Engine/Prefill',
             kvstore_dot_pb_dot_engine__pb2.PrefillRequest.SerializeToString,
             kvstore_dot_pb_dot_engine__pb2.PrefillReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Pull(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.Engine/Pull',
-            kvstore_dot_pb_dot_engine__pb2.PullRequest.SerializeToString,
-            kvstore_dot_pb_dot_engine__pb2.PullReply.FromString,
             options,
             channel_credentials,
             insecure,

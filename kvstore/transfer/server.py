@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -17,11 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unavailable, VersionMismatch
 from kvstore.transfer.base import Admit, Caller, Exchange, Handler
 from kvstore.transfer.stream import Buffer, Stream
+from kvstore.transfer.unix import short
 from kvstore.transfer.wire import (
     BODY_MAX,
     REQUESTS,
@@ -89,6 +92,7 @@ class Server:
         self._handlers = handlers
         self._admit = admit
         self._listener: socket.socket | None = None
+        self._unix: Path | None = None
         self._lock = threading.Lock()
         self._open: dict[_Connection, threading.Thread] = {}
         self._callers: Counter[str] = Counter()
@@ -104,17 +108,36 @@ class Server:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         shown = f"[{host}]" if ":" in host else host
         sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listen(sock, (host, port), f"{shown}:{port}")
+        return f"{shown}:{sock.getsockname()[1]}"
+
+    def start_unix(self, path: Path, mode: int) -> None:
+        """Listen at a unix socket, whose permission bits say who may connect. A file that is there is replaced: the
+        caller knows that nobody listens there. Raises InvalidRequest as ``start``."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o777 & ~mode)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
+            path.unlink(missing_ok=True)
+            with short(path) as name:
+                self._listen(sock, name, str(path))
+        except OSError as error:
+            sock.close()
+            raise InvalidRequest("listen", f"cannot listen on {path} ({error})") from None
+        finally:
+            os.umask(before)
+        self._unix = path
+
+    def _listen(self, sock: socket.socket, where: tuple[str, int] | str, shown: str) -> None:
+        try:
+            sock.bind(where)
             sock.listen(128)
         except (OSError, OverflowError) as error:
             sock.close()
-            raise InvalidRequest("listen", f"cannot listen on {shown}:{port} ({error})") from None
+            raise InvalidRequest("listen", f"cannot listen on {shown} ({error})") from None
         sock.settimeout(ACCEPT_LOOK_S)
         self._listener = sock
         self._accepting.start()
-        return f"{shown}:{sock.getsockname()[1]}"
 
     def stop(self) -> None:
         """Close everything. Replies that are on their way are cut."""
@@ -123,6 +146,8 @@ class Server:
             return
         self._accepting.join(STOP_S)
         self._listener.close()
+        if self._unix is not None:
+            self._unix.unlink(missing_ok=True)
         with self._lock:
             opened = list(self._open.items())
         for connection, _ in opened:
@@ -169,7 +194,7 @@ class Server:
                 log.warning("a connection could not be taken: %s", error)
                 self._stopping.wait(ACCEPT_LOOK_S)
                 continue
-            connection = _Connection(self, sock, f"{peer[0]}:{peer[1]}")
+            connection = _Connection(self, sock, f"{peer[0]}:{peer[1]}" if peer else "somebody of this machine")
             with self._lock:
                 full = len(self._open) >= self.limits.connections_max
                 if not full:

@@ -1,4 +1,4 @@
-"""DataConnection: the client's end of a data connection over TCP, plain or TLS."""
+"""DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import itertools
 import socket
 import ssl
 import time
+from pathlib import Path
 from typing import Final
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.stream import Buffer, Stream
+from kvstore.transfer.unix import short
 from kvstore.transfer.wire import (
     BODY_MAX,
     FrameKind,
@@ -24,6 +26,7 @@ from kvstore.transfer.wire import (
     unpack_welcome,
 )
 
+UNIX: Final = "unix:"
 SILENCE_S: Final = 0.5  # somebody who owes us bytes and sends none for so long is dead
 
 
@@ -55,7 +58,7 @@ class DataConnection:
         deadline_s: float,
         silence_s: float = SILENCE_S,
     ) -> DataConnection:
-        """Connect to HOST:PORT, and say who we are.
+        """Connect to HOST:PORT or unix:PATH, and say who we are.
 
         Args:
             tls: whether the server's connections are encrypted; None: where the credentials say so.
@@ -67,16 +70,11 @@ class DataConnection:
                 travel in clear.
             Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.
         """
-        host, port = _split(address)
-        ours = credentials if credentials is not None else DialCredentials()
-        context = _context(ours) if (ours.tls if tls is None else tls) else None
-        if hello.token and context is None and not _is_loopback(host):
-            raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
         within_s = max(0.001, min(deadline_s - time.monotonic(), silence_s))
         try:
-            sock = socket.create_connection((host, port), within_s)
-            if context is not None:
-                sock = context.wrap_socket(sock, server_hostname=ours.server_name or host)
+            sock = _connect(address, credentials or DialCredentials(), tls, bool(hello.token), within_s)
+        except InvalidRequest:
+            raise
         except TimeoutError:
             raise DeadlineExceeded(f"{address}: does not answer") from None
         except (OSError, ValueError) as error:
@@ -153,6 +151,25 @@ class DataConnection:
         """End it."""
         self.broken = True
         self._stream.close()
+
+
+def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool, within_s: float) -> socket.socket:
+    if address.startswith(UNIX):  # its permissions say who may connect
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(within_s)
+            with short(Path(address.removeprefix(UNIX))) as name:
+                sock.connect(name)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    host, port = _split(address)
+    context = _context(ours) if (ours.tls if tls is None else tls) else None
+    if token and context is None and not _is_loopback(host):
+        raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
+    sock = socket.create_connection((host, port), within_s)
+    return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ their replies come; the server answers them one by one, in order, and its replie
 
     PING -> PONG                READ -> RANGE ... END
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
+    PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
 
 Any request may get ERROR instead of its reply, or in the middle of it. Each kind's body has a bound (``BODY_MAX``), and
 no body is read before it was held against that. A frame that breaks a rule ends the connection with ERROR in words.
@@ -58,6 +59,8 @@ class FrameKind(IntEnum):
     FOUND = 33
     ANNOUNCE = 34
     ANNOUNCED = 35
+    PULL = 48
+    PIECE = 49
 
 
 BODY_MAX: Final[dict[FrameKind, int]] = {
@@ -75,10 +78,14 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.FOUND: 4096 * KIB,
     FrameKind.ANNOUNCE: 1024 * KIB,
     FrameKind.ANNOUNCED: 4 * KIB,
+    FrameKind.PULL: 4 * KIB,
+    FrameKind.PIECE: (1 << 32) - 1,  # in place as well
 }
 """The largest body of each kind. Sums of these bound what a connection holds: one request at a time, one reply."""
 
-REQUESTS: Final = frozenset((FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE))
+REQUESTS: Final = frozenset(
+    (FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.PULL)
+)
 
 
 class WireError(Unavailable):

@@ -17,11 +17,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import xxhash
 
 from engine.memory.compression import lossy_layout
 from engine.model.observer import Observer
-from engine.model.request import Done, Failed, Piece, PrefillEvent, Request, Role, Sampling, Source
+from engine.model.piece import Bytes, HeldData, Piece, checksum_of
+from engine.model.request import Done, Failed, PrefillEvent, Request, Role, Sampling, Source
 from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
@@ -292,15 +292,24 @@ def test_a_sequence_that_waits_aside_is_cancelled(lab: Bench) -> None:
     all_free(decode)
 
 
+def bytes_of(it: Piece) -> Bytes:
+    data = np.empty(it.data.nbytes, np.uint8)
+    it.data.read_into([data])
+    return data
+
+
+def with_data(it: Piece, data: Bytes) -> Piece:
+    return replace(it, data=HeldData(data), checksum=checksum_of([data]))
+
+
 def headless(it: Piece) -> Piece:
     """The prompt's first page is left out."""
-    data = it.data[len(it.data) * 16 // it.tokens :]
-    cut = replace(it, token_start=16, tokens=it.tokens - 16, data=data, checksum=xxhash.xxh3_64_intdigest(data))
-    return it if it.token_start else cut
+    cut = with_data(it, bytes_of(it)[it.data.nbytes * 16 // it.tokens :])
+    return it if it.token_start else replace(cut, token_start=16, tokens=it.tokens - 16)
 
 
 MALFORMED: dict[str, Callable[[Piece], Piece]] = {
-    "size": lambda it: replace(it, data=it.data[:-3], checksum=xxhash.xxh3_64_intdigest(it.data[:-3])),
+    "size": lambda it: with_data(it, bytes_of(it)[:-3]),
     "start beyond the prompt": lambda it: replace(it, token_start=it.token_start + 16),
     "start after a gap": headless,
     "layer": lambda it: replace(it, layer=99),
@@ -323,6 +332,17 @@ def test_a_malformed_piece_fails_its_handoff_alone(lab: Bench, what: str) -> Non
     all_free(source)
     again = lab.ask(decode, tokens, 6).wait()
     assert again.usage.prefill_engine and again.usage.prefill_cached_tokens == {"dram": 96}
+
+
+def test_bytes_that_changed_on_the_way_are_noticed(lab: Bench) -> None:
+    """The prompt is computed here then, and that engine is not asked for a while."""
+    source = lab.engine(PRESET, role=Role.PREFILL)
+    decode = lab.decoding(source)
+    lab.sends = lambda pieces: (replace(it, data=HeldData(bytes_of(it) ^ 1)) for it in pieces)
+    answer = lab.ask(decode, prompt(14, 100), 6)
+    check_answer(answer)
+    assert (answer.usage.computed_tokens, answer.usage.prefill_engine) == (100, "")
+    all_free(source)
 
 
 def test_a_resumed_answer_that_holds_a_stop_string(lab: Bench) -> None:

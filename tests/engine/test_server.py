@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
+from engine.api import pulling
 from engine.api.metrics import EngineTally
 from engine.api.server import EngineServer
-from engine.api.service import PULLS_MAX
-from engine.api.wire import pieces_of
+from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.model.request import Cancel, Done, Event, Failed, HandOff, Piece, PrefillEvent, Request
+from engine.model.piece import HeldData, Piece, checksum_of
+from engine.model.request import Admitted, Cancel, Done, Event, Failed, HandOff, PrefillEvent, Request
 from engine.text.tokenizer import ByteTokenizer
 from kvstore import Layout
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, PermissionDenied, TooManyCalls, Unauthenticated
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
 from kvstore.rpc.messages import layout_message
@@ -28,8 +30,9 @@ from tests.helpers import api
 from tests.helpers.processes import wait_until
 
 LAYOUT = Layout(model="none", layers=1, kv_heads=1, head_dim=8, page_tokens=16)
+KV = np.frombuffer(b"piece", np.uint8)
+PULLS_MAX = 16
 PULL_S = 60.0  # nothing below takes that long: who waits so long has not got its turn
-SHORT_S = 0.5
 
 
 class Counted(ByteTokenizer):
@@ -61,16 +64,19 @@ class Still:
 
     def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
         done = HandOff(request_id=request.id, pages=(), stored=0, tail_tokens=0, first_token=1, generated=1)
+        emit(Admitted(prompt_tokens=1, cached_tokens={}, lossy=False))
         emit(Done(done))
         return lambda: None
 
-    def pull(self, request_id: str, token_start: int, codec: str, timeout_s: float) -> Iterator[Piece]:
+    def pull(
+        self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None]
+    ) -> Generator[Piece, None, None]:
         with self._mutex:
             self.pulling[request_id] += 1
             self.longest[request_id] = max(self.longest[request_id], self.pulling[request_id])
         try:
             assert not request_id.startswith("held") or self.go.wait(timeout_s)
-            yield Piece(0, token_start, 1, b"piece", 7)
+            yield Piece(0, token_start, 1, HeldData(KV), checksum_of([KV]))
         finally:
             with self._mutex:
                 self.pulling[request_id] -= 1
@@ -82,17 +88,23 @@ def engine() -> Still:
 
 
 @pytest.fixture
-def stub(engine: Still, tmp_path: Path) -> Iterator[Any]:
+def address(engine: Still, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(pulling, "CONNECTIONS_MAX", PULLS_MAX)
     identities = Path(api.identities_file(tmp_path))
     config = EngineConfig(model="none", identities=identities, listen=("127.0.0.1:0",))
     server = EngineServer(config, engine, engine, EngineTally())  # type: ignore[arg-type]
     server.start()
     try:
-        with grpc.insecure_channel(server.addresses[0]) as channel:
-            yield engine_pb2_grpc.EngineStub(channel)
+        yield server.addresses[0]
     finally:
         engine.go.set()
         server.stop()
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[Any]:
+    with grpc.insecure_channel(address) as channel:
+        yield engine_pb2_grpc.EngineStub(channel)
 
 
 def who(name: str) -> tuple[tuple[str, str], ...]:
@@ -106,34 +118,56 @@ def prefill(stub: Any, name: str, request_id: str, salt: str | None = None, **pr
     list(stub.Prefill(pb.PrefillRequest(request=request, layout=layout_message(LAYOUT)), PULL_S, who(name)))
 
 
-def pull(stub: Any, name: str, request_id: str, timeout_s: float = PULL_S) -> bytes | grpc.StatusCode:
-    """The KV; or the code that the call failed with."""
-    try:
-        replies = stub.Pull(pb.PullRequest(request_id=request_id), timeout_s, who(name))
-        return b"".join(bytes(piece.data) for piece in pieces_of(reply.SerializeToString() for reply in replies))
-    except grpc.RpcError as error:
-        return error.code()
+def pull(client: EngineClient, request_id: str) -> bytes:
+    """The KV."""
+    data = np.empty(len(KV), np.uint8)
+    for piece in client.pull(request_id, timeout_s=PULL_S):
+        piece.data.read_into([data])
+        assert checksum_of([data]) == piece.checksum
+    return data.tobytes()
 
 
-def test_pulls_take_turns_and_one_tenant_leaves_threads_to_others(stub: Any, engine: Still) -> None:
-    prefill(stub, "a", "held-a", tokens=b"abcd")
-    prefill(stub, "b", "held-b", tokens=b"abcd")
-    prefill(stub, "b", "b", tokens=b"abcd")
-    with ThreadPoolExecutor(2 * PULLS_MAX) as callers:
-        pulls = [callers.submit(pull, stub, "a", "held-a") for _ in range(PULLS_MAX)]
+@pytest.fixture
+def clients(address: str) -> Iterator[dict[str, EngineClient]]:
+    with EngineClient(address, token="a-token") as a, EngineClient(address, token="b-token") as b:
+        yield {"a": a, "b": b}
+
+
+def computed(client: EngineClient, request_id: str, salt: str) -> None:
+    list(client.prefill(Request(id=request_id, tokens=np.ones(1, np.uint32), salt=salt), LAYOUT))
+
+
+def test_one_tenant_s_pulls_leave_connections_to_others(clients: dict[str, EngineClient], engine: Still) -> None:
+    share = PULLS_MAX * 3 // 4
+    for name, request_id in (("a", "held-a"), ("b", "held-b"), ("b", "b")):
+        computed(clients[name], request_id, name)
+    with ThreadPoolExecutor(PULLS_MAX) as callers:
+        pulls = [callers.submit(pull, clients["a"], "held-a") for _ in range(share)]
         try:
-            wait_until("one tenant pulls as much as it may", lambda: engine.pulling["held-a"] >= PULLS_MAX // 2)
-            short = callers.submit(pull, stub, "a", "held-a", SHORT_S)
-            assert short.result(PULL_S) in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
-            assert pull(stub, "b", "b") == b"piece", "one tenant has every thread"
-            pulls += [callers.submit(pull, stub, "b", "held-b") for _ in range(4)]
-            wait_until("another's pulls have threads", lambda: engine.pulling["held-b"] == 4)
-            assert engine.longest["held-a"] == PULLS_MAX // 2 and not any(pull.done() for pull in pulls)
+            wait_until("one tenant pulls as much as it may", lambda: engine.pulling["held-a"] == share)
+            with pytest.raises(TooManyCalls):
+                pull(clients["a"], "held-a")
+            assert pull(clients["b"], "b") == KV.tobytes()
+            pulls += [callers.submit(pull, clients["b"], "held-b") for _ in range(3)]
+            wait_until("another's pulls go on", lambda: engine.pulling["held-b"] == 3)
+            assert engine.longest["held-a"] == share and not any(pull.done() for pull in pulls)
         finally:
             engine.go.set()
-        assert [pull.result(PULL_S) for pull in pulls] == [b"piece"] * len(pulls), "a pull was refused"
-    assert engine.longest["held-a"] <= 3 * PULLS_MAX // 4
-    assert not engine.pulling.total()
+        assert [pull.result(PULL_S) for pull in pulls] == [KV.tobytes()] * len(pulls)
+    wait_until("all have ended", lambda: not engine.pulling.total())
+
+
+def test_nobody_pulls_the_prefill_of_another(clients: dict[str, EngineClient], engine: Still, address: str) -> None:
+    computed(clients["b"], "theirs", "b")
+    computed(clients["a"], "own", "a")
+    for request_id in ("theirs", "unknown"):
+        with pytest.raises(PermissionDenied):
+            pull(clients["a"], request_id)
+    with EngineClient(address, token="nobody") as stranger:
+        stranger._data_port = clients["a"]._data_port
+        with pytest.raises(Unauthenticated):
+            pull(stranger, "own")
+    assert not engine.pulling and pull(clients["a"], "own") == KV.tobytes()
 
 
 def test_nobody_has_a_prompt_tokenised_under_the_salt_of_another(stub: Any, engine: Still) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import xxhash
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -23,7 +22,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from engine.api.metrics import METRICS
 from engine.api.wire import SERVICE, submit_request
 from engine.client import EngineClient
-from engine.model.request import Admitted, Done, Finished, HandOff, Piece, Request, Sampling, Token
+from engine.model.piece import Piece, checksum_of
+from engine.model.request import Admitted, Done, Finished, HandOff, Request, Sampling, Token
 from kvstore import Layout
 from kvstore.errors import (
     DeadlineExceeded,
@@ -263,6 +263,17 @@ def test_garbage_is_the_caller_s_mistake(shared: EngineProcess, engine: EngineCl
 # --- hand-offs ------------------------------------------------------------------------------------------------------
 
 
+def pulled(engine: EngineClient, *asked: Any) -> list[Piece]:
+    """All pieces, each of which arrived as it was sent."""
+    pieces = []
+    for piece in engine.pull(*asked):
+        data = np.empty(piece.data.nbytes, np.uint8)
+        piece.data.read_into([data])
+        assert checksum_of([data]) == piece.checksum
+        pieces.append(piece)
+    return pieces
+
+
 def test_a_prefill_can_be_pulled_and_let_go(engine: EngineClient) -> None:
     layout, tokens = layout_of(), prompt(70)
     request = Request(id="held", tokens=tokens, sampling=Sampling(max_tokens=4))
@@ -272,21 +283,20 @@ def test_a_prefill_can_be_pulled_and_let_go(engine: EngineClient) -> None:
     handoff = events[-1].handoff
     assert isinstance(handoff, HandOff) and (handoff.tail_tokens, handoff.generated) == (6, 1)
     assert handoff.first_token == engine.generate(tokens, max_tokens=1, ignore_eos=True).tokens[0]
-    pieces = list(engine.pull("held"))
-    assert all(isinstance(piece, Piece) and xxhash.xxh3_64_intdigest(piece.data) == piece.checksum for piece in pieces)
+    pieces = pulled(engine, "held")
     for layer in range(layout.layers):
         mine = [piece for piece in pieces if piece.layer == layer]
         assert sum(piece.tokens for piece in mine) == 70
-        assert sum(len(piece.data) for piece in mine) == 70 * layout.kv_heads * layout.token_bytes
-    later = list(engine.pull("held", 64))
+        assert sum(piece.data.nbytes for piece in mine) == 70 * layout.kv_heads * layout.token_bytes
+    later = pulled(engine, "held", 64)
     assert {piece.token_start for piece in later} == {64} and len(later) == layout.layers
     for field, start, codec in (("token_start", 3, "none"), ("codec", 0, "zip")):
         with pytest.raises(InvalidRequest) as refused:
-            list(engine.pull("held", start, codec))
+            pulled(engine, "held", start, codec)
         assert refused.value.field == field
     assert engine.release("held")
     with pytest.raises(InvalidRequest):
-        list(engine.pull("held"))
+        pulled(engine, "held")
 
 
 def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: Any) -> None:

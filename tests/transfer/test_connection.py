@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -338,3 +339,19 @@ def wait_until(holds: object) -> None:
 
 def assert_none_open(served: Served) -> None:
     wait_until(lambda: not served.server.connections)
+
+
+def test_a_unix_socket_whose_path_is_longer_than_the_kernel_takes(tmp_path: Path) -> None:
+    folder = tmp_path / ("f" * 120)
+    folder.mkdir()
+    server = Server("n1", {}, admit)
+    server.start_unix(folder / "socket", 0o600)
+    try:
+        assert (folder / "socket").stat().st_mode & 0o777 == 0o600
+        with closing(DataConnection.open(f"unix:{folder}/socket", Hello(), deadline_s=later())) as connection:
+            assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+    finally:
+        server.stop()
+    assert not (folder / "socket").exists()
+    with pytest.raises(NodeUnavailable):
+        DataConnection.open(f"unix:{folder}/socket", Hello(), deadline_s=later())

@@ -24,12 +24,12 @@ import kvstore
 from engine.compute.models import Model, load_model
 from engine.config import EngineConfig
 from engine.model.observer import Observer
+from engine.model.piece import Piece
 from engine.model.request import (
     Done,
     Event,
     Failed,
     Finished,
-    Piece,
     PrefillEvent,
     Request,
     Role,

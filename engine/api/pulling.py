@@ -1,0 +1,226 @@
+"""Pulling: the KV of a prefill over a data connection, from the engine's frames into those of whoever asked for it.
+
+PULL names the prefill, which has to be the caller's. PIECE frames follow as layers are computed, each a head and its
+bytes; one of no tokens says that the engine is still at it. END is the end. A connection is admitted as a gRPC call is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from engine.config import EngineConfig
+from engine.model.piece import Bytes, HeldData, Piece
+from kvstore.client.remote.endpoint import Endpoint, GivenCredentials
+from kvstore.errors import InvalidRequest
+from kvstore.serving.identities import Identity
+from kvstore.serving.listening import UNIX
+from kvstore.transfer.base import DialCredentials, Exchange
+from kvstore.transfer.server import Server, ServerLimits, tls_context
+from kvstore.transfer.stream import Buffer
+from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.wire import FrameKind, Hello, WireError
+
+CONNECTIONS_MAX: Final = 256  # each has a thread: it waits for layers
+SHARE_MAX: Final = 0.75  # of them, by one caller
+IDLE_S: Final = 10.0  # whoever connects asks at once
+SILENCE_S: Final = 5.0  # an engine that says nothing for so long stands still; it says something every second
+BESIDE: Final = ".data"  # what the unix socket of an engine's data is called, after the one that it listens at
+_HEAD: Final = struct.Struct("<IIQQQ")  # layer, tokens, token_start, bytes, checksum
+
+
+class PulledEngine(Protocol):
+    """What is pulled from. See ``engine.shell.engine``."""
+
+    def pull(
+        self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None]
+    ) -> Generator[Piece, None, None]:
+        """The KV of a prefill; blocks."""
+
+
+# --- the engine that computed ----------------------------------------------------------------------------------------
+
+
+class PullServer:
+    """Serves data connections of an engine, from ``start`` to ``stop``: one server per way in.
+
+    Args:
+        find: who shows this token, or a certificate of these names.
+        check: raises PermissionDenied where the prefill of that id is none of theirs.
+
+    Attributes:
+        port: of TCP, the same on every host; before ``start`` the one that is wanted.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: PulledEngine,
+        find: Callable[[str | None, Sequence[str]], Identity],
+        check: Callable[[str, Identity], None],
+    ) -> None:
+        self.port = config.data_port
+        self._config = config
+        self._engine = engine
+        self._find = find
+        self._check = check
+        self._servers: list[Server] = []
+
+    def start(self, addresses: Sequence[str]) -> None:
+        """Listen beside these addresses of the gRPC API. Raises InvalidRequest where that cannot be."""
+        hosts = list(dict.fromkeys(each.rpartition(":")[0] for each in addresses if not each.startswith(UNIX)))
+        for path in (each.removeprefix(UNIX) for each in addresses if each.startswith(UNIX)):
+            self._server(tls=False).start_unix(Path(path + BESIDE), self._config.file_mode)
+        for host in hosts:
+            server = self._server(tls=self._config.tls_cert is not None)
+            where = server.start(host.removeprefix("[").removesuffix("]"), self.port)
+            self.port = int(where.rpartition(":")[2])
+
+    def stop(self) -> None:
+        """Cut what is under way."""
+        for server in self._servers:
+            server.stop()
+
+    def _server(self, tls: bool) -> Server:
+        config = self._config
+        context = None
+        if tls:
+            context = tls_context(str(config.tls_cert), str(config.tls_key), str(config.tls_client_ca or ""))
+        limits = ServerLimits(
+            connections_max=CONNECTIONS_MAX,
+            of_one_max=int(SHARE_MAX * CONNECTIONS_MAX),
+            reply_s=config.request_s_max,
+            idle_s=IDLE_S,
+        )
+        server = Server(config.name, {FrameKind.PULL: self._pull}, self._admit, limits, context)
+        self._servers.append(server)
+        return server
+
+    def _admit(self, hello: Hello, names: Sequence[str]) -> Identity:
+        return self._find(hello.token or None, names)
+
+    def _pull(self, exchange: Exchange, body: memoryview) -> None:
+        """See ``Handler``. Raises PermissionDenied, and what ``Prefills.pull`` does."""
+        request_id, token_start, codec, timeout_s = _unpack_pull(body)
+        caller = exchange.caller
+        assert isinstance(caller, Identity), "``_admit`` knows no others"
+        self._check(request_id, caller)
+
+        def beat() -> None:
+            exchange.reply(FrameKind.PIECE, _HEAD.pack(0, 0, 0, 0, 0))
+
+        pieces = self._engine.pull(request_id, token_start, codec, timeout_s, beat)
+        try:
+            for piece in pieces:
+                assert isinstance(piece.data, HeldData)
+                rows = piece.data.rows
+                buffers: list[Buffer] = [rows.data] if rows.flags.c_contiguous else [row.data for row in rows]
+                numbers = piece.layer, piece.tokens, piece.token_start, rows.nbytes, piece.checksum
+                exchange.reply(FrameKind.PIECE, _HEAD.pack(*numbers), *buffers)
+        finally:
+            pieces.close()
+        exchange.reply(FrameKind.END)
+
+
+# --- the engine that decodes ------------------------------------------------------------------------------------------
+
+
+def pull(
+    address: str,
+    credentials: DialCredentials,
+    request_id: str,
+    token_start: int,
+    codec: str,
+    timeout_s: float,
+) -> Generator[Piece, None, None]:
+    """The pieces of a prefill, each to be read into its place before the next one. Over a connection of its own: when
+    the generator is closed nothing of it can arrive any more.
+
+    Raises:
+        InvalidRequest: there is no such prefill, or the start or the codec make no sense.
+        NodeUnavailable: the engine, or the prefill, has gone.
+        DeadlineExceeded: not everything came in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    hello = Hello(caller=f"engine {os.getpid()}", token=credentials.token)
+    connection = DataConnection.open(address, hello, credentials, deadline_s=deadline_s, silence_s=SILENCE_S)
+    try:
+        number = connection.send(
+            FrameKind.PULL, _pack_pull(request_id, token_start, codec, timeout_s), deadline_s=deadline_s
+        )
+        yield from _pieces(connection, number, deadline_s)
+    finally:
+        connection.close()
+
+
+def _pieces(connection: DataConnection, number: int, deadline_s: float) -> Iterator[Piece]:
+    while True:
+        head = connection.receive_head(number, FrameKind.PIECE, FrameKind.END, deadline_s=deadline_s)
+        if head.kind is FrameKind.END:
+            return
+        raw = connection.receive(_HEAD.size, deadline_s=deadline_s)
+        layer, tokens, token_start, size, checksum = _HEAD.unpack(raw)
+        if head.body_bytes != _HEAD.size + size:
+            raise WireError(f"a piece of {size} bytes in a frame of {head.body_bytes}")
+        if tokens:
+            data = _Arriving(connection, size, deadline_s)
+            yield Piece(layer, token_start, tokens, data, checksum)
+            data.check_read()
+
+
+class _Arriving:
+    """The bytes of a piece that are still on their way: see ``PieceData``."""
+
+    def __init__(self, connection: DataConnection, nbytes: int, deadline_s: float) -> None:
+        self.nbytes = nbytes
+        self._connection = connection
+        self._deadline_s = deadline_s
+        self._read = False
+
+    def read_into(self, rows: Sequence[Bytes]) -> None:
+        """See ``PieceData``."""
+        assert not self._read and sum(part.nbytes for part in rows) == self.nbytes
+        self._read = True
+        for part in rows:
+            for row in (part,) if part.flags.c_contiguous else part:
+                self._connection.receive_into(row.data.cast("B"), deadline_s=self._deadline_s)
+
+    def check_read(self) -> None:
+        """Whoever asks for the next piece has read this one."""
+        assert self._read, "a piece was passed over"
+
+
+def dial_credentials(given: GivenCredentials, found: Endpoint) -> DialCredentials:
+    """How data connections show who we are, and are encrypted: as those of gRPC to this endpoint."""
+    if not found.tls:
+        return DialCredentials(found.token)
+    ca, cert, key = (str(getattr(given, name) or os.environ.get(f"KVSTORE_{name.upper()}", "")) for name in _FILES)
+    return DialCredentials(found.token, ca, cert, key, given.tls_server_name or "")
+
+
+_FILES: Final = ("tls_ca", "tls_cert", "tls_key")
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+def _pack_pull(request_id: str, token_start: int, codec: str, timeout_s: float) -> bytes:
+    said = {"request_id": request_id, "token_start": token_start, "codec": codec, "timeout_s": timeout_s}
+    return json.dumps(said).encode()
+
+
+def _unpack_pull(body: memoryview) -> tuple[str, int, str, float]:
+    """Raises InvalidRequest where it makes no sense."""
+    try:
+        said: Any = json.loads(bytes(body))
+        found = said["request_id"], said["token_start"], said["codec"], said["timeout_s"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = None, 0, "", 0.0
+    if not all(isinstance(value, kind) for value, kind in zip(found, (str, int, str, int | float), strict=True)):
+        raise InvalidRequest("pull", "names no prefill, start, codec and time-out")
+    return found
