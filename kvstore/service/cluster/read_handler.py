@@ -138,7 +138,7 @@ class _Reply:
         request, extent = self.request, run.extent
         shape, pieces = request.chain.frame_class, request.pieces
         layer = shape.page_bytes // shape.layers
-        whole = request.offset % layer == 0 and request.length == pieces * layer
+        whole = request.offset % layer == 0 and request.length == pieces * layer and extent.frame_class == shape
         if whole and (extent.info[frames] & _STAMPED_BIT).all():
             first = request.offset // layer
             return extent.checksums[frames, first : first + pieces]
