@@ -49,6 +49,7 @@ _PRINTS = (1 << 14) - 1
 _WEIGHTS, _WEIGH_MS = np.array(HINT_WEIGHTS), np.array(HINT_MS)
 
 Slots = npt.NDArray[np.uint32]
+Worths = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]  # in such an array
 
 # The word of a slot. Uses saturate, of the turns the low bits are kept.
@@ -67,6 +68,10 @@ _ALL = (1 << 16) - 1
 def step_of(position: int) -> int:
     """0 at the front of a chain, then 1, 2, 3, 4, 1, 2, 3, 4, ..."""
     return (position - 1) % 4 + 1 if position else 0
+
+
+def _lowest(worth: Worths, count: int) -> Places:
+    return np.argpartition(worth, count - 1)[:count]
 
 
 def _step_in(word: int) -> int:
@@ -298,9 +303,7 @@ class Gittins:
         if young := len(slots) // YOUNG_SHARE:
             worth[ages < np.partition(ages, young)[young]] = np.inf
         count = max(1, min(BATCH, len(slots) // SMALL_SHARE))
-        lowest = np.argpartition(worth, count - 1)[:count]
-        if self._hint:
-            lowest = self._as_hinted(slots, ages, worth, lowest)
+        lowest = self._as_hinted(slots, ages, worth, count) if self._hint else _lowest(worth, count)
         lowest = lowest[np.argsort(-worth[lowest])]
         self._next = list(zip(slots[lowest].tolist(), uses[lowest].tolist(), strict=True))
 
@@ -313,15 +316,18 @@ class Gittins:
         self._hint, self._owner = array("B", bytes(len(self._word))), array("I", bytes(4 * len(self._word)))
         self._hint[slot], self._owner[slot] = page.hint, page.owner
 
-    def _as_hinted(self, slots: Slots, ages: Bins, worth: npt.NDArray[np.float64], lowest: Places) -> Places:
-        """As many pages of each owner as there are among the ``lowest``: those lowest as its hints weigh them."""
+    def _as_hinted(self, slots: Slots, ages: Bins, worth: Worths, count: int) -> Places:
+        """As many pages of each owner as there are among the lowest: those lowest as its hints weigh them."""
         hints = np.frombuffer(self._hint, np.uint8)[slots]
         if not hints.any():
-            return lowest
+            return _lowest(worth, count)
         owners = np.frombuffer(self._owner, np.uint32)[slots]
-        order = (worth * _WEIGHTS[np.where(ages <= _WEIGH_MS[hints], hints, 0)]).argsort()
+        weighed = worth * _WEIGHTS[np.where(ages <= _WEIGH_MS[hints], hints, 0)]
+        if (owners == owners[0]).all():
+            return _lowest(weighed, count)
+        order = weighed.argsort()
         lowest_first = owners[order]
-        quotas = Counter(owners[lowest].tolist()).items()
+        quotas = Counter(owners[_lowest(worth, count)].tolist()).items()
         return np.concatenate([order[(lowest_first == owner).nonzero()[0][:count]] for owner, count in quotas])
 
     def _since_base(self, time_ms: int) -> int:
