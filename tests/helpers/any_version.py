@@ -85,11 +85,11 @@ class Client:
         self.leases.close()
         return {}
 
-    def write(self, seed: int, pages: int, seal: bool = True) -> dict[str, Any]:
-        """Store a prompt layer by layer; or write half of it."""
+    def write(self, seed: int, pages: int, seal: bool = True, whole: bool = True) -> dict[str, Any]:
+        """Store a prompt layer by layer; or write it, or half of it, and leave the rest to ``seal``."""
         self.writer = self.cache.writer(tokens_of(seed, pages)).__enter__()
         data = bytes_of(seed, pages)
-        for layer in range(LAYOUT.layers if seal else LAYOUT.layers // 2):
+        for layer in range(LAYOUT.layers if whole else LAYOUT.layers // 2):
             start, stop = LAYOUT.byte_range(layer)
             self.writer.write_layer(layer, np.ascontiguousarray(data[self.writer.pages_new, start:stop]))
         return self.seal() if seal else {"new": len(self.writer.pages_new)}

@@ -88,7 +88,7 @@ def test_a_node_is_taken_over_with_its_pages_and_its_clients(old: Version, new: 
     reader, writer, holder = old.client(), old.client(), old.client()
     fill(reader)
     assert holder.ask("hold", seed=1, pages=PAGES) == {"pages": PAGES, "wrong": 0}
-    assert writer.ask("write", seed=50, pages=PAGES, seal=False) == {"new": PAGES}
+    assert writer.ask("write", seed=50, pages=PAGES, seal=False, whole=False) == {"new": PAGES}
     daemon.kill()
     check(reader)  # nobody is asked for it
     new.serve(**FLAGS)
@@ -130,14 +130,17 @@ def test_what_was_published_is_told_to_a_node_of_the_version_before(
     daemon = new.serve(dram="256MiB")
     client, other = new.client(), new.client()
     fill(client)
+    assert client.ask("write", seed=510, pages=2, seal=False) == {"new": 2}
     assert client.ask("stats")["dram"]
     daemon.stop()
+    assert client.ask("seal") == {"sealed": 2}, "the node knew that it was being written"
     for seed in range(500, 504):
         assert client.ask("put", seed=seed, pages=2) == {"new": 2}
+    assert client.ask("write", seed=511, pages=2) == {"sealed": 2}, "the node never heard of this one"
     daemon.kill()
     daemon = old.serve(dram="256MiB")
     assert client.ask("put", seed=600, pages=2) == {"new": 2}
-    for seed in (*range(500, 504), 600):
+    for seed in (*range(500, 504), 510, 511, 600):
         for asked in (client, other):
             found = asked.ask("get", seed=seed, pages=2)
             assert (found["pages"], found["wrong"]) == (2, 0), seed
