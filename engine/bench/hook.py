@@ -1,9 +1,10 @@
-"""Row about the per-layer hook: what it costs a prefill to write its pages to the pool while it computes them.
+"""Rows about the per-layer hook: what it costs a prefill to write its pages to the pool while it computes them.
 
 A prompt is computed here, chunk by chunk, on one core. After each layer the forward calls a hook: ours writes the
 layer of the chunk's pages to the pool, as an engine does; the limit copies the same bytes, which are as warm, into
 pages of plain shared memory, as many calls of ``memcpy`` as there are pages. Both take turns chunk by chunk; what
-reserves frames before a chunk and seals them after it is reported beside them.
+reserves frames before a chunk and seals them after it is reported beside them. Whole prompts that are written take
+turns with prompts that are not, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import mmap
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +32,8 @@ from engine.moving.work import Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
+
+CHUNK = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 
 
 @dataclass
@@ -85,20 +89,47 @@ class Prefiller:
 
         The limit's chunks are written to the pool as well, out of the way of the clock: ours need their parents.
         """
-        request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
-        cache = self.pool.cache(request.salt, "")
-        work = Work(seed, request, lambda event: None, None, self.scale.page_tokens, cache, False)
-        work.frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
-        assert work.frames is not None, "the arena holds one prompt"
+        work = self._work(seed)
+        assert work.frames is not None
         ours, limit = Times(), Times()
         try:
             for number in range(self.tokens // self.scale.step_tokens):
                 self._chunk(work, number, ours, limit, (number + first) % 2 == 0)
         finally:
             self.arena.give_back(work.frames)
+        self._check(work)
+        return ours, limit
+
+    def seconds(self, seed: int, stores: bool) -> float:
+        """To compute one prompt that the pool does not know, and to write its pages there, or not."""
+        work = self._work(seed)
+        start = time.perf_counter()
+        try:
+            for first in range(0, self.tokens, self.scale.step_tokens):
+                chunk = Chunk(work, first, first + self.scale.step_tokens, self.pool)
+                if stores:
+                    chunk.before()
+                self.runner.forward(Batch(self.arena, [chunk.slice], None, chunk.layer if stores else None))
+                if stores:
+                    chunk.after()
+            return time.perf_counter() - start
+        finally:
+            assert work.frames is not None
+            self.arena.give_back(work.frames)
+            if stores:
+                self._check(work)
+
+    def _work(self, seed: int) -> Work:
+        request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
+        cache = self.pool.cache(request.salt, "")
+        work = Work(seed, request, lambda event: None, None, self.scale.page_tokens, cache, False)
+        work.frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
+        assert work.frames is not None, "the arena holds one prompt"
+        return work
+
+    def _check(self, work: Work) -> None:
         if self.pool.failures or work.stored_pages != self.tokens // self.scale.page_tokens:
             raise BenchFailed(f"{work.stored_pages} pages of a prompt were stored, {self.pool.failures} failures")
-        return ours, limit
 
     def _chunk(self, work: Work, number: int, ours: Times, limit: Times, is_ours: bool) -> None:
         size = self.scale.step_tokens
@@ -131,19 +162,38 @@ class Prefiller:
         ours.around.append(before + clock() - start)
 
 
-def hook(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """``<name>``: bytes per second of the hook against memcpy; ``.time``: seconds per layer of a chunk; ``.chunk``: to
-    reserve and to seal the pages of a chunk.
-    """
+@contextmanager
+def _prefiller(stage: Stage) -> Iterator[Prefiller]:
+    """One that has computed a prompt, on one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ExitStack() as scene:
             place = Prefiller(stage, scene)
             place.prompt(seed=1, first=0)
-            rounds = [place.prompt(10 + turn, turn) for turn in range(stage.settings.rounds)]
+            yield place
     finally:
         torch.set_num_threads(threads)
+
+
+def prefill(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """Seconds of a prompt whose pages are written to the pool, against one whose pages are not."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    with _prefiller(stage) as place:
+        for turn in range(stage.settings.rounds):
+            for stores in (True, False) if turn % 2 else (False, True):
+                seconds[stores].append(place.seconds(100 + turn, stores))
+    details = {"prompt_tokens": place.tokens, "chunk_tokens": place.scale.step_tokens}
+    limit_is = "the same without a pool"
+    return [result(name, Kind.TIME, seconds[True], seconds[False], bar=bar, limit_is=limit_is, details=details)]
+
+
+def hook(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """``<name>``: bytes per second of the hook against memcpy; ``.time``: seconds per layer of a chunk; ``.chunk``: to
+    reserve and to seal the pages of a chunk.
+    """
+    with _prefiller(stage) as place:
+        rounds = [place.prompt(10 + turn, turn) for turn in range(stage.settings.rounds)]
     nbytes = place.scale.step_tokens // place.scale.page_tokens * place.layout.layer_bytes
     ours, limit = ([statistics.median(times.layers) for times in side] for side in zip(*rounds, strict=True))
     around = [statistics.median(times.around) for times, _ in rounds]
@@ -165,5 +215,5 @@ def hook(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
             details=details,
         ),
         result(f"{name}.time", Kind.TIME, ours, limit, limit_is=limit_is, details=details),
-        result(f"{name}.chunk", Kind.TIME, around, details=details),
+        result(f"{name}.chunk", Kind.TIME, around, bar=CHUNK, details=details),
     ]

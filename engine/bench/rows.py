@@ -17,6 +17,8 @@ Measure = Callable[[Stage, str, Any], list[Result]]
 
 IDEAL = Bar(1.2, at_least=False)
 STEP = Bar(1.15, at_least=False)
+HOOK = Bar(0.8)
+STORES = Bar(1.03, at_least=False)
 TURN = Bar(0.0002, at_least=False, of_ratio=False, unit="s")
 
 
@@ -57,7 +59,13 @@ ROWS = (
         late("neighbours", "neighbours"),
     ),
     Row("turn_64", "deciding a turn of 64 sequences / counting its tokens", TURN, late("turn", "turn", sequences=64)),
-    Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", None, late("hook", "hook")),
+    Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", HOOK, late("hook", "hook")),
+    Row(
+        "prefill_stores",
+        "computing a prompt that is written to the pool / one that is not",
+        STORES,
+        late("hook", "prefill"),
+    ),
     *(
         Row(
             f"decode_step_{batch}",

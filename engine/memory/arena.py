@@ -101,9 +101,12 @@ def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[t
 
     Example: frames 7, 8, 9, 3, 4 are ``[(0, 7, 3), (3, 3, 2)]``.
     """
-    numbers = np.asarray(frames, dtype=np.int64)
-    if not numbers.size:
+    listed: list[int] = list(frames) if isinstance(frames, Sequence) else frames.tolist()
+    if not listed:
         return []
+    if listed == list(range(listed[0], listed[0] + len(listed))):  # mostly; and numpy's calls are slow in a forward
+        return [(0, listed[0], len(listed))]
+    numbers = np.array(listed, np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
     counts = np.diff(starts, append=numbers.size)
     return list(zip(starts.tolist(), numbers[starts].tolist(), counts.tolist(), strict=True))

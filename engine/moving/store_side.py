@@ -260,6 +260,7 @@ class ChunkWriter:
         self._stop = stop_page
         self._count = 0  # pages to be written
         self._layers: list[Callable[[int], Rows]] = []  # per run of frames
+        self._source: Callable[[int], Rows] = self._rows  # of a layer
         self._writer: Writer | None = None
 
     def before(self) -> None:
@@ -277,6 +278,8 @@ class ChunkWriter:
             assert work.frames is not None
             frames = runs(work.frames[first : self._stop])
             self._layers = [self._staging.layers(frame, count) for _, frame, count in frames]
+            if len(self._layers) == 1 and self._pool.codec is None:
+                self._source = self._layers[0]
             self._count = self._stop - first
             keys = keys_to_store(self._cache, work, first, self._stop)
             writer = self._cache.writer(keys, ttl_s=WRITE_TTL_S)
@@ -292,7 +295,7 @@ class ChunkWriter:
             return
         start_s = time.perf_counter()
         try:
-            writer.write_layer(layer, self._rows(layer))
+            writer.write_layer(layer, self._source(layer))
         except KVStoreError as error:
             self._abandon()
             self._failed(error)

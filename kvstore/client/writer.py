@@ -20,6 +20,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
 
+_U8 = np.dtype(np.uint8)
 PIECES_MAX: Final = 256  # that one page may lie in meanwhile, written by ``write_range``
 
 
@@ -57,8 +58,11 @@ class Writer(ABC):
         self._group = _group_number(group, shard.stages)
         self._entered = False
         self._written = np.zeros((0, shard.layout.layers), np.bool_)  # of every new page
-        # So many leading layers are written of all new pages, and nothing else; None: it is not that simple.
-        self._even: int | None = 0 if shard.stages == 1 else None
+        # So many leading layers are written of all new pages, and nothing else: ``_written`` need not say so. None: it
+        # does. Between two layers of a forward caches are cold, and every call of Python costs some microseconds.
+        self._even: int | None = None
+        self._starts: dict[int, int] = {}  # layer -> where in a page our part of it begins
+        self._shape = len(keys), shard.width  # of a layer's data
         self._ranges: dict[int, Ranges] = {}  # page -> bytes of it written by ``write_range``
 
     def __enter__(self) -> Self:
@@ -97,12 +101,20 @@ class Writer(ABC):
             NodeUnavailable, DeadlineExceeded: over gRPC, the node did not take it in time.
         """
         with self._open():
-            start, shard = self._start(layer), self._shard
-            rows = rows_to_read(data, shard.width, len(self._keys), "data", apart=True)
-            if shard.writes and self.pages_new:
+            start = self._starts.get(layer)
+            if start is None:
+                start = self._starts[layer] = self._start(layer)
+            rows = data
+            plain = type(data) is np.ndarray and data.dtype is _U8 and data.shape == self._shape
+            if not plain or data.strides[1] != 1:
+                rows = rows_to_read(data, self._shard.width, len(self._keys), "data", apart=True)
+            if self._shard.writes and self.pages_new:
                 self._store_layer(start, rows)
-                self._written[:, layer] = True
-                self._even = layer + 1 if layer == self._even else None
+                if layer == self._even:
+                    self._even += 1
+                else:
+                    self._tell_apart()
+                    self._written[:, layer] = True
                 self._show(None)
 
     def write_page(self, page: int, data: Any) -> None:
@@ -117,7 +129,8 @@ class Writer(ABC):
             place = self._place(page)
             if shard.writes and place is not None:
                 self._store_page(page, rows)
-                self._written[place], self._even = True, None
+                self._tell_apart()
+                self._written[place] = True
                 self._show(page)
 
     def write_range(self, page: int, offset: int, data: Any) -> None:
@@ -139,7 +152,7 @@ class Writer(ABC):
                 raise InvalidRequest("offset", f"page {page} lies in more than {PIECES_MAX} pieces: write longer ones")
             self._store_range(page, offset, row)
             ranges.add(offset, offset + len(row))
-            self._even = None
+            self._tell_apart()
             done = self._written[place]
             for layer in range(first, last + 1):
                 start = layer * self._layout.layer_bytes + self._shard.offset
@@ -157,6 +170,7 @@ class Writer(ABC):
             LeaseBroken: over gRPC, the reservation was over; nothing is stored.
             NodeUnavailable, DeadlineExceeded: no acknowledgement; what was not sealed is revoked by its deadline.
         """
+        self._tell_apart()
         if kind is not None:
             self._revoke()
         elif not self._written.all():
@@ -229,6 +243,12 @@ class Writer(ABC):
     def _check_page(self, page: int) -> None:
         if not isinstance(page, int) or not 0 <= page < len(self._keys):
             raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
+
+    def _tell_apart(self) -> None:
+        """From here on ``_written`` says what is written."""
+        if self._even is not None:
+            self._written[:, : self._even] = True
+            self._even = None
 
     def _place(self, page: int) -> int | None:
         """Which of the new pages this is; None: it is none of them."""

@@ -103,7 +103,7 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
 @pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
-    lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer", "turn_64")
+    lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer", "prefill_stores", "turn_64")
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
         assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
@@ -111,6 +111,8 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
         line = lines[f"handoff_050.{way}"]
         assert line["ours"] == pytest.approx(line["details"]["ttft_s"] + line["details"]["gap_s"])
     barred = {name for name, line in lines.items() if line["bar"]}
-    assert barred == {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal", "turn_64"}
+    ideals = {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
+    assert barred == ideals | {"hook_layer", "hook_layer.chunk", "prefill_stores", "turn_64"}
     assert lines["turn_64"]["ratio"] > 1
+    assert lines["prefill_stores"]["ratio"] > 0
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0

@@ -69,6 +69,7 @@ class LocalPut(PendingPut):
         "_refused",
         "_publishes",
         "_published",
+        "_wakes",
         "_since",
     )
 
@@ -94,6 +95,7 @@ class LocalPut(PendingPut):
         self._sent_again = False
         self._refused = False  # the tenant may have no more
         self._publishes = publishes  # until a batch cannot be: what follows it hangs on its seal
+        self._wakes = True  # the node, to take in what is published
         self._published = 0  # where the last batch's record ends in our slot
         publisher = mapped.channel.publisher
         self._since = publisher.published + 1 if publishes and publisher is not None else 0
@@ -187,8 +189,11 @@ class LocalPut(PendingPut):
         return frames
 
     def seal(self, page: int, addresses: list[Address]) -> None:
-        """After ``take``: all pages from ``page`` on lie in these frames. Called once."""
-        self._first = page
+        """After ``take``: all pages from ``page`` on lie in these frames. Called once.
+
+        A node that sleeps is not woken: it takes them in with its next tick, or for the first who misses them.
+        """
+        self._first, self._wakes = page, False
         step = batch_pages(self._pool.frame_class.page_tokens, self._pool.frame_class.layers)
         try:
             for start in range(0, len(addresses), step):
@@ -281,7 +286,7 @@ class LocalPut(PendingPut):
         new = sum(page not in self._known for page in pages) if self._known else count
         self._new += new
         self.counters.put(mapped.row(self._pool.frame_class), new)
-        if publisher.unheard:
+        if self._wakes and publisher.unheard:
             with contextlib.suppress(Unavailable):
                 mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
         return True

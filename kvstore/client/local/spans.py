@@ -12,7 +12,7 @@ from kvstore.rpc.control import BATCH_MAX
 class ReservedRun:
     """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
 
-    __slots__ = ("pages", "marks", "page", "count", "first", "generations")
+    __slots__ = ("pages", "marks", "page", "count", "first", "levels")
 
     def __init__(
         self,
@@ -20,14 +20,14 @@ class ReservedRun:
         marks: npt.NDArray[np.uint64],
         page: int,
         first: int,
-        generations: npt.NDArray[np.uint64],
+        levels: npt.NDArray[np.uint64],
     ) -> None:
         self.pages = pages  # [count, page_bytes]
         self.marks = marks  # [count], this shard's progress
         self.page = page
         self.count = len(pages)
         self.first = first  # of its pages among the writer's own
-        self.generations = generations  # low half, in the upper half of the word as progress marks have it
+        self.levels = levels  # [layers + 1, count], the marks after so many layers
 
 
 def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:

@@ -66,6 +66,8 @@ class LocalWriter(Writer):
         self._name = name  # tells the node whose pages these are
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._alone = shard.count == 1 and group is None
+        self._even = 0 if shard.stages == 1 else None
+        self._copies: AbstractContextManager[None] | None = None  # around what is stored, while we have frames
         self._mapped: Mapped | None = None
         self._put: LocalPut | None = None  # which seals pages in granted frames
         self._until_s = 0.0  # their deadline
@@ -83,6 +85,7 @@ class LocalWriter(Writer):
                 self._ask(mapped)
             with mapped.channel.copies:
                 self._lay_out(mapped)
+            self._copies = mapped.channel.copies
         except BaseException:
             self._revoke()
             raise
@@ -181,11 +184,15 @@ class LocalWriter(Writer):
                 frames = slice(frame + i, frame + i + count)
                 marks = extent.progress[frames, self._shard.number]
                 extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
-                generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)
+                generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)  # low half, as marks have it
+                levels = generations | np.arange(self._layout.layers + 1, dtype=np.uint64)[:, None]
                 page = self.pages_new[first + i]
-                self._spans.append(ReservedRun(extent.pages[frames], marks, page, first + i, generations))
+                self._spans.append(ReservedRun(extent.pages[frames], marks, page, first + i, levels))
 
     # --- writing ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> AbstractContextManager[None]:
+        return self._copies if self._copies is not None else super()._open()
 
     def _storing(self) -> AbstractContextManager[None]:
         self._node.check_open()
@@ -216,20 +223,20 @@ class LocalWriter(Writer):
 
     def _show(self, page: int | None) -> None:
         """Raise this shard's marks to the leading layers that are written."""
-        if self._even:  # between two layers of a forward caches are cold, and every call counts
+        if self._even is not None:
             for span in self._spans:
-                np.bitwise_or(span.generations, self._even, out=span.marks)
+                span.marks[:] = span.levels[self._even]
             return
         for span in self._spans:
             if page is None or 0 <= page - span.page < span.count:
                 written = self._written[span.first : span.first + span.count]
                 leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
-                span.marks[:] = span.generations | leading.astype(np.uint64)
+                span.marks[:] = span.levels[0] | leading.astype(np.uint64)
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def _seal(self) -> None:
-        raw, self._raw, self._spans = self._raw, b"", []
+        raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
         if self._mapped is None:
             return
         if self._put is not None:
@@ -290,7 +297,7 @@ class LocalWriter(Writer):
         return bytes(statuses)
 
     def _revoke(self) -> None:
-        raw, self._raw, self._spans = self._raw, b"", []
+        raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
         if self._put is not None:
             self._node.check_open()
             self._put.forfeit(unpack_addresses(raw, len(raw) // ADDRESS_BYTES))
