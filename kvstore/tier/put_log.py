@@ -27,7 +27,8 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -69,6 +70,8 @@ class PutLog:
 
     Attributes:
         id: drawn when the file was made, and named by the node's header: another file is another log.
+        positions: up to which positions something is published, of all slots, and then ``drained``. For every lookup
+            that misses, so without a call of Python's.
     """
 
     def __init__(self, path: Path, map_: mmap.mmap, id_: int) -> None:
@@ -76,6 +79,7 @@ class PutLog:
         self.id = id_
         self._map = map_
         self._words = memoryview(map_)[_WORDS_AT:_RINGS_AT].cast("Q")
+        self.positions: Callable[[], bytes] = partial(map_.__getitem__, slice(_PUBLISHED_AT, _ASLEEP_AT))
 
     @classmethod
     def create(cls, folder: NodeFolder) -> PutLog:
@@ -113,11 +117,6 @@ class PutLog:
     def drained(self) -> bytes:
         """Up to which positions the daemon is through, of all slots."""
         return self._map[_DRAINED_AT:_ASLEEP_AT]
-
-    @property
-    def positions(self) -> bytes:
-        """Up to which positions something is published, of all slots, and then ``drained``."""
-        return self._map[_PUBLISHED_AT:_ASLEEP_AT]
 
     @property
     def quiet(self) -> bool:

@@ -56,7 +56,7 @@ class Published:
     def rests(self, seen: bytes) -> bool:
         """Nothing was taken in since then, and nothing waits: what the index did not have is not there."""
         log = self._log
-        return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions == seen)
+        return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions() == seen)
 
     def elsewhere(self, key: bytes, slot: int) -> bool:
         """Whether the page of that key is published in another slot, and not taken in. A hint."""
@@ -75,7 +75,7 @@ class Published:
             self._log = PutLog.open(self._folder, self._id)
             seen = b""
         log = self._log
-        if log is None or log.positions == seen:
+        if log is None or log.positions() == seen:
             return None
         waiting = [key for key in missed() if log.holder(key) >= 0]
         if not waiting and 2 * log.drained == seen:
