@@ -30,7 +30,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import xxhash
 
@@ -79,7 +79,8 @@ class PutLog:
         self.id = id_
         self._map = map_
         self._words = memoryview(map_)[_WORDS_AT:_RINGS_AT].cast("Q")
-        self.positions: Callable[[], bytes] = partial(map_.__getitem__, slice(_PUBLISHED_AT, _ASLEEP_AT))
+        part = cast("Callable[[slice], bytes]", map_.__getitem__)
+        self.positions: Callable[[], bytes] = partial(part, slice(_PUBLISHED_AT, _ASLEEP_AT))
 
     @classmethod
     def create(cls, folder: NodeFolder) -> PutLog:
