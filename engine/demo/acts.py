@@ -47,6 +47,10 @@ class Demo:
         kill_at = len(turns) // 2
         down = max(1, len(turns) // 6)
         kill: dict[str, Any] = {}
+        self._say("\n".join(self._machine.start()))
+        if self._machine.plan.is_preset:
+            self._say(telling.GIBBERISH)
+        self._say("")
         self._warm_up()
         for index, turn in enumerate(turns):
             if index == kill_at:

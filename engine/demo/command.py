@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from engine.compute.presets import PRESETS
-from engine.demo import telling
 from engine.demo.acts import Demo
+from engine.demo.fleet import Fleet, FleetPlan
 from engine.demo.machine import Interrupts, Machine, MachinePlan
 from engine.demo.script import Script, encoder, read_documents, turns
 from engine.simulator.generate import conversations
@@ -34,6 +34,9 @@ FOLDER = "/var/tmp"  # a disk, where /tmp may be memory
 @click.command()
 @click.option("--model", default=MODEL, show_default=True, help=f"A model's folder, or {', '.join(PRESETS)}.")
 @click.option("--requests", type=click.IntRange(2), default=REQUESTS, show_default=True, help="How many are asked.")
+@click.option(
+    "--nodes", type=click.IntRange(1, 9), default=1, show_default=True, help="More than one: a pool of nodes."
+)
 @click.option("--trace", metavar="FILE", help="Conversations as in this trace, in Mooncake's JSONL format, scaled.")
 @click.option("--documents", metavar="FOLDER", help="What is asked about: *.md.  [default: kvstore's own]")
 @click.option("--dram", metavar="SIZE", default=DRAM, show_default=True, help="Capacity of the node's DRAM.")
@@ -43,6 +46,7 @@ FOLDER = "/var/tmp"  # a disk, where /tmp may be memory
 def demo(
     model: str,
     requests: int,
+    nodes: int,
     trace: str | None,
     documents: str | None,
     dram: str,
@@ -54,6 +58,9 @@ def demo(
 
     Several users ask about the same documents, turn by turn. Every prompt is answered with the pool and without it.
     The node is killed with -9 half way. At the end shared memory is emptied, as by a restart of the machine.
+
+    With --nodes 3 there are three nodes in one pool, and an engine on each of two of them. What one has computed the
+    other reads, while daemon and data server of that node are killed and started again.
 
     Exit code 1 where an answer with the pool is not the one without.
     """
@@ -71,28 +78,23 @@ def demo(
             click.echo(text, nl=nl)
             sys.stdout.flush()
 
+    script = Script(texts, encoder(None if model in PRESETS else model))
     interrupts = Interrupts()
     with interrupts.handled(), ExitStack() as stack:
         with interrupts.held():
             # Sockets have short paths only, so they do not lie in a folder that users choose.
-            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-"))
-            disk = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=folder))
-            plan = MachinePlan(
-                name=f"demo-{os.getpid()}",
-                place=Path(place),
-                nvme=Path(disk) / "nvme",
-                model=model,
-                dram_bytes=dram_bytes,
-                nvme_bytes=nvme_bytes,
-            )
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
+            disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=folder)))
+        name = f"demo-{os.getpid()}"
+        if nodes > 1:
+            fleet = Fleet(FleetPlan(name, place, model, nodes, dram_bytes), script, interrupts, say)
+            stack.callback(fleet.close)
+            result = fleet.run()
+        else:
+            plan = MachinePlan(name, place, disk / "nvme", model, dram_bytes, nvme_bytes)
             machine = Machine(plan, interrupts)
             stack.callback(machine.close)
-        say("\n".join(machine.start()))
-        if plan.is_preset:
-            say(telling.GIBBERISH)
-        say("")
-        script = Script(texts, encoder(None if plan.is_preset else model))
-        result = Demo(machine, script, say).run(asked)
+            result = Demo(machine, script, say).run(asked)
     if as_json:
         print_json(result)
     return 0 if result["same_answers"] else 1

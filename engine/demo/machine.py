@@ -74,7 +74,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MachinePlan:
     """What the machine has. ``place``: a folder for sockets and logs; ``nvme``: where that file shall be."""
 

@@ -44,6 +44,22 @@ def test_what_is_reused_survives_the_kill_and_the_restart(machine: Machine, tmp_
 
 
 @pytest.mark.slow
+def test_a_pool_of_nodes_and_what_its_faults_cost(machine: Machine, tmp_path: Path) -> None:
+    result = machine.run(
+        "demo", "--nodes", "3", "--model", "tiny-llama", "--folder", str(tmp_path), "--json", timeout_s=RUN_S
+    )
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    quiet, no_daemon, nothing, again = told["acts"]
+    assert told["same_answers"] is True and all(act["same"] for act in told["acts"])
+    for act in (quiet, no_daemon, again):
+        assert act["elsewhere_tokens"] > act["computed_tokens"] > 0, act
+        assert act["prompt_tokens"] == act["here_tokens"] + act["elsewhere_tokens"] + act["computed_tokens"], act
+    assert nothing["computed_tokens"] == nothing["prompt_tokens"] - nothing["here_tokens"]
+    assert os.listdir(tmp_path) == os.listdir(machine.shm_dir) == []
+
+
+@pytest.mark.slow
 def test_sigterm_ends_everything_it_started(machine: Machine, tmp_path: Path) -> None:
     disk, work = tmp_path / "disk", tmp_path / "w"
     disk.mkdir()
