@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.bench import (
     evict,
+    find,
     get,
     grpc,
     hostile,
@@ -143,6 +144,15 @@ _ROWS = (
         )
         for size, text in (("2m", "2 MiB"), ("256k", "256 KiB"), ("64k", "64 KiB"))
     ),
+    Row("find_512", "lookup of 512 pages over three nodes / one bare round trip", _at_most(2.5), find.find),
+    Row(
+        "directory_bytes",
+        "bytes per entry of an owner who was told of a million pages",
+        Bar(32, at_least=False, of_ratio=False, unit="B"),
+        find.directory,
+    ),
+    Row("converge_100k", "a node dies: until 100,000 pages have two owners again", None, find.converge),
+    Row("cluster_cost", "local get, put and lookup in a cluster / in none", _at_most(1.05), find.cost),
     Row("grpc_unary", "lookup of 32 pages over gRPC / a unary echo", None, grpc.unary),
     Row("grpc_read_2m", "get over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.read, geometry="2m")),
     Row(

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from contextlib import closing
 from dataclasses import asdict
+from typing import Any, Final
 
 from kvstore import config as configuration
 from kvstore.catalog import schema
 from kvstore.catalog.connect import to_catalog
 from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
-from kvstore.cli.output import bytes_text, print_json, print_table
+from kvstore.cli.output import bytes_text, duration_text, print_json, print_table
+from kvstore.errors import KVStoreError
+from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.wire import FrameKind, Hello
+
+ASK_S: Final = 1.0
 
 
 def cluster(url: str, pool: str, as_json: bool) -> None:
     """Print the members of a pool."""
     nodes, engines, servers = asyncio.run(_members(url, pool))
+    told = {each.name: _asked(each, pool) for each in servers}
     if as_json:
         members = {
             "nodes": [asdict(each) for each in nodes],
             "engines": [asdict(each) for each in engines],
-            "data": [asdict(each) for each in servers],
+            "data": [{**asdict(each), "directory": told[each.name]} for each in servers],
         }
         print_json({"catalog": url, "pool": pool, "members": members})
         return
@@ -28,7 +38,7 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
         ("engine", each.name, each.host, _first(each.addresses), f"{each.role}, {each.model} on {each.device}")
         for each in engines
     ]
-    rows += [("data", each.name, each.host, _first(each.addresses), f"pages of {each.node}") for each in servers]
+    rows += [("data", each.name, each.host, _first(each.addresses), _knows(each, told[each.name])) for each in servers]
     print_table(("member", "name", "host", "address", "what"), rows)
 
 
@@ -43,6 +53,31 @@ async def _members(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineEnt
         schema.decode_all(EngineEntry, engines.entries),
         schema.decode_all(DataEntry, servers.entries),
     )
+
+
+def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
+    """What a data server says of its part of the directory; None where it does not answer, or not to us."""
+    deadline_s = time.monotonic() + ASK_S
+    try:
+        hello = Hello(pool=pool, node=server.node, caller="kvstore status")
+        with closing(DataConnection.open(_first(server.addresses), hello, deadline_s=deadline_s)) as connection:
+            body = connection.call(FrameKind.STATUS, reply=FrameKind.STATE, deadline_s=deadline_s)
+        told = json.loads(body)
+    except (KVStoreError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
+    """What the owner of a part of the directory knows, and how old the oldest of it is."""
+    if told is None:
+        return f"pages of {server.node}; does not answer"
+    ages = told.get("heard_ago_s", {}).items()
+    oldest = max(ages, key=lambda item: item[1], default=None)
+    since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""
+    heard = told.get("catalog_heard_ago_s")
+    catalog = f", the catalog {duration_text(heard)} ago" if heard is not None else ""
+    return f"pages of {server.node}; lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}"
 
 
 def _sizes(node: NodeEntry) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -13,9 +13,11 @@ import kvstore
 from kvstore.cli.node import node_option
 from kvstore.cli.output import duration_text, json_option, print_json, print_table
 from kvstore.cli.prompt import SALT_HELP, Prompt, PromptOptions, prompt_options
+from kvstore.client.local.cache import LocalCache
 from kvstore.client.store import Store
 from kvstore.errors import NodeUnavailable, PermissionDenied
 from kvstore.model.replica import Tier
+from kvstore.state.directory import TIERS
 
 Told = dict[str, Any]
 
@@ -40,6 +42,7 @@ class PageLine:
     tiers: list[str]
     reason: str
     detail: Told
+    node: str = ""  # another one of the pool that has it
 
 
 @click.command()
@@ -57,7 +60,7 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
     with kvstore.connect(node) as store:
         found = prompt.find(store, salt)
         told, explained = _told(store, found)
-        pages = _pages(found, told, explained)
+        pages = _with_others(_pages(found, told, explained), found)
         name = store.name
     document = _document(name, found, pages, told, explained)
     if as_json:
@@ -88,6 +91,17 @@ def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
             "events_s": 0,
             "scanning": False,
         }, False
+
+
+def _with_others(pages: list[PageLine], prompt: Prompt) -> list[PageLine]:
+    """Those that the node does not have, and others of its pool do, are hits, too."""
+    first = next((page.page for page in pages if not page.hit), len(pages))
+    stretches = prompt.cache.elsewhere(prompt.keys, first) if isinstance(prompt.cache, LocalCache) else []
+    for each in stretches:
+        for page, tier in enumerate(each.tiers, first + each.start):
+            old = pages[page]
+            pages[page] = replace(old, hit=True, tiers=[str(TIERS[tier])], reason="", detail={}, node=each.node)
+    return pages
 
 
 def _pages(prompt: Prompt, told: Told, explained: bool) -> list[PageLine]:
@@ -124,9 +138,10 @@ def _reason(about: Told, number: int, complete: bool, told: Told, explained: boo
 def _document(name: str, prompt: Prompt, pages: list[PageLine], told: Told, explained: bool) -> Told:
     """What --json prints."""
     layout = prompt.cache.layout
-    stored = sum(page.hit for page in pages)
+    stored = sum(page.hit and not page.node for page in pages)
+    found = stored + sum(bool(page.node) for page in pages)
     asked = (len(prompt.tokens) - 1) // layout.page_tokens
-    dram = sum(page.hit and "dram" in page.tiers for page in pages)
+    dram = sum(page.hit and not page.node and "dram" in page.tiers for page in pages)
     return {
         "node": name,
         "layout": asdict(layout),
@@ -141,8 +156,9 @@ def _document(name: str, prompt: Prompt, pages: list[PageLine], told: Told, expl
         "stored_tokens": stored * layout.page_tokens,
         "dram_pages": dram,
         "nvme_only_pages": stored - dram,
-        "match_pages": min(stored, asked),
-        "match_tokens": min(stored, asked) * layout.page_tokens,
+        "other_nodes_pages": found - stored,
+        "match_pages": min(found, asked),
+        "match_tokens": min(found, asked) * layout.page_tokens,
         "reason": next((page.reason for page in pages if not page.hit), ""),
         "explained": explained,
         "events_s": told["events_s"],
@@ -159,6 +175,8 @@ def _summary(document: Told) -> str:
     where = f": {document['dram_pages']} in DRAM, {document['nvme_only_pages']} more on NVMe" if stored else ""
     rest = tokens - full * document["page_tokens"]
     lines = [f"{stored} of {full} pages are stored ({document['stored_tokens']} of {tokens} tokens){where}"]
+    if document["other_nodes_pages"]:
+        lines.append(f"{document['other_nodes_pages']} more are on other nodes of the pool")
     if rest:
         lines.append(f"the last {rest} tokens fill no page")
     elif stored == full:
@@ -175,7 +193,8 @@ def _rows(pages: Iterable[PageLine], page_tokens: int) -> Iterable[tuple[object,
         last = others[-1] if others else first
         tokens = f"{first.page * page_tokens}-{(last.page + 1) * page_tokens - 1}"
         numbers = str(first.page) if first is last else f"{first.page}-{last.page}"
-        yield numbers, tokens, first.key, "hit" if first.hit else "miss", "+".join(first.tiers) or "-", _note(first)
+        found = "miss" if not first.hit else "hit" if not first.node else f"on {first.node}"
+        yield numbers, tokens, first.key, found, "+".join(first.tiers) or "-", _note(first)
 
 
 def _alike(page: PageLine) -> tuple[object, ...]:
@@ -184,7 +203,7 @@ def _alike(page: PageLine) -> tuple[object, ...]:
     writing = page.detail.get("writing", {})
     how = writing.get("shards"), writing.get("sealed")
     held = page.detail.get("leased", False), page.detail.get("pinned", False)
-    return page.hit, tuple(page.tiers), page.reason, cause, how, held
+    return page.hit, page.node, tuple(page.tiers), page.reason, cause, how, held
 
 
 def _note(page: PageLine) -> str:

@@ -32,6 +32,7 @@ TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
 GONE: Final = 0x80  # of a mark: the page has left that tier
 CHANGES_MIN: Final = 4096  # kept beside the table
 CHANGES_SHARE: Final = 32  # or this part of the table
+MERGED_MAX: Final = 1 << 16  # up to so many entries the table is always whole when somebody asks
 STREAMS_MAX: Final = 1 << 12  # an entry has room for four times as many; their names fit an answer
 PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
 
@@ -142,6 +143,8 @@ class Directory:
 
     def find(self, pages: Fingerprints) -> Listed:
         """Where these pages are, as far as is known: of each the first ``PER_PAGE_MAX`` entries."""
+        if len(self._table) <= MERGED_MAX:
+            self._merge()
         at, low = _rows(self._table, pages)
         if len(self._removed) or len(self._added):
             gone_at, gone_low = _rows(self._removed, pages)

@@ -124,6 +124,7 @@ def test_an_owner_knows_what_it_was_told(seed: int, monkeypatch: pytest.MonkeyPa
     """Batches of several nodes, again and out of order, new streams in the middle, and nodes that go, beside sets."""
     monkeypatch.setattr(directory, "CHANGES_MIN", 7)
     monkeypatch.setattr(directory, "PER_PAGE_MAX", 100)
+    monkeypatch.setattr(directory, "MERGED_MAX", seed % 3 * 20)
     draw, numbers = random.Random(seed), itertools.count(1)
     at = Directory(1 << 20)
     tellers = [Teller(name, numbers) for name in "abcd"]
@@ -252,6 +253,7 @@ class Cluster:
 def test_after_any_faults_the_owners_know_what_all_nodes_have(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcing, "BATCH_PAGES", 16)
     monkeypatch.setattr(announcing, "QUEUED_MAX", 60)
+    monkeypatch.setattr(directory, "MERGED_MAX", seed % 2 * 20)
     monkeypatch.setattr(directory, "CHANGES_MIN", 7)
     cluster = Cluster(seed)
     for _ in range(250):

@@ -28,7 +28,7 @@ from kvstore.state.directory import TIERS, Listed
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Caller, Exchange
-from kvstore.transfer.finding import Finder, Stretch, stretches
+from kvstore.transfer.finding import Finder, Stretch, fewest, furthest, stretches
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
 from kvstore.transfer.server import Server
@@ -279,6 +279,43 @@ def test_the_fewest_nodes_cover_what_is_found() -> None:
         Stretch("x", 4, 5, bytes([1])),
     ]
     assert stretches(found, 6, set()) == []
+
+
+def test_who_gets_furthest_has_all() -> None:
+    pages, nodes, tiers = np.array([0, 1, 3, 3, 3, 5]), np.array([0, 0, 0, 0, 1, 2]), np.array([1, 1, 2, 1, 2, 1])
+    found = Listed(pages, nodes, tiers.astype(np.uint8), ["x", "y", "z"])
+    assert furthest(found, {"x", "y", "z"}) == [Stretch("z", 0, 6, bytes([1] * 6))]
+    assert furthest(found, {"x"}) == [Stretch("x", 0, 4, bytes([1, 1, 1, 1]))]
+    assert furthest(found, {"y"}) == [Stretch("y", 0, 4, bytes([2] * 4))]
+    assert furthest(found, set()) == []
+
+
+def test_each_span_has_one_of_its_owners_asked_and_few_are() -> None:
+    owners = {0: {"a", "b"}, 1: {"b", "c"}, 2: {"c", "a"}, 3: {"b", "a"}, 4: set()}
+    chosen = fewest(owners)
+    assert len(chosen) == 2 and sorted(at for those in chosen.values() for at in those) == [0, 1, 2, 3]
+    assert all(name in owners[at] for name, those in chosen.items() for at in those)
+
+
+def test_chains_that_are_not_closed_are_pieced_together(machines: dict[str, Machine]) -> None:
+    long = prompt(9, 70)
+    machines["a"].put(long[: 40 * LAYOUT.page_tokens])
+    machines["b"].put(long)
+    pages = named(machines["c"].cache.keys(long))
+    finder = machines["c"].finder
+
+    def found(without: set[str]) -> list[tuple[str, int, int]]:
+        finder._kept.clear()
+        return shape(finder.find(*pages, time.monotonic() + 30, without, closed=False))
+
+    wait_until("all is found", lambda: found(set()) == [("b", 0, 70)] and found({machines["b"].name}), 30)
+    assert found({machines["b"].name}) == [("a", 0, 40)]
+    for end in (1, 2, 3, 40, 41, 69):  # a closed one, whichever page it ends at
+        part = pages[0][:end], pages[1][:end]
+        finder._kept.clear()
+        assert [each.stop for each in finder.find(*part, time.monotonic() + 30)] == [end]
+        alone = finder.find(*part, time.monotonic() + 30, {machines["b"].name})
+        assert [each.stop for each in alone] == [min(end, 40)]
 
 
 def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:

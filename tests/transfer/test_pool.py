@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.client.local.cache import LocalCache
 from kvstore.model.replica import Tier
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.pool import PAGES, Pool
 from tests.helpers.processes import Machine, evict_all, put, wait_until
 
 
+def catalog_in(folder: Path) -> str:
+    return f"file:{folder / 'catalog'}"
+
+
 @pytest.fixture
 def pool(machine: Machine, tmp_path: Path) -> Iterator[Pool]:
-    yield Pool(machine, f"file:{tmp_path / 'catalog'}")
+    yield Pool(machine, catalog_in(tmp_path))
 
 
 def test_pages_are_read_wherever_they_are(pool: Pool) -> None:
@@ -42,7 +51,10 @@ def test_another_replica_is_read_where_one_fails(pool: Pool) -> None:
     put(pool.stores["a"], 2, PAGES)
     put(pool.stores["b"], 2, PAGES - 5)
     pool.known("c", 2)
-    wait_until("b is known, too", lambda: pool.stores["c"].cache(SMALL).lookup(prompt(2, PAGES - 5)).pages, 30)
+    cache = pool.stores["c"].cache(SMALL)
+    assert isinstance(cache, LocalCache) and cache.node.elsewhere is not None
+    others = partial(cache.node.elsewhere.seek, chain(2, PAGES), 0, True, {"a"})
+    wait_until("b's are found, too", lambda: [each.stop for each in others()] == [PAGES - 5], 60)
     stopped = pool.data_server("a")
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -86,7 +98,34 @@ def test_a_daemon_killed_and_started_again_has_told_everything(pool: Pool, tmp_p
     pool.known("c", 8)
     pool.daemons["a"].kill()
     assert pool.get("c", 8).pages == PAGES, "its data server lives"
-    pool.daemons["a"] = pool.machine.serve("a", dram="32MiB", catalog=f"file:{tmp_path / 'catalog'}")
+    pool.daemons["a"] = pool.machine.serve("a", dram="32MiB", catalog=catalog_in(tmp_path))
     put(pool.stores["a"], 9, PAGES)
     pool.known("c", 9)
     pool.known("c", 8)
+
+
+def test_the_command_line_says_where(pool: Pool, tmp_path: Path) -> None:
+    put(pool.stores["a"], 10, PAGES)
+    put(pool.stores["c"], 10, 5)
+    pool.known("c", 10)
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(prompt(10, PAGES).tolist()))
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps(asdict(SMALL)))
+    told = pool.machine.run("lookup", "--node", "c", "--file", str(tokens), "--layout", str(layout), "--json")
+    assert told.returncode == 0, told.stderr
+    document = json.loads(told.stdout)
+    assert (document["stored_pages"], document["other_nodes_pages"], document["match_pages"]) == (5, PAGES - 5, PAGES)
+    assert [page["node"] for page in document["pages"]] == [""] * 5 + ["a"] * (PAGES - 5)
+    shown = pool.machine.run("lookup", "--node", "c", "--file", str(tokens), "--layout", str(layout)).stdout
+    assert "on a" in shown and f"{PAGES - 5} more are on other nodes" in shown
+    servers: list[dict[str, Any]] = []
+
+    def all_told() -> bool:
+        status = pool.machine.run("status", "--catalog", catalog_in(tmp_path), "--json")
+        servers[:] = json.loads(status.stdout)["members"]["data"]
+        return sum(each["directory"]["entries"] for each in servers) == 2 * (PAGES + 5)
+
+    wait_until("each page has two owners", all_told, 60)
+    assert all(age < 60 for each in servers for age in each["directory"]["heard_ago_s"].values())
+    assert "last heard" in pool.machine.run("status", "--catalog", catalog_in(tmp_path)).stdout

@@ -63,6 +63,11 @@ class LocalCache(PrefixCache):
         self._verify = verify or not ORDERED
         self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
 
+    @property
+    def node(self) -> LocalNode:
+        """The node behind it."""
+        return self._node
+
     def _tag(self) -> bytes:
         """What our keys end with in the pool that was mapped last."""
         return self._tag_in(self._node.last)
@@ -85,10 +90,14 @@ class LocalCache(PrefixCache):
             if pages < asked:
                 pages, below = stored_beyond(mapped, keys, pages, self._closed, readable=True)
             mapped.counters.took(LOOKUP, start_ns)
-            elsewhere = self._node.elsewhere
-            if pages < asked and elsewhere is not None and (found := elsewhere.seek(keys, pages)):
+            if pages < asked and (found := self.elsewhere(keys, pages)):
                 return self._match_with(found, pages, asked, below)
         return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, below)
+
+    def elsewhere(self, keys: Keys, pages: int) -> list[Stretch]:
+        """Where the pages after the first ``pages`` are, as far as other nodes of the pool have them."""
+        elsewhere = self._node.elsewhere
+        return elsewhere.seek(keys, pages, self._closed) if elsewhere is not None else []
 
     def _match_with(self, found: list[Stretch], pages: int, asked: int, below: Mapping[Tier, int]) -> Match:
         """What is found when these pages of other nodes follow the first ``pages``."""
@@ -185,9 +194,8 @@ class LocalCache(PrefixCache):
         """How many pages a get may bring, where memory has the first ``proven`` and then none for that reason."""
         if reason not in ELSEWHERE:
             return proven
-        pages, elsewhere = stored_beyond(mapped, keys, proven, self._closed)[0], self._node.elsewhere
-        found = elsewhere.seek(keys, pages) if elsewhere is not None else None
-        return pages + found[-1].stop if found else pages
+        pages = stored_beyond(mapped, keys, proven, self._closed)[0]
+        return pages + sum(each.stop - each.start for each in self.elsewhere(keys, pages))
 
     def _from_others(
         self, elsewhere: Elsewhere, keys: Keys, target: Rows, pages: int, below: Mapping[Tier, int], reason: str

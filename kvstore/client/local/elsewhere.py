@@ -25,7 +25,7 @@ from kvstore.errors import KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints, span_start
-from kvstore.transfer.finding import Finder, Stretch
+from kvstore.transfer.finding import KEPT_S, Finder, Stretch
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolView
 from kvstore.transfer.pulling import pull
@@ -66,13 +66,17 @@ class BroughtBefore:
 class Elsewhere:
     """For one node's clients in one process. Threads share it.
 
+    Args:
+        kept_s: how long what owners told is kept.
+
     Attributes:
         brought: what its gets have brought.
         gathering: held while pages are brought to be stored: who wants the same finds them here then.
         behind: taken while what a get brought is stored behind it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kept_s: float = KEPT_S) -> None:
+        self._kept_s = kept_s
         self.brought = BroughtBefore()
         self.gathering = threading.Lock()
         self.behind = threading.Semaphore()
@@ -87,10 +91,14 @@ class Elsewhere:
         view = self._peers.look()
         return view is None or len(view.peers) < 2
 
-    def seek(self, keys: Keys, pages: int, without: Collection[str] = ()) -> list[Stretch]:
+    def seek(self, keys: Keys, pages: int, closed: bool, without: Collection[str] = ()) -> list[Stretch]:
         """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
 
-        ``without``: nodes that are not to be named. Of keys that do not begin at the root nobody knows the spans.
+        Of keys that do not begin at the root nobody knows the spans.
+
+        Args:
+            closed: see ``WantedChain``.
+            without: nodes that are not to be named.
         """
         view = self._peers.look()
         if view is None or len(view.peers) < 2 or keys.before != keys.root or pages >= len(keys):
@@ -98,7 +106,7 @@ class Elsewhere:
         finder = self._finder or self._begin(view)
         named = fingerprints(b"".join(keys.hashes))
         spans = named[span_starts(len(keys))[pages:]]
-        return finder.find(named[pages:], spans, time.monotonic() + READ_S, without)
+        return finder.find(named[pages:], spans, time.monotonic() + READ_S, without, closed)
 
     def read(self, chain: WantedChain, keys: Keys, rows: Rows, pages: int) -> Brought:
         """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change."""
@@ -106,7 +114,7 @@ class Elsewhere:
         limit, deadline_s = min(len(keys), pages + len(rows)), time.monotonic() + READ_S
         while pages + brought.pages < limit and time.monotonic() < deadline_s:
             start = pages + brought.pages
-            stretch = next(iter(self.seek(keys, start, failed)), None)
+            stretch = next(iter(self.seek(keys, start, chain.closed, failed)), None)
             if stretch is None:
                 break
             stop = min(start + stretch.stop, limit)
@@ -145,7 +153,7 @@ class Elsewhere:
         with self._lock:
             if self._finder is None:
                 self._links = PeerLinks(view.pool, f"client of {view.node}")
-                self._finder = Finder(self._peers, self._links)
+                self._finder = Finder(self._peers, self._links, self._kept_s)
             return self._finder
 
 

@@ -73,7 +73,7 @@ class Keeping:
         try:
             pages, step = self._stored(keys), max(1, GATHER_BYTES // self._chain.frame_class.page_bytes)
             while pages < len(keys) and time.monotonic() < deadline_s:
-                found = elsewhere.seek(keys, pages)
+                found = elsewhere.seek(keys, pages, self._chain.closed)
                 if not found:
                     return
                 rows = empty((min(step, found[-1].stop), self._chain.frame_class.page_bytes))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Collection
 from typing import Any, Final
 
+from kvstore.catalog.base import boot_s
 from kvstore.errors import PermissionDenied
 from kvstore.state.directory import Directory
 from kvstore.transfer.base import Exchange, Handler
 from kvstore.transfer.find_messages import pack_announced, pack_found, unpack_announce, unpack_find
 from kvstore.transfer.peers import PeersFile
-from kvstore.transfer.wire import FrameKind
+from kvstore.transfer.wire import BODY_MAX, FrameKind
 
 LOOK_S: Final = 0.5  # how often it looks who is still there
 SILENT_S: Final = 3.0  # somebody may come before we hear of it, and then tells something every second
@@ -37,7 +39,7 @@ class DirectoryShell:
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
         """For ``transfer.server``."""
-        return {FrameKind.FIND: self.find, FrameKind.ANNOUNCE: self.announce}
+        return {FrameKind.FIND: self.find, FrameKind.ANNOUNCE: self.announce, FrameKind.STATUS: self.tell}
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
         """Answer FIND."""
@@ -58,12 +60,21 @@ class DirectoryShell:
             self._heard_s[told.node] = time.monotonic()
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
 
+    def tell(self, exchange: Exchange, body: memoryview) -> None:
+        """Answer STATUS. Raises PermissionDenied where the caller is no operator."""
+        if not exchange.caller.operator:
+            raise PermissionDenied("only operators are told what a directory holds")
+        exchange.reply(FrameKind.STATE, json.dumps(self.status()).encode()[: BODY_MAX[FrameKind.STATE]])
+
     def status(self) -> dict[str, Any]:
-        """Entries and their memory; and of each node how long it has told nothing."""
+        """Entries and their memory; how long ago the catalog was heard of, and what each node told last."""
         now_s = time.monotonic()
         with self._lock:
             self._look()
+            view = self._peers.look()
             return {
+                "catalog_heard_ago_s": round(boot_s() - view.heard_s, 3) if view is not None else None,
+                "peers": sorted(view.peers) if view is not None else [],
                 "entries": len(self._directory),
                 "entries_bytes": self._directory.nbytes,
                 "refused": self._directory.refused,
