@@ -159,7 +159,7 @@ def converge(stage: Stage, name: str, bar: Bar) -> list[Result]:
             began_s = time.perf_counter()
             wait_for(lambda those=connections[:2]: _entries(those) == 2 * pages, "the owners do not know all")
             took_s.append(time.perf_counter() - began_s)
-    return [result(name, Kind.COUNT, took_s, details={"pages": pages})]
+    return [result(name, Kind.TIME, took_s, bar=bar, details={"pages": pages})]
 
 
 def _entries(connections: Sequence[DataConnection]) -> int:
@@ -189,13 +189,13 @@ def cost(stage: Stage, name: str, bar: Bar) -> list[Result]:
             settle(store)
             caches[label] = store.cache(work.layout)
         out = np.ones((work.pages, work.layout.page_bytes), np.uint8)
-        keys = [work.keys(caches["alone"], chain) for chain in range(work.chains)]
+        keys = {cache: [work.keys(cache, chain) for chain in range(work.chains)] for cache in caches.values()}
 
         def got(cache: PrefixCache, step: int) -> object:
-            return cache.get(keys[step % len(keys)], out).pages
+            return cache.get(keys[cache][step % work.chains], out).pages
 
         def looked(cache: PrefixCache, step: int) -> object:
-            return cache.lookup(keys[step % len(keys)]).pages
+            return cache.lookup(keys[cache][step % work.chains]).pages
 
         def stored(cache: PrefixCache, step: int) -> object:
             return cache.put(np.random.default_rng(1000 + step).integers(0, 1 << 30, tokens), out, wait=True)

@@ -151,7 +151,12 @@ _ROWS = (
         Bar(32, at_least=False, of_ratio=False, unit="B"),
         find.directory,
     ),
-    Row("converge_100k", "a node dies: until 100,000 pages have two owners again", None, find.converge),
+    Row(
+        "converge_100k",
+        "a node dies: until 100,000 pages have two owners again",
+        Bar(10, at_least=False, of_ratio=False, unit="s"),
+        find.converge,
+    ),
     Row("cluster_cost", "local get, put and lookup in a cluster / in none", _at_most(1.05), find.cost),
     Row("grpc_unary", "lookup of 32 pages over gRPC / a unary echo", None, grpc.unary),
     Row("grpc_read_2m", "get over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.read, geometry="2m")),
