@@ -63,6 +63,7 @@ class LoggedWorld(World):
             stop = start + len(addresses)
             keys = chain.keys[start:stop]
             self.tried.update(keys)
+            self.begin(session, chain, start, addresses)
             self._unclaim(session, addresses)
             self.shell.content.update({address[:2]: key for address, key in zip(addresses, keys, strict=True)})
             self._number += 1

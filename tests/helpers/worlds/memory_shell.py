@@ -23,6 +23,7 @@ from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import Segment
 from kvstore.state.node_state import NodeState
+from kvstore.state.pending import was_granted
 from kvstore.state.tier_parts import TieringRules, TierParts
 from kvstore.state.tiering import NODE_SESSION
 from kvstore.state.views import Snapshot
@@ -302,7 +303,9 @@ class MemoryShell:
             extent, frame, _ = address
             others = self.watch.may_write(extent, frame)
             if int(self.tables[extent].words[frame]) == word_of(address.generation, RESERVED):  # it has written into it
-                assert tuple(self.tables[extent].tails[frame, :2]) == (0, session) and not others, f"{address}: not its"
+                group, owner = (int(word) for word in self.tables[extent].tails[frame, :2])
+                assert owner == session and not set(others) - {session}, f"{address}: not its"
+                assert not group or was_granted(group, address), f"{address}: not granted"
                 continue
             self._must_be_newer(address)
             assert self.tables[extent].state(frame) == FREE, f"{address} is granted while in use"
