@@ -44,11 +44,13 @@ class BegunPages:
             return [ev.Reply()]
         new = [i for i, address in enumerate(event.addresses) if address in session.granted]
         new = [i for i in new if self.space.find(keys[i]) is None]
+        number = self.writing.tenants.number(root)
+        new = [i for i in new if self._may_expect(number, event.addresses[i])]
         if not new:
             return [ev.Reply()]
         parents = [event.parent, *keys[:-1]]
         addresses = [event.addresses[i] for i in new]
-        self.space.expect(addresses, self.writing.tenants.number(root))
+        self.space.expect(addresses, number)
         group, until_ns = GROUP | min(address.generation for address in addresses), event.now_ns + event.ttl_ns
         for i, address in zip(new, addresses, strict=True):
             session.granted.discard(address)
@@ -61,6 +63,13 @@ class BegunPages:
         parents = [parents[i] for i in new]
         reserved = ev.WriteReserved(addresses, event.rows[new], parents, event.session, group, 0, 1, until_ns)
         return [reserved, ev.Reply()]
+
+    def _may_expect(self, number: int, address: Address) -> bool:
+        """The frame may count for that root: its tenant has no quota, or was charged with the frame already. A page in
+        any other is not begun: whether there is room for it its seal will tell."""
+        roots = self.space.holdings.roots
+        share, owner = roots[number].share, self.space.segment.extents[address.extent].owner[address.frame]
+        return share.quota is None or (owner > 0 and roots[owner].share is share)
 
     def withdraw(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> None:
         """Those of the session's frames that are begun are merely granted again."""

@@ -176,15 +176,23 @@ class LocalPut(PendingPut):
         return bool(publisher.ops) or root not in mapped.limited
 
     def take(self, page: int) -> list[Address]:
-        """Frames for the pages from ``page`` on, as many as are to be had: for who copies into them, and ``seal``s."""
+        """Frames for the pages from ``page`` on, as many as are to be had: for who copies into them, and ``seal``s.
+
+        Raises NodeUnavailable or DeadlineExceeded where the node does not answer.
+        """
         pool, count, purpose = self._pool, len(self._keys) - page, self._purpose(page)
         frames, deadline = pool.take(count), time.monotonic() + self._mapped.timeout_s
-        with contextlib.suppress(Unavailable):  # also: a quota
+        try:
             while missing := count - len(frames):
                 more = pool.wait_granted(pool.ask(missing, purpose), missing, purpose, deadline)
                 if not more:
                     break
                 frames = sorted([*frames, *more])
+        except QuotaExceeded:
+            pass
+        except Unavailable:
+            pool.add(frames)
+            raise
         pool.ask_ahead(count, purpose)
         return frames
 

@@ -179,6 +179,8 @@ class World:
         for instruction in instructions:
             if type(instruction) is ev.WriteState and instruction.state in (FREE, RETIRING):
                 for extent, frame, _ in instruction.addresses:
+                    if extent not in self.shell.tables:
+                        continue  # carved by this very decision: nothing was there
                     table = self.shell.tables[extent]
                     generation = table.generation(frame)
                     if table.tier == tier and self.shell.is_sealed(Address(extent, frame, generation)):
