@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kvstore import failpoint
@@ -38,7 +38,7 @@ from kvstore.tier.put_log import LogDamaged, PutLog
 log = logging.getLogger("kvstore.node")
 
 _BUSY = int(Status.BUSY)
-TOGETHER_MAX = 64  # records that are performed as one decision
+PAGES_TOGETHER = 64  # of records that are performed as one decision: its transaction of the index takes memory
 AGAIN_S = 0.005  # between looks at records whose pages are on their way to NVMe
 
 
@@ -117,7 +117,15 @@ class PutDrain:
             return
         damaged: list[int] = []
         records = chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting())
-        while some := list(islice(records, TOGETHER_MAX)):
+        some: list[_Record] = []
+        pages = 0
+        for record in records:
+            some.append(record)
+            pages += len(record.event.addresses) if isinstance(record.event, ev.SealGranted) else 0
+            if pages >= PAGES_TOGETHER:
+                self._take_in(puts, some)
+                some, pages = [], 0
+        if some:
             self._take_in(puts, some)
         for slot in damaged:
             puts.close(slot)
