@@ -325,7 +325,8 @@ def test_a_prompt_of_a_million_tokens(store: Store, ask: Run, salt: str) -> None
 
 SCHEMAS = {
     "lookup": "node layout fingerprint salt adapter root tokens page_tokens full_pages stored_pages stored_tokens "
-    "dram_pages nvme_only_pages match_pages match_tokens reason explained events_s scanning elsewhere pages",
+    "other_nodes_pages dram_pages nvme_only_pages match_pages match_tokens reason explained events_s "
+    "scanning elsewhere pages",
     "pages": "node total bytes pages next",
     "evict": "node pages bytes by_tier by_tenant by_model listed stayed dry_run",
     "pin": "node asked_pages pin pages bytes until",

@@ -115,7 +115,8 @@ def who(name: str) -> tuple[tuple[str, str], ...]:
 def prefill(stub: Any, name: str, request_id: str, salt: str | None = None, **prompt: Any) -> None:
     """Have a prompt computed that can be pulled then."""
     request = pb.SubmitRequest(request_id=request_id, salt=name if salt is None else salt, **prompt)
-    list(stub.Prefill(pb.PrefillRequest(request=request, layout=layout_message(LAYOUT)), PULL_S, who(name)))
+    message = pb.PrefillRequest(request=request, layout=layout_message(LAYOUT), data_connections=True)
+    list(stub.Prefill(message, PULL_S, who(name)))
 
 
 def pull(client: EngineClient, request_id: str) -> bytes:

@@ -310,7 +310,12 @@ def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: An
     assert ours.fingerprint.hex() in said and theirs.fingerprint.hex() in said
     with pytest.raises(grpc.RpcError) as raw:
         list(
-            stub.Prefill(pb.PrefillRequest(request=submit_request(request), layout=layout_message(theirs)), timeout=60)
+            stub.Prefill(
+                pb.PrefillRequest(
+                    request=submit_request(request), layout=layout_message(theirs), data_connections=True
+                ),
+                timeout=60,
+            )
         )
     assert raw.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 

@@ -180,9 +180,9 @@ def from_the_pool(client: Client, address: str, asks: dict[str, Any]) -> dict[st
     return answer if answer["cached"] >= 64 else None
 
 
-def test_engines_of_both_versions_share_a_node_and_hand_over(old: Version, new: Version, machine: Machine) -> None:
-    """Each computes prompts for the other, over the same node, and answers what the other answers; asked by a client of
-    the other version."""
+def test_engines_of_both_versions_share_a_node(old: Version, new: Version, machine: Machine) -> None:
+    """Each answers what the other answers, over the same node, asked by a client of the other version. They hand no
+    prompts over, since the old one knows no data connections: each computes its own, and none fails."""
     new.serve(**FLAGS)
     flags = {"threads": "1", "arena": "16MiB", "page_tokens": "16", "node": "n", "listen": "127.0.0.1:0"}
     engines = [version.engine("tiny-llama", local_prefill_tokens="0", **flags) for version in (old, new)]
@@ -194,6 +194,6 @@ def test_engines_of_both_versions_share_a_node_and_hand_over(old: Version, new: 
             asks = {"tokens": tokens, "max_tokens": 6}
             alone = client.ask("generate", address=other, prefill=[], **asks)
             answer = client.ask("generate", address=here, prefill=[other], source=source, **asks)
-            assert (answer["tokens"], answer["prefill"]) == (alone["tokens"], other)
+            assert (answer["tokens"], answer["prefill"]) == (alone["tokens"], "")
             again = wait_until("its pages are found", partial(from_the_pool, client, here, asks))
             assert again["tokens"] == alone["tokens"]
