@@ -26,6 +26,7 @@ from kvstore.tier.folder import PREFIX, NodeFolder
 from kvstore.tier.purging import purge
 
 SETTLED_S: Final = 20.0  # a page that was stored is known to the pool, and a node that left is known to have
+STEADY_S: Final = 2.5  # longer than what owners told is kept
 LOOK_S: Final = 0.05
 ANSWER_S: Final = 120.0
 ANSWER_TOKENS: Final = 8
@@ -155,9 +156,15 @@ class Fleet:
         return tokens, first_s, computed
 
     def _await_elsewhere(self, cache: PrefixCache, prompt: list[int]) -> None:
-        """Until the pool knows that another node has it, or long enough."""
-        deadline_s = time.monotonic() + SETTLED_S
-        while not cache.lookup(prompt).nodes and time.monotonic() < deadline_s:
+        """Until the pool has known for a while that other nodes have all of it, or long enough: owners of spans that
+        came or went meanwhile have been told then."""
+        deadline_s, since_s = time.monotonic() + SETTLED_S, 0.0
+        while (now_s := time.monotonic()) < deadline_s:
+            match = cache.lookup(prompt)
+            whole = bool(match.nodes) and match.pages == len(prompt) // PAGE_TOKENS
+            since_s = (since_s or now_s) if whole else 0.0
+            if since_s and now_s - since_s > STEADY_S:
+                return
             time.sleep(LOOK_S)
 
     def _prompt(self, conversation: int) -> list[int]:
