@@ -166,7 +166,7 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
         return sock
     host, port = _split(address)
     context = _context(ours) if (ours.tls if tls is None else tls) else None
-    if token and context is None and not _is_loopback(host):
+    if token and context is None and not is_loopback(host):
         raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
     sock = socket.create_connection((host, port), within_s)
     return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock
@@ -189,7 +189,8 @@ def _context(credentials: DialCredentials) -> ssl.SSLContext:
     return context
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether what is sent to that host stays on this machine."""
     if host == "localhost":
         return True
     try:

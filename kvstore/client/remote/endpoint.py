@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from kvstore.errors import InvalidRequest
+from kvstore.transfer.tcp import is_loopback
 
 SCHEMES = ("kv://", "kv+unix://")
 _TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
@@ -81,7 +81,7 @@ def endpoint(address: str, credentials: GivenCredentials, env: Mapping[str, str]
     key = _pem(credentials.tls_key, env, "tls_key") if tls else None
     if (cert is None) != (key is None):
         raise InvalidRequest("tls_key" if key is None else "tls_cert", "tls_cert and tls_key go together")
-    if token and not tls and not _is_loopback(host):
+    if token and not tls and not is_loopback(host):
         raise InvalidRequest("token", f"would travel in clear to {host}: give tls_ca (or set KVSTORE_TLS_CA)")
     return Endpoint(address, target, token, tls, ca, cert, key, name)
 
@@ -138,12 +138,3 @@ def _read(path: str | Path, field: str) -> bytes:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise InvalidRequest(field, f"{path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
