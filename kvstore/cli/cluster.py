@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -14,16 +15,17 @@ from kvstore.catalog import schema
 from kvstore.catalog.connect import to_catalog
 from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
 from kvstore.cli.output import bytes_text, duration_text, print_json, print_table
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, NodeUnavailable
+from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.transfer.wire import FrameKind, Hello, WireError
 
 ASK_S: Final = 1.0
 
 
 def cluster(url: str, pool: str, as_json: bool) -> None:
     """Print the members of a pool."""
-    nodes, engines, servers = asyncio.run(_members(url, pool))
+    nodes, engines, servers = asyncio.run(members_of(url, pool))
     told = {each.name: _asked(each, pool) for each in servers}
     if as_json:
         members = {
@@ -42,7 +44,8 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
     print_table(("member", "name", "host", "address", "what"), rows)
 
 
-async def _members(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineEntry], list[DataEntry]]:
+async def members_of(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineEntry], list[DataEntry]]:
+    """Who is in a pool. Raises Unavailable where the catalog does not answer."""
     access = configuration.load().node  # the environment says how to prove ourselves to etcd
     async with to_catalog(url, access) as catalog:
         nodes = await catalog.listing(schema.folder(pool, NodeEntry))
@@ -57,15 +60,37 @@ async def _members(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineEnt
 
 def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
     """What a data server says of its part of the directory; None where it does not answer, or not to us."""
-    deadline_s = time.monotonic() + ASK_S
     try:
-        hello = Hello(pool=pool, node=server.node, caller="kvstore status")
-        with closing(DataConnection.open(_first(server.addresses), hello, deadline_s=deadline_s)) as connection:
-            body = connection.call(FrameKind.STATUS, reply=FrameKind.STATE, deadline_s=deadline_s)
-        told = json.loads(body)
-    except (KVStoreError, ValueError):
+        with closing(dial(server, pool, "kvstore status")) as connection:
+            return asked(connection, FrameKind.STATUS, FrameKind.STATE, ASK_S)
+    except KVStoreError:
         return None
-    return told if isinstance(told, dict) else None
+
+
+def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) -> DataConnection:
+    """A connection to a data server, with the credentials of the environment. Raises as ``DataConnection.open``."""
+    ours = credentials_of(os.environ)
+    hello = Hello(pool=pool, node=server.node, caller=caller, token=ours.token)
+    if not server.addresses:
+        raise NodeUnavailable(f"{server.node}: its data server has no address")
+    within_s = time.monotonic() + ASK_S
+    return DataConnection.open(
+        server.addresses[0], hello, ours, tls=server.tls, deadline_s=within_s, silence_s=silence_s
+    )
+
+
+def asked(
+    connection: DataConnection, kind: FrameKind, reply: FrameKind, within_s: float, request: bytes = b""
+) -> dict[str, Any]:
+    """The JSON object that a data server answers. Raises as ``DataConnection.call``."""
+    body = connection.call(kind, request, reply=reply, deadline_s=time.monotonic() + within_s)
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise WireError(f"{kind.name}: was answered with no JSON object")
+    return told
 
 
 def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:

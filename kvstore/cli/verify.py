@@ -1,4 +1,4 @@
-"""``kvstore verify``: check a node's records, index, pages and conservation laws, whether it runs or not."""
+"""``kvstore verify``: check a node's records, index, pages and conservation laws, whether it runs or not; or a pool."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import click
 
 import kvstore
+from kvstore import config as configuration
 from kvstore.cli.node import node_option
 from kvstore.cli.output import json_option, print_json
+from kvstore.cli.verify_cluster import verify_cluster
 from kvstore.client.connect import SHM_DIR
 from kvstore.client.remote.endpoint import is_remote
 from kvstore.config.values import parse_nvme
@@ -34,24 +36,50 @@ from kvstore.tier.folder import NodeFolder, list_nodes
     help="An NVMe target of a node that is not running, where shared memory does not name it (after a reboot).",
 )
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds the sweep may take.")
+@click.option("--cluster", is_flag=True, help="Every node of a pool, and what its directory lists.")
+@click.option("--catalog", metavar="URL", help="The pool's catalog: file:PATH, etcd://HOST:PORT,...")
+@click.option("--pool", metavar="NAME", help="Which pool of that catalog.  [default: default]")
 @json_option
-def verify(node: str | None, folder: Path | None, targets: tuple[str, ...], timeout_s: float, as_json: bool) -> int:
+def verify(
+    node: str | None,
+    folder: Path | None,
+    targets: tuple[str, ...],
+    timeout_s: float,
+    cluster: bool,
+    catalog: str | None,
+    pool: str | None,
+    as_json: bool,
+) -> int:
     """Verify the checksum of every page, every record and index entry, and the conservation laws.
 
     A running node drops damaged pages with their descendants and counts them. Of a node that is not running (--node
     with its name, or --folder) nothing is changed, and no daemon can start it meanwhile. Exit code 1 where anything was
     found; what the next start puts right anyhow is told, and is no finding.
+
+    With --cluster all running nodes of a pool do so, and say whether the directory lists what they have.
     """
-    if node is not None and folder is not None:
-        raise InvalidRequest("--folder", "names a node, and so does --node: give one")
     if not 0 < timeout_s < 1e9:
         raise InvalidRequest("--timeout", f"must be positive seconds, not {timeout_s!r}")
+    if cluster or catalog is not None or pool is not None:
+        if not cluster or node is not None or folder is not None or targets:
+            raise InvalidRequest("--cluster", "goes with --catalog and --pool, and with nothing that names a node")
+        return _verify_cluster(catalog, pool, timeout_s, as_json)
+    if node is not None and folder is not None:
+        raise InvalidRequest("--folder", "names a node, and so does --node: give one")
     name = node if node is not None else os.environ.get("KVSTORE_NODE")
     if folder is None and not (targets and node is None):
         folder = _stopped(name)
     if folder is None and not targets:
         return _verify_live(node, timeout_s, as_json)
     return _verify_stopped(folder, targets, as_json)
+
+
+def _verify_cluster(catalog: str | None, pool: str | None, timeout_s: float, as_json: bool) -> int:
+    settings = configuration.load().node
+    url = catalog if catalog is not None else settings.catalog
+    if not url:
+        raise InvalidRequest("--catalog", "is needed with --cluster")
+    return verify_cluster(url, pool if pool is not None else settings.pool, timeout_s, as_json)
 
 
 def _stopped(name: str | None) -> Path | None:

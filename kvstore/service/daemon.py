@@ -15,10 +15,12 @@ from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
 from kvstore.service.cluster import data_child
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.data_child import DataChild
+from kvstore.service.cluster.heard import Heard
 from kvstore.service.local.control import ControlServer
 from kvstore.service.local.dispatch import Dispatcher
 from kvstore.service.node import on_stop
 from kvstore.service.node.node import Node
+from kvstore.service.operator.admin import Call
 from kvstore.service.operator.stats import node_stats
 from kvstore.service.operator.watch import Watch
 from kvstore.service.upkeep.background import Background
@@ -93,7 +95,7 @@ def _run(
             where = f", data on {sender.start()}"
             life.at_end(sender.stop)
         if membership is not None:
-            _announce(config, node, life)
+            dispatcher.admin.calls["heard"] = _announce(config, node, life)
     except (InvalidRequest, NodeBusy, Unavailable):
         _end_serving(node, api, control, background, life)
         raise
@@ -137,13 +139,15 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
     )
 
 
-def _announce(config: NodeConfig, node: Node, life: Life) -> None:
-    """Tell the pool from now on which pages the node has."""
+def _announce(config: NodeConfig, node: Node, life: Life) -> Call:
+    """Tell the pool from now on which pages the node has; the admin call that says whether the pool knows."""
     links = PeerLinks(config.pool, config.name, credentials_of(os.environ))
-    announcer = Announcer(node, config.name, PeersFile(node.folder), links)
+    peers_file = PeersFile(node.folder)
+    announcer = Announcer(node, config.name, peers_file, links)
     announcer.start()
     life.at_end(links.close)
     life.at_end(announcer.stop)
+    return Heard(node, config.name, peers_file, links).look
 
 
 def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder) -> None:

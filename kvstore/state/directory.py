@@ -38,6 +38,7 @@ PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
 
 _LOW: Final = np.uint64(0xFFFF)
 _TIER_BITS: Final = np.uint64(2)
+_TIER: Final = np.uint64(3)
 Marks = npt.NDArray[np.uint8]
 """Per page the number of its tier in ``TIERS``; with ``GONE``: it is there no more."""
 
@@ -155,6 +156,15 @@ class Directory:
             at, low = at[order], low[order]
         return Listed(at, low >> 2, (low & 3).astype(np.uint8), self._names)
 
+    def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
+        """Of what this node has told, the first ``count`` entries from ``start`` on, as ``entries_told`` has them."""
+        self._merge()
+        rest = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
+        places = [stream.place for stream in self._streams.get(node, [])]
+        mine = rest[np.isin((rest & _LOW) >> _TIER_BITS, np.array(places, np.uint64))]
+        told = np.unique(mine & (~_LOW | _TIER))
+        return told[np.searchsorted(told, np.uint64(start)) :][:count]
+
     # --- streams ----------------------------------------------------------------------------------------------------
 
     def _begin(self, batch: Told) -> _Stream | None:
@@ -209,6 +219,11 @@ class Directory:
 
 
 _NONE: Final = np.zeros(0, np.uint64)
+
+
+def entries_told(pages: Fingerprints, marks: Marks) -> Fingerprints:
+    """What a directory keeps of these pages of a node, sorted: 48 bits of the fingerprint, and the tier."""
+    return np.unique(pages & ~_LOW | (marks & 3).astype(np.uint64))
 
 
 def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""FIND, FOUND, ANNOUNCE and ANNOUNCED: what goes between a directory's owners and those who ask and tell. Pure.
+"""FIND, ANNOUNCE, LIST and their answers: what goes between a directory's owners and those who ask and tell. Pure.
 
 ::
 
@@ -7,6 +7,8 @@
     ANNOUNCE   stream u64, number u64, pages u32, whole u8, length of the node's name u8 | name | fingerprints u64[] |
                marks u8[]
     ANNOUNCED  number wanted next i64; -1: another stream
+    LIST       entry from which on u64 | UTF-8 of the node's name
+    LISTED     entries u64[], see ``directory.entries_told``; fewer than ``LISTED_MAX``: these are the last
 
 A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody.
 """
@@ -24,9 +26,11 @@ from kvstore.transfer.wire import WireError
 
 FIND_PAGES_MAX: Final = 1 << 16
 NAME_BYTES_MAX: Final = 64
+LISTED_MAX: Final = 1 << 16
 _FOUND: Final = struct.Struct("<HI")
 _ANNOUNCE: Final = struct.Struct("<QQIBB")
 _ANNOUNCED: Final = struct.Struct("<q")
+_LIST: Final = struct.Struct("<Q")
 
 Body = bytes | bytearray | memoryview
 
@@ -108,3 +112,33 @@ def unpack_announced(body: Body) -> int:
         raise WireError(f"announced: {len(body)} bytes")
     (wanted,) = _ANNOUNCED.unpack(body)
     return int(wanted)
+
+
+def pack_list(node: str, start: int) -> bytes:
+    """The body of LIST."""
+    return _LIST.pack(start) + node.encode()
+
+
+def unpack_list(body: Body) -> tuple[str, int]:
+    """The node and the entry in a LIST. Raises WireError where it makes no sense."""
+    try:
+        (start,) = _LIST.unpack_from(body)
+        return bytes(body[_LIST.size :][: NAME_BYTES_MAX + 1]).decode(), start
+    except (struct.error, ValueError) as error:
+        raise WireError(f"list: {error}") from None
+
+
+def pack_listed(entries: Fingerprints) -> bytes:
+    """The body of LISTED."""
+    assert len(entries) <= LISTED_MAX
+    return entries.astype("<u8", copy=False).tobytes()
+
+
+def unpack_listed(body: Body) -> Fingerprints:
+    """The entries in a LISTED. Raises WireError where it makes no sense: they ascend."""
+    if len(body) % 8 or len(body) > 8 * LISTED_MAX:
+        raise WireError(f"listed: {len(body)} bytes are no entries, or more than {LISTED_MAX}")
+    entries = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
+    if not (entries[1:] > entries[:-1]).all():
+        raise WireError("listed: the entries do not ascend")
+    return entries

@@ -9,6 +9,7 @@ their replies come; the server answers them one by one, in order, and its replie
 
     PING -> PONG                READ -> RANGE ... END
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
+    LIST -> LISTED              CHECK -> CHECKED
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
 
 Any request may get ERROR instead of its reply, or in the middle of it. Each kind's body has a bound (``BODY_MAX``), and
@@ -59,6 +60,10 @@ class FrameKind(IntEnum):
     FOUND = 33
     ANNOUNCE = 34
     ANNOUNCED = 35
+    LIST = 36
+    LISTED = 37
+    CHECK = 40
+    CHECKED = 41
     PULL = 48
     PIECE = 49
 
@@ -78,13 +83,20 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.FOUND: 4096 * KIB,
     FrameKind.ANNOUNCE: 1024 * KIB,
     FrameKind.ANNOUNCED: 4 * KIB,
+    FrameKind.LIST: 4 * KIB,
+    FrameKind.LISTED: 1024 * KIB,
+    FrameKind.CHECK: 4 * KIB,
+    FrameKind.CHECKED: 256 * KIB,
     FrameKind.PULL: 4 * KIB,
     FrameKind.PIECE: (1 << 32) - 1,  # in place as well
 }
 """The largest body of each kind. Sums of these bound what a connection holds: one request at a time, one reply."""
 
 REQUESTS: Final = frozenset(
-    (FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.PULL)
+    (
+        *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
+        *(FrameKind.CHECK, FrameKind.PULL),
+    )
 )
 
 

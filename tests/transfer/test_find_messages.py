@@ -9,16 +9,20 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.state.directory import GONE, Directory, Listed, Told
+from kvstore.state.directory import GONE, Directory, Listed, Told, entries_told
 from kvstore.transfer.find_messages import (
     pack_announce,
     pack_announced,
     pack_find,
     pack_found,
+    pack_list,
+    pack_listed,
     unpack_announce,
     unpack_announced,
     unpack_find,
     unpack_found,
+    unpack_list,
+    unpack_listed,
 )
 from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
 
@@ -53,6 +57,9 @@ def test_messages_arrive_as_they_were(seed: int) -> None:
     assert (batch.node, batch.stream, batch.number, batch.whole) == ("node", told.stream, told.number, told.whole)
     assert batch.fingerprints.tolist() == pages.tolist() and batch.marks.tolist() == told.marks.tolist()
     assert [unpack_announced(pack_announced(wanted)) for wanted in (-1, 0, 1 << 40)] == [-1, 0, 1 << 40]
+    entries = entries_told(batch.fingerprints, batch.marks)
+    assert unpack_listed(pack_listed(entries)).tolist() == entries.tolist()
+    assert unpack_list(memoryview(pack_list("node", told.stream))) == ("node", told.stream)
 
 
 def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
@@ -65,6 +72,8 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
             (unpack_announce, pack_announce(told)),
             (unpack_find, pack_find(pages)),
             (partial(unpack_found, asked=len(pages)), pack_found(found)),
+            (unpack_list, pack_list(told.node, told.stream)),
+            (unpack_listed, pack_listed(entries_told(told.fingerprints, told.marks))),
         ):
             raw = bytearray(body)
             for _ in range(draw.randrange(3)):
@@ -84,9 +93,11 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
                 directory.told(got)
             elif isinstance(got, Listed):
                 assert all(got.names[node] is not None for node in got.nodes.tolist())
+            elif isinstance(got, tuple):
+                assert len(directory.entries_of(*got, 10)) <= 10
             else:
                 directory.find(got)
-    assert 1000 < refused < 11_000
+    assert 1000 < refused < 18_000
     with contextlib.suppress(WireError):
         unpack_find(bytes(BODY_MAX[FrameKind.FIND]))
         raise AssertionError("more pages than one may ask for")

@@ -20,11 +20,12 @@ from kvstore.errors import NodeUnavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.span import Fingerprints, fingerprints, spans_of
+from kvstore.service.cluster import directory_shell, heard
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.view import ViewKeeper
 from kvstore.service.node.node import Node
-from kvstore.state.directory import TIERS, Listed
+from kvstore.state.directory import TIERS, Listed, Told
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Caller, Exchange
@@ -248,6 +249,42 @@ def test_only_nodes_announce(machines: dict[str, Machine], monkeypatch: pytest.M
     machines["a"].put(prompt(7, 5))
     wait_until("a was refused", lambda: machines["a"].announcer.counters["failed"] > 0, 30)
     assert machines["c"].find(prompt(7, 5)) == []
+
+
+def test_a_node_is_told_which_owners_do_not_know_it(
+    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heard, "BETWEEN_S", 0.1)
+    monkeypatch.setattr(heard, "LISTED_MAX", 16)
+    monkeypatch.setattr(directory_shell, "LISTED_MAX", 16)  # so that an answer is not all
+    a, b = machines["a"], machines["b"]
+    a.put(prompt(11, 100))
+    b.put(prompt(11, 70))
+    look = heard.Heard(a.node, a.name, a.peers, a.links).look
+
+    def owners() -> dict[str, dict[str, Any]]:
+        return dict(look({})["owners"])
+
+    def differ() -> tuple[int, int]:
+        now = owners().values()
+        return sum(each["missing"] for each in now), sum(each["stale"] for each in now)
+
+    wait_until("both owners of every page know", lambda: entries(machines) == 340, 30)
+    assert differ() == (0, 0) and sum(each["entries"] for each in owners().values()) == 200
+    a.announcer.stop()  # nobody puts right what comes
+    owner = a.announcer._announcing._owners[b.name]
+    assert owner.stream is not None
+    wrong = np.arange(1, 41, dtype=np.uint64) << np.uint64(40)
+    batch = Told(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
+    assert b.directory._directory.told(batch) == owner.next + 1
+    assert differ() == (0, 40)
+    b.directory._directory.forget(a.name)
+    lost = owners()[b.name]
+    assert (lost["missing"], lost["stale"]) == (lost["entries"], 0) and lost["entries"] > 0
+    b.stop_serving()
+    assert owners()[b.name]["error"] and differ() == (0, 0)
+    del a.members.servers[a.name]
+    wait_until("a is no member", lambda: look({})["reason"], 30)
 
 
 def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ here. Whatever goes wrong with another node is a shorter match; one that does no
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from kvstore.errors import KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints, span_start
+from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.finding import KEPT_S, Finder, Stretch
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolView
@@ -152,7 +154,7 @@ class Elsewhere:
     def _begin(self, view: PoolView) -> Finder:
         with self._lock:
             if self._finder is None:
-                self._links = PeerLinks(view.pool, f"client of {view.node}")
+                self._links = PeerLinks(view.pool, f"client of {view.node}", credentials_of(os.environ))
                 self._finder = Finder(self._peers, self._links, self._kept_s)
             return self._finder
 

@@ -84,7 +84,7 @@ class Announcer:
         if not its.wants_pages:
             self._take_in(self._node.events.last)
             return
-        until, pages = self._node.look(lambda performer, state: (performer.events.last, _pages(performer, state)))
+        until, pages = self._node.look(lambda performer, state: (performer.events.last, pages_of(performer, state)))
         self._take_in(until)
         its.dumped(pages)
         self.counters["dumps"] += 1
@@ -144,7 +144,7 @@ def _entries(events: list[PageEvent]) -> Entries:
     return Entries(spans, pages, np.concatenate(marks))
 
 
-def _pages(performer: Performer, state: NodeState) -> Entries:
+def pages_of(performer: Performer, state: NodeState) -> Entries:
     """All pages of a node that holds still."""
     spans, pages, marks = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
     for tier, space in state.spaces.items():

@@ -20,6 +20,7 @@ from kvstore.client.local.node import LocalNode
 from kvstore.config import NodeConfig, parse_address
 from kvstore.config.values import DATA_AUTO, DATA_NONE
 from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
+from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.read_handler import ReadHandler
 from kvstore.service.cluster.view import ViewKeeper
@@ -100,7 +101,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
 
 def handlers(node: LocalNode, directory: DirectoryShell) -> Mapping[FrameKind, Handler]:
     """What a data server answers."""
-    return {FrameKind.READ: ReadHandler(node), **directory.handlers}
+    return {FrameKind.READ: ReadHandler(node), FrameKind.CHECK: CheckHandler(node), **directory.handlers}
 
 
 def admits(config: NodeConfig) -> Admit:

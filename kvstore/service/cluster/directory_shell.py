@@ -1,4 +1,4 @@
-"""DirectoryShell: this node's part of the directory, behind FIND and ANNOUNCE of its data server."""
+"""DirectoryShell: this node's part of the directory, behind FIND, ANNOUNCE and LIST of its data server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from kvstore.catalog.base import boot_s
 from kvstore.errors import PermissionDenied
 from kvstore.state.directory import Directory
 from kvstore.transfer.base import Exchange, Handler
-from kvstore.transfer.find_messages import pack_announced, pack_found, unpack_announce, unpack_find
+from kvstore.transfer.find_messages import (
+    LISTED_MAX,
+    pack_announced,
+    pack_found,
+    pack_listed,
+    unpack_announce,
+    unpack_find,
+    unpack_list,
+)
 from kvstore.transfer.peers import PeersFile
 from kvstore.transfer.wire import BODY_MAX, FrameKind
 
@@ -39,7 +47,12 @@ class DirectoryShell:
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
         """For ``transfer.server``."""
-        return {FrameKind.FIND: self.find, FrameKind.ANNOUNCE: self.announce, FrameKind.STATUS: self.tell}
+        return {
+            FrameKind.FIND: self.find,
+            FrameKind.ANNOUNCE: self.announce,
+            FrameKind.LIST: self.list,
+            FrameKind.STATUS: self.tell,
+        }
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
         """Answer FIND."""
@@ -59,6 +72,16 @@ class DirectoryShell:
             wanted = self._directory.told(told)
             self._heard_s[told.node] = time.monotonic()
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
+
+    def list(self, exchange: Exchange, body: memoryview) -> None:
+        """Answer LIST. Raises PermissionDenied where the caller is no node's."""
+        if not exchange.caller.operator:
+            raise PermissionDenied("only nodes and operators are told what a directory lists")
+        node, start = unpack_list(body)
+        with self._lock:
+            self._look()
+            entries = self._directory.entries_of(node, start, LISTED_MAX)
+        exchange.reply(FrameKind.LISTED, pack_listed(entries))
 
     def tell(self, exchange: Exchange, body: memoryview) -> None:
         """Answer STATUS. Raises PermissionDenied where the caller is no operator."""
