@@ -107,6 +107,7 @@ class PullServer:
     def _pull(self, exchange: Exchange, body: memoryview) -> None:
         """See ``Handler``. Raises PermissionDenied, and what ``Prefills.pull`` does."""
         request_id, token_start, codec, timeout_s = _unpack_pull(body)
+        timeout_s = min(timeout_s, self._config.request_s_max)
         caller = exchange.caller
         assert isinstance(caller, Identity), "``_admit`` knows no others"
         self._check(request_id, caller)
@@ -221,6 +222,10 @@ def _unpack_pull(body: memoryview) -> tuple[str, int, str, float]:
         found = said["request_id"], said["token_start"], said["codec"], said["timeout_s"]
     except (ValueError, KeyError, TypeError, RecursionError):
         found = None, 0, "", 0.0
-    if not all(isinstance(value, kind) for value, kind in zip(found, (str, int, str, int | float), strict=True)):
+    if not all(
+        type(value) in kinds for value, kinds in zip(found, ((str,), (int,), (str,), (int, float)), strict=True)
+    ):
         raise InvalidRequest("pull", "names no prefill, start, codec and time-out")
+    if not found[3] > 0:  # nor is NaN
+        raise InvalidRequest("timeout_s", f"must be more than zero, got {found[3]}")
     return found

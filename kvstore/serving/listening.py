@@ -6,10 +6,8 @@ Beyond loopback every caller must be known and nothing travels in clear. Unix so
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
-import ssl
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +20,9 @@ from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.serving.identities import Identities
-from kvstore.serving.reach import check_far, numeric
+from kvstore.serving.reach import check_certificates, check_far, check_key, numeric
 from kvstore.tier.plain_files import chmod_socket
+from kvstore.transfer.tcp import is_loopback
 
 UNIX: Final = "unix:"
 
@@ -90,11 +89,10 @@ def plan(config: DaemonConfig, identities: Identities) -> Plan:
             continue
         host, port = parse_address(address, "listen")
         for number in numeric(host, address, "listen"):
-            if not ipaddress.ip_address(number).is_loopback:
+            if not is_loopback(number):
                 check_far(config, identities, address, "listen")
             tcp.append((number, port))
-    if identities.by_certificate and config.tls_client_ca is None:
-        raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
+    check_certificates(config, identities)
     return Plan(tcp, unix, config.file_mode, _credentials(config))
 
 
@@ -102,20 +100,9 @@ def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     key, chain = _pem(config.tls_key, "tls_key"), _pem(config.tls_cert, "tls_cert")
-    _check_key(config.tls_cert, config.tls_key)
+    check_key(config.tls_cert, config.tls_key)  # gRPC takes anything and then refuses every caller without a word
     authorities = _pem(config.tls_client_ca, "tls_client_ca") if config.tls_client_ca is not None else None
     return grpc.ssl_server_credentials([(key, chain)], authorities, require_client_auth=authorities is not None)
-
-
-def _check_key(cert: Path, key: Path) -> None:
-    """gRPC takes anything and then refuses every caller without a word."""
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        raise InvalidRequest("tls_cert", f"{cert} and {key} make no pair of certificate and key ({error})") from None
-    found = os.stat(key)
-    if found.st_mode & 0o007:
-        raise InvalidRequest("tls_key", f"{key} can be read by others: chmod 600 {key}")
 
 
 def _pem(path: Path, field_name: str) -> bytes:

@@ -1,13 +1,16 @@
-"""Reach: which addresses a name to listen at means, and what is asked for beyond loopback."""
+"""Reach: which addresses a name to listen at means, and what is asked for before anything is listened at."""
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import socket
+import ssl
+from pathlib import Path
 
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.serving.identities import Identities
+from kvstore.transfer.tcp import is_loopback
 
 
 def check_far(config: DaemonConfig, identities: Identities, address: str, setting: str) -> None:
@@ -16,6 +19,22 @@ def check_far(config: DaemonConfig, identities: Identities, address: str, settin
         raise InvalidRequest(setting, f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
     if not identities.asked_for:
         raise InvalidRequest(setting, f"{address} is beyond loopback and anyone could call: give --identities")
+
+
+def check_certificates(config: DaemonConfig, identities: Identities) -> None:
+    """Raises InvalidRequest where some callers are known by certificates that nobody asks for."""
+    if identities.by_certificate and config.tls_client_ca is None:
+        raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
+
+
+def check_key(cert: Path, key: Path) -> None:
+    """Raises InvalidRequest where they are no pair, or others can read the key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise InvalidRequest("tls_cert", f"{cert} and {key} make no pair of certificate and key ({error})") from None
+    if os.stat(key).st_mode & 0o007:
+        raise InvalidRequest("tls_key", f"{key} can be read by others: chmod 600 {key}")
 
 
 def numeric(host: str, address: str, setting: str) -> list[str]:
@@ -27,8 +46,3 @@ def numeric(host: str, address: str, setting: str) -> list[str]:
     numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     loopback = [number for number in numbers if is_loopback(number)]
     return (loopback[:1] or numbers[:1]) if host == "localhost" else numbers
-
-
-def is_loopback(number: str) -> bool:
-    """Whether an IP address is of this machine alone."""
-    return ipaddress.ip_address(number.partition("%")[0]).is_loopback

@@ -29,7 +29,8 @@ class Caller(Protocol):
 
 
 Admit = Callable[[Hello, Sequence[str]], Caller]
-"""Who says this, with a certificate of these names (none without TLS).
+"""Who says this, with a certificate of these names (none without TLS). Asked again before each request: a caller may
+expire, or be known no longer.
 
 Raises Unauthenticated for somebody unknown, InvalidRequest for somebody who takes us for another."""
 

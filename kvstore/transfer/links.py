@@ -7,23 +7,26 @@ time to time, and clears that when it answers. One that is started anew is anoth
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls
+from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls, Unavailable
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.peers import PoolNode
 from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import Hello
+from kvstore.transfer.wire import Hello, WireError
 
 IDLE_MAX: Final = 4  # connections to one data server that nobody uses
 IDLE_S: Final = 60.0
 PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # between two looks whether a dead one answers, later and later
 PROBE_ANSWER_S: Final = 1.0
 FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless somebody needs it
+
+log = logging.getLogger("kvstore.cluster")
 
 
 @dataclass
@@ -72,8 +75,13 @@ class PeerLinks:
                 connection = self._open(peer, deadline_s)
             yield connection
         except KVStoreError as error:
+            if connection is not None and isinstance(error, WireError):
+                connection.broken = True  # we are in the middle of something that makes no sense
             if (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
                 self.lost(peer)
+                # Who is away may be back soon; who refuses us is set up otherwise than we are.
+                level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
+                log.log(level, "%s: %s", peer.name, error)
             raise
         except BaseException:
             if connection is not None:

@@ -275,12 +275,13 @@ class _Connection:
         try:
             head, body = stream.receive_frame(FrameKind.HELLO, BODY_MAX[FrameKind.HELLO], deadline_s)
             self._request = head.request
-            self._caller = caller = server.admit(unpack_hello(body), names)
+            hello = unpack_hello(body)
+            self._caller = caller = server.admit(hello, names)
             with server.admitted(caller):
                 welcome = pack_hello(Welcome(node=server.node, process=server.process))
                 stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
                 while True:
-                    self._one(stream, limits)
+                    self._one(stream, limits, hello, names)
         except KVStoreError as error:
             self._farewell(stream, error)
             if not isinstance(error, Unavailable):
@@ -300,13 +301,14 @@ class _Connection:
             raise WireError(f"{self._who}: no TLS ({error})") from None
         return names_of(secured.getpeercert())
 
-    def _one(self, stream: Stream, limits: ServerLimits) -> None:
-        """Wait for a request, and answer it."""
+    def _one(self, stream: Stream, limits: ServerLimits, hello: Hello, names: list[str]) -> None:
+        """Wait for a request, and answer it: to a caller who is still admitted when it comes."""
         head = stream.receive_head(time.monotonic() + limits.idle_s, limits.idle_s)
         self._request, self.flags = head.request, head.flags
         handler = self._server.answer(head.kind)
         if handler is None:
             raise WireError(f"kind: {head.kind.name} is no request that {self._server.node} answers")
+        self._caller = self._server.admit(hello, names)
         self._deadline_s = time.monotonic() + limits.reply_s
         body = stream.receive(head.body_bytes, self._deadline_s)
         try:

@@ -166,8 +166,11 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
         return sock
     host, port = _split(address)
     context = _context(ours) if (ours.tls if tls is None else tls) else None
-    if token and context is None and not is_loopback(host):
-        raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
+    if context is None and not is_loopback(host):
+        if token:
+            raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
+        if ours.tls:  # whoever wrote the catalog cannot talk us out of it
+            raise InvalidRequest("tls", f"pages of {host} would travel in clear")
     sock = socket.create_connection((host, port), within_s)
     return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock
 
@@ -190,7 +193,7 @@ def _context(credentials: DialCredentials) -> ssl.SSLContext:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent to that host stays on this machine."""
+    """Whether what is sent to that host, a name or an IP address, stays on this machine."""
     if host == "localhost":
         return True
     try:

@@ -77,7 +77,7 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.STATUS: 4 * KIB,
     FrameKind.STATE: 64 * KIB,
     FrameKind.READ: 1024 * KIB,
-    FrameKind.RANGE: (1 << 32) - 1,  # is received in place, never as a whole: see ``read_messages.RangeHead``
+    FrameKind.RANGE: (1 << 32) - 1,  # is received in place, never as a whole: see ``reading.RangeHead``
     FrameKind.END: 64,
     FrameKind.FIND: 1024 * KIB,
     FrameKind.FOUND: 4096 * KIB,

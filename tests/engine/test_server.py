@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from kvstore.errors import InvalidRequest, PermissionDenied, TooManyCalls, Unaut
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
 from kvstore.rpc.messages import layout_message
+from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.wire import FrameKind, Hello
 from tests.helpers import api
 from tests.helpers.processes import wait_until
 
@@ -169,6 +173,18 @@ def test_nobody_pulls_the_prefill_of_another(clients: dict[str, EngineClient], e
         with pytest.raises(Unauthenticated):
             pull(stranger, "own")
     assert not engine.pulling and pull(clients["a"], "own") == KV.tobytes()
+
+
+@pytest.mark.parametrize("timeout_s", ["NaN", "-1", "0", "true", '"1"'])
+def test_a_pull_without_a_time_out_is_refused(clients: dict[str, EngineClient], engine: Still, timeout_s: str) -> None:
+    computed(clients["a"], "own", "a")
+    host, deadline_s = "127.0.0.1", time.monotonic() + PULL_S
+    address = f"{host}:{clients['a']._data_port}"
+    body = f'{{"request_id": "own", "token_start": 0, "codec": "", "timeout_s": {timeout_s}}}'.encode()
+    opened = DataConnection.open(address, Hello(token="a-token"), deadline_s=deadline_s)
+    with closing(opened) as connection, pytest.raises(InvalidRequest, match="timeout_s|pull"):
+        connection.call(FrameKind.PULL, body, reply=FrameKind.PIECE, deadline_s=deadline_s)
+    assert not engine.pulling
 
 
 def test_nobody_has_a_prompt_tokenised_under_the_salt_of_another(stub: Any, engine: Still) -> None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,25 @@ def wait_until(what: str, holds: Callable[[], Any], timeout_s: float = WAIT_S) -
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, POLL_S_MAX)
     return value
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP, and inside all threads of that process stand still; SIGCONT."""
+
+    def stands_still() -> bool:
+        try:
+            threads = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+        except OSError:  # one has ended in this moment
+            return False
+        return all(thread.rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(f"process {pid} stops", stands_still)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 # Below those that the kernel gives to whoever does not ask for one. Each test process has its own.

@@ -153,9 +153,34 @@ def test_a_caller_is_refused_in_words(served: Served, hello: Hello, error: type[
         served.open(hello)
 
 
-def test_a_token_never_travels_in_clear_to_another_machine() -> None:
+def test_a_caller_who_is_known_no_longer_is_refused_with_the_next_request() -> None:
+    known = {"yes"}
+
+    def asks(hello: Hello, names: Sequence[str]) -> Caller:
+        if hello.token not in known:
+            raise Unauthenticated("the node does not know this caller")
+        return Anybody()
+
+    server = Server("n1", {}, asks, LIMITS)
+    address = server.start("127.0.0.1", 0)
+    try:
+        connection = DataConnection.open(address, Hello(token="yes"), deadline_s=later())
+        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+        known.clear()
+        with pytest.raises(Unauthenticated):
+            connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later())
+        with pytest.raises(NodeUnavailable):
+            connection.receive_head(1, FrameKind.PONG, deadline_s=later())
+        connection.close()
+    finally:
+        server.stop()
+
+
+def test_nothing_travels_in_clear_to_another_machine() -> None:
     with pytest.raises(InvalidRequest, match="token"):
         DataConnection.open("192.0.2.1:7000", Hello(token="t"), deadline_s=later())
+    with pytest.raises(InvalidRequest, match="tls"):  # whatever the catalog says
+        DataConnection.open("192.0.2.1:7000", Hello(), DialCredentials(ca="ca.pem"), tls=False, deadline_s=later())
 
 
 @pytest.mark.parametrize("address", ["nohost", ":1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x"])

@@ -24,7 +24,7 @@ from kvstore.transfer.reading import ReadRequest, WantedChain
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import Hello
 from tests.helpers.content import SMALL, chain, contents, first_wrong
-from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until
+from tests.helpers.processes import CLI, Daemon, Machine, put, stopped, wait_until
 
 PAGES = 20
 LATE_S = 30.0
@@ -129,14 +129,11 @@ def test_a_killed_one_is_replaced(machine: Machine, catalog: str) -> None:
 def test_a_stopped_one_costs_the_silence(machine: Machine, catalog: str) -> None:
     serve(machine, catalog)
     server = living(machine)
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
+    with stopped(server.pid):
         began_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             read(server.address, silence_s=0.3)
         assert time.monotonic() - began_s < LATE_S / 2
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
     assert read(server.address).pages == 0
 
 
@@ -170,10 +167,13 @@ def test_it_ends_with_the_nodes_folder(machine: Machine, catalog: str) -> None:
         ("0.0.0.0:0", "beyond loopback"),
         ("127.0.0.1", "is not HOST:PORT"),
         ("no.such.host.invalid:1", "there is no host"),
+        ("[::]:0", "others are told this address"),
     ],
 )
-def test_an_address_that_cannot_be_is_refused_at_the_start(machine: Machine, data: str, says: str) -> None:
-    refused = machine.spawn("n", dram="16MiB", data=data)
+def test_an_address_that_cannot_be_is_refused_at_the_start(
+    machine: Machine, catalog: str, data: str, says: str
+) -> None:
+    refused = machine.spawn("n", dram="16MiB", data=data, catalog="" if says == "beyond loopback" else catalog)
     assert refused.wait() == 2
     assert says in refused.errors.read_text()
     assert not machine.folder("n").exists()

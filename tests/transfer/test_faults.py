@@ -17,7 +17,7 @@ import numpy as np
 from kvstore import Store
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.pool import PAGES, Pool
-from tests.helpers.processes import Machine, check_laws, put, wait_until
+from tests.helpers.processes import Machine, check_laws, put, stopped, wait_until
 
 FAULTS_S = float(os.environ.get("KVSTORE_TEST_FAULTS_S", "8"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
@@ -65,10 +65,8 @@ class Faults:
         time.sleep(0.3)
 
     def data_server_stops(self, name: str) -> None:
-        pid = self._pool.data_server(name)
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.0)
-        os.kill(pid, signal.SIGCONT)
+        with stopped(self._pool.data_server(name)):
+            time.sleep(1.0)
 
     def daemon_stops(self, name: str) -> None:
         self._pool.daemons[name].stop()

@@ -25,10 +25,11 @@ from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.view import ViewKeeper
 from kvstore.service.node.node import Node
-from kvstore.state.directory import TIERS, Listed, Told
+from kvstore.state.directory import AGAIN, TIERS, Listed, Told
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Caller, Exchange
+from kvstore.transfer.find_messages import pack_announce, unpack_announced
 from kvstore.transfer.finding import Finder, Stretch, fewest, furthest, stretches
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
@@ -285,6 +286,17 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     assert owners()[b.name]["error"] and differ() == (0, 0)
     del a.members.servers[a.name]
     wait_until("a is no member", lambda: look({})["reason"], 30)
+
+
+def test_who_is_not_listed_is_not_remembered(machines: dict[str, Machine]) -> None:
+    directory, links = machines["a"].directory, machines["b"].links
+    peer = PoolNode(machines["a"].name, "p", "", machines["a"].members.servers[machines["a"].name].addresses)
+    none = Told("somebody", 1, 7, np.zeros(0, np.uint64), np.zeros(0, np.uint8))  # in the middle of a stream
+    with links.to(peer, time.monotonic() + 30) as connection:
+        reply = connection.call(
+            FrameKind.ANNOUNCE, pack_announce(none), reply=FrameKind.ANNOUNCED, deadline_s=time.monotonic() + 30
+        )
+    assert unpack_announced(reply) == AGAIN and "somebody" not in directory._heard_s
 
 
 def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:

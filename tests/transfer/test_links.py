@@ -7,17 +7,22 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.model.replica import FrameClass, Tier
 from kvstore.serving.identities import LOCAL
-from kvstore.transfer.base import Caller, DialCredentials
+from kvstore.transfer.base import Caller, DialCredentials, Exchange
 from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PoolNode
+from kvstore.transfer.pulling import pull
+from kvstore.transfer.reading import ReadRequest, WantedChain, pack_end, pack_range
 from kvstore.transfer.server import Server, tls_context
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.transfer.wire import FrameKind, Hello, WireError
 from tests.helpers.api import Certificates
+from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import wait_until
 
 LATE_S = 30.0
@@ -78,6 +83,23 @@ def test_a_dead_peer_costs_one_wait_until_it_answers(links: PeerLinks) -> None:
     wait_until("it is known to answer again", lambda: not links.dead(peer), LATE_S)
     ping(links, peer)
     server.stop()
+
+
+def test_a_connection_on_which_nonsense_came_is_not_used_again(links: PeerLinks) -> None:
+    server = Server("n", {FrameKind.READ: range_of_another_page}, admit)
+    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+    wanted = WantedChain(SMALL.fingerprint, "", "", FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers), True)
+    request, rows = ReadRequest(wanted, chain(1, 2), 0, SMALL.page_bytes), np.zeros((2, SMALL.page_bytes), np.uint8)
+    with pytest.raises(WireError, match="where page 0 was due"), links.to(peer, later()) as connection:
+        pull(connection, request, rows, later())
+    assert connection.broken and links.dead(peer)
+    server.stop()
+
+
+def range_of_another_page(exchange: Exchange, body: memoryview) -> None:
+    sums = np.zeros((1, SMALL.layers), "<u4")
+    exchange.reply(FrameKind.RANGE, pack_range(1, Tier.DRAM, sums), bytes(SMALL.page_bytes))
+    exchange.reply(FrameKind.END, pack_end(1, ""))
 
 
 def test_a_server_that_took_the_place_of_another_is_not_taken_for_it(links: PeerLinks) -> None:

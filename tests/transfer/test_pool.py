@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,7 +16,7 @@ from kvstore.client.local.cache import LocalCache
 from kvstore.model.replica import Tier
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.pool import PAGES, Pool
-from tests.helpers.processes import Machine, evict_all, put, wait_until
+from tests.helpers.processes import Machine, evict_all, put, stopped, wait_until
 
 
 def catalog_in(folder: Path) -> str:
@@ -55,17 +53,13 @@ def test_another_replica_is_read_where_one_fails(pool: Pool) -> None:
     assert isinstance(cache, LocalCache) and cache.node.elsewhere is not None
     others = partial(cache.node.elsewhere.seek, chain(2, PAGES), 0, True, {"a"})
     wait_until("b's are found, too", lambda: [each.stop for each in others()] == [PAGES - 5], 60)
-    stopped = pool.data_server("a")
-    os.kill(stopped, signal.SIGSTOP)
-    try:
+    with stopped(pool.data_server("a")):
         began_s = time.monotonic()
         assert pool.get("c", 2).pages == PAGES - 5
         first_s = time.monotonic() - began_s
         for _ in range(5):
             assert pool.get("c", 2).pages == PAGES - 5
         assert first_s < 20, "it is waited for once, and not for ever"
-    finally:
-        os.kill(stopped, signal.SIGCONT)
 
 
 def test_a_stopped_daemon_keeps_its_pages_readable(pool: Pool) -> None:
@@ -125,18 +119,14 @@ def test_a_pool_is_verified(pool: Pool, tmp_path: Path) -> None:
     shown = pool.machine.run("verify", "--cluster", "--catalog", catalog)
     assert shown.returncode == 0 and "3 nodes, 0 findings" in shown.stdout
     pool.daemons["a"].stop()
-    stopped = pool.data_server("b")
-    os.kill(stopped, signal.SIGSTOP)
-    try:
+    with stopped(pool.data_server("b")):
         time.sleep(3.1)  # signs of life are told apart from their want after three seconds
         code, document = verified(pool, catalog)
         assert code == 1 and not document["clean"]
         says = " ".join(document["findings"])
         assert "a: its daemon is not running, or hangs" in says and "b: its data server does not answer" in says
         assert "c: cannot ask b what it lists" in says
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-        pool.daemons["a"].resume()
+    pool.daemons["a"].resume()
     wait_until("all is well again", lambda: verified(pool, catalog)[0] == 0, 60)
     for wrong in (["--cluster", "--node", "a"], ["--catalog", catalog], ["--cluster"]):
         refused = pool.machine.run("verify", *wrong)

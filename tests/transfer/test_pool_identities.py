@@ -1,4 +1,4 @@
-"""A pool whose data servers ask who somebody is: nodes tell, tenants read their own, strangers get words."""
+"""A pool whose data servers ask who somebody is, over TLS: nodes tell, tenants read their own, strangers get words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from kvstore.serving.identities import UNKNOWN
 from kvstore.tier.data_file import find_data_server
 from kvstore.tier.folder import NodeFolder
+from tests.helpers.api import Certificates
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until
 
@@ -35,10 +36,12 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def serve(machine: Machine, name: str, catalog: str, identities: Path, token: str) -> Daemon:
+def serve(machine: Machine, name: str, catalog: str, identities: Path, certificates: Certificates) -> Daemon:
     flags = ["--dram", "16MiB", "--catalog", catalog, "--identities", str(identities)]
+    flags += ["--tls-cert", certificates.path("server.pem"), "--tls-key", certificates.path("server.key")]
     command = [*CLI, "serve", "--name", name, *flags]
-    daemon = machine.start(Daemon, "serve", command, KVSTORE_TOKEN=token)
+    env = {"KVSTORE_TOKEN": OPERATOR, "KVSTORE_TLS_CA": certificates.path("ca.pem")}
+    daemon = machine.start(Daemon, "serve", command, **env)
     daemon.wait_ready()
     return daemon
 
@@ -50,12 +53,15 @@ def test_who_has_no_token_gets_words_and_no_page(
     identities = tmp_path / "identities.toml"
     identities.write_text(IDENTITIES.format(operator=digest(OPERATOR), tenant=digest(TENANT)))
     identities.chmod(0o600)
+    certificates = Certificates(tmp_path)
+    monkeypatch.setenv("KVSTORE_TLS_CA", certificates.path("ca.pem"))
     for name in "ab":
-        serve(machine, name, catalog, identities, OPERATOR)
+        serve(machine, name, catalog, identities, certificates)
     put(machine.connect("a"), 1, PAGES, salt="theirs")
     put(machine.connect("a"), 1, PAGES, salt="others")
 
     def verified(**env: str) -> tuple[int, str]:
+        env["KVSTORE_TLS_CA"] = certificates.path("ca.pem")
         told = machine.run("verify", "--cluster", "--catalog", catalog, "--json", **env)
         return told.returncode, " ".join(json.loads(told.stdout)["findings"])
 

@@ -8,6 +8,7 @@ here. Whatever goes wrong with another node is a shorter match; one that does no
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -22,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.buffers import Rows
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints, span_start
+from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.finding import KEPT_S, Finder, Stretch
 from kvstore.transfer.links import PeerLinks
@@ -35,6 +37,8 @@ from kvstore.transfer.reading import ReadRequest, WantedChain, pages_per_request
 
 READ_S: Final = 5.0  # for what one get brings from other nodes; a silent one is dead much earlier
 SEEN_MAX: Final = 1 << 16  # pages of which a process knows that it has brought them
+
+log = logging.getLogger("kvstore.cluster")
 
 
 @dataclass
@@ -154,9 +158,18 @@ class Elsewhere:
     def _begin(self, view: PoolView) -> Finder:
         with self._lock:
             if self._finder is None:
-                self._links = PeerLinks(view.pool, f"client of {view.node}", credentials_of(os.environ))
+                self._links = PeerLinks(view.pool, f"client of {view.node}", _credentials())
                 self._finder = Finder(self._peers, self._links, self._kept_s)
             return self._finder
+
+
+def _credentials() -> DialCredentials:
+    """Those of the environment. Ones that cannot be used cost the pages of other nodes, never a read here."""
+    try:
+        return credentials_of(os.environ)
+    except InvalidRequest as error:
+        log.warning("data servers are not told who we are: %s", error)
+        return DialCredentials()
 
 
 @lru_cache(maxsize=64)

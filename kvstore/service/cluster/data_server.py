@@ -6,6 +6,7 @@ ends with SIGTERM, or when the node's folder is gone; a daemon that started it a
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import threading
@@ -28,13 +29,14 @@ from kvstore.serving import lifecycle, logs
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host
-from kvstore.serving.reach import check_far, is_loopback, numeric
+from kvstore.serving.reach import check_certificates, check_far, check_key, numeric
 from kvstore.tier.data_file import DataFile, DataServerAt
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Admit, Caller, Handler
 from kvstore.transfer.peers import PeersFile
 from kvstore.transfer.server import Server, tls_context
+from kvstore.transfer.tcp import is_loopback
 from kvstore.transfer.wire import FrameKind, Hello
 
 # Shorter than the silence after which a reader takes us for dead: what the daemon or a device does not tell by then is
@@ -52,13 +54,20 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     """The numeric address and port to listen at.
 
     Raises:
-        InvalidRequest: it is beyond loopback without TLS or identities, or there is no such host.
+        InvalidRequest: it is beyond loopback without TLS or identities, these or a certificate make no sense, there is
+            no such host, or it is the address of nowhere, which cannot be told to others.
     """
     named = config.data not in (DATA_AUTO, DATA_NONE)
     host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
     number = numeric(host_name, config.data, "data")[0]
+    if config.catalog and ipaddress.ip_address(number).is_unspecified:
+        raise InvalidRequest("data", f"others are told this address: name one that they reach, not {config.data}")
+    identities = Identities(config.identities)
     if not is_loopback(number):
-        check_far(config, Identities(config.identities), config.data, "data")
+        check_far(config, identities, config.data, "data")
+    check_certificates(config, identities)
+    if config.tls_cert is not None and config.tls_key is not None:
+        check_key(config.tls_cert, config.tls_key)
     return number, port
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kvstore.catalog.base import boot_s
 from kvstore.errors import PermissionDenied
-from kvstore.state.directory import Directory
+from kvstore.state.directory import AGAIN, Directory
 from kvstore.transfer.base import Exchange, Handler
 from kvstore.transfer.find_messages import (
     LISTED_MAX,
@@ -70,7 +70,8 @@ class DirectoryShell:
         with self._lock:
             self._look()
             wanted = self._directory.told(told)
-            self._heard_s[told.node] = time.monotonic()
+            if wanted != AGAIN:  # else it is not listed, and nobody would forget it
+                self._heard_s[told.node] = time.monotonic()
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
 
     def list(self, exchange: Exchange, body: memoryview) -> None:
