@@ -75,15 +75,17 @@ def address_of(ready_line: str) -> str:
 @dataclass
 class Certificates:
     """A certificate authority and what it signed: ``server`` for loopback, ``client`` with CN client.example; and one
-    with CN NAME.example for each of ``names``."""
+    with CN NAME.example for each of ``names``. ``addresses``: of ``server`` beside loopback."""
 
     folder: Path
     names: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._run("req", "-x509", *self._new("ca"), "-subj", "/CN=test-ca", "-days", "2")
+        addresses = ",".join(f"IP:{each}" for each in ("127.0.0.1", *self.addresses))
         for name, subject, extra in (
-            ("server", "/CN=server", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            ("server", "/CN=server", f"subjectAltName=DNS:localhost,{addresses}"),
             ("client", "/CN=client.example", "subjectAltName=DNS:alias.example"),
             ("other", "/CN=other.example", "subjectAltName=DNS:other.example"),
             *((name, f"/CN={name}.example", f"subjectAltName=DNS:{name}.example") for name in self.names),

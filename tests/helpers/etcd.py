@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from kvstore.catalog.base import Update
@@ -28,10 +28,19 @@ def binary() -> Path:
 class Member:
     """One etcd server. ``kill`` it, ``pause`` and ``resume`` it, ``start`` it again over the same data."""
 
-    def __init__(self, folder: Path, name: str, flags: tuple[str, ...] = (), scheme: str = "http") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        flags: tuple[str, ...] = (),
+        scheme: str = "http",
+        host: str = "127.0.0.1",
+        enter: Sequence[str] = (),
+    ) -> None:
         self.name = name
-        self.endpoint = f"127.0.0.1:{free_port()}"
-        self.peer = f"127.0.0.1:{free_port()}"
+        self.endpoint = f"{host}:{free_port()}"
+        self.peer = f"{host}:{free_port()}"
+        self._enter = enter
         self._folder = folder / name
         self._folder.mkdir(parents=True)
         self._flags = flags
@@ -43,7 +52,7 @@ class Member:
         with open(self._folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *(str(binary()), "--name", self.name, "--data-dir", str(self._folder / "data")),
+                    *(*self._enter, str(binary()), "--name", self.name, "--data-dir", str(self._folder / "data")),
                     *("--listen-client-urls", url, "--advertise-client-urls", url),
                     *("--listen-peer-urls", f"http://{self.peer}", "--initial-advertise-peer-urls"),
                     *(f"http://{self.peer}", "--initial-cluster", cluster, "--unsafe-no-fsync", *self._flags),
@@ -83,10 +92,18 @@ class Member:
 
 
 class Etcd:
-    """A cluster of ``members`` servers, ready."""
+    """A cluster of ``members`` servers, ready; at ``host``, of the machine that ``enter`` leads to."""
 
-    def __init__(self, folder: Path, members: int = 1, flags: tuple[str, ...] = (), scheme: str = "http") -> None:
-        self.members = [Member(folder, f"m{number}", flags, scheme) for number in range(members)]
+    def __init__(
+        self,
+        folder: Path,
+        members: int = 1,
+        flags: tuple[str, ...] = (),
+        scheme: str = "http",
+        host: str = "127.0.0.1",
+        enter: Sequence[str] = (),
+    ) -> None:
+        self.members = [Member(folder, f"m{number}", flags, scheme, host, enter) for number in range(members)]
         self.cluster = ",".join(f"{each.name}=http://{each.peer}" for each in self.members)
         for each in self.members:
             each.start(self.cluster)

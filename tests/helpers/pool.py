@@ -1,6 +1,9 @@
-"""Three nodes as one pool, with a file as their catalog: for tests that read from one node what another one has."""
+"""Three nodes as one pool: for tests that read from one node what another one has."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +19,12 @@ PAGES = 60
 class Pool:
     """Nodes a, b and c; a is where pages are, c where they are wanted."""
 
-    def __init__(self, machine: Machine, catalog: str) -> None:
+    def __init__(self, machine: Machine, catalog: str, **flags: str) -> None:
         self.machine = machine
-        self.daemons: dict[str, Daemon] = {name: machine.serve(name, dram="32MiB", catalog=catalog) for name in "abc"}
+        self.catalog = catalog
+        self.daemons: dict[str, Daemon] = {
+            name: machine.serve(name, dram="32MiB", catalog=catalog, **flags) for name in "abc"
+        }
         self.stores: dict[str, Store] = {name: machine.connect(name) for name in "abc"}
 
     def lookup(self, name: str, seed: int, pages: int = PAGES) -> Match:
@@ -38,6 +44,28 @@ class Pool:
         found = find_data_server(NodeFolder.at(self.machine.folder(name)))
         assert found is not None
         return found.pid
+
+    def verified(self) -> dict[str, Any]:
+        """What ``kvstore verify --cluster`` says; its exit code says whether that is clean."""
+        told = self.machine.run("verify", "--cluster", "--catalog", self.catalog, "--json")
+        assert told.stdout, told.stderr
+        document: dict[str, Any] = json.loads(told.stdout)
+        assert told.returncode == (0 if document["clean"] else 1)
+        return document
+
+    def well(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The same, once it is clean."""
+        seen: list[str] = []
+
+        def clean() -> dict[str, Any] | None:
+            document = self.verified()
+            seen[:] = document["findings"]
+            return document if document["clean"] else None
+
+        try:
+            return dict(wait_until("the pool is well", clean, timeout_s))
+        except AssertionError as late:
+            raise AssertionError(f"{late}: {seen}") from None
 
     def has_data_server(self, name: str) -> bool:
         """Whether one has said where it is."""

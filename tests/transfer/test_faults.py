@@ -1,29 +1,38 @@
-"""Gets go on while nodes and data servers are killed and stopped: no wrong byte, none hangs, and all is well after.
+"""Gets go on while nodes, data servers and members of a real etcd are killed and stopped: no wrong byte, none hangs,
+and all is well after.
 
-Real processes under one seed: ``KVSTORE_TEST_SEED``. ``KVSTORE_TEST_FAULTS_S`` says for how long.
+Real processes under one seed, ``KVSTORE_TEST_SEED``. ``KVSTORE_TEST_FAULTS_S`` says for how long: docs/cluster.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvstore import Store
+from kvstore.catalog.base import boot_s
+from kvstore.transfer.peers import PeersFile
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
+from tests.helpers.etcd import Etcd
 from tests.helpers.pool import PAGES, Pool
-from tests.helpers.processes import Machine, check_laws, put, stopped, wait_until
+from tests.helpers.processes import Machine, check_pages, put, stopped, wait_until
 
 FAULTS_S = float(os.environ.get("KVSTORE_TEST_FAULTS_S", "8"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 GET_S = 15.0  # far above what a get may take: a second where a peer is lost, and this machine may be slow
 WELL_S = 90.0
+TTL_S = 2.0
 CHAINS = {"a": (1, 2, 3), "b": (4, 5, 6)}  # by the node that has them; 3 and 4 are on both
+BOTH = {"a": 4, "b": 3}
 
 
 class Reader(threading.Thread):
@@ -33,7 +42,7 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self.ending = threading.Event()
         self.problems: list[str] = []
-        self.gets = self.remote = 0
+        self.gets = self.remote = self.short = 0
         self.longest_s = 0.0
         self._store = store
         self._chance = random.Random(seed)
@@ -49,23 +58,33 @@ class Reader(threading.Thread):
             if wrong:
                 self.problems.append(f"chain {seed}: {wrong}")
             self.gets, self.remote = self.gets + 1, self.remote + bool(match.nodes)
+            self.short += match.pages < PAGES
             if match.pages and not match.nodes:  # it was kept here: let it be read from elsewhere again
                 self._store.evict(pages=1 << 20)
 
+    def finish(self) -> None:
+        """End it. Fails where it saw anything that must not be."""
+        self.ending.set()
+        self.join(GET_S)
+        assert not self.is_alive(), "a get hangs"
+        assert self.problems == [], f"KVSTORE_TEST_SEED={SEED}"
+        assert self.remote > 10 and self.longest_s < GET_S, (self.gets, self.remote, self.longest_s)
+
 
 class Faults:
-    """What happens to nodes a and b; c reads."""
+    """What happens to nodes a and b, and to etcd; c reads."""
 
-    def __init__(self, pool: Pool, catalog: str) -> None:
+    def __init__(self, pool: Pool, etcd: Etcd) -> None:
         self._pool = pool
-        self._catalog = catalog
+        self._etcd = etcd
 
     def data_server_is_killed(self, name: str) -> None:
-        os.kill(self._pool.data_server(name), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # one that was killed is found until it has let go of its file
+            os.kill(self._pool.data_server(name), signal.SIGKILL)
         time.sleep(0.3)
 
     def data_server_stops(self, name: str) -> None:
-        with stopped(self._pool.data_server(name)):
+        with contextlib.suppress(ProcessLookupError), stopped(self._pool.data_server(name)):
             time.sleep(1.0)
 
     def daemon_stops(self, name: str) -> None:
@@ -76,21 +95,55 @@ class Faults:
     def daemon_is_killed(self, name: str) -> None:
         self._pool.daemons[name].kill()
         time.sleep(0.5)
-        self._pool.daemons[name] = self._pool.machine.serve(name, dram="32MiB", catalog=self._catalog)
+        self._pool.daemons[name] = self._pool.machine.serve(name)
+
+    def etcd_member_stops(self, name: str) -> None:
+        member = self._etcd.members["ab".index(name)]
+        member.pause()
+        time.sleep(1.0)
+        member.resume()
+
+    def etcd_member_is_killed(self, name: str) -> None:
+        number = "ab".index(name)
+        self._etcd.members[number].kill()
+        time.sleep(0.3)
+        self._etcd.restart(number)
+        self._etcd.members[number].wait_serving()
 
 
-def test_gets_go_on(machine: Machine, tmp_path: Path) -> None:
-    catalog = f"file:{tmp_path / 'catalog'}"
-    pool = Pool(machine, catalog)
+@pytest.fixture
+def etcd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Etcd]:
+    servers = Etcd(tmp_path / "etcd", members=request.param)
+    yield servers
+    servers.close()
+
+
+@pytest.fixture
+def pool(machine: Machine, etcd: Etcd) -> Pool:
+    """All chains are stored, and c finds them."""
+    made = Pool(machine, "etcd://" + ",".join(etcd.endpoints), catalog_ttl_s=str(TTL_S))
     for name, seeds in CHAINS.items():
-        for seed in seeds:
-            put(pool.stores[name], seed, PAGES)
-    put(pool.stores["b"], 3, PAGES)
-    put(pool.stores["a"], 4, PAGES)
+        for seed in (*seeds, BOTH[name]):
+            put(made.stores[name], seed, PAGES)
     for seed in (*CHAINS["a"], *CHAINS["b"]):
-        pool.known("c", seed)
-    faults, chance = Faults(pool, catalog), random.Random(SEED)
-    kinds = [faults.data_server_is_killed, faults.data_server_stops, faults.daemon_stops, faults.daemon_is_killed]
+        made.known("c", seed)
+    return made
+
+
+def all_is_there(pool: Pool) -> None:
+    """The pool is well, no page was lost, and each is read from everywhere."""
+    document = pool.well(WELL_S)
+    assert [each["node"] for each in document["nodes"]] == ["a", "b", "c"]
+    for name, seeds in CHAINS.items():
+        check_pages(pool.stores[name], dict.fromkeys((*seeds, BOTH[name]), PAGES))
+        for seed in seeds:
+            wait_until(f"chain {seed} is there again", lambda seed=seed: pool.get("c", seed).pages == PAGES, WELL_S)
+
+
+@pytest.mark.parametrize("etcd", [3], indirect=True, ids=["three-members"])
+def test_gets_go_on(pool: Pool, etcd: Etcd) -> None:
+    faults, chance = Faults(pool, etcd), random.Random(SEED)
+    kinds = [getattr(faults, name) for name in sorted(vars(Faults)) if not name.startswith("_")]
     readers = [Reader(pool.stores["c"], SEED + i) for i in range(2)]
     for reader in readers:
         reader.start()
@@ -103,13 +156,28 @@ def test_gets_go_on(machine: Machine, tmp_path: Path) -> None:
     finally:
         for reader in readers:
             reader.ending.set()
-        for reader in readers:
-            reader.join(GET_S)
     for reader in readers:
-        assert not reader.is_alive(), "a get hangs"
-        assert reader.problems == [], f"KVSTORE_TEST_SEED={SEED}"
-        assert reader.remote > 10 and reader.longest_s < GET_S, (reader.gets, reader.remote, reader.longest_s)
-    for seed in (*CHAINS["a"], *CHAINS["b"]):
-        wait_until(f"chain {seed} is there again", lambda seed=seed: pool.get("c", seed).pages == PAGES, WELL_S)
-    for name in "abc":
-        check_laws(pool.stores[name])
+        reader.finish()
+    all_is_there(pool)
+
+
+@pytest.mark.parametrize("etcd", [1], indirect=True, ids=["one-member"])
+def test_all_of_etcd_is_away(pool: Pool, etcd: Etcd) -> None:
+    """For longer than sessions live: whoever was known is read from as before, and all come back by themselves."""
+    reader = Reader(pool.stores["c"], SEED)
+    views = {name: PeersFile(pool.machine.folder(name)) for name in "abc"}
+
+    def unheard() -> bool:
+        told = [view.look() for view in views.values()]
+        return all(each is not None and boot_s() - each.heard_s > 2 * TTL_S for each in told)
+
+    reader.start()
+    etcd.members[0].kill()
+    wait_until("sessions are over", unheard, WELL_S)
+    assert all(len(view.look().peers) == 3 for view in views.values())  # type: ignore[union-attr]
+    wait_until("it reads on", lambda seen=reader.gets: reader.gets > seen + 20, WELL_S)
+    etcd.restart()
+    wait_until("all were heard of", lambda: not unheard(), WELL_S)
+    reader.finish()
+    assert reader.short == 0, "live pages stay readable"
+    all_is_there(pool)

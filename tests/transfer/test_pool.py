@@ -98,19 +98,12 @@ def test_a_daemon_killed_and_started_again_has_told_everything(pool: Pool, tmp_p
     pool.known("c", 8)
 
 
-def verified(pool: Pool, catalog: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and document of ``kvstore verify --cluster``."""
-    told = pool.machine.run("verify", "--cluster", "--catalog", catalog, "--json")
-    assert told.stdout, told.stderr
-    return told.returncode, json.loads(told.stdout)
-
-
 def test_a_pool_is_verified(pool: Pool, tmp_path: Path) -> None:
     put(pool.stores["a"], 11, PAGES)
     put(pool.stores["b"], 11, 5)
     catalog = catalog_in(tmp_path)
-    code, document = wait_until("all is well", lambda: (found := verified(pool, catalog))[0] == 0 and found, 60)
-    assert code == 0 and document["clean"] and document["findings"] == []
+    document = pool.well()
+    assert document["findings"] == []
     nodes = {each["node"]: each for each in document["nodes"]}
     assert {name: each["verified"]["pages_verified"] for name, each in nodes.items()} == {"a": PAGES, "b": 5, "c": 0}
     assert sum(each["entries"] for each in nodes["a"]["heard"]["owners"].values()) == 2 * PAGES
@@ -121,13 +114,12 @@ def test_a_pool_is_verified(pool: Pool, tmp_path: Path) -> None:
     pool.daemons["a"].stop()
     with stopped(pool.data_server("b")):
         time.sleep(3.1)  # signs of life are told apart from their want after three seconds
-        code, document = verified(pool, catalog)
-        assert code == 1 and not document["clean"]
+        document = pool.verified()
         says = " ".join(document["findings"])
         assert "a: its daemon is not running, or hangs" in says and "b: its data server does not answer" in says
         assert "c: cannot ask b what it lists" in says
     pool.daemons["a"].resume()
-    wait_until("all is well again", lambda: verified(pool, catalog)[0] == 0, 60)
+    pool.well()
     for wrong in (["--cluster", "--node", "a"], ["--catalog", catalog], ["--cluster"]):
         refused = pool.machine.run("verify", *wrong)
         assert refused.returncode == 2 and "--c" in refused.stderr, refused.stderr

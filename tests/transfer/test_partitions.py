@@ -1,0 +1,136 @@
+"""Links between machines that are cut and healed, both ways and one way: three nodes and a real etcd, each on a machine
+with an address of its own, and TLS between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import Match
+from kvstore.transfer.peers import PeersFile
+from tests.helpers.api import Certificates, identities_file
+from tests.helpers.etcd import Etcd
+from tests.helpers.network import FarMachine, Network, why_not
+from tests.helpers.pool import PAGES, Pool
+from tests.helpers.processes import put, wait_until
+
+CHAINS = {"a": (1, 3, 4), "b": (3, 4, 5)}
+GET_S = 15.0  # far above what a get may take: a second where a peer is lost, and this machine may be slow
+HEALED_S = 90.0
+
+
+class FarPool(Pool):
+    """Whoever asks does so from their own machine."""
+
+    network: Network
+
+    def got(self, name: str, seed: int) -> int:
+        """Pages that a program beside that node reads; right ones, and in time."""
+
+        def timed() -> tuple[Match, float]:
+            began_s = time.monotonic()
+            match = self.get(name, seed)
+            return match, time.monotonic() - began_s
+
+        match, took_s = self.network.inside(name).submit(timed).result(60)
+        assert took_s < GET_S, f"{name}: chain {seed} took {took_s:.1f} s"
+        return match.pages
+
+    def reads(self, name: str, *seeds: int) -> None:
+        """Wait until that is so, and all of it."""
+        for seed in seeds:
+            wait_until(f"{name} reads chain {seed}", lambda seed=seed: self.got(name, seed) == PAGES, HEALED_S)
+
+    def loses(self, name: str, seed: int) -> None:
+        """What was kept of it here is the last there is."""
+
+        def gone() -> bool:
+            self.stores[name].evict(pages=1 << 20)
+            return self.got(name, seed) == 0
+
+        wait_until(f"{name} has nothing of chain {seed}", gone, HEALED_S)
+
+    def members(self, name: str) -> set[str]:
+        """Who there is, as that node knows."""
+        view = PeersFile(self.machine.folder(name)).look()
+        return set(view.peers) if view is not None else set()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    made = Network(("a", "b", "c", "etcd"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pool(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FarPool]:
+    (tmp_path / "tls").mkdir()
+    certificates = Certificates(tmp_path / "tls", addresses=tuple(map(network.address, "abc")))
+    ours = {"KVSTORE_TOKEN": "op-token", "KVSTORE_TLS_CA": certificates.path("ca.pem")}
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    etcd = Etcd(tmp_path / "etcd", host=network.address("etcd"), enter=network.enter("etcd"))
+    machine = FarMachine(
+        tmp_path,
+        network,
+        "c",
+        ours,
+        tls_cert=certificates.path("server.pem"),
+        tls_key=certificates.path("server.key"),
+        identities=identities_file(tmp_path),
+        catalog_ttl_s="2",
+    )
+    monkeypatch.setenv("KVSTORE_SHM_DIR", str(machine.shm_dir))
+    try:
+        made = FarPool(machine, f"etcd://{etcd.endpoints[0]}")
+        made.network = network
+        for name, seeds in CHAINS.items():
+            for seed in seeds:
+                put(made.stores[name], seed, PAGES)
+        made.reads("c", 1, 3, 4, 5)
+        yield made
+    finally:
+        machine.close()
+        etcd.close()
+
+
+def test_a_machine_is_cut_off_and_comes_back(pool: FarPool, network: Network) -> None:
+    network.cut("b")
+    pool.loses("c", 5)
+    assert pool.got("c", 1) == PAGES and pool.got("a", 3) == PAGES
+    pool.reads("c", 3, 4)
+    assert pool.got("b", 5) == PAGES, "a node that is alone goes on"
+    put(pool.stores["b"], 6, PAGES)
+    wait_until("b is missed", lambda: pool.members("c") == {"a", "c"}, HEALED_S)
+    assert pool.members("b") == {"a", "b", "c"}, "it knows whom it knew"
+    assert pool.got("b", 6) == PAGES and pool.got("b", 1) == 0
+    network.heal("b")
+    pool.well(HEALED_S)
+    pool.reads("c", 1, 3, 4, 5, 6)
+
+
+def test_what_is_sent_one_way_is_lost(pool: FarPool, network: Network) -> None:
+    """From c to b; then from b to etcd, while b's data server is reached as ever."""
+    network.lose("c", "b")
+    pool.loses("c", 5)
+    assert pool.got("c", 1) == PAGES and pool.got("a", 5) == PAGES, "others are not touched"
+    pool.reads("c", 3, 4)
+    assert pool.members("a") == pool.members("c") == {"a", "b", "c"}, "it lives, as the catalog knows"
+    network.find("c", "b")
+    pool.reads("c", 5)
+    network.lose("b", "etcd")
+    wait_until("b is missed", lambda: pool.members("a") == {"a", "c"}, HEALED_S)
+    put(pool.stores["b"], 6, PAGES)
+    assert pool.got("b", 1) == PAGES, "it thinks itself a member, and reads"
+    assert pool.got("c", 1) == PAGES and pool.got("a", 3) == PAGES
+    network.find("b", "etcd")
+    pool.well(HEALED_S)
+    pool.stores["c"].evict(pages=1 << 20)
+    pool.reads("c", 1, 3, 4, 5, 6)
