@@ -57,7 +57,7 @@ def stopped(pid: int) -> Iterator[None]:
             threads = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
         except OSError:  # one has ended in this moment
             return False
-        return all(thread.rpartition(")")[2].split()[0] == "T" for thread in threads)
+        return all(thread.rpartition(")")[2].split()[0] in "TZX" for thread in threads)  # or has ended
 
     os.kill(pid, signal.SIGSTOP)
     try:

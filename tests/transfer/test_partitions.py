@@ -101,7 +101,13 @@ def pool(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         etcd.close()
 
 
-def test_a_machine_is_cut_off_and_comes_back(pool: FarPool, network: Network) -> None:
+def test_links_are_cut_and_healed(pool: FarPool, network: Network) -> None:
+    cut_both_ways(pool, network)
+    cut_one_way(pool, network)
+
+
+def cut_both_ways(pool: FarPool, network: Network) -> None:
+    """b has no link."""
     network.cut("b")
     pool.loses("c", 5)
     assert pool.got("c", 1) == PAGES and pool.got("a", 3) == PAGES
@@ -116,7 +122,7 @@ def test_a_machine_is_cut_off_and_comes_back(pool: FarPool, network: Network) ->
     pool.reads("c", 1, 3, 4, 5, 6)
 
 
-def test_what_is_sent_one_way_is_lost(pool: FarPool, network: Network) -> None:
+def cut_one_way(pool: FarPool, network: Network) -> None:
     """From c to b; then from b to etcd, while b's data server is reached as ever."""
     network.lose("c", "b")
     pool.loses("c", 5)
@@ -127,10 +133,10 @@ def test_what_is_sent_one_way_is_lost(pool: FarPool, network: Network) -> None:
     pool.reads("c", 5)
     network.lose("b", "etcd")
     wait_until("b is missed", lambda: pool.members("a") == {"a", "c"}, HEALED_S)
-    put(pool.stores["b"], 6, PAGES)
+    put(pool.stores["b"], 7, PAGES)
     assert pool.got("b", 1) == PAGES, "it thinks itself a member, and reads"
     assert pool.got("c", 1) == PAGES and pool.got("a", 3) == PAGES
     network.find("b", "etcd")
     pool.well(HEALED_S)
     pool.stores["c"].evict(pages=1 << 20)
-    pool.reads("c", 1, 3, 4, 5, 6)
+    pool.reads("c", 1, 3, 4, 5, 6, 7)
