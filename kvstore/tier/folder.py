@@ -14,6 +14,7 @@
         secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
         data                           which data server sends its pages, locked while that lives (data_file)
+        brought                        pages of other nodes that were read here of late (client.local.brought)
         member                         what its daemon published in a catalog last; absent: nothing
         quarantine                     positions that nobody may have yet (quarantine); absent where there are none
         sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)

@@ -17,7 +17,7 @@ from typing import Final
 from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls, Unavailable
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.peers import PoolNode
-from kvstore.transfer.tcp import DataConnection
+from kvstore.transfer.tcp import SILENCE_S, DataConnection
 from kvstore.transfer.wire import Hello, WireError
 
 IDLE_MAX: Final = 4  # connections to one data server that nobody uses
@@ -61,18 +61,22 @@ class PeerLinks:
         return peer.process in self._dead
 
     @contextlib.contextmanager
-    def to(self, peer: PoolNode, deadline_s: float) -> Iterator[DataConnection]:
-        """A connection to that data server.
+    def to(self, peer: PoolNode, deadline_s: float, silence_s: float = SILENCE_S) -> Iterator[DataConnection]:
+        """A connection to that data server, closed when this ends where it is broken.
+
+        Args:
+            silence_s: how long it may bring nothing; of that what connecting took, but for a half.
 
         Raises:
             KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it is ``dead``.
         """
         if self.dead(peer):
             raise NodeUnavailable(f"{peer.name}: did not answer, and has not since")
-        connection = self._take(peer)
+        connection, began_s = self._take(peer), time.monotonic()
         try:
             if connection is None:
-                connection = self._open(peer, deadline_s)
+                connection = self._open(peer, min(deadline_s, began_s + silence_s))
+            connection.silence_s = max(silence_s / 2, silence_s - (time.monotonic() - began_s))
             yield connection
         except KVStoreError as error:
             if connection is not None and isinstance(error, WireError):

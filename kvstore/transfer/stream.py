@@ -26,13 +26,13 @@ class Stream:
     Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it is of no use.
 
     Args:
-        silence_s: how long the other end may bring, or take, not a single byte while we wait for it.
+        silence_s: how long the other end may bring, or take, not a single byte while we wait for it. May be changed.
         who: the other end, for messages.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, who: str) -> None:
         self._sock = sock
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._who = who
         self._tls = isinstance(sock, ssl.SSLSocket)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -57,7 +57,7 @@ class Stream:
             NodeUnavailable: the other end has gone.
             DeadlineExceeded: it did not send so much in time, or nothing at all for a while.
         """
-        silence_s = self._silence_s if silence_s is None else silence_s
+        silence_s = self.silence_s if silence_s is None else silence_s
         have, wanted, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
         heard_s = time.monotonic()
         while have < wanted:
@@ -115,7 +115,7 @@ class Stream:
                 first += 1
             if sent:
                 views[first] = views[first][sent:]
-            if first < len(views) and (now_s >= deadline_s or now_s - heard_s >= self._silence_s):
+            if first < len(views) and (now_s >= deadline_s or now_s - heard_s >= self.silence_s):
                 raise DeadlineExceeded(f"{self._who}: does not take what is sent to it")
 
     def _send_some(self, views: list[memoryview], first: int) -> int:

@@ -93,6 +93,15 @@ class DataConnection:
             stream.close()
             raise
 
+    @property
+    def silence_s(self) -> float:
+        """How long the server may bring, or take, not a single byte while we wait for it."""
+        return self._stream.silence_s
+
+    @silence_s.setter
+    def silence_s(self, silence_s: float) -> None:
+        self._stream.silence_s = silence_s
+
     def send(self, kind: FrameKind, *body: Buffer, deadline_s: float, flags: int = 0) -> int:
         """Send a request, and do not wait for its reply; returns its number. Raises as ``Stream.send``."""
         number = next(self._numbers) & 0xFFFFFFFF

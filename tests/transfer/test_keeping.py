@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.client.local.elsewhere import BroughtBefore
+from kvstore import Store
+from kvstore.client.local.arriving import Arrival, Place
+from kvstore.client.local.brought import BroughtBefore
+from kvstore.client.local.cache import LocalCache
+from kvstore.tier.folder import NodeFolder
 from tests.helpers.content import SMALL, chain, contents, first_wrong, layer_of, prompt
 from tests.helpers.pool import PAGES, Pool
 from tests.helpers.processes import Machine, check_laws, put, wait_until
@@ -34,10 +38,11 @@ def test_pages_that_are_brought_twice_stay(pool: Pool) -> None:
     assert pool.get("c", 1).nodes == {"a": PAGES}
     assert here(pool, 1) == 0, "once is not enough"
     assert pool.get("c", 1, PAGES - 20).nodes == {"a": PAGES - 20}
-    wait_until("they are kept", lambda: here(pool, 1) == PAGES - 20)
+    wait_until("they are kept", lambda: pool.get("c", 1, PAGES - 20).nodes == {})
+    assert here(pool, 1) == PAGES - 20
     assert pool.get("c", 1).nodes == {"a": 20}
-    wait_until("the rest is kept", lambda: here(pool, 1) == PAGES)
-    assert pool.get("c", 1).nodes == {}
+    wait_until("the rest is kept", lambda: pool.get("c", 1).nodes == {})
+    assert here(pool, 1) == PAGES
     check_laws(pool.stores["c"])
 
 
@@ -80,6 +85,61 @@ def test_several_threads_that_want_the_same_pages_bring_them_once(pool: Pool) ->
     assert pool.stores["a"].stats()["clients"]["hit_dram"] == PAGES, "what its data server has sent"
 
 
+def test_several_programs_of_a_machine_that_want_the_same_pages_bring_them_once(pool: Pool) -> None:
+    put(pool.stores["a"], 1, PAGES)
+    pool.known("c", 1)
+    found = []
+
+    def lease(store: Store) -> None:
+        with store.cache(SMALL).lease(prompt(1, PAGES)) as held:
+            found.append((held.match.pages, first_wrong(np.stack(held.pages), contents(chain(1, PAGES)))))
+
+    stores = [pool.machine.connect("c") for _ in range(3)]  # a session each, as processes have
+    threads = [threading.Thread(target=lease, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LATE_S)
+    assert found == [(PAGES, "")] * 3
+    assert pool.stores["a"].stats()["clients"]["hit_dram"] == PAGES, "what its data server has sent"
+
+
+def test_a_program_that_stands_still_while_it_brings_pages(pool: Pool) -> None:
+    """Others wait a moment for it, and then read them for themselves; once it is gone they get their place."""
+    put(pool.stores["a"], 1, PAGES)
+    pool.known("c", 1)
+    still = pool.machine.connect("c")
+    held, reader = still.cache(SMALL), pool.stores["c"].cache(SMALL)
+    assert isinstance(held, LocalCache) and isinstance(reader, LocalCache)
+    held.put(prompt(2, 1), contents(chain(2, 1)), wait=True)  # names the root
+    mapped = held.node.writable()
+    arrival = Arrival(held.node, mapped, mapped.in_pool(chain(1, PAGES)), held.frame_class, LATE_S)
+    assert arrival.reserve() is Place.OURS and len(arrival.rows) == PAGES
+    assert pool.get("c", 1).nodes == {"a": PAGES}
+    assert pool.get("c", 1).nodes == {"a": PAGES}, "worth keeping, but not ours to bring"
+    assert here(pool, 1) == 0
+    still.close()
+    wait_until("they are kept", lambda: pool.get("c", 1).nodes == {} and here(pool, 1) == PAGES)
+    check_laws(pool.stores["c"])
+
+
+def test_of_what_came_only_leading_pages_are_stored(pool: Pool) -> None:
+    """The frames of the others go back, and are used again."""
+    store = pool.stores["c"]
+    cache = store.cache(SMALL)
+    assert isinstance(cache, LocalCache)
+    cache.put(prompt(2, 1), contents(chain(2, 1)), wait=True)
+    mapped, keys = cache.node.writable(), chain(1, PAGES)
+    for came in (0, 7):
+        arrival = Arrival(cache.node, mapped, mapped.in_pool(keys), cache.frame_class, LATE_S)
+        assert arrival.reserve() is Place.OURS
+        for row, page in zip(arrival.rows[:came], contents(keys), strict=False):
+            row[:] = page
+        arrival.seal(came)
+        assert pool.get("c", 1).pages == came
+    check_laws(store)
+
+
 def test_a_full_node_keeps_what_it_has(pool: Pool) -> None:
     """Copies take no place from pages that are leased; what is brought comes all the same."""
     room = 32 * 1024 * 1024 // SMALL.page_bytes
@@ -95,10 +155,13 @@ def test_a_full_node_keeps_what_it_has(pool: Pool) -> None:
     check_laws(pool.stores["c"])
 
 
-def test_what_was_brought_before_is_a_prefix() -> None:
-    seen = BroughtBefore()
-    a, b, c, d = (bytes([i]) * 16 for i in range(4))
-    assert seen.leading([a, b]) == 0
-    assert seen.leading([a, b, c]) == 2
-    assert seen.leading([d, a]) == 0
-    assert seen.leading([d, a, c]) == 3
+def test_what_was_brought_before_is_a_prefix(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path, "n")
+    folder.create()
+    for seen, other in ((BroughtBefore(None),) * 2, (BroughtBefore(folder), BroughtBefore(folder))):
+        a, b, c, d = (bytes([i]) * 16 for i in range(1, 5))
+        assert seen.leading([a, b]) == 0
+        seen.add([a, b])
+        assert other.leading([a, b, c]) == 2, "all processes of a node see it"
+        other.add([a, b, c, d])
+        assert seen.leading([d, a]) == 2

@@ -14,24 +14,25 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
-from kvstore.client.local.elsewhere import Elsewhere
-from kvstore.client.local.keeping import COPIES, Keeping
+from kvstore.client.local.copying import copy_proven, verified
+from kvstore.client.local.elsewhere import Brought, Elsewhere, Patience
+from kvstore.client.local.keeping import Keeping
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import bring, have_verified, tell_damaged, tell_read
-from kvstore.client.local.proof import Run, copy_runs, prove, tell_reuse
-from kvstore.client.local.put import LocalPut, checksums_of
+from kvstore.client.local.prefetch import bring, tell_damaged, tell_read
+from kvstore.client.local.proof import copy_runs, prove, tell_reuse
+from kvstore.client.local.put import LocalPut
 from kvstore.client.local.reader import LocalReader
 from kvstore.client.local.stored import known_below, locate, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.tier_reader import LowerReader
 from kvstore.client.local.writer import LocalWriter
-from kvstore.client.match import ABSENT, CHECKSUM, ELSEWHERE, GENERATION, HERE_ALONE, NONE_BELOW, Match
+from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, HERE_ALONE, NONE_BELOW, Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import STAMPED, Tier
+from kvstore.model.replica import Tier
 from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
@@ -45,7 +46,6 @@ from kvstore.transfer.reading import WantedChain
 # checksums have to.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 WHOLE_BYTES: Final = 4 << 20  # of pages that a shard's reader takes whole at a time, where one is not larger
-_STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 class LocalCache(PrefixCache):
@@ -137,18 +137,19 @@ class LocalCache(PrefixCache):
                 tell_reuse(mapped.counters, runs, proven, now_ns)
             pages, changed = copy_runs(runs, target, now_ns)
             if self._verify if verify is None else verify:
-                pages, reason = self._verified(mapped, runs, target, pages, reason)
+                pages, reason = verified(mapped, runs, target, pages, reason, self.layout.layers)
             if changed:
                 reason = GENERATION
             if reason != GENERATION:
                 break
         if reason:
+            checked = self._verify if verify is None else verify
             if reason in ELSEWHERE and target is not None:
-                checked = self._verify if verify is None else verify
                 pages, below, reason = self._beyond(mapped, keys, target, pages, reason, checked)
             read, here = sum(below.values()), pages
             if reason in ELSEWHERE and target is not None and node.elsewhere is not None:
-                pages, below, nodes, reason = self._from_others(node.elsewhere, keys, target, pages, below, reason)
+                others = node.elsewhere, keys, target[pages:], pages, below, checked
+                pages, below, nodes, reason = self._from_others(*others)
             if reason:
                 node.missed(reason)
             mapped.counters.got(mapped.row(self.frame_class), asked, here - read, read, reason)
@@ -173,7 +174,7 @@ class LocalCache(PrefixCache):
         check_seconds(timeout_s, "timeout_s")
         mapped, pages = self._node.mapped(), 0
         keys = self._asked(tokens, extras)
-        self._keeping.gather(keys, timeout_s, self._put_copies)
+        self._gather(keys, timeout_s)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
             if known_below(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
@@ -197,18 +198,30 @@ class LocalCache(PrefixCache):
         pages = stored_beyond(mapped, keys, proven, self._closed)[0]
         return pages + sum(each.stop - each.start for each in self.elsewhere(keys, pages))
 
+    def _gather(self, keys: Keys, within_s: float) -> None:
+        """What other nodes have of these pages is needed in this machine's memory."""
+        self._keeping.gather(keys, Patience(within_s, here_s=within_s), self._names)
+
     def _from_others(
-        self, elsewhere: Elsewhere, keys: Keys, target: Rows, pages: int, below: Mapping[Tier, int], reason: str
+        self, elsewhere: Elsewhere, keys: Keys, target: Rows, pages: int, below: Mapping[Tier, int], verify: bool
     ) -> tuple[int, Mapping[Tier, int], Mapping[str, int], str]:
-        """Go on after ``pages`` with those of other nodes: pages, by tier and by node, and why not more."""
-        brought = elsewhere.read(self._wanted, keys, target[pages:], pages)
-        if not brought.pages:
-            return pages, below, HERE_ALONE, reason
-        came = slice(pages, pages + brought.pages)
-        self._keeping.offer(keys[came], target[came], self._put_copies)
-        pages += brought.pages
+        """Go on after ``pages`` with those of other nodes: pages, by tier and by node, and why not more. Those that are
+        to be kept come by way of their frames here, the others straight into ``target``."""
+        patience, start, brought = Patience(), pages, Brought()
+        kept = self._keeping.worth(elsewhere, keys[pages : pages + len(target)])
+        if kept:
+            came = self._keeping.gather(keys[: pages + kept], patience, self._names)
+            mapped, copied = self._node.mapped(), 0
+            if mapped is not None:
+                copied, _ = copy_proven(mapped, keys[pages : pages + kept], target, self._wanted, verify)
+            pages, target = pages + copied, target[copied:]
+            brought = came if copied >= came.pages else brought
+        direct = elsewhere.read(self._wanted, keys, target, pages, patience)
+        elsewhere.brought.add(keys.links[start : pages + direct.pages])
+        brought.add(direct)
+        pages += direct.pages
         tiers = Counter(below) + Counter({tier: n for tier, n in brought.tiers.items() if tier != Tier.DRAM})
-        return pages, tiers, brought.nodes, "" if pages == len(keys) else ABSENT
+        return pages, tiers, brought.nodes or HERE_ALONE, "" if pages == len(keys) else ABSENT
 
     def _beyond(
         self, mapped: Mapped, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
@@ -230,11 +243,8 @@ class LocalCache(PrefixCache):
                 break
             retried = retried or not scattered
             rest, rows = rest[count:], rows[count:]
-            runs, _, reason = prove(mapped, rest, self.page_bytes, self._closed)
-            copied, changed = copy_runs(runs, rows, time.monotonic_ns())
-            if verify:
-                copied, reason = self._verified(mapped, runs, rows, copied, reason)
-            pages, reason = pages + copied, GENERATION if changed else reason
+            copied, reason = copy_proven(mapped, rest, rows, self._wanted, verify)
+            pages += copied
         return pages, below, reason or ("" if pages == len(keys) else ABSENT)
 
     def _from_below(self, mapped: Mapped, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
@@ -263,23 +273,6 @@ class LocalCache(PrefixCache):
         if read.damaged:
             tell_damaged(mapped, read.damaged)
         return pages, why
-
-    def _verified(self, mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str) -> tuple[int, str]:
-        """Compare what was copied with the records' checksums; the node stamps first those that have none yet."""
-        layers = self.layout.layers
-        for extent, frame, page, count, _ in runs:
-            count = min(count, pages - page)
-            if count <= 0:
-                break
-            stop = frame + count
-            if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not have_verified(mapped, runs):
-                return page, CHECKSUM
-            ours = checksums_of(target[page : page + count], layers)
-            equal = (ours == extent.checksums[frame:stop]).all(axis=1)
-            if not equal.all():
-                have_verified(mapped, runs)  # so that the node finds and drops it
-                return page + int(equal.argmin()), CHECKSUM
-        return pages, reason
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -316,9 +309,6 @@ class LocalCache(PrefixCache):
         put.leave()
         return put
 
-    def _put_copies(self, keys: Keys, rows: Rows, wait: bool) -> int:
-        return self.put(keys, rows, wait=wait, retention=COPIES)
-
     def _start_put(self, keys: Keys, pages: Any, checksum: bool, wait: bool) -> LocalPut:
         rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
@@ -335,27 +325,30 @@ class LocalCache(PrefixCache):
             put.send(rows, stored)
         return put
 
-    def _name(self, mapped: Mapped, quietly: bool = False) -> None:
-        name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly)
+    def _name(self, mapped: Mapped, quietly: bool = False, timeout_s: float | None = None) -> None:
+        name_root(mapped, self.root, self.layout, self.salt, self.adapter, quietly, timeout_s)
+
+    def _names(self, mapped: Mapped, timeout_s: float) -> None:
+        self._name(mapped, timeout_s=timeout_s)
 
     # --- leases, and layers -----------------------------------------------------------------------------------------
 
     def _lease(self, keys: Keys, ttl_s: float) -> LocalLease:
-        self._keeping.gather(keys, self._node.timeout_s, self._put_copies)
+        self._gather(keys, self._node.timeout_s)
         return LocalLease(self._node, self.layout, keys, ttl_s, self._name)
 
     def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> LocalWriter:
         return LocalWriter(self._node, shard, keys, ttl_s, group, self._name)
 
     def _reader(self, keys: Keys, timeout_s: float) -> LocalReader:
-        self._keeping.gather(keys, timeout_s, self._put_copies)
+        self._gather(keys, timeout_s)
         return LocalReader(self._node, self.layout, keys, timeout_s, self._name)
 
     # --- a shard's part of pages ------------------------------------------------------------------------------------
 
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
         asked, allocated = len(keys), target is None
-        self._keeping.gather(keys, self._node.timeout_s, self._put_copies)
+        self._gather(keys, self._node.timeout_s)
         if target is None:  # what is sealed from now on is not looked for
             keys = keys[: self.lookup(keys).pages]
             target = empty((len(keys), shard.nbytes))

@@ -12,8 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,51 +22,85 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.buffers import Rows
+from kvstore.client.local.brought import BroughtBefore
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints, span_start
+from kvstore.tier.folder import NodeFolder
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.finding import KEPT_S, Finder, Stretch
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolView
-from kvstore.transfer.pulling import pull
+from kvstore.transfer.pulling import Places, pull
 from kvstore.transfer.reading import ReadRequest, WantedChain, pages_per_request
+from kvstore.transfer.tcp import SILENCE_S
 
-READ_S: Final = 5.0  # for what one get brings from other nodes; a silent one is dead much earlier
-SEEN_MAX: Final = 1 << 16  # pages of which a process knows that it has brought them
+READ_S: Final = 5.0  # for what one get brings from other nodes
+LOSS_S: Final = 1.0  # of that it waits so long for nodes that do not answer, however many there are
+HERE_S: Final = 0.4  # for our own node, where a get wants a place in it; without one it goes on
 
 log = logging.getLogger("kvstore.cluster")
 
 
 @dataclass
 class Brought:
-    """What a get brought from other nodes: leading pages, from whom, and from which of their tiers."""
+    """What was brought from other nodes: leading pages, from whom, and from which of their tiers."""
 
     pages: int = 0
-    nodes: dict[str, int] = field(default_factory=dict)
-    tiers: dict[Tier, int] = field(default_factory=dict)
+    nodes: Counter[str] = field(default_factory=Counter)
+    tiers: Counter[Tier] = field(default_factory=Counter)
+
+    def add(self, more: Brought) -> None:
+        """More of them."""
+        self.pages += more.pages
+        self.nodes.update(more.nodes)
+        self.tiers.update(more.tiers)
 
 
-class BroughtBefore:
-    """The pages that a process has brought of late. Threads share it; a race costs a page kept too early or late."""
+class Patience:
+    """How long one call goes on with other nodes, and how much of that it still waits for those that do not answer.
 
-    def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+    Attributes:
+        deadline_s: of ``time.monotonic()``.
+        left_s: for silence.
+        here_s: for our own node's answers, and for pages that another program of this machine is about to bring.
+    """
 
-    def leading(self, hashes: list[bytes]) -> int:
-        """How many leading ones of these were brought before. All of them are from now on."""
-        seen, count = self._keys, 0
-        while count < len(hashes) and hashes[count] in seen:
-            count += 1
-        for key in hashes:
-            seen[key] = None
-        with contextlib.suppress(KeyError):  # another thread was faster
-            while len(seen) > SEEN_MAX:
-                seen.popitem(last=False)
-        return count
+    def __init__(self, within_s: float = READ_S, here_s: float = HERE_S) -> None:
+        self.deadline_s = time.monotonic() + within_s
+        self.left_s = min(LOSS_S, within_s)
+        self.here_s = here_s
+
+    @property
+    def over(self) -> bool:
+        """Whether it is."""
+        return self.left_s <= 0 or time.monotonic() >= self.deadline_s
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[float]:
+        """Around questions that are answered at once, or not at all: until when."""
+        began_s = time.monotonic()
+        try:
+            yield min(self.deadline_s, began_s + self.left_s)
+        finally:
+            self.waited(time.monotonic() - began_s)
+
+    def waited(self, seconds: float) -> None:
+        """So long for nothing."""
+        self.left_s -= seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[float]:
+        """Around a transfer: how long the other end may be silent, at its beginning and later. That counts where it
+        fails; the time in which pages came does not."""
+        began_s, silence_s = time.monotonic(), max(0.0, min(SILENCE_S, self.left_s))
+        try:
+            yield silence_s
+        except KVStoreError:
+            self.waited(min(2 * silence_s, time.monotonic() - began_s))
+            raise
 
 
 class Elsewhere:
@@ -76,16 +110,12 @@ class Elsewhere:
         kept_s: how long what owners told is kept.
 
     Attributes:
-        brought: what its gets have brought.
-        gathering: held while pages are brought to be stored: who wants the same finds them here then.
-        behind: taken while what a get brought is stored behind it.
+        brought: what gets of this machine have brought.
     """
 
     def __init__(self, folder: Path, kept_s: float = KEPT_S) -> None:
         self._kept_s = kept_s
-        self.brought = BroughtBefore()
-        self.gathering = threading.Lock()
-        self.behind = threading.Semaphore()
+        self.brought = BroughtBefore(NodeFolder.at(folder))
         self._peers = PeersFile(folder)
         self._lock = threading.Lock()
         self._links: PeerLinks | None = None
@@ -97,7 +127,9 @@ class Elsewhere:
         view = self._peers.look()
         return view is None or len(view.peers) < 2
 
-    def seek(self, keys: Keys, pages: int, closed: bool, without: Collection[str] = ()) -> list[Stretch]:
+    def seek(
+        self, keys: Keys, pages: int, closed: bool, without: Collection[str] = (), patience: Patience | None = None
+    ) -> list[Stretch]:
         """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
 
         Of keys that do not begin at the root nobody knows the spans.
@@ -105,6 +137,7 @@ class Elsewhere:
         Args:
             closed: see ``WantedChain``.
             without: nodes that are not to be named.
+            patience: of the call that this is for.
         """
         view = self._peers.look()
         if view is None or len(view.peers) < 2 or keys.before != keys.root or pages >= len(keys):
@@ -112,39 +145,42 @@ class Elsewhere:
         finder = self._finder or self._begin(view)
         named = fingerprints(b"".join(keys.hashes))
         spans = named[span_starts(len(keys))[pages:]]
-        return finder.find(named[pages:], spans, time.monotonic() + READ_S, without, closed)
+        with (patience or Patience()).asking() as until_s:
+            return finder.find(named[pages:], spans, until_s, without, closed)
 
-    def read(self, chain: WantedChain, keys: Keys, rows: Rows, pages: int) -> Brought:
-        """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change."""
-        brought, failed = Brought(), set[str]()
-        limit, deadline_s = min(len(keys), pages + len(rows)), time.monotonic() + READ_S
-        while pages + brought.pages < limit and time.monotonic() < deadline_s:
+    def read(
+        self, chain: WantedChain, keys: Keys, rows: Places, pages: int, patience: Patience | None = None
+    ) -> Brought:
+        """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change, but not once
+        this has returned."""
+        brought, failed, patience = Brought(), set[str](), patience or Patience()
+        limit = min(len(keys), pages + len(rows))
+        while pages + brought.pages < limit and not patience.over:
             start = pages + brought.pages
-            stretch = next(iter(self.seek(keys, start, chain.closed, failed)), None)
+            stretch = next(iter(self.seek(keys, start, chain.closed, failed, patience)), None)
             if stretch is None:
                 break
             stop = min(start + stretch.stop, limit)
             into = rows[start - pages : stop - pages]
-            if self._read(chain, stretch.node, keys[start:stop], into, deadline_s, brought) < stop - start:
+            if self._read(chain, stretch.node, keys[start:stop], into, patience, brought) < stop - start:
                 failed.add(stretch.node)
         return brought
 
-    def _read(self, chain: WantedChain, node: str, keys: Keys, rows: Rows, deadline_s: float, brought: Brought) -> int:
+    def _read(
+        self, chain: WantedChain, node: str, keys: Keys, rows: Places, patience: Patience, brought: Brought
+    ) -> int:
         """Read these pages from one node; how many of them came."""
-        view, links, done = self._peers.look(), self._links, 0
+        view, links, done, deadline_s = self._peers.look(), self._links, 0, patience.deadline_s
         peer = view.peers.get(node) if view is not None else None
         step = pages_per_request(chain, keys.extras is not None)
         with contextlib.suppress(KVStoreError):
             while peer is not None and links is not None and done < len(keys):
-                part, into = keys[done : done + step], rows[done : done + step]
-                with links.to(peer, deadline_s) as connection:
-                    got = pull(connection, ReadRequest(chain, part, 0, into.shape[1]), into, deadline_s)
+                request = ReadRequest(chain, keys[done : done + step], 0, chain.frame_class.page_bytes)
+                with patience.waiting() as silence_s, links.to(peer, deadline_s, silence_s) as connection:
+                    got = pull(connection, request, rows[done : done + step], deadline_s)
                 done += got.pages
-                brought.pages += got.pages
-                brought.nodes[node] = brought.nodes.get(node, 0) + got.pages
-                for tier, count in got.tiers.items():
-                    brought.tiers[tier] = brought.tiers.get(tier, 0) + count
-                if got.pages < len(part):
+                brought.add(Brought(got.pages, +Counter({node: got.pages}), Counter(got.tiers)))
+                if got.pages < len(request.keys):
                     break
         return done
 

@@ -17,7 +17,15 @@ NAMED_MAX = 1 << 14  # roots that a client remembers to have named; the node doe
 _QUIETLY = b"?"
 
 
-def name_root(mapped: Mapped, root: bytes, layout: Layout, salt: str, adapter: str, quietly: bool = False) -> None:
+def name_root(
+    mapped: Mapped,
+    root: bytes,
+    layout: Layout,
+    salt: str,
+    adapter: str,
+    quietly: bool = False,
+    timeout_s: float | None = None,
+) -> None:
     """Say it once per node, and again when the node has forgotten names since (``Header.names_forgotten``); with the
     layout, so that an operator can name prompts without knowing it.
 
@@ -27,13 +35,13 @@ def name_root(mapped: Mapped, root: bytes, layout: Layout, salt: str, adapter: s
         about = {"fingerprint": layout.fingerprint.hex(), "model": layout.model, "salt": salt, "adapter": adapter}
         whole = asdict(layout)
         more = {"layout": whole} if len(pack_json(whole)) <= LAYOUT_BYTES_MAX else {}
-        _say(mapped, root, {**about, **more}, quietly)
+        _say(mapped, root, {**about, **more}, quietly, timeout_s)
 
 
-def name_objects(mapped: Mapped, root: bytes, salt: str, quietly: bool = False) -> None:
+def name_objects(mapped: Mapped, root: bytes, salt: str, quietly: bool = False, timeout_s: float | None = None) -> None:
     """The same of the root of a tenant's objects."""
     if _is_news(mapped, root, quietly):
-        _say(mapped, root, {"salt": salt, "objects": True}, quietly)
+        _say(mapped, root, {"salt": salt, "objects": True}, quietly, timeout_s)
 
 
 def _is_news(mapped: Mapped, root: bytes, quietly: bool) -> bool:
@@ -43,7 +51,7 @@ def _is_news(mapped: Mapped, root: bytes, quietly: bool) -> bool:
     return not quietly or heard_from(mapped)
 
 
-def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool) -> None:
+def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool, timeout_s: float | None = None) -> None:
     body = (pack_json({"call": "root", "root": root.hex(), **about}),)
     forgotten = mapped.header.names_forgotten  # before it is said: what is forgotten after that is said again
     if len(mapped.named) >= NAMED_MAX:
@@ -53,7 +61,7 @@ def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool) -> N
             mapped.channel.request(Op.ADMIN, flags=NO_REPLY, body=body, timeout_s=0.0)
             mapped.named[root + _QUIETLY] = forgotten  # it may not have been heard
     else:
-        said = unpack_json(mapped.exchange(Op.ADMIN, body=body).body)
+        said = unpack_json(mapped.exchange(Op.ADMIN, body=body, timeout_s=timeout_s).body)
         if said.get("limited"):
             mapped.limited.add(root)
         mapped.named[root] = forgotten

@@ -41,8 +41,8 @@ class _ObjectCache(LocalCache):
         super().__init__(node, object_layout(page_bytes, width), salt, "", verify)
         self.root = object_root(salt)
 
-    def _name(self, mapped: Mapped, quietly: bool = False) -> None:
-        name_objects(mapped, self.root, self.salt, quietly)
+    def _name(self, mapped: Mapped, quietly: bool = False, timeout_s: float | None = None) -> None:
+        name_objects(mapped, self.root, self.salt, quietly, timeout_s)
 
 
 class LocalObjects(ObjectVerbs):

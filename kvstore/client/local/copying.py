@@ -1,0 +1,45 @@
+"""Copying: proven pages out of a node's memory, their checksums compared where that is wanted."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvstore.client.buffers import Rows
+from kvstore.client.local.node import Mapped
+from kvstore.client.local.prefetch import have_verified
+from kvstore.client.local.proof import Run, copy_runs, prove
+from kvstore.client.local.put import checksums_of
+from kvstore.client.match import CHECKSUM, GENERATION
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import STAMPED
+from kvstore.transfer.reading import WantedChain
+
+_STAMPED_BIT = np.uint64(STAMPED << 48)
+
+
+def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: WantedChain, verify: bool) -> tuple[int, str]:
+    """Copy the leading pages that are in memory now into ``rows``; how many that were, and why not more."""
+    runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
+    copied, changed = copy_runs(runs, rows, time.monotonic_ns())
+    if verify:
+        copied, reason = verified(mapped, runs, rows, copied, reason, chain.frame_class.layers)
+    return copied, GENERATION if changed else reason
+
+
+def verified(mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str, layers: int) -> tuple[int, str]:
+    """Compare what was copied with the records' checksums; the node stamps first those that have none yet."""
+    for extent, frame, page, count, _ in runs:
+        count = min(count, pages - page)
+        if count <= 0:
+            break
+        stop = frame + count
+        if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not have_verified(mapped, runs):
+            return page, CHECKSUM
+        ours = checksums_of(target[page : page + count], layers)
+        equal = (ours == extent.checksums[frame:stop]).all(axis=1)
+        if not equal.all():
+            have_verified(mapped, runs)  # so that the node finds and drops it
+            return page + int(equal.argmin()), CHECKSUM
+    return pages, reason
