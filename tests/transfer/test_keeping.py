@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore import Store
-from kvstore.client.local.arriving import Arrival, Place
+from kvstore.client.local.arriving import ArrivingPages, Bringer
 from kvstore.client.local.brought import BroughtBefore
 from kvstore.client.local.cache import LocalCache
 from kvstore.tier.folder import NodeFolder
@@ -113,8 +113,8 @@ def test_a_program_that_stands_still_while_it_brings_pages(pool: Pool) -> None:
     assert isinstance(held, LocalCache) and isinstance(reader, LocalCache)
     held.put(prompt(2, 1), contents(chain(2, 1)), wait=True)  # names the root
     mapped = held.node.writable()
-    arrival = Arrival(held.node, mapped, mapped.in_pool(chain(1, PAGES)), held.frame_class, LATE_S)
-    assert arrival.reserve() is Place.OURS and len(arrival.rows) == PAGES
+    arrival = ArrivingPages(held.node, mapped, mapped.in_pool(chain(1, PAGES)), held.frame_class, LATE_S)
+    assert arrival.reserve() is Bringer.OURS and len(arrival.rows) == PAGES
     assert pool.get("c", 1).nodes == {"a": PAGES}
     assert pool.get("c", 1).nodes == {"a": PAGES}, "worth keeping, but not ours to bring"
     assert here(pool, 1) == 0
@@ -131,8 +131,8 @@ def test_of_what_came_only_leading_pages_are_stored(pool: Pool) -> None:
     cache.put(prompt(2, 1), contents(chain(2, 1)), wait=True)
     mapped, keys = cache.node.writable(), chain(1, PAGES)
     for came in (0, 7):
-        arrival = Arrival(cache.node, mapped, mapped.in_pool(keys), cache.frame_class, LATE_S)
-        assert arrival.reserve() is Place.OURS
+        arrival = ArrivingPages(cache.node, mapped, mapped.in_pool(keys), cache.frame_class, LATE_S)
+        assert arrival.reserve() is Bringer.OURS
         for row, page in zip(arrival.rows[:came], contents(keys), strict=False):
             row[:] = page
         arrival.seal(came)

@@ -31,8 +31,8 @@ TTL_S: Final = 30.0  # after which a page that has not arrived is nobody's; a ge
 _OURS = (int(Status.OK), int(Status.JOINED))
 
 
-class Place(Enum):
-    """What became of the wish to bring a page."""
+class Bringer(Enum):
+    """Whose it is to bring a page."""
 
     OURS = "its frame is ours to fill"
     COMING = "somebody else of this machine brings it"
@@ -40,7 +40,7 @@ class Place(Enum):
     NONE = "there is no room for it"
 
 
-class Arrival:
+class ArrivingPages:
     """Frames for the leading pages of ``keys``. Of one thread.
 
     Life: ``reserve`` -> pages are received in ``rows`` -> ``seal``, by which the leading ones that hold are stored, and
@@ -64,14 +64,14 @@ class Arrival:
         self._answer_s = answer_s
         self._addresses = np.zeros(0, ADDRESS_DTYPE)
 
-    def reserve(self) -> Place:
+    def reserve(self) -> Bringer:
         """Reserve frames for as many leading pages as there are. ``seal`` has to follow where they are OURS.
 
         Raises:
             NodeUnavailable, DeadlineExceeded: the node does not answer. What it reserved ends with its deadline.
         """
         mapped, keys = self._mapped, self._keys
-        count, place = mapped.claims.claim(self, BRINGERS, 0, keys.hashes), Place.COMING
+        count, place = mapped.claims.claim(self, BRINGERS, 0, keys.hashes), Bringer.COMING
         self._keys = keys[:count]
         try:
             if count:
@@ -79,7 +79,7 @@ class Arrival:
         except Unavailable:
             self._node.workers.submit(self._take_back, timeout_s=0.0)
             raise
-        if place is not Place.OURS:
+        if place is not Bringer.OURS:
             mapped.claims.release(self)
         return place
 
@@ -89,7 +89,7 @@ class Arrival:
             self._ask(self._node.timeout_s)
         self.seal(0)
 
-    def _ask(self, timeout_s: float) -> Place:
+    def _ask(self, timeout_s: float) -> Bringer:
         mapped, keys, count = self._mapped, self._keys, len(self._keys)
         body = (WRITER.pack(BRINGERS, 0, 1), keys.parent, keys.identity_bytes, keys.hints)
         flags, ttl_ms = HINTS if keys.hints else 0, int(TTL_S * 1000)
@@ -97,7 +97,7 @@ class Arrival:
         ask = {"count": count, "a": number, "b": ttl_ms, "flags": flags}
         reply = mapped.exchange(Op.RESERVE, **ask, body=body, timeout_s=timeout_s)
         if reply.op == Status.BUSY:
-            return Place.AGAIN
+            return Bringer.AGAIN
         statuses = np.frombuffer(reply.body, np.uint8, count).copy()  # the body is not ours for long
         addresses = np.frombuffer(reply.body, ADDRESS_DTYPE, count, statuses_bytes(count)).copy()
         ours = np.isin(statuses, _OURS)
@@ -107,10 +107,10 @@ class Arrival:
         self._give_back(addresses[ours].tobytes())  # behind a page that is stored already
         if leading:
             self._lay_out()
-            return Place.OURS
+            return Bringer.OURS
         if statuses[0] == Status.NO_PARENT:
-            return Place.COMING if is_coming(mapped, keys.hashes[0]) else Place.NONE
-        return Place.AGAIN if statuses[0] in (Status.BUSY, Status.PRESENT) else Place.NONE
+            return Bringer.COMING if is_coming(mapped, keys.hashes[0]) else Bringer.NONE
+        return Bringer.AGAIN if statuses[0] in (Status.BUSY, Status.PRESENT) else Bringer.NONE
 
     def _lay_out(self) -> None:
         for number, frame, _, words in address_runs(self._addresses, int(FrameState.RESERVED)):

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.client.local.arriving import Arrival, Place, await_coming
+from kvstore.client.local.arriving import ArrivingPages, Bringer, await_coming
 from kvstore.client.local.elsewhere import Brought, Elsewhere, Patience
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import heard_from
@@ -62,13 +62,13 @@ class Keeping:
             return False
         wanted = mapped.in_pool(keys[pages : pages + found[-1].stop])
         wanted = wanted.hinted(hints_of(COPIES, len(wanted), wanted.page_tokens))
-        arrival = Arrival(self._node, mapped, wanted, self._chain.frame_class, patience.here_s)
+        arrival = ArrivingPages(self._node, mapped, wanted, self._chain.frame_class, patience.here_s)
         with patience.asking():
             name(mapped, patience.here_s)
             place = arrival.reserve()
-        if place is Place.OURS:
+        if place is Bringer.OURS:
             return self._bring(elsewhere, mapped, arrival, keys, pages, patience, brought)
-        if place is Place.NONE:
+        if place is Bringer.NONE:
             return False
         joined = await_coming(mapped, wanted.hashes[0], patience.here_s)
         patience.waited(0.0 if joined else patience.here_s)
@@ -78,7 +78,7 @@ class Keeping:
         self,
         elsewhere: Elsewhere,
         mapped: Mapped,
-        arrival: Arrival,
+        arrival: ArrivingPages,
         keys: Keys,
         pages: int,
         patience: Patience,

@@ -1,0 +1,134 @@
+"""Many nodes at once do not answer: a get waits for some of them, a second in all, and for none of them again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client.local.elsewhere import LOSS_S, READ_S, Elsewhere, Patience
+from kvstore.errors import DeadlineExceeded
+from kvstore.model.replica import FrameClass
+from kvstore.tier.folder import NodeFolder
+from kvstore.transfer import peers
+from kvstore.transfer.finding import Stretch
+from kvstore.transfer.peers import PoolNode, PoolView
+from kvstore.transfer.reading import WantedChain
+from kvstore.transfer.tcp import SILENCE_S
+from tests.helpers.content import SMALL, chain
+from tests.helpers.pool import PAGES, Pool
+from tests.helpers.processes import Machine, put, wait_until
+
+SILENT = 12
+ASKED_MAX = 3  # LOSS_S / SILENCE_S, and one for what connecting took
+assert ASKED_MAX >= LOSS_S / SILENCE_S
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[socket.socket]]:
+    """Who would be there, and never says a word: as a process that was stopped."""
+    made = [socket.create_server(("127.0.0.1", 0)) for _ in range(SILENT)]
+    yield made
+    for listener in made:
+        listener.close()
+
+
+def asked(listener: socket.socket) -> int:
+    """How many connections were made to it."""
+    listener.setblocking(False)
+    count = 0
+    while True:
+        try:
+            listener.accept()[0].close()
+        except BlockingIOError:
+            return count
+        count += 1
+
+
+class Named(Elsewhere):
+    """All of them have all pages, one after another."""
+
+    def seek(
+        self, keys: Any, pages: int, closed: bool, without: Collection[str] = (), patience: Patience | None = None
+    ) -> list[Stretch]:
+        view = self._peers.look()
+        assert view is not None
+        self._begin(view)
+        rest = sorted(set(view.peers) - set(without) - {view.node})
+        return [Stretch(rest[0], 0, len(keys) - pages, bytes(len(keys) - pages))] if rest else []
+
+
+def test_of_many_that_are_silent_few_are_waited_for(tmp_path: Path, listeners: list[socket.socket]) -> None:
+    folder = NodeFolder(tmp_path, "n")
+    folder.create()
+    known = {
+        f"p{i}": PoolNode(f"p{i}", secrets.token_hex(8), "0", (f"127.0.0.1:{listener.getsockname()[1]}",))
+        for i, listener in enumerate(listeners)
+    }
+    peers.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), **known}))
+    elsewhere = Named(folder.path)
+    shape = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
+    wanted, rows = WantedChain(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
+    try:
+        began_s = time.monotonic()
+        assert elsewhere.read(wanted, chain(1, PAGES), rows, 0).pages == 0
+        assert time.monotonic() - began_s < 10 * LOSS_S
+        first = sum(asked(listener) for listener in listeners)
+        assert 1 <= first <= ASKED_MAX
+    finally:
+        elsewhere.close()
+
+
+def test_patience_is_one_for_all() -> None:
+    patience = Patience()
+    for _ in range(SILENT):
+        if patience.over:
+            break
+        before_s = patience.left_s
+        with pytest.raises(DeadlineExceeded), patience.waiting() as silence_s:
+            assert 0 < silence_s <= min(SILENCE_S, before_s)
+            time.sleep(silence_s)
+            raise DeadlineExceeded("silent")
+        assert patience.left_s <= before_s - silence_s + 0.01
+    assert patience.over and patience.deadline_s > time.monotonic() and READ_S > LOSS_S
+    with Patience().waiting():
+        pass
+
+
+def test_two_of_three_stand_still_or_die(machine: Machine, tmp_path: Path) -> None:
+    """Both that have the pages. What a get can bring it brings; the next one waits for nobody."""
+    pool = Pool(machine, f"file:{tmp_path / 'catalog'}")
+    for name in "ab":
+        put(pool.stores[name], 1, PAGES)
+    put(pool.stores["c"], 1, 7)
+    pool.known("c", 1)
+    stopped = [pool.data_server(name) for name in "ab"]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        assert pool.get("c", 1).pages == 7
+        assert time.monotonic() - began_s < 10 * LOSS_S
+        readers = [threading.Thread(target=pool.get, args=("c", 1)) for _ in range(8)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(10 * LOSS_S)
+        assert not any(reader.is_alive() for reader in readers)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    wait_until("they are read again", lambda: pool.get("c", 1).pages == PAGES, 60)
+    os.kill(pool.data_server("a"), signal.SIGKILL)
+    os.kill(pool.data_server("b"), signal.SIGKILL)
+    assert pool.get("c", 1).pages >= 7
+    wait_until("they are read again", lambda: pool.get("c", 1).pages == PAGES, 60)
