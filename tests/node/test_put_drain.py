@@ -6,17 +6,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvstore import Keys
+from kvstore.client.local.published import Published as ReadPublished
 from kvstore.config import NodeConfig, Quota
+from kvstore.errors import NodeUnavailable
 from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.rpc.control import BATCH_MAX, NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
 from kvstore.service.node.book import NAMES
 from kvstore.service.node.node import Node
 from kvstore.state import events as ev
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import DaemonState, Header
 from kvstore.tier.put_log import PutLog
 from tests.helpers.content import SMALL, chain
 
@@ -247,3 +252,27 @@ def test_whoever_takes_a_put_in_writes_whose_it_is(published: Published, how: st
     ways[how]()
     assert published.has(keys) == 2
     assert "whose" in (node.folder / NAMES).read_text()
+
+
+def test_a_reader_that_one_daemon_did_not_answer_asks_the_next_one(published: Published) -> None:
+    """At once, whether it has ticked or not: what was published just now is no miss because a node was down before."""
+    header = Header.open(NodeFolder.at(published.node.folder))
+    assert header is not None
+
+    def ask(*_: Any, **__: Any) -> Any:
+        if published.node.performer.header.state != DaemonState.READY:
+            raise NodeUnavailable("it is starting")
+        return SimpleNamespace(result=published.node.puts.drain)
+
+    channel: Any = SimpleNamespace(request=ask)
+    reads = ReadPublished(NodeFolder.at(published.node.folder), header)
+    for number in range(3):
+        down, up = chain(10 * number, 2), chain(10 * number + 1, 2)
+        published.node.stop()
+        published.start()
+        published.publish(published.request(down))
+        assert reads.look(lambda keys=down: keys.hashes, b"", channel) is None, "it does not answer yet"
+        published.publish(published.request(up))
+        published.node.enter(DaemonState.READY)
+        assert reads.look(lambda keys=up: keys.hashes, b"", channel) is not None
+        assert (published.has(down), published.has(up)) == (2, 2)

@@ -150,7 +150,8 @@ class Node:
         self.performer.folder.close()
 
     def enter(self, state: DaemonState) -> None:
-        """Tell clients what the node is about."""
+        """Tell clients what the node is about. With it they have a sign of this daemon, before its first tick."""
+        self.performer.header.heartbeat_ns = time.monotonic_ns()
         self.performer.header.state = state
 
     @property
