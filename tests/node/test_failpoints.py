@@ -21,6 +21,8 @@ from tests.helpers.processes import (
 )
 
 KILLED = -int(signal.SIGKILL)
+PROMPTS = 1000  # of a writer: two of them, at 8 pages each, fit ROOM, so that whatever is missing is lost
+ROOM = "256MiB"
 
 # Steps of a serving daemon. Small counts hit the first grants and seals of a session, larger ones whatever comes.
 SERVING = ("node.event", "node.instruction", "node.word", "node.commit", "node.drained", "node.reply")
@@ -47,12 +49,19 @@ def acknowledged(*workers: Worker) -> dict[int, int]:
     return {seed: pages for worker in workers for seed, pages in worker.acknowledged().items()}
 
 
+def check_kept(store: Store, acked: dict[int, int]) -> int:
+    """All of it is there, and nothing had to leave."""
+    evicted = store.stats()["tiers"]["dram"]["evicted"]
+    assert evicted == {}, f"the pool is too small for what a writer puts meanwhile: {evicted}"
+    return check_pages(store, acked)
+
+
 @pytest.mark.parametrize("name", SERVING)
 def test_daemon_killed_at(name: str, machine: Machine) -> None:
     """The same writers and readers live through all of it; then they are killed too."""
-    daemon = machine.serve("n")
+    daemon = machine.serve("n", dram=ROOM)
     store = machine.connect("n")
-    writers = [machine.worker("mixed", "n", first=first, pause_s=0.005) for first in (0, 100_000)]
+    writers = [machine.worker("mixed", "n", first=first, count=PROMPTS, pause_s=0.005) for first in (0, 100_000)]
     reader = machine.worker("read", "n", first=0, count=50, pages=8, pause_s=0.002)
     for worker in writers:
         worker.wait_for("put")
@@ -62,17 +71,18 @@ def test_daemon_killed_at(name: str, machine: Machine) -> None:
         assert daemon.wait() == KILLED, daemon.trace()
         check_right(store, acknowledged(*writers))  # no daemon is needed to read, but for what was just published
     daemon = machine.serve("n")
-    check_pages(store, acknowledged(*writers))
+    puts = [len(worker.events("put")) for worker in writers]
+    check_kept(store, acknowledged(*writers))
     check_laws(store)
-    for worker in writers:
-        worker.wait_for("put", len(worker.events("put")) + 2)  # they go on
+    for worker, before in zip(writers, puts, strict=True):
+        worker.wait_for("put", before + 2)  # they go on
     wait_until("enough is stored", lambda: sum(acknowledged(*writers).values()) > 50)
     reader.finish()
     for worker in writers:
-        assert worker.kill() == KILLED
+        assert worker.kill() in (KILLED, 0), worker.trace()  # on a slow machine it may have put all it had
     wait_settled(store)
     check_laws(store)
-    assert check_pages(store, acknowledged(*writers)) > 50
+    assert check_kept(store, acknowledged(*writers)) > 50
     assert put(store, 900_000, 8) == 8
     check_pages(store, {900_000: 8})
     evict_all(store)
@@ -83,9 +93,9 @@ def test_daemon_killed_at(name: str, machine: Machine) -> None:
 @pytest.mark.parametrize("step", ["node.recover", "node.rebuild"])
 def test_daemon_killed_while_it_starts(step: str, machine: Machine) -> None:
     """Killed between records and index, so that there is something to recover; then killed at that, several times."""
-    machine.serve("n")
+    machine.serve("n", dram=ROOM)
     store = machine.connect("n")
-    writer = machine.worker("mixed", "n", first=0, pause_s=0.002)
+    writer = machine.worker("mixed", "n", first=0, count=2 * PROMPTS, pause_s=0.002)
     writer.wait_for("put", 5)
     machine.processes[0].kill()
     causes = ("node.commit:2", "node.commit:7")
@@ -97,12 +107,13 @@ def test_daemon_killed_while_it_starts(step: str, machine: Machine) -> None:
             assert machine.spawn("n", failpoint=step).wait() == KILLED
             check_right(store, writer.acknowledged())
     machine.serve("n")
-    check_pages(store, writer.acknowledged())
-    writer.wait_for("put", len(writer.events("put")) + 2)
+    puts = len(writer.events("put"))
+    check_kept(store, writer.acknowledged())
+    writer.wait_for("put", puts + 2)
     writer.kill()
     wait_settled(store)
     check_laws(store)
-    check_pages(store, writer.acknowledged())
+    check_kept(store, writer.acknowledged())
     evict_all(store)
     check_laws(store)
 
