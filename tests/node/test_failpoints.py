@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kvstore import failpoint
+from kvstore import Store, failpoint
 from tests.helpers.nvme.nodes import NVME_STEPS
 from tests.helpers.processes import (
     Machine,
