@@ -8,7 +8,10 @@ for its head knows no other key.
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import itemgetter
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +60,41 @@ def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
             before = fingerprint(key)
         spans.append(before)
     return spans
+
+
+@dataclass(frozen=True)
+class SpanRange:
+    """The spans in which consecutive pages of a chain lie, one after another.
+
+    Attributes:
+        starts: the first page of each, which names it; that of the first span may lie before the pages.
+        firsts, lasts: of each the first and the last one of the pages.
+    """
+
+    starts: tuple[int, ...]
+    firsts: tuple[int, ...]
+    lasts: tuple[int, ...]
+
+    @cached_property
+    def _names_and_lasts(self) -> itemgetter[Any]:
+        return itemgetter(*self.starts, *self.lasts)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def named(self, keys: list[bytes]) -> tuple[Fingerprints, Fingerprints]:
+        """The names of the spans, and the fingerprints of their last pages; ``keys``: of the chain from its root."""
+        both = fingerprints(b"".join(self._names_and_lasts(keys)))
+        return both[: len(self)], both[len(self) :]
+
+
+@lru_cache(maxsize=256)
+def spans_between(first: int, stop: int) -> SpanRange:
+    """The spans of the pages ``first`` to ``stop`` of a chain, of which there is at least one."""
+    starts = [span_start(first)]
+    while True:
+        after = max(1, 2 * starts[-1]) if starts[-1] < SPAN_PAGES else starts[-1] + SPAN_PAGES
+        if after >= min(stop, POSITION_MAX):  # the last span has no end
+            break
+        starts.append(after)
+    return SpanRange(tuple(starts), (first, *starts[1:]), (*(start - 1 for start in starts[1:]), stop - 1))

@@ -37,6 +37,7 @@ STREAMS_MAX: Final = 1 << 12  # an entry has room for four times as many; their 
 PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
 
 _LOW: Final = np.uint64(0xFFFF)
+_HIGH: Final = ~_LOW
 _TIER_BITS: Final = np.uint64(2)
 _TIER: Final = np.uint64(3)
 Marks = npt.NDArray[np.uint8]
@@ -196,7 +197,7 @@ class Directory:
     def _change(self, stream: _Stream, batch: Told) -> None:
         """Take in what came and went; of an entry named twice the later one counts."""
         low = np.uint64(stream.place << 2) | (batch.marks & 3).astype(np.uint64)
-        entries = batch.fingerprints & ~_LOW | low
+        entries = batch.fingerprints & _HIGH | low
         order = np.argsort(entries, kind="stable")
         entries = entries[order]
         last = np.ones(len(entries), bool)
@@ -238,8 +239,13 @@ def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) ->
 
 def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Entries of these pages: (place among the pages, low 16 bits), by page, at most ``PER_PAGE_MAX`` of each."""
-    low = np.searchsorted(entries, pages & ~_LOW)
-    counts = np.minimum(np.searchsorted(entries, pages | _LOW, "right") - low, PER_PAGE_MAX)
-    at = np.repeat(np.arange(len(pages)), counts)
-    rows = np.arange(len(at)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+    low = entries.searchsorted(pages & _HIGH)
+    counts = entries.searchsorted(pages | _LOW, "right") - low
+    if counts.max(initial=0) <= 1:  # nobody has a page that another one has, too
+        at = counts.nonzero()[0]
+        rows = low[at]
+    else:
+        counts = np.minimum(counts, PER_PAGE_MAX)
+        at = np.repeat(np.arange(len(pages)), counts)
+        rows = np.arange(len(at)) + np.repeat(low - np.cumsum(counts) + counts, counts)
     return at, (entries[rows] & _LOW).astype(np.int64)

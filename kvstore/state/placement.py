@@ -35,10 +35,8 @@ class Placement:
         count = min(OWNERS, len(self.nodes))
         if count < OWNERS:
             return np.zeros((len(spans), count), np.int64)
-        weights = _mixed(spans[:, None] ^ self._seeds[None, :])
-        first = weights.argmax(axis=1)
-        weights[np.arange(len(spans)), first] = 0
-        return np.stack([first, weights.argmax(axis=1)], axis=1)
+        weights = _mixed(spans[:, None] ^ self._seeds)
+        return weights.argpartition(-OWNERS, axis=1)[:, : -OWNERS - 1 : -1]
 
     def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
         """By node, which of these spans it owns."""

@@ -49,11 +49,13 @@ def unpack_find(body: Body) -> Fingerprints:
 
 
 def pack_found(found: Listed) -> bytes:
-    """The body of FOUND."""
-    names = [name.encode() for name in found.names]
-    head = _FOUND.pack(len(names), len(found.pages)) + b"".join(bytes([len(name)]) + name for name in names)
-    pages, nodes = found.pages.astype("<u4"), found.nodes.astype("<u2")
-    return b"".join((head, pages.tobytes(), nodes.tobytes(), found.tiers.tobytes()))
+    """The body of FOUND: of all nodes it names those that are in its rows."""
+    used = np.zeros(len(found.names), np.bool_)
+    used[found.nodes] = True
+    nodes = (used.cumsum(dtype="<u2") - np.uint16(1))[found.nodes]
+    names = [found.names[place].encode() for place in used.nonzero()[0].tolist()]
+    head = _FOUND.pack(len(names), len(found.pages)) + b"".join([bytes([len(name)]) + name for name in names])
+    return b"".join((head, found.pages.astype("<u4").tobytes(), nodes.tobytes(), found.tiers.tobytes()))
 
 
 def unpack_found(body: Body, asked: int) -> Listed:

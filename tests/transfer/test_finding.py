@@ -17,20 +17,19 @@ from kvstore import Layout, Store
 from kvstore.catalog.base import boot_s
 from kvstore.catalog.schema import DataEntry
 from kvstore.errors import NodeUnavailable
-from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
-from kvstore.model.span import Fingerprints, fingerprints, spans_of
 from kvstore.service.cluster import directory_shell, heard
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.view import ViewKeeper
 from kvstore.service.node.node import Node
-from kvstore.state.directory import AGAIN, TIERS, Listed, Told
+from kvstore.state.directory import AGAIN, TIERS, Told
+from kvstore.state.searching import Stretch
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Caller, Exchange
 from kvstore.transfer.find_messages import pack_announce, unpack_announced
-from kvstore.transfer.finding import Finder, Stretch, fewest, furthest, stretches
+from kvstore.transfer.finding import Finder
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
 from kvstore.transfer.server import Server
@@ -113,7 +112,7 @@ class Machine:
 
     def find(self, tokens: np.ndarray) -> list[Stretch]:
         self.finder._kept.clear()
-        return self.finder.find(*named(self.cache.keys(tokens)), time.monotonic() + 30)
+        return self.finder.find(self.cache.keys(tokens).hashes, 0, time.monotonic() + 30)
 
     def watch(self) -> None:
         while not self.ending.wait(0.02):
@@ -131,10 +130,6 @@ def daemon_of(store: Store) -> Node:
     embedded: Any = node_of(store)._ends.embedded
     node: Node = embedded.node
     return node
-
-
-def named(keys: Keys) -> tuple[Fingerprints, Fingerprints]:
-    return fingerprints(b"".join(keys.hashes)), np.array(spans_of(keys.hashes, 0, 0), np.uint64)
 
 
 def prompt(seed: int, pages: int) -> np.ndarray:
@@ -237,11 +232,11 @@ def test_owners_that_do_not_answer_are_waited_for_once(
 
 def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> None:
     machines["a"].put(prompt(6, 20))
-    finder, pages = machines["c"].finder, named(machines["c"].cache.keys(prompt(6, 20)))
+    finder, keys = machines["c"].finder, machines["c"].cache.keys(prompt(6, 20)).hashes
     wait_until("the owners know", lambda: shape(machines["c"].find(prompt(6, 20))) == [("a", 0, 20)], 30)
     for machine in machines.values():
         machine.stop_serving()
-    assert shape(finder.find(*pages, time.monotonic() + 30)) == [("a", 0, 20)]
+    assert shape(finder.find(keys, 0, time.monotonic() + 30)) == [("a", 0, 20)]
     assert machines["c"].find(prompt(6, 20)) == []
 
 
@@ -317,58 +312,23 @@ def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:
             b.close()
 
 
-def test_the_fewest_nodes_cover_what_is_found() -> None:
-    rows = [(0, 0, 1), (1, 0, 1), (0, 1, 2), (1, 1, 2), (2, 1, 1), (4, 0, 1), (3, 2, 1), (2, 2, 0)]
-    rows.sort()
-    pages, nodes, tiers = (np.array(column) for column in zip(*rows, strict=True))
-    found = Listed(pages, nodes, tiers.astype(np.uint8), ["x", "y", "z"])
-    assert stretches(found, 6, {"x", "y", "z"}) == [
-        Stretch("y", 0, 3, bytes([2, 2, 1])),
-        Stretch("z", 3, 4, bytes([1])),
-        Stretch("x", 4, 5, bytes([1])),
-    ]
-    assert stretches(found, 6, {"x", "z"}) == [
-        Stretch("x", 0, 2, bytes([1, 1])),
-        Stretch("z", 2, 4, bytes([0, 1])),
-        Stretch("x", 4, 5, bytes([1])),
-    ]
-    assert stretches(found, 6, set()) == []
-
-
-def test_who_gets_furthest_has_all() -> None:
-    pages, nodes, tiers = np.array([0, 1, 3, 3, 3, 5]), np.array([0, 0, 0, 0, 1, 2]), np.array([1, 1, 2, 1, 2, 1])
-    found = Listed(pages, nodes, tiers.astype(np.uint8), ["x", "y", "z"])
-    assert furthest(found, {"x", "y", "z"}) == [Stretch("z", 0, 6, bytes([1] * 6))]
-    assert furthest(found, {"x"}) == [Stretch("x", 0, 4, bytes([1, 1, 1, 1]))]
-    assert furthest(found, {"y"}) == [Stretch("y", 0, 4, bytes([2] * 4))]
-    assert furthest(found, set()) == []
-
-
-def test_each_span_has_one_of_its_owners_asked_and_few_are() -> None:
-    owners = {0: {"a", "b"}, 1: {"b", "c"}, 2: {"c", "a"}, 3: {"b", "a"}, 4: set()}
-    chosen = fewest(owners)
-    assert len(chosen) == 2 and sorted(at for those in chosen.values() for at in those) == [0, 1, 2, 3]
-    assert all(name in owners[at] for name, those in chosen.items() for at in those)
-
-
 def test_chains_that_are_not_closed_are_pieced_together(machines: dict[str, Machine]) -> None:
     long = prompt(9, 70)
     machines["a"].put(long[: 40 * LAYOUT.page_tokens])
     machines["b"].put(long)
-    pages = named(machines["c"].cache.keys(long))
+    keys = machines["c"].cache.keys(long).hashes
     finder = machines["c"].finder
 
     def found(without: set[str]) -> list[tuple[str, int, int]]:
         finder._kept.clear()
-        return shape(finder.find(*pages, time.monotonic() + 30, without, closed=False))
+        return shape(finder.find(keys, 0, time.monotonic() + 30, without, closed=False))
 
     wait_until("all is found", lambda: found(set()) == [("b", 0, 70)] and found({machines["b"].name}), 30)
     assert found({machines["b"].name}) == [("a", 0, 40)]
     for end in (1, 2, 3, 40, 41, 69):  # a closed one, whichever page it ends at
-        part = pages[0][:end], pages[1][:end]
         finder._kept.clear()
-        assert [each.stop for each in finder.find(*part, time.monotonic() + 30)] == [end]
-        alone = finder.find(*part, time.monotonic() + 30, {machines["b"].name})
+        assert [each.stop for each in finder.find(keys[:end], 0, time.monotonic() + 30)] == [end]
+        alone = finder.find(keys[:end], 0, time.monotonic() + 30, {machines["b"].name})
         assert [each.stop for each in alone] == [min(end, 40)]
 
 

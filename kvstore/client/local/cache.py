@@ -37,9 +37,9 @@ from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
 from kvstore.state.directory import TIERS
+from kvstore.state.searching import Stretch
 from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
 from kvstore.tier.host_memory import copy, empty
-from kvstore.transfer.finding import Stretch
 from kvstore.transfer.reading import WantedChain
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the

@@ -15,22 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 from kvstore.client.local.brought import BroughtBefore
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
-from kvstore.model.span import fingerprints, span_start
+from kvstore.state.searching import Stretch
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.credentials import credentials_of
-from kvstore.transfer.finding import KEPT_S, Finder, Stretch
+from kvstore.transfer.finding import KEPT_S, Finder
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolView
 from kvstore.transfer.pulling import Places, pull
@@ -143,10 +139,8 @@ class Elsewhere:
         if view is None or len(view.peers) < 2 or keys.before != keys.root or pages >= len(keys):
             return []
         finder = self._finder or self._begin(view)
-        named = fingerprints(b"".join(keys.hashes))
-        spans = named[span_starts(len(keys))[pages:]]
         with (patience or Patience()).asking() as until_s:
-            return finder.find(named[pages:], spans, until_s, without, closed)
+            return finder.find(keys.hashes, pages, until_s, without, closed)
 
     def read(
         self, chain: WantedChain, keys: Keys, rows: Places, pages: int, patience: Patience | None = None
@@ -206,9 +200,3 @@ def _credentials() -> DialCredentials:
     except InvalidRequest as error:
         log.warning("data servers are not told who we are: %s", error)
         return DialCredentials()
-
-
-@lru_cache(maxsize=64)
-def span_starts(pages: int) -> npt.NDArray[np.int64]:
-    """For each page of a chain of that length the first one of its span."""
-    return np.array([span_start(page) for page in range(pages)], np.int64)
