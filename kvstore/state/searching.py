@@ -122,9 +122,11 @@ class Search:
             return stretches(_merged(self._answers, self._first), len(self._keys) - self._first, self._nodes)
         tiers = dict[int, int]()
         for places, told in self._answers:
-            for page, node, tier in zip(told.pages.tolist(), told.nodes.tolist(), told.tiers.tolist(), strict=True):
-                if told.names[node] == self._holder:
-                    tiers[places[page]] = min(tier, tiers.get(places[page], tier))
+            its = [name == self._holder for name in told.names]
+            rows = zip(told.pages.tolist(), told.nodes.tolist(), told.tiers.tolist(), strict=True)
+            for page, node, tier in reversed(list(rows)):  # of a page in several tiers the fastest one is first
+                if its[node]:
+                    tiers[places[page]] = tier
         known, at = b"", self._first
         for page in sorted(tiers):  # those that were not asked for: as the next one
             known += bytes([tiers[page]]) * (page + 1 - at)

@@ -101,13 +101,13 @@ class LocalCache(PrefixCache):
 
     def _match_with(self, found: list[Stretch], pages: int, asked: int, below: Mapping[Tier, int]) -> Match:
         """What is found when these pages of other nodes follow the first ``pages``."""
-        nodes, tiers, pages = Counter[str](), Counter(below), pages + found[-1].stop
+        nodes, tiers, pages = dict[str, int](), dict(below), pages + found[-1].stop
         for each in found:
-            nodes[each.node] += each.stop - each.start
-            for number, tier in enumerate(TIERS):
-                if tier != Tier.DRAM:
-                    tiers[tier] += each.tiers.count(number)
-        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, +tiers, nodes)
+            nodes[each.node] = nodes.get(each.node, 0) + each.stop - each.start
+            for number, tier in _LOWER:
+                if count := each.tiers.count(number):
+                    tiers[tier] = tiers.get(tier, 0) + count
+        return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, tiers, nodes)
 
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
