@@ -17,10 +17,11 @@ import xxhash
 from kvstore.model.span import Fingerprints
 
 OWNERS: Final = 2
+KNOWN_MAX: Final = 1 << 14  # spans whose owners are remembered: some 3 MB
 
 
 class Placement:
-    """Over one set of live nodes. It never changes: other members are another placement.
+    """Over one set of live nodes. It never changes: other members are another placement. Threads may share it.
 
     Attributes:
         nodes: names, sorted.
@@ -29,6 +30,7 @@ class Placement:
     def __init__(self, nodes: Iterable[str]) -> None:
         self.nodes = tuple(sorted(set(nodes)))
         self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.nodes], np.uint64)
+        self._known: dict[int, tuple[int, ...]] = {}
 
     def owners(self, spans: Fingerprints) -> npt.NDArray[np.int64]:
         """Places in ``nodes`` of each span's owners, the first one first: int64 ``[spans, min(2, nodes)]``."""
@@ -37,6 +39,17 @@ class Placement:
             return np.zeros((len(spans), count), np.int64)
         weights = _mixed(spans[:, None] ^ self._seeds)
         return weights.argpartition(-OWNERS, axis=1)[:, : -OWNERS - 1 : -1]
+
+    def owners_of(self, spans: list[int]) -> list[tuple[int, ...]]:
+        """The same of a few spans. They are remembered: whoever asks for a chain will ask for what follows it, too."""
+        known = self._known
+        missing = [span for span in spans if span not in known]
+        if missing:
+            if len(known) + len(missing) > KNOWN_MAX:
+                self._known = known = {}
+                missing = spans
+            known.update(zip(missing, map(tuple, self.owners(np.array(missing, np.uint64)).tolist()), strict=True))
+        return [known[span] for span in spans]
 
     def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
         """By node, which of these spans it owns."""

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import isqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,7 @@ class Stretch:
     tiers: bytes
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """What to ask one owner: ``pages``, which lie at ``places`` in the chain. They are the last ones of ``spans`` (a
     bit for each), or all of them (``whole``)."""
 
@@ -149,7 +148,7 @@ def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:
     """By place of a node, which of these spans it owns: a bit for each."""
     owned: dict[int, int] = {}
     bit = 1
-    for owners in placement.owners(names).tolist():
+    for owners in placement.owners_of(names.tolist()):
         for place in owners:
             owned[place] = owned.get(place, 0) | bit
         bit <<= 1

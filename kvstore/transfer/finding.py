@@ -19,9 +19,8 @@ from kvstore.state.placement import OWNERS, Placement
 from kvstore.state.searching import Question, Search, Stretch
 from kvstore.transfer.find_messages import FIND_PAGES_MAX, pack_find, unpack_found
 from kvstore.transfer.links import PeerLinks
-from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind
+from kvstore.transfer.peers import PeersFile, PoolView
+from kvstore.transfer.wire import FrameKind, WireError
 
 OWNER_S: Final = 0.3  # for an owner to answer
 KEPT_S: Final = 1.0
@@ -101,28 +100,20 @@ class Finder:
         """Ask all of these at the same time; None: no answer."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
         answers: list[Listed | None] = [None] * len(questions)
-        lent: list[tuple[PoolNode, DataConnection]] = []
-        sent: list[tuple[int, PoolNode, DataConnection, int]] = []
-        try:
+        with contextlib.ExitStack() as open_links:
+            under_way = []
             for at, question in enumerate(questions):
-                peer = view.peers[question.owner]
                 with contextlib.suppress(KVStoreError):
-                    connection = self._links.borrow(peer, until_s)
-                    lent.append((peer, connection))
+                    connection = open_links.enter_context(self._links.to(view.peers[question.owner], until_s))
                     number = connection.send(FrameKind.FIND, pack_find(question.pages), deadline_s=until_s)
-                    sent.append((at, peer, connection, number))
-            for at, peer, connection, number in sent:
+                    under_way.append((at, connection, number))
+            for at, connection, number in under_way:
                 try:
                     head = connection.receive_head(number, FrameKind.FOUND, deadline_s=until_s)
                     body = connection.receive(head.body_bytes, deadline_s=until_s)
                     answers[at] = unpack_found(body, len(questions[at].pages))
                 except KVStoreError as error:
-                    self._links.failed(peer, connection, error)
-        except BaseException:
-            for _, connection in lent:
-                connection.close()  # in the middle of a reply, perhaps
-            raise
-        finally:
-            for peer, connection in lent:
-                self._links.give_back(peer, connection)
+                    if connection.broken or isinstance(error, WireError):
+                        connection.broken = True  # also where it does not say so: we are in the middle of nonsense
+                        self._links.lost(view.peers[questions[at].owner])
         return answers

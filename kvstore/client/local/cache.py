@@ -104,8 +104,8 @@ class LocalCache(PrefixCache):
         nodes, tiers, pages = dict[str, int](), dict(below), pages + found[-1].stop
         for each in found:
             nodes[each.node] = nodes.get(each.node, 0) + each.stop - each.start
-            for number, tier in _LOWER:
-                if count := each.tiers.count(number):
+            for number, tier in enumerate(TIERS):
+                if tier != Tier.DRAM and (count := each.tiers.count(number)):
                     tiers[tier] = tiers.get(tier, 0) + count
         return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, tiers, nodes)
 
