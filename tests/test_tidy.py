@@ -115,6 +115,23 @@ LONG_FOR_A_REASON = {
     "kvstore/state/events.py": "one list of small classes, read like a table; two files would be two places to look"
 }
 
+# What reads the wall clock, which steps, and why. No lease, no deadline and no age that decides anything is among it:
+# those are counted by the clocks since the machine started.
+WALL_CLOCK = re.compile(r"(time\.(time|time_ns)|(datetime\.)?(datetime\.(now|utcnow)|date\.today))")
+MAY_READ_WALL_CLOCK = {
+    "kvstore/cli/pin.py": "shows when a pin ends",
+    "kvstore/client/memory/operator.py": "tells when a pin ends",
+    "kvstore/client/memory/pool.py": "stamps events",
+    "kvstore/serving/identities.py": "a token expires on a date",
+    "kvstore/service/events/kv_events.py": "stamps events; numbers that a later daemon goes on from",
+    "kvstore/service/node/event_log.py": "the same",
+    "kvstore/service/node/book.py": "when pins end that a version without the other clock wrote down",
+    "kvstore/service/node/on_stop.py": "systemd tells by it whether the machine is going down",
+    "kvstore/service/operator/explaining.py": "tells how long ago an event was, by its stamp",
+    "kvstore/service/operator/tenant_calls.py": "tells when a pin ends",
+    "kvstore/tier/nvme_devices.py": "a day's writes to a device are counted by the day",
+}
+
 
 # --- The rules -----------------------------------------------------------------------------------------------------
 
@@ -270,6 +287,17 @@ def folders_are_packages(path: str, source: str) -> list[str]:
     return [] if (ROOT / path).with_name("__init__.py").exists() else [f"{path}: no __init__.py beside it"]
 
 
+def nothing_waits_by_the_wall_clock(path: str, source: str) -> list[str]:
+    """It is read only where the table says what for. Benchmarks stamp what they measure."""
+    if path in MAY_READ_WALL_CLOCK or re.match(r"(kvstore|engine)/bench/", path):
+        return []
+    return [
+        f"{path}:{node.lineno}: reads the wall clock: use time.monotonic(), or say in the table what for"
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Attribute) and WALL_CLOCK.fullmatch(ast.unparse(node))
+    ] + [f"{path}:{line}: {name} under another name" for line, name in imported(path, source) if WALL_CLOCK.match(name)]
+
+
 RULES: list[Rule] = [
     imports_point_down,
     rooms_point_down,
@@ -281,6 +309,7 @@ RULES: list[Rule] = [
     exceptions_are_named,
     public_names_are_described,
     folders_are_packages,
+    nothing_waits_by_the_wall_clock,
 ]
 
 
@@ -483,6 +512,10 @@ def test_exceptions_to_the_guides_are_needed_and_explained() -> None:
 # --- The rules bite ------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[Rule, str, str]] = [
+    (nothing_waits_by_the_wall_clock, "kvstore/catalog/x.py", "until = time.time() + 5"),
+    (nothing_waits_by_the_wall_clock, "kvstore/catalog/x.py", "def f(clock=time.time_ns): ..."),
+    (nothing_waits_by_the_wall_clock, "engine/x.py", "from time import time"),
+    (nothing_waits_by_the_wall_clock, "engine/x.py", "now = datetime.datetime.now(datetime.UTC)"),
     (imports_point_down, "kvstore/state/x.py", "import kvstore.tier.dram"),
     (imports_point_down, "kvstore/state/x.py", "from kvstore.service import node"),
     (imports_point_down, "kvstore/state/x.py", "from kvstore import client"),
@@ -546,6 +579,7 @@ BAD: list[tuple[Rule, str, str]] = [
 ]
 
 GOOD: list[tuple[Rule, str, str]] = [
+    (nothing_waits_by_the_wall_clock, "kvstore/x.py", "from datetime import timedelta\ntime.monotonic()"),
     (
         imports_point_down,
         "kvstore/state/x.py",

@@ -49,6 +49,7 @@ class EtcdCatalog(Catalog):
         self.url = "etcd://" + ",".join(endpoints)
         self._channel = EtcdChannel(endpoints, credentials or Credentials())
         self._pb = self._channel.messages
+        self._cluster = 0  # which etcd told us its revisions last
 
     async def start(self) -> None:
         """See ``Catalog.start``."""
@@ -79,7 +80,7 @@ class EtcdCatalog(Catalog):
                     raise Unavailable(f"{self.url}: {error.details()}") from error
                 entries, key, revision = [], prefix.encode(), 0
                 continue
-            revision = revision or answer.header.revision
+            revision, self._cluster = revision or answer.header.revision, answer.header.cluster_id
             entries += [_entry(each) for each in answer.kvs]
             if len(entries) > LISTING_MAX:
                 raise Unavailable(f"{self.url} holds more than {LISTING_MAX} entries below {prefix}")
@@ -136,7 +137,7 @@ class EtcdCatalog(Catalog):
                     yield whole
                 async with aclosing(self._changes(prefix, revision + 1)) as changes:
                     async for update in changes:
-                        if update is None:  # compacted
+                        if update is None:  # it has forgotten
                             revision = None
                             break
                         revision = update.revision
@@ -165,7 +166,8 @@ class EtcdCatalog(Catalog):
         return [compare(key=key.encode(), target=compare.MOD, result=compare.EQUAL, mod_revision=only_if)]
 
     async def _changes(self, prefix: str, revision: int) -> AsyncGenerator[Update | None, None]:
-        """Changes from ``revision`` on; None where etcd has forgotten some of them."""
+        """Changes from ``revision`` on; None where etcd has forgotten some of them, or is another one by now, made anew
+        or out of a backup: its revisions say nothing of ours."""
         pb = self._pb
         request = pb.WatchRequest(
             create_request=pb.WatchCreateRequest(
@@ -174,7 +176,8 @@ class EtcdCatalog(Catalog):
         )
         async with aclosing(self._channel.stream("Watch/Watch", request, pb.WatchResponse)) as answers:
             async for answer in answers:
-                if answer.compact_revision:
+                about = answer.header
+                if answer.compact_revision or about.cluster_id != self._cluster or about.revision < revision - 1:
                     yield None
                     return
                 if answer.canceled:

@@ -232,6 +232,7 @@ class WritePin:
     keys: list[bytes]
     root: bytes
     asked: bytes
+    until_ns: int
     until_s: float
 
 

@@ -40,7 +40,7 @@ class PinnedChain:
     asked: bytes
     salt: str  # at the time when it was pinned: whom it counts for
     until_ns: int
-    until_s: float  # the same by the wall clock, which outlives a daemon
+    until_s: float  # the same by the wall clock, for people
     frame_bytes: int = 0
     lengths: dict[Tier, int] = field(default_factory=dict)
 
@@ -322,4 +322,4 @@ class Pins:
 
 
 def _written(number: int, pin: PinnedChain) -> ev.WritePin:
-    return ev.WritePin(number, list(pin.keys), pin.root, pin.asked, pin.until_s)
+    return ev.WritePin(number, list(pin.keys), pin.root, pin.asked, pin.until_ns, pin.until_s)

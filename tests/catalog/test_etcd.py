@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.catalog import base
 from kvstore.catalog.base import Catalog, boot_s
 from kvstore.catalog.etcd import EtcdCatalog
 from kvstore.catalog.etcd_channel import Credentials
@@ -107,6 +108,48 @@ def test_presence_outlives_an_outage_longer_than_its_time_to_live(one: Etcd) -> 
                     await asyncio.sleep(0.05)
             async with aclosing(catalog.watch("/a/")) as updates:
                 assert await told(updates, lambda known: known == {"/a/n": b"me"})
+            await presence.close()
+
+    asyncio.run(test())
+
+
+def test_etcd_that_has_lost_everything_is_told_anew(one: Etcd) -> None:
+    """Made anew at the same address, its revisions begin again, and what it has is not what was known."""
+
+    async def test() -> None:
+        async with EtcdCatalog(one.endpoints) as catalog, EtcdCatalog(one.endpoints) as other:
+            presence = Presence(catalog, 2.0)
+            await presence.start({"/a/n": b"me"})
+            for turn in range(20):
+                await catalog.publish("/a/x", b"%d" % turn)
+            async with aclosing(other.watch("/a/")) as updates:
+                await anext(updates)
+                one.members[0].kill()
+                await asyncio.to_thread(one.begin_anew)
+                assert await told(updates, lambda known: known == {"/a/n": b"me"}), "and x is gone"
+                for turn in range(40):  # beyond the revisions of before
+                    await published(catalog, "/a/y", b"%d" % turn)
+                await told(updates, lambda known: known.get("/a/y") == b"39")
+            await presence.close()
+
+    asyncio.run(test())
+
+
+def test_a_clock_of_half_the_speed_loses_no_session(one: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = boot_s()
+    monkeypatch.setattr(base, "boot_s", lambda: began_s + (boot_s() - began_s) / 2)
+    monkeypatch.setattr(base, "RENEWALS_PER_TTL", base.RENEWALS_PER_TTL / 2)  # asleep for twice as long
+
+    async def test() -> None:
+        async with EtcdCatalog(one.endpoints) as catalog:
+            presence = Presence(catalog, 2.0)
+            await presence.start({"/a/n": b"me"})
+            session = presence._session
+            until_s = boot_s() + 4.0
+            while boot_s() < until_s:
+                assert presence.published and presence._session is session
+                assert await catalog.get("/a/n") is not None
+                await asyncio.sleep(0.1)
             await presence.close()
 
     asyncio.run(test())

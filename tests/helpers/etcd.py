@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -63,6 +64,11 @@ class Member:
                 env={**os.environ, "ETCD_LOGGER": "zap"},
             )
 
+    def forget(self) -> None:
+        """Whatever it has stored is gone."""
+        shutil.rmtree(self._folder / "data")
+        (self._folder / "log").unlink()
+
     @property
     def log(self) -> str:
         return (self._folder / "log").read_text(errors="replace")
@@ -117,6 +123,14 @@ class Etcd:
     def restart(self, member: int = 0) -> None:
         """After a ``kill``: the same server over the same data."""
         self.members[member].start(self.cluster)
+
+    def begin_anew(self) -> None:
+        """After a ``kill`` of all: servers of the same addresses that know nothing."""
+        for each in self.members:
+            each.forget()
+            each.start(self.cluster)
+        for each in self.members:
+            each.wait_serving()
 
     def close(self) -> None:
         for each in self.members:

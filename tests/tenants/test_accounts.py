@@ -200,9 +200,9 @@ def test_a_book_with_a_torn_line_loses_that_line_alone(tmp_path: Path) -> None:
 def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> None:
     folder: Any = SimpleNamespace(path=tmp_path)
     written, path = book.Book(folder, 7), tmp_path / book.PINS
-    keys, until_s = [bytes([i]) * 16 for i in range(200)], time.time() + 600
+    keys, until_ns = [bytes([i]) * 16 for i in range(200)], time.monotonic_ns() + 600 * 10**9
     for number in range(1, 301):
-        written.pin(ev.WritePin(number, keys, ROOT, keys[-1], until_s))
+        written.pin(ev.WritePin(number, keys, ROOT, keys[-1], until_ns, 0.0))
         written.flush()
         if number > 2:
             written.unpin([number - 1])
@@ -215,7 +215,8 @@ def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> 
     found = book.read_pins(folder, 7)
     assert [(pin.pin, pin.keys, pin.root, pin.asked) for pin in found] == [
         (number, keys, ROOT, keys[-1]) for number in (1, 300)
-    ]
+    ], "whatever the wall clock says by now"
+    assert [pin.until_ns for pin in found] == [until_ns] * 2
     assert book.read_pins(folder, 8) == [] and not path.exists()
 
 

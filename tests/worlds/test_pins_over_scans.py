@@ -83,12 +83,12 @@ def test_a_pin_ends_with_the_scan_where_nothing_of_it_is_left() -> None:
     number = next(iter(made.state.pins.pins))
     assert made.shell.pins[number].keys == PINNED.keys[:20]
     gone = Chain(SMALL, tuple(range(100, 110)))
-    made.shell.pins[77] = ev.WritePin(77, list(gone.keys), root_of(SMALL), gone.keys[-1], 1e12)
+    made.shell.pins[77] = ev.WritePin(77, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12)
     made.forget_tables()
     assert (10, {}) in pinned(made)
     unpinned = made.send(ev.Unpin(made.now_ns, 77))
     assert unpinned is not None and unpinned.detail == {"unpinned": 1} and 77 not in made.shell.pins
-    made.shell.pins[78] = ev.WritePin(78, list(gone.keys), root_of(SMALL), gone.keys[-1], 1e12)
+    made.shell.pins[78] = ev.WritePin(78, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12)
     made.forget_tables()
     while made.scan_on(count=7):
         made.check()
@@ -101,8 +101,8 @@ def test_a_kill_at_any_write_of_the_restored_book_loses_no_pin(
 ) -> None:
     """Whatever the daemon got to write of its restored pins, the next one finds all of them."""
     folder: Any = SimpleNamespace(path=tmp_path)
-    keys, until_s = [bytes([i]) * 16 for i in range(4)], 4e9
-    pins = [ev.WritePin(number, keys, b"r" * 16, keys[-1], until_s) for number in range(1, 30)]
+    keys = [bytes([i]) * 16 for i in range(4)]
+    pins = [ev.WritePin(number, keys, b"r" * 16, keys[-1], 1 << 62, 4e9) for number in range(1, 30)]
     first = book.Book(folder, 7)
     for pin in pins:
         first.pin(pin)

@@ -155,18 +155,18 @@ def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
 
 
 def _granted(pins: dict[int, dict[str, Any]]) -> Iterator[ev.Pin]:
-    now_ns, now_s = time.monotonic_ns(), time.time()
+    now_ns, now_s = time.monotonic_ns(), time.time()  # the latter for lines of earlier versions
     for number, pin in pins.items():
         try:
             raw, root, until_s = bytes.fromhex(pin["keys"]), bytes.fromhex(pin["root"]), float(pin["until"])
             keys = [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
             asked = bytes.fromhex(pin.get("asked", "")) or keys[-1]
-            left_ns = int((until_s - now_s) * 1e9)
+            until_ns = int(pin["until_ns"]) if "until_ns" in pin else now_ns + int((until_s - now_s) * 1e9)
         except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             log.error("a pin cannot be read and is lost: %s", error)
             continue
-        if left_ns > 0:
-            yield ev.Pin(now_ns, number, keys, root, now_ns + left_ns, until_s, asked)
+        if until_ns > now_ns:
+            yield ev.Pin(now_ns, number, keys, root, until_ns, until_s, asked)
 
 
 def _lines(path: Path, incarnation: int) -> Iterator[bytes]:
@@ -192,7 +192,7 @@ def _head(incarnation: int) -> bytes:
 
 def _pin_line(pin: ev.WritePin) -> bytes:
     named = {"keys": b"".join(pin.keys).hex(), "root": pin.root.hex(), "asked": pin.asked.hex()}
-    return json.dumps({"pin": pin.number, **named, "until": pin.until_s}).encode()
+    return json.dumps({"pin": pin.number, **named, "until_ns": pin.until_ns, "until": pin.until_s}).encode()
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:

@@ -591,9 +591,8 @@ class MemoryShell:
         recovery.settle(state)
         pins = []
         for number, pin in self.pins.items():
-            until_ns = int(pin.until_s * 1e9)  # there is one clock here
-            if until_ns > now_ns:
-                pins.append(ev.Pin(now_ns, number, pin.keys, pin.root, until_ns, pin.until_s, pin.asked))
+            if pin.until_ns > now_ns:
+                pins.append(ev.Pin(now_ns, number, pin.keys, pin.root, pin.until_ns, pin.until_s, pin.asked))
         self.perform(state.handle(ev.RestorePins(now_ns, pins)))
         return state
 
