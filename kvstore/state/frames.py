@@ -245,6 +245,13 @@ class Segment:
             pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
         return pool
 
+    def ahead_max(self, pool: ClassPool) -> int:
+        """How many frames of a class may be granted ahead, over all sessions. While it can grow, that is a share of
+        what it can become, as far as frames are free by now: nothing leaves, and nothing is carved, for these."""
+        grown = pool.frames + len(self.vacant & self.populated) * pool.frames_per_extent
+        free = min(grown // GRANTED_AHEAD_SHARE, pool.free + pool.granted_ahead)
+        return max(pool.frames // GRANTED_AHEAD_SHARE, free)
+
     def may_carve(self, pool: ClassPool) -> bool:
         """There is memory for the tables of another extent of that class."""
         return self.tables.get(pool.frame_class, 1) > 0
@@ -347,6 +354,7 @@ class Segment:
 
 
 CLASSES_MAX, CLASSES_KEPT = 1024, 64  # a class costs some 20 KiB, and every event looks at each
+GRANTED_AHEAD_SHARE = 8  # one in so many; asking for what a put needs now is not bounded by it
 IDLE_NS = 600 * 10**9  # a class nobody asked for in ten minutes may lose its last extent
 STEAL_MARGIN_NS = 100_000_000  # below a tenth of a second, ages are noise
 

@@ -18,6 +18,7 @@ from kvstore.state.begun import BegunPages
 from kvstore.state.choosing import Choosing
 from kvstore.state.client_session import ClientSession
 from kvstore.state.eviction import Page
+from kvstore.state.frames import GRANTED_AHEAD_SHARE
 from kvstore.state.leases import LeaseTable
 from kvstore.state.objects import Objects
 from kvstore.state.pages import standings_of
@@ -31,9 +32,6 @@ from kvstore.state.tier_parts import TierParts
 from kvstore.state.tiering import Tiering
 from kvstore.state.writing import Writing, named_twice
 
-# Frames granted ahead of need, over all sessions, may take this share of a class; asking for what a put needs now
-# is not bounded by it.
-GRANTED_AHEAD_SHARE = 8
 CHECK_SESSIONS_PER_TICK = 64
 _OK, _PRESENT, _BUSY = int(Status.OK), int(Status.PRESENT), int(Status.BUSY)
 
@@ -171,7 +169,7 @@ class NodeState:
         out: list[ev.Instruction] = []
         pool, count = self.segment.pool(event.frame_class), event.count
         if event.ahead:
-            count = max(0, min(count, pool.frames // GRANTED_AHEAD_SHARE - pool.granted_ahead))
+            count = max(0, min(count, self.segment.ahead_max(pool) - pool.granted_ahead))
         else:
             count = self.writing.through.room(pool, event.anchor, count)
         session = self.sessions.setdefault(event.session, ClientSession())

@@ -266,9 +266,9 @@ class Pages:
             vacated.free.append(self._renew(address, FREE))
 
     def vacated(self, vacated: Vacated, out: list[ev.Instruction]) -> None:
-        """Write down what ``vacate`` decided."""
+        """Write down what ``vacate`` decided, in the order in which it lies."""
         if vacated.free:
-            out.append(ev.WriteState(vacated.free, FREE))
+            out.append(ev.WriteState(sorted(vacated.free), FREE))
         if vacated.wiped:
             assert self.erase is not None
             out.append(ev.WriteState([address for _, address in vacated.wiped], RETIRING))

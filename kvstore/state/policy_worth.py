@@ -51,9 +51,15 @@ def bin_of(age_ms: int) -> int:
 
 
 def bins_of(ages_ms: npt.NDArray[np.int64]) -> Bins:
-    """``bin_of`` of many: exponent and first bit of the mantissa of a float are octave and half."""
-    halves = (ages_ms.astype(np.float32).view(np.int32) >> 22).astype(np.int64) - 254
-    return np.where(ages_ms < 2, np.maximum(ages_ms, 0), np.clip(halves, 2, BINS - 1))
+    """``bin_of`` of many: sign, exponent and first bit of the mantissa of a float say sign, octave and half."""
+    return _BIN_OF_HALF.take(ages_ms.astype(np.float32).view(np.int32) >> _HALF, mode="wrap")
+
+
+_HALF = np.int32(22)
+_HALF_OF_1 = int(np.float32(1).view(np.int32)) >> 22
+_BIN_OF_HALF = np.zeros(1024, np.int64)  # from the middle on: of what is negative
+_BIN_OF_HALF[_HALF_OF_1:512] = np.minimum(np.arange(512 - _HALF_OF_1), BINS - 1)
+_BIN_OF_HALF[_HALF_OF_1] = 1
 
 
 _EDGES_MS = [0, 1] + [edge for octave in range(1, 33) for edge in (2**octave, 3 * 2 ** (octave - 1))]

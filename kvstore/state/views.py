@@ -45,6 +45,10 @@ class RecordView(Protocol):
         """The page's key."""
         ...
 
+    def lineage(self, extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
+        """The page's key, its root, and its parent, in one look."""
+        ...
+
     def parent(self, extent: int, frame: int) -> bytes:
         """Key of the page before; the root for page 0."""
         ...

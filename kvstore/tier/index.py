@@ -148,8 +148,8 @@ class Index:
     def longest(self, tier: Tier, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
         """How many leading ``keys`` of a chain are in that tier, and the raw address of the last of them. A hint.
 
-        Looks at the last key first (a full hit costs one look), then halves: right because no page is stored without
-        the pages before it. ``keys`` may start anywhere in a chain.
+        Looks at the last key first (a full hit costs one look) and at the first one (a full miss costs two), then
+        halves: right because no page is stored without the pages before it. ``keys`` may start anywhere in a chain.
         """
         table = self._tables.tiers.get(tier)
         if not keys or table is None:
@@ -288,7 +288,10 @@ def _held(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:
 
 def _leading(get: Any, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
     """How many leading keys ``get`` finds, and the last one's value, where it does not find the last of ``keys``."""
-    low, high, last = 0, len(keys) - 1, None
+    last = get(keys[0]) if len(keys) > 1 else None
+    if last is None:
+        return 0, None
+    low, high = 1, len(keys) - 1
     while low < high:  # keys[:low] are there, keys[high] is not
         middle = (low + high) // 2
         raw = get(keys[middle])

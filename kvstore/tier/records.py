@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.model.replica import KEY_BYTES, MARKS_ROW_BYTES, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import unknown_version
 from kvstore.tier.plain_files import open_plain, remove
@@ -38,6 +38,7 @@ _COPIES_AT: Final = (0, 2048)  # of the head; the second one is zeros where vers
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
 # Per frame: where clients write, their progress; elsewhere the last use alone.
 _MARKS_BYTES: Final = {Tier.HBM: 8, Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}
+_KEY_AND_ROOT: Final = struct.Struct(f"<{RecordFormat.key.start}x{KEY_BYTES}s{KEY_BYTES}s")
 _HEADLESS: Final = (Tier.DRAM,)  # nothing stands before their frames: the records say all of it
 
 Words = npt.NDArray[np.uint64]
@@ -82,6 +83,8 @@ class ExtentTable:
         self.words = self._columns[:, 0]
         self.marks = np.frombuffer(maps[1], "<u8").reshape(self.frames, -1)
         self.last_use = self.marks[:, 0]
+        self._marked = memoryview(maps[1]).cast("Q")
+        self._marks_per_frame = self.marks.shape[1]
 
     @classmethod
     def create(
@@ -179,6 +182,17 @@ class ExtentTable:
         finally:
             os.close(fd)
 
+    def lineage(self, frame: int) -> tuple[bytes, bytes, bytes]:
+        """Key, root and parent of the page in that frame."""
+        start, map_ = RECORDS_HEAD_BYTES + frame * self._row_bytes, self._maps[0]
+        key, root = _KEY_AND_ROOT.unpack_from(map_, start)
+        parent = start + self._parent.start
+        return key, root, map_[parent : parent + KEY_BYTES]
+
+    def used_ns(self, frame: int) -> int:
+        """When the page in that frame was last used, as its mark says."""
+        return self._marked[frame * self._marks_per_frame]
+
     def key(self, frame: int) -> bytes:
         """The key of the page in that frame."""
         return self._part(frame, RecordFormat.key)
@@ -221,7 +235,7 @@ class ExtentTable:
 
     def close(self) -> None:
         """Drop the arrays and unmap. Where a caller still holds a view, the map lives until that view is gone."""
-        for name in ("rows", "_columns", "words", "marks", "last_use"):
+        for name in ("rows", "_columns", "words", "marks", "last_use", "_marked"):
             self.__dict__.pop(name, None)
         for map_ in self._maps:
             with contextlib.suppress(BufferError):

@@ -372,7 +372,7 @@ def test_what_is_granted_ahead_is_a_small_share() -> None:
     world.grant(A, SMALL, 16)
     world.put(A, Chain(SMALL, tuple(range(16))))
     assert world.grant(A, SMALL, 100, ahead=True) == 2  # an eighth of 16 frames
-    assert world.grant(A, SMALL, 100, ahead=True) == 1  # of 24 by now
+    assert world.grant(A, SMALL, 100, ahead=True) == 2  # of 24 by now, and 8 that there is room for
     assert world.grant(A, SMALL, 100, ahead=True) == 0
     world.check()
 

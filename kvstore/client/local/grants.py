@@ -13,12 +13,12 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.rpc.base import Channel, PendingReply
 from kvstore.rpc.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
-AHEAD_FRAMES_MAX = 128
-AHEAD_BYTES_MAX = 32 << 20
+AHEAD_FRAMES_MAX = 256
+AHEAD_BYTES_MAX = 64 << 20
 POOLS_MAX = 256  # of a client: a node's own, on behalf of all its remote callers, sees any geometry they think of
 IDLE_S = 2.0  # frames that nobody took for so long are given back
 PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames granted in return wait in them
-AHEAD_PUTS = 32  # so many puts like the last one are asked for at once, before the last quarter of them is used
+AHEAD_PUTS = 32  # so many puts like the last one are asked for at once, when half of them is left: no put waits for it
 OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
 BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
 
@@ -95,7 +95,7 @@ class GrantPool:
             left = len(self._frames)
             most = min(self.ahead_max, AHEAD_PUTS * used)
             count = most - left
-            if left >= max(2 * used, most // 4) or count <= 0 or self._asked is not None:
+            if left >= max(2 * used, most // 2) or count <= 0 or self._asked is not None:
                 return
             with contextlib.suppress(Unavailable):
                 self._asked = self._request(count, purpose, AHEAD)
@@ -254,8 +254,10 @@ def still_ours(address: Address, word: int) -> bool:
 
 def _consecutive(frames: list[Address], count: int) -> int:
     """Where the first run of ``count`` consecutive frames starts; 0 where there is none."""
-    for start in range(len(frames) - count + 1):
-        first, last = frames[start], frames[start + count - 1]
-        if first.extent == last.extent and last.frame - first.frame == count - 1:
+    start, before = 0, frames[0]
+    for place, frame in enumerate(frames):
+        if frame.extent != before.extent or frame.frame - before.frame != place - start:
+            start, before = place, frame
+        if place - start == count - 1:
             return start
     return 0

@@ -22,6 +22,7 @@ log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 STEP_KEYS = 16  # of a small transaction
+TOGETHER_KEYS = 64  # of any: pages of the file that one has dirtied are used again by the second one after it
 IndexOp = tuple[Tier | None, list[bytes], list[Address]]
 """The tier whose table changes (None: that of pages being written), keys, and their addresses (none: they leave)."""
 
@@ -98,16 +99,18 @@ class IndexKeeper:
         return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
 
     def commit(self, ops: list[IndexOp]) -> None:
-        """Follow the records, in one transaction. Where there is no memory for a large one, in small ones, whose memory
-        was there before the frames were (``reserve``). Where that cannot be, the index is rebuilt from the records."""
+        """Follow the records, in transactions of so many keys as the file grows little by. Where there is no memory for
+        one, in small ones, whose memory was there before the frames were (``reserve``). Where that cannot be, the index
+        is rebuilt from the records."""
         if failpoint.ACTIVE:
             failpoint.hit("node.commit")
         try:
-            try:
-                self._commit(ops)
-            except IndexFull:
-                for op in _steps(ops):
-                    self._commit([op])
+            for some in _bounded(ops):
+                try:
+                    self._commit(some)
+                except IndexFull:
+                    for op in _steps(some, STEP_KEYS):
+                        self._commit([op])
         except (IndexDamaged, IndexFull) as error:
             self.rebuild("full" if isinstance(error, IndexFull) else "damaged")
 
@@ -222,11 +225,24 @@ class IndexKeeper:
         self.rebuilds[reason] += 1
 
 
-def _steps(ops: list[IndexOp]) -> Iterator[IndexOp]:
+def _steps(ops: list[IndexOp], step: int) -> Iterator[IndexOp]:
     """The same in the same order, a few keys at a time."""
     for tier, keys, named in ops:
-        for at in range(0, len(keys), STEP_KEYS):
-            yield tier, keys[at : at + STEP_KEYS], named[at : at + STEP_KEYS]
+        for at in range(0, len(keys), step):
+            yield tier, keys[at : at + step], named[at : at + step]
+
+
+def _bounded(ops: list[IndexOp]) -> Iterator[list[IndexOp]]:
+    """The same in the same order, in lists of ``TOGETHER_KEYS`` at most."""
+    some: list[IndexOp] = []
+    left = TOGETHER_KEYS
+    for op in _steps(ops, TOGETHER_KEYS):
+        if len(op[1]) > left:
+            yield some
+            some, left = [], TOGETHER_KEYS
+        some.append(op)
+        left -= len(op[1])
+    yield some
 
 
 def snapshot(table: ExtentTable) -> Snapshot:

@@ -127,6 +127,10 @@ class Performer:
         """See ``RecordView``."""
         return self.tables[extent].key(frame)
 
+    def lineage(self, extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
+        """See ``RecordView``."""
+        return self.tables[extent].lineage(frame)
+
     def root(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
         return self.tables[extent].root(frame)
@@ -145,7 +149,7 @@ class Performer:
 
     def last_use_ns(self, extent: int, frame: int) -> int:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
-        return min(int(self.tables[extent].last_use[frame]), self._now_ns())
+        return min(self.tables[extent].used_ns(frame), self._now_ns())
 
     def key_of(self, address: Address) -> bytes:
         """What the index calls a sealed page; its record's word for it where the index does not know the page."""

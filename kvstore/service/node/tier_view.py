@@ -19,7 +19,7 @@ class TierView:
         self.find = partial(performer.index.find, tier)
         self.absent = partial(performer.index.absent, tier)
         self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
-        self.standing, self.last_use_ns = performer.standing, performer.last_use_ns
+        self.lineage, self.standing, self.last_use_ns = performer.lineage, performer.standing, performer.last_use_ns
 
     def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""

@@ -176,6 +176,10 @@ class MemoryShell:
         """See ``RecordView``."""
         return self.tables[extent].rows[frame, :16].tobytes()
 
+    def lineage(self, extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
+        """See ``RecordView``."""
+        return self.key(extent, frame), self.root(extent, frame), self.parent(extent, frame)
+
     def root(self, extent: int, frame: int) -> bytes:
         """See ``RecordView``."""
         return self.tables[extent].rows[frame, 16:32].tobytes()
