@@ -5,7 +5,8 @@ is a page's fingerprint, a node and a tier: no address, since the node that has 
 
 A node tells an owner in a *stream* of numbered batches, which begins with everything it has for this owner. While that
 is still coming, what an earlier stream told is used, too; with the batch that completes it (``whole``) the earlier
-stream is void. A batch that comes twice changes nothing. Where an owner does not know a stream (it is new, or forgot
+stream is void. A batch that comes twice changes nothing. One that was late may seem to begin a stream; it is void as
+soon as the node goes on with the one before. Where an owner does not know a stream (it is new, or forgot
 the node), or misses a number, the node begins another one::
 
     node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
@@ -13,7 +14,7 @@ the node), or misses a number, the node begins another one::
 
 An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They lie sorted in one array.
 Changes are kept sorted beside it, and brought into it when they are many. Two pages whose 48 bits are equal are taken
-for each other: somebody is asked in vain, once in some 10 million lookups at 10 million entries.
+for each other: somebody is asked in vain, or not at all, once in some 10 million lookups at 10 million entries.
 """
 
 from __future__ import annotations
@@ -133,9 +134,10 @@ class Directory:
             return stream.next
         stream.next += 1
         self._change(stream, batch)
-        if batch.whole:
-            for other in [each for each in self._streams[batch.node] if each is not stream]:
-                self._end(batch.node, other)
+        streams = self._streams[batch.node]
+        void = streams if batch.whole else streams[streams.index(stream) + 1 :]
+        for other in [each for each in void if each is not stream]:
+            self._end(batch.node, other)
         return stream.next
 
     def forget(self, node: str) -> None:
