@@ -34,7 +34,8 @@ PROMPT_TOKENS: Final = 300  # of the documents; four prompts fit the DRAM of a n
 CONVERSATIONS: Final = (20, 0, 1, 3, 6)  # about as many documents as there are; the first one warms up
 HEADERS: Final = ("what happened", "prompt", "here", "elsewhere", "computed", "TTFT", "without", "answer")
 MEANING: Final = """\
-  here, elsewhere   tokens of the prompt that the engine's own node had, and those that another node had
+  here, elsewhere   tokens of the prompt that the engine's own node had, and those that it found listed on another node:
+                    where that one is dead, they are computed
   TTFT, without     time to the first token with the pool, and of the same prompt once more without it"""
 
 
