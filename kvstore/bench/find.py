@@ -53,7 +53,7 @@ def data_connection(daemon: Daemon) -> DataConnection:
     found = find_data_server(NodeFolder.at(daemon.folder))
     if found is None:
         raise BenchFailed(f"{daemon.name} has no data server")
-    return DataConnection.open(found.address, Hello(), deadline_s=time.monotonic() + DEADLINE_S)
+    return DataConnection.open(found.address, Hello(process=found.process), deadline_s=time.monotonic() + DEADLINE_S)
 
 
 class Finding:

@@ -27,6 +27,8 @@ from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 from kvstore.serving.child import Child
+from kvstore.tier.data_file import DataServerAt, find_data_server
+from kvstore.tier.folder import NodeFolder
 from kvstore.tier.host_memory import empty
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.pulling import pull
@@ -44,7 +46,12 @@ class RemoteReading:
     """Chains of another node, read by ``ours`` or by one of ``PLAINS`` into one warm buffer."""
 
     def __init__(
-        self, cache: PrefixCache, work: BenchWork, address: str, port: int, credentials: DialCredentials | None = None
+        self,
+        cache: PrefixCache,
+        work: BenchWork,
+        server: DataServerAt,
+        port: int,
+        credentials: DialCredentials | None = None,
     ) -> None:
         self.work = work
         self.out: Rows = empty((work.pages, work.layout.page_bytes))
@@ -54,7 +61,10 @@ class RemoteReading:
         layout = work.layout
         self._wanted = WantedChain(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
         deadline_s = time.monotonic() + READY_S
-        self.connection = DataConnection.open(address, Hello(), credentials, deadline_s=deadline_s, silence_s=BATCH_S)
+        hello = Hello(process=server.process)
+        self.connection = DataConnection.open(
+            server.address, hello, credentials, deadline_s=deadline_s, silence_s=BATCH_S
+        )
         self._plain = socket.create_connection(("127.0.0.1", port), READY_S)
         self._plain.settimeout(None)
         self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -113,12 +123,16 @@ def plain_bytes(work: BenchWork) -> int:
 
 
 @contextmanager
-def data_server(stage: Stage, node: str, *flags: str) -> Iterator[tuple[Child, str]]:
-    """A data server of that node, and its address."""
+def data_server(stage: Stage, node: str, *flags: str) -> Iterator[tuple[Child, DataServerAt]]:
+    """A data server of that node, and where it is."""
     arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir), *flags]
     child = Child("the data server", arguments, environment(stage.settings.shm_dir))
     try:
-        yield child, child.line(READY_S).rpartition("pages on ")[2]
+        child.line(READY_S)
+        found = find_data_server(NodeFolder(stage.settings.shm_dir, node))
+        if found is None:
+            raise BenchFailed(f"the data server of {node} does not say where it is")
+        yield child, found
     finally:
         child.ask_to_end()
         child.wait()
@@ -186,9 +200,9 @@ def _get(
     credentials: DialCredentials | None = None,
 ) -> Result:
     with ExitStack() as scene:
-        child, address = scene.enter_context(data_server(stage, node, *flags))
+        child, server = scene.enter_context(data_server(stage, node, *flags))
         port = scene.enter_context(plain_sender(work))
-        reading = RemoteReading(store.cache(work.layout), work, address, port, credentials)
+        reading = RemoteReading(store.cache(work.layout), work, server, port, credentials)
         scene.enter_context(closing(reading))
         reading.verify()
         return _measure(stage, reading, child, name, bar)

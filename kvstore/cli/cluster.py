@@ -70,7 +70,7 @@ def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
 def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) -> DataConnection:
     """A connection to a data server, with the credentials of the environment. Raises as ``DataConnection.open``."""
     ours = credentials_of(os.environ)
-    hello = Hello(pool=pool, node=server.node, caller=caller, token=ours.token)
+    hello = Hello(pool=pool, node=server.node, caller=caller, token=ours.token, process=server.process)
     if not server.addresses:
         raise NodeUnavailable(f"{server.node}: its data server has no address")
     within_s = time.monotonic() + ASK_S

@@ -107,7 +107,7 @@ class PeerLinks:
     def _open(self, peer: PoolNode, deadline_s: float) -> DataConnection:
         if not peer.addresses:
             raise NodeUnavailable(f"{peer.name}: has no address")
-        hello = replace(self._hello, node=peer.name)
+        hello = replace(self._hello, node=peer.name, process=peer.process)
         return DataConnection.open(peer.addresses[0], hello, self._credentials, tls=peer.tls, deadline_s=deadline_s)
 
     def _take(self, peer: PoolNode) -> DataConnection | None:

@@ -74,6 +74,7 @@ class Server:
         handlers: by kind of request; PING is answered here.
         admit: says who somebody is.
         tls: None: connections are plain.
+        process: the number of this server; "": it is drawn.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Server:
         admit: Admit,
         limits: ServerLimits | None = None,
         tls: ssl.SSLContext | None = None,
+        process: str = "",
     ) -> None:
         assert set(handlers) <= REQUESTS
         self.node = node
-        self.process = secrets.token_hex(8)
+        self.process = process or secrets.token_hex(8)
         self.limits = limits or ServerLimits()
         self.tls = tls
         self._handlers = handlers

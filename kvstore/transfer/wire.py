@@ -152,6 +152,8 @@ class Hello:
         node: the node that it takes the server for; "": any.
         caller: what it calls itself, for the server's log.
         token: shows who it is; "" where it has none.
+        process: the server's own number (``Welcome.process``), as the catalog or the node's folder told it; "" where it
+            is not known.
         version_min, version_max: of the protocol, what it speaks.
     """
 
@@ -159,6 +161,7 @@ class Hello:
     node: str = ""
     caller: str = ""
     token: str = ""
+    process: str = ""
     version_min: int = VERSION
     version_max: int = VERSION
 
@@ -218,6 +221,8 @@ def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
         wanted = type(getattr(kind, name))
         if type(value) is not wanted:
             raise WireError(f"{kind.__name__}: {name} is no {wanted.__name__}")
+        if wanted is str and not value.isascii():  # what is compared has to be bytes, and surrogates are none
+            raise WireError(f"{kind.__name__}: {name} is no ASCII")
         if wanted is str and len(value) > TEXT_MAX and name != "token":
             raise WireError(f"{kind.__name__}: {name} has more than {TEXT_MAX} characters")
     return kind(**values)

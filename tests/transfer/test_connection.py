@@ -199,6 +199,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 2) + b"[]", "no JSON object"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 3) + b"{{{", "no JSON"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 14) + b'{"token": 123}', "token"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 19) + b'{"token": "\\ud800"}', "token is no ASCII"),
         (HEAD.pack(MAGIC, FrameKind.PING, 0, 0, 0), "PING"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore import Store
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from kvstore.model.replica import FrameClass
 from kvstore.tier.data_file import DataServerAt, find_data_server
 from kvstore.tier.folder import NodeFolder
@@ -51,12 +52,14 @@ def living(machine: Machine) -> DataServerAt:
     return found
 
 
-def read(address: str, pages: int = PAGES, silence_s: float = LATE_S) -> Pulled:
+def read(server: DataServerAt, pages: int = PAGES, silence_s: float = LATE_S) -> Pulled:
     """Read the pages of chain 1 over a new connection; they are right."""
     deadline_s = time.monotonic() + LATE_S
     keys, rows = chain(1, pages), np.zeros((pages, SMALL.page_bytes), np.uint8)
     wanted = WantedChain(SMALL.fingerprint, "", "", SHAPE, True)
-    with contextlib.closing(DataConnection.open(address, Hello(), deadline_s=deadline_s, silence_s=silence_s)) as to:
+    hello = Hello(process=server.process)
+    opened = DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=silence_s)
+    with contextlib.closing(opened) as to:
         found = pull(to, ReadRequest(wanted, keys, 0, SMALL.page_bytes), rows, deadline_s)
     assert first_wrong(rows[: found.pages], contents(keys)[: found.pages]) == ""
     return found
@@ -81,7 +84,7 @@ def test_a_daemon_with_a_catalog_has_a_data_server(machine: Machine, catalog: st
     put(store, 1, PAGES)
     server = living(machine)
     assert f"data on {server.address}" in daemon.wait_ready()
-    assert read(server.address).pages == PAGES
+    assert read(server).pages == PAGES
     (entry,) = wait_until("it is in the catalog", lambda: members(machine, catalog))
     assert (entry["node"], entry["addresses"], entry["process"]) == ("n", [server.address], server.process)
     told = [each for each in members(machine, catalog) if each["incarnation"] == f"{incarnation(machine):016x}"]
@@ -89,6 +92,17 @@ def test_a_daemon_with_a_catalog_has_a_data_server(machine: Machine, catalog: st
     assert daemon.terminate() == 0
     assert dead(server.pid) and server_of(machine) is None
     assert members(machine, catalog) == []
+
+
+def test_who_has_not_read_where_it_is_gets_nothing(machine: Machine, catalog: str) -> None:
+    """Another user of this machine, who reaches loopback."""
+    _, store = serve(machine, catalog)
+    put(store, 1, PAGES)
+    server = living(machine)
+    for process in ("", "0" * 16, server.process[:-1]):
+        with pytest.raises(Unauthenticated):
+            read(replace(server, process=process))
+    assert read(server).pages == PAGES
 
 
 def incarnation(machine: Machine) -> int:
@@ -104,14 +118,14 @@ def test_it_outlives_the_daemon_and_is_found_again(machine: Machine, catalog: st
     daemon, store = serve(machine, catalog)
     put(store, 1, PAGES)
     server = living(machine)
-    assert read(server.address).pages == PAGES
+    assert read(server).pages == PAGES
     daemon.stop()
-    assert read(server.address).pages == PAGES
+    assert read(server).pages == PAGES
     daemon.kill()
-    assert read(server.address).pages == PAGES
+    assert read(server).pages == PAGES
     again, _ = serve(machine, catalog)
     assert living(machine) == server
-    assert read(server.address).pages == PAGES
+    assert read(server).pages == PAGES
     assert again.terminate() == 0
     wait_until("the daemon that found it has ended it", lambda: dead(server.pid))
 
@@ -122,7 +136,7 @@ def test_a_killed_one_is_replaced(machine: Machine, catalog: str) -> None:
     server = living(machine)
     os.kill(server.pid, signal.SIGKILL)
     wait_until("the next one serves", lambda: server_of(machine) not in (None, server))
-    assert read(living(machine).address).pages == PAGES
+    assert read(living(machine)).pages == PAGES
     assert living(machine).process != server.process
 
 
@@ -132,9 +146,9 @@ def test_a_stopped_one_costs_the_silence(machine: Machine, catalog: str) -> None
     with stopped(server.pid):
         began_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            read(server.address, silence_s=0.3)
+            read(server, silence_s=0.3)
         assert time.monotonic() - began_s < LATE_S / 2
-    assert read(server.address).pages == 0
+    assert read(server).pages == 0
 
 
 def test_one_of_its_own_is_taken_as_it_is(machine: Machine, catalog: str) -> None:
@@ -147,7 +161,7 @@ def test_one_of_its_own_is_taken_as_it_is(machine: Machine, catalog: str) -> Non
     server = living(machine)
     assert server.pid == own.pid and not server.child
     assert daemon.terminate() == 0 and own.alive
-    assert read(server.address).pages == PAGES
+    assert read(server).pages == PAGES
     second = machine.run("data", "--node", "n")
     assert second.returncode == 1 and "has a data server already" in second.stderr
     assert own.terminate() == 0
@@ -193,4 +207,4 @@ def test_nobody_has_one_who_does_not_want_it(machine: Machine, catalog: str) -> 
     alone = machine.serve("alone", dram="16MiB")
     assert "data on" not in alone.wait_ready()
     with pytest.raises(Unavailable):
-        read("127.0.0.1:1")
+        read(DataServerAt(0, "", "127.0.0.1:1", False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,12 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Final
 
+from kvstore.catalog import schema
 from kvstore.catalog.schema import DataEntry
 from kvstore.client.local.node import LocalNode
 from kvstore.config import NodeConfig, parse_address
 from kvstore.config.values import DATA_AUTO, DATA_NONE
-from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
+from kvstore.errors import InvalidRequest, NodeBusy, Unauthenticated, Unavailable
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.read_handler import ReadHandler
@@ -97,7 +99,8 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
             tls_context(str(config.tls_cert), str(config.tls_key), str(config.tls_client_ca or "")) if tls else None
         )
         directory = DirectoryShell(DIRECTORY_BYTES, PeersFile(folder.path))
-        server = Server(config.name, handlers(node, directory), admits(config), tls=context)
+        process = schema.new_process()
+        server = Server(config.name, handlers(node, directory), admits(config, process), tls=context, process=process)
         address = server.start(*where)
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
@@ -113,8 +116,9 @@ def handlers(node: LocalNode, directory: DirectoryShell) -> Mapping[FrameKind, H
     return {FrameKind.READ: ReadHandler(node), FrameKind.CHECK: CheckHandler(node), **directory.handlers}
 
 
-def admits(config: NodeConfig) -> Admit:
-    """Who may ask: as over gRPC, and of the same pool."""
+def admits(config: NodeConfig, process: str) -> Admit:
+    """Who may ask: as over gRPC, and of the same pool. Where nobody is asked who they are, whoever names this process:
+    other users of the machine reach loopback, but read neither the catalog nor the node's folder."""
     identities = Identities(config.identities)
 
     def admit(hello: Hello, names: Sequence[str]) -> Caller:
@@ -122,6 +126,8 @@ def admits(config: NodeConfig) -> Admit:
             raise InvalidRequest("node", f"this is {config.name}, not {hello.node[:80]}")
         if hello.pool not in ("", config.pool):
             raise InvalidRequest("pool", f"{config.name} is of another pool")
+        if not identities.asked_for and not secrets.compare_digest(hello.process.encode(), process.encode()):
+            raise Unauthenticated(f"{config.name}: read the number of this data server in the catalog, and say it")
         return identities.find(hello.token or None, names)
 
     return admit
