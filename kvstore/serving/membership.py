@@ -31,8 +31,6 @@ class Membership:
 
     With the catalog away a daemon goes on with the members it knows, and publishes itself again once it is back.
 
-    Args:
-
     Raises:
         InvalidRequest: the catalog's URL is none.
     """

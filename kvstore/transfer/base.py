@@ -43,12 +43,7 @@ class Exchange(Protocol):
         """Who asks."""
         ...
 
-    @property
-    def flags(self) -> int:
-        """Those of the request's frame."""
-        ...
-
-    def reply(self, kind: FrameKind, *body: Buffer, flags: int = 0) -> None:
+    def reply(self, kind: FrameKind, *body: Buffer) -> None:
         """Send one frame of the reply; it has left our memory, or is copied by the kernel, when this returns.
 
         Raises:

@@ -227,7 +227,6 @@ class _Connection:
         self._request = 0
         self._deadline_s = 0.0
         self._broken = False  # in the middle of a frame: nothing can be said any more
-        self.flags = 0
 
     @property
     def caller(self) -> Caller:
@@ -235,11 +234,11 @@ class _Connection:
         assert self._caller is not None
         return self._caller
 
-    def reply(self, kind: FrameKind, *body: Buffer, flags: int = 0) -> None:
+    def reply(self, kind: FrameKind, *body: Buffer) -> None:
         """See ``Exchange``."""
         assert self._stream is not None
         try:
-            self._stream.send_frame(kind, self._request, body, self._deadline_s, flags)
+            self._stream.send_frame(kind, self._request, body, self._deadline_s)
         except Unavailable:
             self._broken = True
             raise
@@ -279,6 +278,7 @@ class _Connection:
             self._request = head.request
             hello = unpack_hello(body)
             self._caller = caller = server.admit(hello, names)
+            self._who += f" ({hello.caller[:80]!r})"
             with server.admitted(caller):
                 welcome = pack_hello(Welcome(node=server.node, process=server.process))
                 stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
@@ -306,7 +306,7 @@ class _Connection:
     def _one(self, stream: Stream, limits: ServerLimits, hello: Hello, names: list[str]) -> None:
         """Wait for a request, and answer it: to a caller who is still admitted when it comes."""
         head = stream.receive_head(time.monotonic() + limits.idle_s, limits.idle_s)
-        self._request, self.flags = head.request, head.flags
+        self._request = head.request
         handler = self._server.answer(head.kind)
         if handler is None:
             raise WireError(f"kind: {head.kind.name} is no request that {self._server.node} answers")

@@ -123,12 +123,10 @@ class Stream:
             return self._sock.send(views[first][:TLS_PIECE])
         return self._sock.sendmsg(views[first : first + BUFFERS_MAX])
 
-    def send_frame(
-        self, kind: FrameKind, request: int, buffers: Sequence[Buffer], deadline_s: float, flags: int = 0
-    ) -> None:
+    def send_frame(self, kind: FrameKind, request: int, buffers: Sequence[Buffer], deadline_s: float) -> None:
         """Send a frame whose body these are. Raises as ``send``."""
         size = sum(memoryview(each).nbytes for each in buffers)
-        self.send([pack_head(kind, request, size, flags), *buffers], deadline_s)
+        self.send([pack_head(kind, request, size), *buffers], deadline_s)
 
     def abort(self) -> None:
         """End the connection now: whoever sends or receives hears that it is lost."""

@@ -102,11 +102,11 @@ class DataConnection:
     def silence_s(self, silence_s: float) -> None:
         self._stream.silence_s = silence_s
 
-    def send(self, kind: FrameKind, *body: Buffer, deadline_s: float, flags: int = 0) -> int:
+    def send(self, kind: FrameKind, *body: Buffer, deadline_s: float) -> int:
         """Send a request, and do not wait for its reply; returns its number. Raises as ``Stream.send``."""
         number = next(self._numbers) & 0xFFFFFFFF
         try:
-            self._stream.send_frame(kind, number, body, deadline_s, flags)
+            self._stream.send_frame(kind, number, body, deadline_s)
         except KVStoreError:
             self.broken = True
             raise
@@ -146,9 +146,9 @@ class DataConnection:
             self.broken = True
             raise
 
-    def call(self, kind: FrameKind, *body: Buffer, reply: FrameKind, deadline_s: float, flags: int = 0) -> bytearray:
+    def call(self, kind: FrameKind, *body: Buffer, reply: FrameKind, deadline_s: float) -> bytearray:
         """Send a request and wait for its reply of one frame, whose body this is. Raises as ``receive_head``."""
-        number = self.send(kind, *body, deadline_s=deadline_s, flags=flags)
+        number = self.send(kind, *body, deadline_s=deadline_s)
         head = self.receive_head(number, reply, deadline_s=deadline_s)
         return self.receive(head.body_bytes, deadline_s=deadline_s)
 

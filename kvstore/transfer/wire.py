@@ -2,7 +2,7 @@
 
 Every frame is a head of 16 bytes and a body, little-endian::
 
-    magic and version u32 | kind u16 | flags u16 | request u32 | body bytes u32 | body
+    magic and version u32 | kind u16 | flags u16, 0 so far | request u32 | body bytes u32 | body
 
 The client says HELLO first and gets WELCOME, or ERROR and the end. Then it sends requests, as many as it likes before
 their replies come; the server answers them one by one, in order, and its replies carry the request's number:

@@ -48,6 +48,7 @@ NODE_S: Final = 60.0  # for a node that is just being made
 NODE_LOOK_S: Final = 0.05
 DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
 PUBLISH_RETRY_S: Final = 1.0
+STOP_S: Final = 5.0  # for a catalog that does not answer; a daemon that ends us waits longer
 
 log = logging.getLogger("kvstore.data")
 
@@ -190,7 +191,7 @@ class _Told:
         """Leave the catalog at once."""
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(STOP_S)
         if self._membership is not None:
             self._membership.stop()
 
