@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.engine")
 
 CONNECT_S: Final = 10.0
-POOL_S: Final = 0.75  # of a request to the node: the thread that computes waits no longer for it, twice at most
+POOL_S: Final = 1.0  # of a request to the node: the thread that computes waits no longer for it
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.retention import hints_of
@@ -34,6 +34,7 @@ from kvstore.model.retention import hints_of
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
 REMOTE_LOOK_TIMEOUT_S = 1.0
+SILENT_S = 0.5  # a lookup that took longer waited for its node, and in vain or nearly so
 CACHES_MAX = 1024  # of tenants and adapters, kept ready
 WRITE_TTL_S = 30.0  # of a chunk's pages; what takes longer is written with the next chunk
 
@@ -187,7 +188,7 @@ class Pool:
             return 0
         found = 0
         with self._forgiven():
-            found = work.cache.lookup(work.cache.keys(work.tokens[: pages * work.page_tokens])).pages
+            found = stored(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]))
         return found
 
     @property
@@ -205,7 +206,7 @@ class Pool:
         """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
         assert work.frames is not None
         keys = keys_to_store(cache, work, 0, stop)
-        first = cache.lookup(keys).pages  # not ``stored_pages``: what was put without waiting may have had no room
+        first = stored(cache, keys)  # not ``stored_pages``: what was put without waiting may have had no room
         for index, frame, count in runs(work.frames[first:stop]):
             start = first + index
             cache.put_async(keys[start : start + count], self.encoded(self._staging.send(frame, count)))
@@ -233,6 +234,19 @@ class Pool:
         """What ``_forgiven`` does, for who cannot use a ``with``."""
         with self._forgiven():
             raise error
+
+
+def stored(cache: PrefixCache, keys: Keys) -> int:
+    """How many leading pages of these are in the pool.
+
+    Raises NodeUnavailable where that took long: a lookup does not say that its node stands still, and misses then. What
+    is asked next would wait as long again, and the thread that computes waits for one deadline.
+    """
+    began_s = time.monotonic()
+    pages = cache.lookup(keys).pages
+    if (took_s := time.monotonic() - began_s) > SILENT_S:
+        raise NodeUnavailable(f"a lookup took {took_s:.2f} s")
+    return pages
 
 
 def keys_to_store(cache: PrefixCache, work: Work, start: int, stop: int) -> Keys:
@@ -281,6 +295,8 @@ class ChunkWriter:
             if len(self._layers) == 1 and self._pool.codec is None:
                 self._source = self._layers[0]
             self._count = self._stop - first
+            if self._pool._mapped:
+                self._stored()  # before frames are asked for: see ``stored``
             keys = keys_to_store(self._cache, work, first, self._stop)
             writer = self._cache.writer(keys, ttl_s=WRITE_TTL_S)
             writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
@@ -331,7 +347,7 @@ class ChunkWriter:
 
     def _stored(self) -> int:
         """How many pages up to the chunk's end are in the pool."""
-        return self._cache.lookup(keys_to_store(self._cache, self._work, 0, self._stop)).pages
+        return stored(self._cache, keys_to_store(self._cache, self._work, 0, self._stop))
 
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None

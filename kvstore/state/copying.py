@@ -136,6 +136,12 @@ class CopyBatches:
         late = (batch for batch in batches if batch.target is target and batch.late)
         return anchor in self.down[target.tier] and any(page.key == anchor for batch in late for page in batch.pages)
 
+    def bytes_to(self, target: Space) -> int:
+        """What is being written to that tier, and may not be counted as written there yet."""
+        batches = (*self.saving.values(), *self.staging.values(), *self.carrying.values())
+        stride = target.segment.stride
+        return sum(len(batch.pages) * stride(batch.frame_class) for batch in batches if batch.target is target)
+
     @property
     def busy(self) -> bool:
         """Anything is on its way."""

@@ -101,7 +101,7 @@ class Demotion:
         self._refused: set[FrameClass] = set()  # below there was no frame for these, and none that could be made free
         self._tails: dict[FrameClass, dict[int, int]] = {}  # of leaves set aside, by slot: see ``_tail``
         self._turn = 0  # place of the class that is looked at first
-        self._day_bytes_left = rules.write_bytes_per_day
+        self._day_bytes_left, self._day_bytes_begun = rules.write_bytes_per_day, 0  # begun: see ``began``
 
     # --- what the tier above asks: see ``space.Below`` --------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Demotion:
     def demote(self, event: ev.Demote) -> list[ev.Instruction]:
         """See ``events.Demote``; at most one batch is on its way down, but for those that are late."""
         out: list[ev.Instruction] = []
-        size = self.begin_day(event.bytes_max, event.day_bytes_left)
+        self.begin_day(event.day_bytes_left)
         pools = list(enumerate(self.upper.segment.pools.values()))
         for place, pool in pools[self._turn :] + pools[: self._turn]:
             if pool.frame_class in self._refused and self._has_room(pool.frame_class):
@@ -151,16 +151,29 @@ class Demotion:
                 if self._is_crowded(pool):
                     everything = self.rules.demote_at == 0
                     self._look_ahead(pool, pool.frames if everything else -(-pool.frames // AHEAD_SHARE))
-                batch = self._choose(pool, max(1, size // self.lower.segment.stride(pool.frame_class)), out)
+                batch = self._choose(pool, self.pages_max(pool.frame_class, event.bytes_max), out)
                 if batch.pages:
                     self.copies.start_saving(batch, out)
+                    self.began(batch)
                     self._turn = place + 1
         return out
 
-    def begin_day(self, bytes_max: int, day_bytes_left: int) -> int:
-        """So much may be written today yet; returns how much of ``bytes_max`` that is."""
-        self._day_bytes_left = day_bytes_left
-        return min(bytes_max, day_bytes_left) if self.rules.write_bytes_per_day else bytes_max
+    def begin_day(self, day_bytes_left: int) -> None:
+        """So much may be written today yet. What is on its way may be a part of that."""
+        self._day_bytes_left, self._day_bytes_begun = day_bytes_left, self.copies.bytes_to(self.lower)
+
+    def began(self, batch: CopyBatch) -> None:
+        """This batch is on its way: others have so much less of today's writes, until they are told anew."""
+        self._day_bytes_begun += len(batch.pages) * self.lower.segment.stride(batch.frame_class)
+
+    def pages_max(self, frame_class: FrameClass, bytes_max: int) -> int:
+        """How many pages a batch of so many bytes, but of one page at least, may have today. 0 where what is on its way
+        may use up the day: the others wait for its report."""
+        stride = self.lower.segment.stride(frame_class)
+        pages = max(1, bytes_max // stride)
+        if self.rules.write_bytes_per_day:
+            pages = min(pages, (self._day_bytes_left - self._day_bytes_begun) // stride)
+        return max(0, pages)
 
     def _has_room(self, frame_class: FrameClass) -> bool:
         return self.lower.could_take(self.lower.segment.pool(frame_class))

@@ -330,7 +330,8 @@ class EvictChosen(Happening):
 
 @dataclass(slots=True)
 class Demote(Happening):
-    """Decide what to save to ``tier`` now: at most ``bytes_max``; today ``day_bytes_left`` may be written there."""
+    """Decide what to save to ``tier`` now: at most ``bytes_max``; of today's writes there ``day_bytes_left``
+    are not counted as done."""
 
     now_ns: int
     tier: Tier

@@ -59,15 +59,16 @@ class LastSave:
     def save(self, event: ev.SaveAll) -> list[ev.Instruction]:
         """See ``events.SaveAll``; at most one batch is on its way down, but for those that are late."""
         out: list[ev.Instruction] = []
-        size = self._demotion.begin_day(event.bytes_max, event.day_bytes_left)
+        self._demotion.begin_day(event.day_bytes_left)
         if self._leaves is None:
             self._leaves = deque(leaves_hottest_first(self._upper.records))
             self._again = False
         batch = None
         if not self._copies.is_saving(self._upper):
-            batch = self._choose(self._leaves, size, out)
+            batch = self._choose(self._leaves, event.bytes_max, out)
             if batch is not None:
                 self._copies.start_saving(batch, out)
+                self._demotion.began(batch)
         left = len(self._leaves) + (self._climb is not None)
         under_way = len(self._copies.staging)
         under_way += sum(batch.source is self._upper for batch in self._copies.saving.values())
@@ -82,7 +83,7 @@ class LastSave:
         """What is on its way there has to go elsewhere."""
         self._again = True
 
-    def _choose(self, leaves: deque[Address], size: int, out: list[ev.Instruction]) -> CopyBatch | None:
+    def _choose(self, leaves: deque[Address], bytes_max: int, out: list[ev.Instruction]) -> CopyBatch | None:
         """A batch of the next chains, as far as they are of one class; None where these have nothing to save."""
         batch: CopyBatch | None = None
         for _ in range(LEAVES_PER_STEP):
@@ -95,10 +96,9 @@ class LastSave:
             frame_class = self._upper.segment.extents[leaf.extent].pool.frame_class
             if batch is not None and batch.frame_class != frame_class:
                 break
-            room = max(1, size // self._lower.segment.stride(frame_class)) - (
-                len(batch.pages) if batch is not None else 0
-            )
-            if room <= 0:
+            there = len(batch.pages) if batch is not None else 0
+            room = self._demotion.pages_max(frame_class, bytes_max) - there
+            if room <= 0 and self._demotion.takes(frame_class):
                 break
             climb = self._climbed(leaf, frame_class, leaves)
             if climb is None:

@@ -264,10 +264,11 @@ class Through(Behind):
         frame_class, owner = self._class_of(chain[0]).frame_class, self.copies.owner(self.upper, chain[0].address)
         targets: list[Address] = []
         if self.has(root, anchor) and self.demotion.takes(frame_class):
-            fits = self.lower.quotas.fit(owner, frame_class, len(chain), anchor, out)
+            most = self.demotion.pages_max(frame_class, len(chain) * self.lower.segment.stride(frame_class))
+            fits = self.lower.quotas.fit(owner, frame_class, most, anchor, out) if most else 0
             pool = self.lower.segment.pool(frame_class)
             targets = self.lower.take_after((anchor,), pool, fits, out) if fits else []
-            if not targets and (self.lower.waiting or self.lower.holdings.roots[owner].share.coming):
+            if not targets and (not most or self.lower.waiting or self.lower.holdings.roots[owner].share.coming):
                 self._later += chain
                 return
         held = self.lower.find_in(root, anchor)
@@ -285,6 +286,7 @@ class Through(Behind):
                 self.lower.expect([target], owner)
                 self.copies.down[self.lower.tier].add(page.key)
             self.copies.start_staged(batch, out)
+            self.demotion.began(batch)
         self.fail(chain[len(targets) :], out)
 
     def fail(self, pages: list[Pending], out: list[ev.Instruction]) -> None:

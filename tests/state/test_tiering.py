@@ -331,6 +331,20 @@ def test_what_the_daily_cap_keeps_out_leaves_as_it_is(left: int) -> None:
     fly(world)
 
 
+def test_what_is_on_its_way_counts_for_the_daily_cap() -> None:
+    """A device that is late is passed by others, and a report may come after the day was looked at."""
+    world = node(demote_at=0.0, write_bytes_per_day=3 * STRIDE)
+    first, second = put(world, 1, 2), put(world, 11, 12)
+    assert saves(demote(world, 2 * STRIDE, day_bytes_left=3 * STRIDE)) == [first]
+    world.answer_late({position_of_page(world, first[0])}, set())
+    assert saves(demote(world, day_bytes_left=3 * STRIDE)) == [second[:1]]
+    assert evict(world, 9) == 0, "some of it may fail: the others wait for the reports"
+    world.answer_late(set(), set())
+    fly(world)
+    assert demote(world, day_bytes_left=0) == []
+    assert evict(world, 9) == 4 and set(world.shell.nvme_index) == {*first, second[0]}
+
+
 def test_looking_ahead_starts_at_its_share_and_keeps_to_its_part() -> None:
     world = node(demote_at=0.5)
     for i in range(16):

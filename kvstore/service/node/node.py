@@ -334,19 +334,21 @@ class Node:
         return self.performer.nvme
 
     @while_running(None)
-    def demote(self, bytes_max: int, day_bytes_left: int, tier: Tier = Tier.NVME) -> None:
-        """Decide what to save to a tier now; it is ``waiting`` then. Not where the tables have
-        no room to grow."""
+    def demote(self, bytes_max: int, tier: Tier = Tier.NVME) -> None:
+        """Decide what to save to a tier now; it is ``waiting`` then. Not where the tables have no room to grow."""
         if self._tables_fit(tier):
-            event = ev.Demote(time.monotonic_ns(), tier, bytes_max, day_bytes_left)
+            event = ev.Demote(time.monotonic_ns(), tier, bytes_max, self._left_today())
             self.performer.perform(self.state.handle(event))
 
     @while_running(None)
-    def save_all(self, bytes_max: int, day_bytes_left: int) -> ev.Reply | None:
+    def save_all(self, bytes_max: int) -> ev.Reply | None:
         """DRAM is about to go: ``demote`` what is next. See ``events.SaveAll``; None where nothing can be saved."""
         if not self._tables_fit(Tier.NVME):
             return None
-        return self.performer.perform(self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, day_bytes_left)))
+        return self.performer.perform(self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, self._left_today())))
+
+    def _left_today(self) -> int:
+        return self.nvme.day_bytes_left(self.config.nvme_write_bytes_per_day) if self.nvme is not None else 0
 
     def _tables_fit(self, tier: Tier) -> bool:
         frames = [pool.frames_per_extent for pool in self.state.spaces[tier].segment.pools.values()]

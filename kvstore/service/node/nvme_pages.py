@@ -35,7 +35,7 @@ from kvstore.tier.frame_header import FrameHeader, layer_sums, payload_sum
 from kvstore.tier.host_memory import copy
 from kvstore.tier.io_threads import IoThreads
 from kvstore.tier.nvme import NvmeDevice
-from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.nvme_devices import NvmeDevices, today
 from kvstore.tier.patient_disk import is_silent
 from kvstore.tier.records import ExtentTable
 
@@ -338,6 +338,11 @@ class NvmePages(NvmeStore):
 
     def _device(self, address: Address, tables: Tables) -> NvmeDevice:
         return self.devices.place(tables[address.extent].position)[0]
+
+    def day_bytes_left(self, cap_bytes: int) -> int:
+        """What may be written today yet where that is the most on a day. What was written is counted before it is
+        reported to the node's state."""
+        return max(0, cap_bytes - self.devices.written_today(today()))
 
     def path(self, position: int) -> str:
         """Of the device at that position."""

@@ -232,6 +232,8 @@ def _recover_tiers(
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)
+    if nvme is not None:
+        state.tiering.pairs[nvme.tier].demotion.begin_day(nvme.day_bytes_left(config.nvme_write_bytes_per_day))
     for position in sorted(state.segment.beyond):  # of a larger node that was here before
         segment_file.give_back(position)
     pins = book.read_pins(folder, header.incarnation)

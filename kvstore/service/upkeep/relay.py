@@ -33,7 +33,7 @@ class Relay:
         """Carry out what was decided, and ask for more; False where there was nothing to do."""
         relays = self._node.waiting.relays
         for tier in self._node.relayed:
-            self._node.demote(BATCH_BYTES, 0, tier)
+            self._node.demote(BATCH_BYTES, tier)
         busy = bool(relays)
         while relays:
             copy = relays.popleft()

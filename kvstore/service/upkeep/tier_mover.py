@@ -78,7 +78,7 @@ class Mover:
             return False
         busy = self._share_out(nvme)
         self._tell_late(nvme)
-        self._node.demote(BATCH_BYTES, self._day_bytes_left(nvme))
+        self._node.demote(BATCH_BYTES)
         busy |= self._share_out(nvme)
         for device in {nvme.devices.device_of(position) for position in nvme.extents.stale}:
             self._saves[device].put_chore("tidy", partial(self._tidy, nvme, device))
@@ -100,7 +100,7 @@ class Mover:
         if nvme is None:
             return None
         self._tell_late(nvme)
-        reply = self._node.save_all(bytes_max, self._day_bytes_left(nvme))
+        reply = self._node.save_all(bytes_max)
         self._share_out(nvme)
         return reply
 
@@ -250,10 +250,6 @@ class Mover:
             error = nvme.extents.checkpoint(table.position, rows, version)
             if error is not None:
                 self._node.device_failed({table.position: error})
-
-    def _day_bytes_left(self, nvme: NvmePages) -> int:
-        cap = self._node.config.nvme_write_bytes_per_day
-        return max(0, cap - nvme.devices.written_today(today())) if cap else 0
 
 
 def _late_ones(lanes: list[DeviceLane], known: set[int], usable: set[int]) -> set[int]:

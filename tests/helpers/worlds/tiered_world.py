@@ -110,6 +110,7 @@ class TieredWorld(World):
             extent.open = 0
             extent.version += 1  # nothing that the dead daemon was about to write counts
         super().restart()
+        self.state.tiering.pairs[Tier.NVME].demotion.begin_day(self.day_bytes_left)
         self._begin_scan()
 
     def check(self) -> None:
@@ -136,12 +137,16 @@ class TieredWorld(World):
 
     # --- the mover --------------------------------------------------------------------------------------------------
 
+    @property
+    def day_bytes_left(self) -> int:
+        """What may be written today yet."""
+        return max(0, self.nvme.rules.write_bytes_per_day - self.written_today)
+
     def demote(self, bytes_max: int = 1 << 20) -> None:
         """The mover asks what to save next."""
         if self.chance.random() < 0.5:
             self.disk.tidy()
-        cap = self.nvme.rules.write_bytes_per_day
-        self.send(ev.Demote(self.now_ns, Tier.NVME, bytes_max, max(0, cap - self.written_today) if cap else 0))
+        self.send(ev.Demote(self.now_ns, Tier.NVME, bytes_max, self.day_bytes_left))
 
     def move_on(self) -> bool:
         """One of the copies under way gets one step further. False: there is none."""
@@ -194,11 +199,10 @@ class TieredWorld(World):
 
     def last_save(self, bytes_max: int = 1 << 20) -> None:
         """The node saves what only DRAM holds, as before its memory goes. It comes to an end whatever fails."""
-        cap = self.nvme.rules.write_bytes_per_day
         for _ in range(ROUNDS_MAX):
             while self.move_on():
                 pass
-            reply = self.send(ev.SaveAll(self.now_ns, bytes_max, max(0, cap - self.written_today) if cap else 0))
+            reply = self.send(ev.SaveAll(self.now_ns, bytes_max, self.day_bytes_left))
             while self.move_on():
                 pass
             if reply is None or not reply.detail["chains"]:
@@ -234,6 +238,8 @@ class TieredWorld(World):
                 if self._fails() or not self.disk.write(target.position, written):
                     flight.failed[i] = "io"
                 self.written_today += nvme_geometry.stride_bytes(target.frame_class)
+            cap = self.nvme.rules.write_bytes_per_day
+            assert not cap or self.written_today <= cap, f"{self.written_today} bytes in a day of {cap}"
         elif flight.stage == 2:
             for i, page in enumerate(save.pages):
                 if not self.shell.is_sealed(page.source, page.state):
@@ -357,7 +363,8 @@ class TieredWorld(World):
                 assert key in self.shell.index or key in self.shell.nvme_index, "a page is not where it is said to be"
                 self.stored.add(key)
             table = self.shell.tables.get(address.extent)
-            if table is not None and table.words[address.frame] == address.generation << 8 | RESERVED:
+            ours = status != Status.STALE  # else what was on its way was given up, as the daily cap has it
+            if ours and table is not None and table.words[address.frame] == address.generation << 8 | RESERVED:
                 self._claim(session, [address])
                 client.granted[chain.frame_class].append(address)
         return reply.statuses
