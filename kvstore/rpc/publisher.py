@@ -96,6 +96,12 @@ class Publisher:
         return page - start
 
     @property
+    def deciding(self) -> bool:
+        """The node may have looked before we published last: what it decides now knows nothing of that."""
+        log = self._log
+        return log is None or log.deciding
+
+    @property
     def unheard(self) -> bool:
         """The node does not look by itself now: tell it."""
         log = self._log

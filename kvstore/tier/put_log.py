@@ -1,18 +1,18 @@
 """PutLog: the file ``puts`` of a node's folder, in which clients publish what they have put, without a message.
 
 Each session has a slot: three words and a ring of records. A record is the very request that the client would have
-sent (``SEAL_GRANTED``), so the daemon takes it in as if it had come over the socket::
+sent (``SEAL_GRANTED``, say), so the daemon takes it in as if it had come over the socket::
 
     0       head      magic, version, id, slots, bytes of a ring
-    4 KiB   words     session[SLOTS]   published[SLOTS]   drained[SLOTS]   asleep
+    4 KiB   words     session[SLOTS]   published[SLOTS]   drained[SLOTS]   asleep   deciding
     8 KiB   rings     SLOTS times RING_BYTES:  | length, sum, request | length, sum, request | ...
 
 ``published`` and ``drained`` are positions that only grow; a position's place is its remainder by ``RING_BYTES``. The
-client writes a record's bytes, then ``published``; the daemon performs what a record asks for, then stores
-``drained``. So a record that is half written was never published, and one that was performed but not marked (a kill in
-between) is performed again, which changes nothing: its frames are not granted any more. The daemon alone writes
-``session``, ``drained`` and ``asleep``. A record lies in one piece: one that does not fit before the ring's end starts
-at its front.
+client writes a record's bytes, then ``published``; the daemon performs what a record asks for, then stores ``drained``.
+So a record that is half written was never published, and one that was performed but not marked (a kill in between) is
+performed again, which changes nothing: its frames are not granted any more. The daemon alone writes ``session``,
+``drained``, ``asleep`` and ``deciding`` (see ``service.node.deciding``). A record lies in one piece: one that does not
+fit before the ring's end starts at its front.
 
 Worked example: the ring of slot 3 is taken in up to position 262,000 of 262,144 * n. A request of 500 bytes needs 520:
 ``_SKIP`` is written at 262,000, the record lies at the ring's front, and ``published`` becomes 262,144 + 520.
@@ -55,9 +55,9 @@ _PUBLISHED_AT: Final = _WORDS_AT + 8 * SLOTS
 _DRAINED_AT: Final = _PUBLISHED_AT + 8 * SLOTS
 _ASLEEP_AT: Final = _DRAINED_AT + 8 * SLOTS
 _CLOSED: Final = 1 << 63  # with a session's id, which has fewer bits: it publishes no more
-_SESSION, _PUBLISHED, _DRAINED, _ASLEEP = 0, SLOTS, 2 * SLOTS, 3 * SLOTS  # indexes of words
+_SESSION, _PUBLISHED, _DRAINED, _ASLEEP, _DECIDING = 0, SLOTS, 2 * SLOTS, 3 * SLOTS, 3 * SLOTS + 1  # of words
 
-assert _ASLEEP_AT + 8 <= _RINGS_AT
+assert _ASLEEP_AT + 16 <= _RINGS_AT
 assert 2 * (REQUEST_BYTES_MAX + _RECORD.size) <= RING_BYTES
 
 
@@ -205,6 +205,15 @@ class PutLog:
     @asleep.setter
     def asleep(self, value: bool) -> None:
         self._words[_ASLEEP] = int(value)
+
+    @property
+    def deciding(self) -> bool:
+        """The daemon is deciding, and may have looked at the log before."""
+        return bool(self._words[_DECIDING])
+
+    @deciding.setter
+    def deciding(self, value: bool) -> None:
+        self._words[_DECIDING] = int(value)
 
     def session(self, slot: int) -> int:
         """Whose slot it is; 0: nobody's, or of one that publishes no more."""

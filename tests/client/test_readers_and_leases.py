@@ -7,8 +7,14 @@ import time
 import pytest
 
 from kvstore import Store
+from kvstore.errors import DeadlineExceeded
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.header import Header
+from kvstore.tier.put_log import PutLog
 from tests.helpers.content import SMALL, chain
+from tests.helpers.inside import hurry
 from tests.helpers.processes import (
+    Daemon,
     Machine,
     Worker,
     check_laws,
@@ -192,3 +198,59 @@ def test_a_stopped_reader_gets_no_wrong_bytes(machine: Machine) -> None:
     for reader in readers:
         assert reader.events("read")[-1]["pages"] > 0
         reader.finish()
+
+
+def stop_at_rest(machine: Machine, daemon: Daemon) -> PutLog:
+    """The daemon is stopped, and not in the middle of a decision. Returns its log of puts."""
+    folder = NodeFolder.at(machine.folder("n"))
+    header = Header.open(folder)
+    assert header is not None
+    log = PutLog.open(folder, header.puts_id)
+    assert log is not None
+    daemon.stop()
+    while log.deciding:
+        daemon.resume()
+        daemon.stop()
+    return log
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_lease_of_a_session_that_publishes_needs_no_answer(killed: bool, machine: Machine) -> None:
+    """Of a daemon that stands still, and is perhaps killed then: whoever decides next keeps the pages."""
+    daemon = machine.serve("n", dram="4MiB")
+    with machine.connect("n") as store:
+        put(store, 1, 16)
+        store.stats()
+        stop_at_rest(machine, daemon)
+        with store.cache(SMALL).lease(chain(1, 16), ttl_s=60.0) as held:
+            assert len(held.pages) == 16
+            if killed:
+                daemon.kill()
+                machine.serve("n")
+            else:
+                daemon.resume()
+            with machine.connect("n") as other:
+                fill(other, 100, 3)
+                assert other.stats()["leases"] == 1
+            held.check()
+        assert store.stats()["leases"] == 0
+        check_pages(store, {1: 16})
+        check_laws(store)
+
+
+def test_a_lease_that_a_deciding_node_may_not_see_is_asked_for(machine: Machine) -> None:
+    daemon = machine.serve("n", dram="4MiB")
+    with machine.connect("n") as store:
+        put(store, 1, 16)
+        store.stats()
+        log = stop_at_rest(machine, daemon)
+        log.deciding = True
+        hurry(store, 0.3)
+        with pytest.raises(DeadlineExceeded), store.cache(SMALL).lease(chain(1, 16), ttl_s=60.0):
+            raise AssertionError("nobody can have answered")
+        daemon.resume()
+        wait_until("it has decided", lambda: not log.deciding)
+        with store.cache(SMALL).lease(chain(1, 16), ttl_s=60.0) as held:
+            assert len(held.pages) == 16
+            assert store.stats()["leases"] >= 1
+        check_laws(store)

@@ -200,6 +200,25 @@ def test_a_release_that_is_published_counts_before_anything_is_decided(published
     assert published.log.quiet and node.verify() == []
 
 
+def test_a_lease_that_is_published_counts_before_anything_is_decided(published: Published) -> None:
+    """And the node can be seen to decide, as long as it does."""
+    keys = chain(1, 2)
+    published.publish(published.request(keys))
+    published.node.puts.drain()
+    found = [published.node.performer.index.find(Tier.DRAM, key) for key in keys.hashes]
+    addresses = [address for address in found if address is not None]
+    lease = encode(Op.LEASE, 0, count=2, a=7, b=10**6, flags=NO_REPLY, body=(pack_addresses(addresses),))
+    published.publish(lease, lease)
+    assert published.node.handle(ev.Evict(time.monotonic_ns(), 2, 0)).detail["pages"] == 0
+    assert len(published.node.state.leases) == 1 and published.has(keys) == 2
+    published.publish(encode(Op.RELEASE, 0, a=7, flags=NO_REPLY))
+    assert published.node.look(lambda performer, state: published.log.deciding and len(state.leases) == 0)
+    assert not published.log.deciding
+    assert published.node.handle(ev.Evict(time.monotonic_ns(), 2, 0)).detail["pages"] == 2
+    assert published.counted("put_logs_damaged") == 0
+    assert published.log.quiet and published.node.verify() == []
+
+
 def test_a_record_that_fails_for_no_known_reason_fails_once(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,11 +44,6 @@ class Book:
         self._lines: dict[int, bytes] = {}  # of pins, as the file has them
         self._pins_bytes: int | None = None  # of that file; None: it is a former daemon's, and written anew
 
-    @property
-    def dirty(self) -> bool:
-        """Something is to be written."""
-        return bool(self._queue)
-
     def name(self, line: bytes) -> None:
         """One more name."""
         self._queue.append(partial(self._append, self._names, line))

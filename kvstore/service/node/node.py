@@ -7,7 +7,6 @@ start finds every sealed page) or to a kill at any point, which the next start r
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from functools import update_wrapper
@@ -21,6 +20,7 @@ from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Tier
 from kvstore.service.node import startup
 from kvstore.service.node.contents import Contents
+from kvstore.service.node.deciding import Deciding
 from kvstore.service.node.erasing import deletes, erase_all, taken_out
 from kvstore.service.node.folder_memory import FolderMemory, lean_table_fits
 from kvstore.service.node.nvme_pages import NvmePages
@@ -65,11 +65,13 @@ def while_running(
         method: Callable[Concatenate[Node, Rest], Result],
     ) -> Callable[Concatenate[Node, Rest], Result | Otherwise]:
         def held(node: Node, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result | Otherwise:
-            node.puts.drain()
             with node._mutex:
                 if node._stopped:
                     return otherwise
-                return method(node, *args, **kwargs)
+                node.puts.take_in()
+                result = method(node, *args, **kwargs)
+            node.performer.book.flush()
+            return result
 
         update_wrapper(held, method)
         return held
@@ -110,7 +112,7 @@ class Node:
         self.started_ns = time.monotonic_ns()
         self.ending = False
         self.kv_last: Callable[[], int] | None = None
-        self._mutex = threading.Lock()
+        self._mutex = Deciding(performer.puts)
         self.puts = PutDrain(performer, state, self.contents, self._mutex)
         self._ticks = 0
         self._stopped = False
@@ -195,9 +197,7 @@ class Node:
                 if not self.sessions.alive(session) and self.puts.may_end(session):
                     self.performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
                     self.puts.ended(session)
-            book = self.performer.book
-        if book.dirty:
-            book.flush()
+        self.performer.book.flush()
         if erases and nvme is not None:
             erase_all(self, nvme, erases)  # the caller waits for the disk, nobody else does
         return reply if reply is not None else ev.Reply()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from kvstore.model.replica import Status
 from kvstore.rpc import control
 from kvstore.rpc.control import Message, Op
 from kvstore.service.node.contents import Contents
+from kvstore.service.node.deciding import Deciding
 from kvstore.service.node.performer import Performer
 from kvstore.service.node.sealing import seal_event
 from kvstore.serving import logs
@@ -83,7 +83,7 @@ class PutDrain:
         times: how many puts were taken in.
     """
 
-    def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: threading.Lock) -> None:
+    def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: Deciding) -> None:
         self.times = 0
         self._puts = performer.puts
         self._performer = performer
@@ -93,6 +93,7 @@ class PutDrain:
         self._held: dict[int, _Held] = {}  # by slot
         self._asks: dict[int, Callable[[int, int, Message], ev.Event]] = {
             Op.SEAL_GRANTED: self._seal_granted,
+            Op.LEASE: self._lease,
             Op.RELEASE: self._release,
         }
 
@@ -105,9 +106,7 @@ class PutDrain:
         """Take in everything that was published before this call; the names that came with it are written."""
         with self._mutex:
             self.take_in()
-            book = self._performer.book
-        if book.dirty:
-            book.flush()
+        self._performer.book.flush()
 
     def take_in(self) -> None:
         """The same where the mutex is held, which ``Book.flush`` has to follow. Half a microsecond where there is
@@ -116,19 +115,16 @@ class PutDrain:
         if puts is None or puts.quiet:
             return
         damaged: list[int] = []
-        records = chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting())
-        some: list[_Record] = []
-        pages = 0
-        for record in records:
-            some.append(record)
-            pages += len(record.event.addresses) if isinstance(record.event, ev.SealGranted) else 0
-            if pages >= PAGES_TOGETHER:
+        records = list(chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting()))
+        try:
+            for record in records:  # first: no page that is leased leaves for what somebody else has published
+                if type(record.event) is ev.TakeLease:
+                    self._performer.perform(self._state.handle(record.event))
+        finally:
+            for some in _together(records):
                 self._take_in(puts, some)
-                some, pages = [], 0
-        if some:
-            self._take_in(puts, some)
-        for slot in damaged:
-            puts.close(slot)
+            for slot in damaged:
+                puts.close(slot)
 
     def _read(self, puts: PutLog, slot: int, damaged: list[int]) -> Iterator[_Record]:
         """What a slot has for now, oldest first."""
@@ -169,6 +165,11 @@ class PutDrain:
         return event
 
     @staticmethod
+    def _lease(session: int, position: int, message: Message) -> ev.Event:
+        addresses = control.unpack_addresses(message.body, message.entries)
+        return ev.TakeLease(time.monotonic_ns(), session, message.a, message.b * 1_000_000, addresses)
+
+    @staticmethod
     def _release(session: int, position: int, message: Message) -> ev.Event:
         return ev.ReleaseLease(time.monotonic_ns(), session, message.a)
 
@@ -188,7 +189,7 @@ class PutDrain:
                 if type(event) is ev.SealGranted:
                     event.joins = bool(out)
                     out += self._decided(event, statuses)
-                elif event is not None:
+                elif type(event) is not ev.TakeLease and event is not None:
                     ready, out = out, []
                     self._performer.perform(ready)
                     self._performer.perform(self._decided(event, statuses))
@@ -253,3 +254,17 @@ class PutDrain:
         """Whether the log is looked at all the time; else clients that publish have to tell."""
         if self._puts is not None:
             self._puts.asleep = not watched
+
+
+def _together(records: list[_Record]) -> Iterator[list[_Record]]:
+    """The same in the same order, in lists that are performed as one decision each."""
+    some: list[_Record] = []
+    pages = 0
+    for record in records:
+        some.append(record)
+        pages += len(record.event.addresses) if isinstance(record.event, ev.SealGranted) else 0
+        if pages >= PAGES_TOGETHER:
+            yield some
+            some, pages = [], 0
+    if some:
+        yield some
