@@ -525,9 +525,9 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
 
 
 class Reads:
-    """Reads of one run of 40 pages, in 4 parts from 0, 4, 12 and 24 on; ``before`` is called before each."""
+    """Reads of one run of 40 pages, in 4 parts of at most 16 pages; ``before`` is called before each."""
 
-    STARTS = (0, 4, 12, 24)
+    STARTS = (0, 11, 27, 35)
 
     def __init__(self, shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys, self.data = chain(cache, 40), content(cache, 40)
@@ -550,6 +550,8 @@ class Reads:
 
         monkeypatch.setattr(FileDisk, "read", observed)
         monkeypatch.setattr(NvmeRead, "_accept", accepted)
+        monkeypatch.setattr(nvme, "PART_BYTES", 16 * stride)
+        monkeypatch.setattr(nvme, "SMALL_BYTES", 4 * stride)
 
 
 @pytest.fixture
@@ -557,12 +559,12 @@ def reads(shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPa
     return Reads(shelf, cache, monkeypatch)
 
 
-def test_parts_grow(reads: Reads, cache: kvstore.PrefixCache) -> None:
+def test_the_first_part_is_shorter_and_the_last_ones_are(reads: Reads, cache: kvstore.PrefixCache) -> None:
     assert cache.get(reads.keys).pages == 40
     assert sorted(reads.accepted) == list(Reads.STARTS)
 
 
-@pytest.mark.parametrize("page", [0, 3, 4, 17, 39])
+@pytest.mark.parametrize("page", [0, 10, 11, 17, 39])
 def test_a_frame_that_cannot_be_read_does_not_cost_those_before_it(
     reads: Reads, cache: kvstore.PrefixCache, page: int
 ) -> None:
@@ -599,19 +601,19 @@ def test_damage_found_last_ends_the_match_all_the_same(
 
     def before(pages: range) -> None:
         if pages[0] == 0:
-            wait_until(lambda: {4, 12} <= set(reads.accepted))
+            wait_until(lambda: 11 in reads.accepted)
 
     reads.before = before
     out = np.full((40, cache.page_bytes), 7, np.uint8)
     match = cache.get(reads.keys, out)
     assert reads.accepted[-1] == 0 and (match.pages, match.reason) == (2, "checksum")
     np.testing.assert_array_equal(out[:2], reads.data[:2])
-    assert (out[2:4] == 7).all() and (out[14:24] == 7).all(), "only what holds is copied"
-    np.testing.assert_array_equal(out[4:14], reads.data[4:14])
+    assert (out[2:11] == 7).all() and (out[14:27] == 7).all(), "only what holds is copied"
+    np.testing.assert_array_equal(out[11:14], reads.data[11:14])
     assert line.asked(Op.SCRUB) == [(0, 0, ADDRESS.pack(*reads.addresses[2]))]
 
 
-@pytest.mark.parametrize(("silent", "expected"), [(0, (0, "io")), (4, (4, "io")), (24, (14, "checksum"))])
+@pytest.mark.parametrize(("silent", "expected"), [(0, (0, "io")), (11, (11, "io")), (27, (14, "checksum"))])
 def test_silence_after_the_first_bad_page_does_not_count(
     reads: Reads,
     store: kvstore.Store,

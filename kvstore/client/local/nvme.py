@@ -5,8 +5,8 @@ root, extra and token ids as the caller's keys have them, and every layer's chec
 read; only pages that hold are copied to the caller. In the end the records (lean ones) say whether the pages were
 there all the time.
 
-Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in 10 parts of 1, 2, 3, 4, 4,
-... frames, which lie end to end on the device as header, page, header, page, ...: at most 1040 KiB each. Four threads
+Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in 6 parts of 5, 7, 7, 7, 4
+and 2 frames, which lie end to end on the device as header, page, header, page, ...: at most 2 MiB each. Two threads
 read the parts one by one, and while they do, the caller checks and copies what they brought. If page 17 does not hold,
 the match ends there, whatever page 18 may be; the caller's rows from 17 on hold what they held before, or what their
 page is.
@@ -18,13 +18,14 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.client.local.read_threads import THREADS, Bounce, Read, ReadThreads
+from kvstore.client.local.read_threads import Bounce, Read, ReadThreads
 from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.client.match import ABSENT, CHECKSUM, EXTENT, GENERATION, IDENTITY, IO
 from kvstore.model.objects import is_object_class
@@ -38,7 +39,8 @@ from kvstore.tier.host_memory import copy
 from kvstore.tier.nvme_map import NvmeMap
 from kvstore.tier.records import ExtentTable
 
-PART_BYTES: Final = 1 << 20  # of one read, where a page is not larger
+PART_BYTES: Final = 2 << 20  # of one read, where a page is not larger
+SMALL_BYTES: Final = PART_BYTES // 4  # smaller reads cost more than they bring
 HEADER_SILENCE_S: Final = 5.0  # after which a device that was asked for one header counts as silent
 RECHECK_NS: Final = 100_000_000  # how often a read looks whether the node's devices are others
 
@@ -133,11 +135,10 @@ class NvmeReader:
         """See ``LowerReader``."""
         map_ = self._opened()
         if map_ is None:
-            return NvmeRead(self, [], [], [], keys, rows, IO)
+            return NvmeRead(self, [], [], (), keys, rows, IO)
         reason = "" if len(located) == len(keys) else ABSENT
         runs, why = self._runs(located, frame_class, map_)
-        parts, unread = _parts(map_, runs)
-        return NvmeRead(self, located, runs, parts, keys, rows, unread or why or reason)
+        return NvmeRead(self, located, runs, _parts(map_, runs), keys, rows, why or reason)
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
         """See ``TierReader``. Its header proves it."""
@@ -235,7 +236,7 @@ class NvmeRead:
         reader: NvmeReader,
         located: list[bytes],
         runs: list[NvmeRun],
-        parts: list[ReadPart],
+        parts: Iterable[ReadPart],
         keys: Keys,
         rows: Bytes,
         reason: str,
@@ -244,11 +245,16 @@ class NvmeRead:
         self._reader = reader
         self._located = located
         self._runs = runs
-        self._parts = parts
-        self._reason = reason
         self._rows = rows
-        self._batch = reader.threads.start(map(_read_of, parts))
+        self._parts: list[ReadPart] = []
+        self._batch = reader.threads.start(map(self._noted, parts))
+        read = self._parts[-1].page + self._parts[-1].length if self._parts else 0
+        self._reason = IO if runs and read < runs[-1].page + runs[-1].length else reason
         self._identities = _identities(keys)
+
+    def _noted(self, part: ReadPart) -> Read:
+        self._parts.append(part)
+        return _read_of(part)
 
     @property
     def addresses(self) -> bytes:
@@ -328,29 +334,33 @@ def _why(part: ReadPart, i: int, header: Bytes) -> str:
     return CHECKSUM if isinstance(sound, str) else IDENTITY
 
 
-def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> tuple[list[ReadPart], str]:
-    """Runs cut into reads: large enough to be worth it, and as many as there are threads. They end, with the reason,
-    where a device could not be opened here.
+def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> Iterator[ReadPart]:
+    """Runs cut into reads. They end where a device could not be opened here.
 
-    Devices serve those in flight alike, so reads of one size would all be done in the same moment, and again nothing
-    would be in flight. The first ones grow: while one is checked, the next is still read.
+    The first read is shorter than the second one, so that both are not done in the same moment. The last ones are
+    short: what they bring is checked and copied when nothing is left to be read.
     """
-    total = sum(run.length for run in runs)
-    parts: list[ReadPart] = []
+    left, first = sum(run.length for run in runs), True
     for run in runs:
         frame_class = run.extent.frame_class
-        most = max(1, min(PART_BYTES // frame_class.page_bytes, -(-2 * total // (THREADS + 1))))
+        stride = nvme_geometry.stride_bytes(frame_class)
+        most, least = max(1, PART_BYTES // stride), max(1, SMALL_BYTES // stride)
         generations = np.frombuffer(run.words, np.uint64) >> np.uint64(8)
         i = 0
         while i < run.length:
-            step = -(-most * min(len(parts) + 1, THREADS) // THREADS)
-            length, frame = min(step, run.length - i), run.frame + i
-            place = map_.place(run.extent.position, frame_class, frame)
+            length = min(_step(left, most, least, first), run.length - i)
+            place = map_.place(run.extent.position, frame_class, run.frame + i)
             if place is None:
-                return parts, IO
-            parts.append(ReadPart(*place, run.extent, frame, run.page + i, length, generations[i : i + length]))
-            i += length
-    return parts, ""
+                return
+            yield ReadPart(*place, run.extent, run.frame + i, run.page + i, length, generations[i : i + length])
+            i, left, first = i + length, left - length, False
+
+
+def _step(left: int, most: int, least: int, first: bool) -> int:
+    """Pages of the next read, where so many are left."""
+    share = -(-left // 3) if first else -(-3 * left // 5)
+    step = min(-(-2 * most // 3) if first else most, max(share, least))
+    return left if left - step < least and left <= most else step
 
 
 def _identities(keys: Keys) -> Bytes:

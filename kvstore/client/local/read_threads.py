@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -23,8 +23,11 @@ from kvstore.tier import nvme_geometry
 from kvstore.tier.bounces import large_buffer
 from kvstore.tier.disk import Bytes, Disk
 
-THREADS: Final = 4  # so many reads in flight make any device as fast as it gets
-AHEAD: Final = 2 * THREADS  # reads of one batch begun and not handed out: one in flight and one waiting per thread
+THREADS: Final = 4
+# Reads of one batch in flight on each disk. Large ones make a device as fast as it gets, and of few the first is done
+# early: devices serve those in flight alike, so that many would all be done in the end, with nothing left to overlap.
+IN_FLIGHT: Final = 2
+AHEAD: Final = 8  # reads of one batch given to the threads and not handed out: each has a buffer
 SHAPES_MAX: Final = 16  # kinds of reads whose views a buffer keeps
 
 
@@ -70,19 +73,23 @@ class ReadBatch:
     """Reads of one caller, by number from 0. Made by ``ReadThreads.start``; ends when the caller has taken all of them
     with ``next``, or with ``give_up``."""
 
-    def __init__(self, threads: ReadThreads, reads: Iterable[Read]) -> None:
-        self.reads = list(reads)
+    def __init__(self, threads: ReadThreads) -> None:
+        self.reads: list[Read] = []
         self._threads = threads
         self._begun = 0  # reads that were given to the threads
         self._taken = 0
+        self._disks: set[int] = set()
+        self._mutex = threading.Lock()  # guards the next four
+        self._waiting: deque[int] = deque()
         self._running: set[int] = set()
+        self._at_work = 0  # threads that perform what waits, or are about to
         self._given_up = False
-        self._mutex = threading.Lock()  # guards the two above
         self._done: queue.SimpleQueue[tuple[int, Bounce | OSError]] = queue.SimpleQueue()
 
     def add(self, read: Read) -> int:
         """One read more; its number."""
         self.reads.append(read)
+        self._disks.add(id(read.disk))
         self._begin_next()
         return len(self.reads) - 1
 
@@ -116,20 +123,32 @@ class ReadBatch:
 
     def _begin_next(self) -> None:
         while self._begun < len(self.reads) and self._begun - self._taken < AHEAD:
-            self._begun += 1
-            self._threads.begin(self, self._begun - 1)
+            number, self._begun = self._begun, self._begun + 1
+            disk = self.reads[number].disk
+            if self._threads.refuses(disk):
+                self._done.put((number, OSError(f"{disk.path} does not answer")))
+                continue
+            with self._mutex:
+                self._waiting.append(number)
+                more = self._at_work < IN_FLIGHT * len(self._disks)
+                self._at_work += more
+            if more:
+                self._threads.begin(self)
 
     # --- for the threads --------------------------------------------------------------------------------------------
 
-    def begin(self, number: int) -> bool:
-        """A thread takes a read. False: nobody waits for it any more."""
+    def begin(self) -> int | None:
+        """A thread takes a read. None: nothing waits, or nobody waits for it any more; the thread is free again."""
         with self._mutex:
-            if not self._given_up:
-                self._running.add(number)
-            return not self._given_up
+            if self._given_up or not self._waiting:
+                self._at_work -= 1
+                return None
+            number = self._waiting.popleft()
+            self._running.add(number)
+            return number
 
     def end(self, number: int, outcome: Bounce | OSError) -> bool:
-        """A read is done, or will never be begun. False: it was given up meanwhile."""
+        """A read is done. False: it was given up meanwhile."""
         with self._mutex:
             self._running.discard(number)
             if not self._given_up:
@@ -151,31 +170,31 @@ class ReadThreads:
         self._closed = False
         self._owed: Counter[int] = Counter()  # reads that were given up and not answered, by disk
         self._mutex = threading.Lock()  # guards the three above
-        self._queue: queue.SimpleQueue[tuple[ReadBatch, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ReadBatch | None] = queue.SimpleQueue()
         self._bounces: list[Bounce] = []  # the one used last on top: it may be in the cache
 
-    def start(self, reads: Iterable[Read]) -> ReadBatch:
-        """Begin to perform ``reads``. Those of a disk that owes an answer fail at once."""
+    def start(self, reads: Iterable[Read] = ()) -> ReadBatch:
+        """Begin to perform ``reads``, in this order. Those of a disk that owes an answer fail at once."""
         with self._mutex:
             if not self._started and not self._closed:
                 self._started = True
                 for number in range(self._threads):
                     name = f"{self._name}-{number}"
                     threading.Thread(target=self._serve, name=name, daemon=True).start()
-        batch = ReadBatch(self, reads)
-        batch._begin_next()
-        time.sleep(0)  # lets go of the interpreter, so that they begin before their caller goes on
+        batch = ReadBatch(self)
+        for read in reads:  # each is on its way before the next one is made
+            if batch.add(read) < IN_FLIGHT:
+                time.sleep(0)  # lets go of the interpreter, so that a thread begins it
         return batch
 
-    def begin(self, batch: ReadBatch, number: int) -> None:
-        """For ``ReadBatch``: have a read performed."""
-        disk = batch.reads[number].disk
+    def refuses(self, disk: Disk) -> bool:
+        """For ``ReadBatch``: nothing may be asked of that disk now."""
         with self._mutex:
-            refused = self._closed or id(disk) in self._owed or self._owed.total() >= self._threads
-        if refused:
-            batch.end(number, OSError(f"{disk.path} does not answer"))
-        else:
-            self._queue.put((batch, number))
+            return self._closed or id(disk) in self._owed or self._owed.total() >= self._threads
+
+    def begin(self, batch: ReadBatch) -> None:
+        """For ``ReadBatch``: have one more thread perform what waits there."""
+        self._queue.put(batch)
 
     def keep(self, bounce: Bounce) -> None:
         """For ``ReadBatch``: a buffer is free again. More than a batch needs are not kept."""
@@ -191,9 +210,8 @@ class ReadThreads:
             self._closed = True
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            batch, number = item
-            if batch.begin(number):
+        while (batch := self._queue.get()) is not None:
+            while (number := batch.begin()) is not None:
                 self._perform(batch, number)
 
     def _perform(self, batch: ReadBatch, number: int) -> None:
