@@ -27,6 +27,7 @@ THREADS: Final = 4
 # Reads of one batch in flight on each disk. Large ones make a device as fast as it gets, and of few the first is done
 # early: devices serve those in flight alike, so that many would all be done in the end, with nothing left to overlap.
 IN_FLIGHT: Final = 2
+MORE_PER: Final = 8  # reads: one more in flight; of many parts the last ones are a small part
 AHEAD: Final = 8  # reads of one batch given to the threads and not handed out: each has a buffer
 SHAPES_MAX: Final = 16  # kinds of reads whose views a buffer keeps
 
@@ -130,7 +131,7 @@ class ReadBatch:
                 continue
             with self._mutex:
                 self._waiting.append(number)
-                more = self._at_work < IN_FLIGHT * len(self._disks)
+                more = self._at_work < IN_FLIGHT * len(self._disks) + len(self.reads) // MORE_PER
                 self._at_work += more
             if more:
                 self._threads.begin(self)

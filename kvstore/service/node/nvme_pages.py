@@ -42,7 +42,8 @@ from kvstore.tier.records import ExtentTable
 log = logging.getLogger("kvstore.nvme")
 
 THREADS, WRITES = 6, 3  # runs in work, and how many of them are written at a time: the others are copied and proven
-RUN_BYTES = 1 << 20  # of consecutive frames in one system call: larger pages go one by one
+RUN_BYTES = 1 << 20  # of consecutive frames that are looked at in one system call: larger pages go one by one
+COPY_BYTES = 4 << 20  # that are copied in one: each costs a disk's thread, and waits for the interpreter
 IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
 EMPTY = "empty"  # all zeros: nothing was ever written there
 
@@ -177,10 +178,13 @@ class NvmePages(NvmeStore):
         frame_class, header_bytes = target.frame_class, nvme_geometry.header_bytes(target.frame_class)
         with self._bounces.borrow(len(run) * nvme_geometry.stride_bytes(frame_class)) as buffer:
             slots = buffer.reshape(len(run), -1)
+            for part in _runs([pages[i].source for i in run], frame_class):
+                first = pages[run[part.start]].source
+                frames = frames_of(tables[first.extent])[first.frame : first.frame + len(part)]
+                copy(slots[part.start : part.stop, header_bytes:], frames)
+            slots[:, header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
             for slot, i in zip(slots, run, strict=True):
                 source, page = tables[pages[i].source.extent], pages[i]
-                copy(slot[header_bytes:], frames_of(source)[page.source.frame])
-                slot[header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
                 if not self._prove(i, slot, source, page, target, done):
                     slot[:header_bytes] = 0
             with self._writes[self._device(pages[run.start].target, tables)]:
@@ -372,7 +376,7 @@ def _is_sealed(table: ExtentTable, address: Address, state: FrameState = FrameSt
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
     """Places of consecutive frames, as many as one system call should take; consecutive in ``others``, too."""
-    most, start = max(1, RUN_BYTES // nvme_geometry.stride_bytes(frame_class)), 0
+    most, start = max(1, COPY_BYTES // nvme_geometry.stride_bytes(frame_class)), 0
     both = [addresses] if others is None else [addresses, others]
     for i in range(1, len(addresses) + 1):
         if i < len(addresses) and i - start < most:
