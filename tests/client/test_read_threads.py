@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvstore.client.local.read_threads import AHEAD, Bounce, Read, ReadBatch, ReadThreads
+from kvstore.client.local.read_threads import AHEAD, IN_FLIGHT, Bounce, Read, ReadBatch, ReadThreads
 from kvstore.model.replica import FrameClass
 from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import BLOCK_BYTES, Bytes, MemoryDisk
@@ -181,6 +181,19 @@ def test_no_more_is_begun_than_the_caller_can_take(threads: ReadThreads) -> None
         batch.recycle(bounce_of(batch))
     assert [outcome is not None for outcome in outcomes(batch)] == [False] * 2 * AHEAD + [True] * AHEAD
     assert sorted(disk.asked) == list(range(3 * AHEAD)), "each once"
+
+
+def test_few_reads_of_a_short_batch_are_in_flight_on_a_disk(answer: threading.Event) -> None:
+    """Though there are more threads; the first ones are done first, and another disk has as many of its own."""
+    threads, one, other = ReadThreads("deep", 4 * IN_FLIGHT), FakeDisk(answer), FakeDisk(answer)
+    batch = threads.start(one.blocks(IN_FLIGHT + 3))
+    wait_until(lambda: len(one.asked) == IN_FLIGHT)
+    assert batch._at_work == IN_FLIGHT and sorted(one.asked) == list(range(IN_FLIGHT))
+    batch.add(other.block(7))
+    assert batch._at_work == IN_FLIGHT + 1
+    answer.set()
+    assert outcomes(batch) == [*range(IN_FLIGHT + 3), 7]
+    threads.close()
 
 
 def test_a_long_batch_does_not_keep_others_waiting(threads: ReadThreads) -> None:
