@@ -17,7 +17,7 @@ from kvstore.catalog.connect import check_url, to_catalog
 from kvstore.catalog.presence import Presence
 from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
 from kvstore.config.daemon import ClusterConfig
-from kvstore.errors import DeadlineExceeded
+from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.serving import logs
 
 START_S: Final = 20.0
@@ -161,5 +161,13 @@ def host() -> str:
 
 
 def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Of addresses that a server listens at, those that another machine or process can be told."""
-    return tuple(each for each in addresses if not each.startswith("unix:"))
+    """Of addresses that a server listens at, those that another machine or process can be told.
+
+    Raises:
+        InvalidRequest: one means all addresses of this machine; others would find their own there.
+    """
+    found = tuple(each for each in addresses if not each.startswith("unix:"))
+    for each in found:
+        if each.rpartition(":")[0] in ("0.0.0.0", "[::]"):
+            raise InvalidRequest("listen", f"{each} is told to others of the pool: give an address that they reach")
+    return found

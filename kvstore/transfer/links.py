@@ -124,12 +124,18 @@ class PeerLinks:
         return taken
 
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
+        """Keep it for the next one. Those that nobody has used for long, of processes that are gone, are closed."""
+        now_s, old = time.monotonic(), list[DataConnection]()
         with self._lock:
+            for process in [name for name, idle in self._idle.items() if not idle or idle[-1][0] <= now_s - IDLE_S]:
+                old += [each for _, each in self._idle.pop(process)]
             idle = self._idle.setdefault(peer.process, [])
             if not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX:
-                idle.append((time.monotonic(), connection))
-                return
-        connection.close()
+                idle.append((now_s, connection))
+            else:
+                old.append(connection)
+        for each in old:
+            each.close()
 
     def lost(self, peer: PoolNode) -> None:
         """Nobody asks it until it answers again; its other connections are of no use either."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -103,7 +104,8 @@ class DataChild:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel, over a disk that hangs
+                    process.wait(STOP_S)
         elif found is not None and found.child:
             os.kill(found.pid, signal.SIGTERM)  # its lock is held, so it lives and the number is its own
 
