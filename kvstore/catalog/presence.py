@@ -29,6 +29,7 @@ class Presence:
         self._ttl_s = ttl_s
         self._wanted: dict[str, bytes] = {}
         self._written: dict[str, list[bytes]] = {}  # what we may have written under a key: the last two values
+        self._taken: set[str] = set()  # what somebody else had when we last looked
         self._session: Session | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -95,7 +96,7 @@ class Presence:
 
     async def _stays(self, session: Session) -> bool:
         """Wait for the session's end; False once it is lost or a wish is unwritten."""
-        if any(self._written.get(key, [None])[-1] != value for key, value in self._wanted.items()):
+        if self._taken or any(self._written.get(key, [None])[-1] != value for key, value in self._wanted.items()):
             return False
         try:
             await asyncio.wait_for(session.lost.wait(), RETRY_S)
@@ -118,7 +119,9 @@ class Presence:
         mine = self._written.setdefault(key, [])
         there = await self._catalog.get(key)
         if there is not None and there.value not in mine:
+            self._taken.add(key)
             raise Taken(key, there)
+        self._taken.discard(key)
         if there is not None and (there.session, there.value) == (session.id, value):
             return
         mine.append(value)

@@ -26,6 +26,7 @@ ASK_S: Final = 1.0
 def cluster(url: str, pool: str, as_json: bool) -> None:
     """Print the members of a pool."""
     nodes, engines, servers = asyncio.run(members_of(url, pool))
+    servers.sort(key=lambda each: each.name)
     told = {each.name: _asked(each, pool) for each in servers}
     if as_json:
         members = {
@@ -45,7 +46,7 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
 
 
 async def members_of(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineEntry], list[DataEntry]]:
-    """Who is in a pool. Raises Unavailable where the catalog does not answer."""
+    """Who is in a pool; of data servers the newest last. Raises Unavailable where the catalog does not answer."""
     access = configuration.load().node  # the environment says how to prove ourselves to etcd
     async with to_catalog(url, access) as catalog:
         nodes = await catalog.listing(schema.folder(pool, NodeEntry))
@@ -54,7 +55,7 @@ async def members_of(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineE
     return (
         schema.decode_all(NodeEntry, nodes.entries),
         schema.decode_all(EngineEntry, engines.entries),
-        schema.decode_all(DataEntry, servers.entries),
+        schema.decode_all(DataEntry, sorted(servers.entries, key=lambda each: each.revision)),
     )
 
 

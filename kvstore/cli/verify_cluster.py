@@ -17,6 +17,7 @@ from kvstore.cli.output import duration_text, print_json, print_table
 from kvstore.client.admin import AdminVerbs
 from kvstore.errors import KVStoreError
 from kvstore.model.prefix import Keys
+from kvstore.service.cluster.view import serving
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind
 
@@ -54,18 +55,23 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
         Unavailable: the catalog does not answer.
     """
     nodes, _, entries = asyncio.run(members_of(url, pool))
-    newest = {each.node: each for each in entries}  # of a node with several, an older one is perhaps dead
-    servers = [newest[name] for name in sorted(newest)]
+    read_from = serving(nodes, entries)
+    servers = [read_from[name] for name in sorted(read_from)]
     with ThreadPoolExecutor(min(ASKED_AT_A_TIME, len(servers)) or 1) as threads:
         reports = list(threads.map(lambda server: _verified(server, pool, timeout_s), servers))
     daemons = {each.name for each in nodes}
     findings = [
         f"{each.name}: the catalog lists no data server: nobody reads its pages"
         for each in nodes
-        if each.name not in newest
+        if each.name not in read_from
+    ]
+    findings += [
+        f"{each.node}: somebody else has that name, too: the data server at {', '.join(each.addresses)}"
+        for each in entries
+        if each.incarnation and each.incarnation != read_from[each.node].incarnation
     ]
     for report in reports:
-        findings += _findings(report, newest.keys(), report["node"] in daemons)
+        findings += _findings(report, read_from.keys(), report["node"] in daemons)
     if as_json:
         print_json({"catalog": url, "pool": pool, "clean": not findings, "nodes": reports, "findings": findings})
     else:

@@ -58,6 +58,11 @@ class PoolView:
     heard_s: float
     peers: dict[str, PoolNode]
 
+    def lists(self, incarnation: int) -> bool:
+        """Whether its own node, of that incarnation, is among them, and not another that has its name now."""
+        mine = self.peers.get(self.node)
+        return mine is not None and mine.incarnation in ("", f"{incarnation:016x}")
+
 
 def write(folder: NodeFolder, view: PoolView) -> None:
     """Replace the file: who reads it sees the old view or this one. Raises OSError where the folder is gone."""

@@ -15,13 +15,13 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.catalog.base import boot_s
-from kvstore.catalog.schema import DataEntry
+from kvstore.catalog.schema import DataEntry, NodeEntry
 from kvstore.errors import NodeUnavailable
 from kvstore.model.replica import Tier
 from kvstore.service.cluster import directory_shell, heard
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
-from kvstore.service.cluster.view import ViewKeeper
+from kvstore.service.cluster.view import ViewKeeper, serving
 from kvstore.service.node.node import Node
 from kvstore.state.directory import AGAIN, TIERS, Told
 from kvstore.state.searching import Stretch
@@ -63,6 +63,9 @@ class Members:
     @property
     def heard_s(self) -> float:
         return boot_s()
+
+    def nodes(self) -> list[NodeEntry]:
+        return []
 
     def data_servers(self) -> list[DataEntry]:
         return list(self.servers.values())
@@ -330,6 +333,22 @@ def test_chains_that_are_not_closed_are_pieced_together(machines: dict[str, Mach
         assert [each.stop for each in finder.find(keys[:end], 0, time.monotonic() + 30)] == [end]
         alone = finder.find(keys[:end], 0, time.monotonic() + 30, {machines["b"].name})
         assert [each.stop for each in alone] == [min(end, 40)]
+
+
+def test_of_several_data_servers_the_nodes_own_is_read_from() -> None:
+    def server(process: str, incarnation: str) -> DataEntry:
+        return DataEntry(name=f"n.{process}", process=process, node="n", incarnation=incarnation)
+
+    def chosen(*servers: DataEntry, node: str = "1") -> str:
+        nodes = [NodeEntry(name="n", process="", incarnation=node)] if node else []
+        return serving(nodes, servers)["n"].process
+
+    assert chosen(server("a", "1"), server("b", "1")) == "b", "the next one of the same node"
+    assert chosen(server("a", "1"), server("b", "2")) == "a", "it had the name before"
+    assert chosen(server("a", "2"), server("b", "1")) == "b"
+    assert chosen(server("a", "1"), server("b", "")) == "b", "it has not said yet whose it is"
+    assert chosen(server("a", "1"), server("b", "2"), node="") == "b", "nobody has the name: the newest"
+    assert chosen(server("a", "2")) == "a", "there is no other"
 
 
 def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class Announcer:
     def _follow(self, view: PoolView | None) -> None:
         """Take in what happened to pages, and where that is not enough, all of them."""
         its = self._announcing
-        its.members(view.peers if view is not None and self._name in view.peers else ())
+        its.members(view.peers if view is not None and view.lists(self._node.incarnation) else ())
         if not its.wants_pages:
             self._take_in(self._node.events.last)
             return

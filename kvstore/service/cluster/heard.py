@@ -63,7 +63,7 @@ class Heard:
             Unavailable: the node is stopping.
         """
         view = self._peers.look()
-        if view is None or self._name not in view.peers:
+        if view is None or not view.lists(self._node.incarnation):
             return {
                 "owners": {},
                 "reason": "the catalog lists no data server of this node: it tells nobody what it has",

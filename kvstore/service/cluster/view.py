@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Final, Protocol
 
-from kvstore.catalog.schema import DataEntry
+from kvstore.catalog.schema import DataEntry, NodeEntry
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.peers import PoolNode, PoolView
@@ -23,9 +24,30 @@ class Members(Protocol):
         """When the catalog last told something."""
         ...
 
+    def nodes(self) -> list[NodeEntry]:
+        """The nodes whose daemons live."""
+        ...
+
     def data_servers(self) -> list[DataEntry]:
         """The data servers that live, the newest last."""
         ...
+
+
+def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
+    """By node, the data server that its pages are read from.
+
+    Of several it is the newest: an older one is perhaps dead, and not forgotten yet. But where a name is a node's, a
+    data server of another incarnation is not that node's: somebody had the name before, and was cut off meanwhile.
+
+    Args:
+        servers: the newest last.
+    """
+    named = {each.name: each.incarnation for each in nodes}
+    found: dict[str, DataEntry] = {}
+    for each in servers:
+        if each.node not in found or not each.incarnation or each.incarnation == named.get(each.node, each.incarnation):
+            found[each.node] = each
+    return found
 
 
 class ViewKeeper:
@@ -39,9 +61,9 @@ class ViewKeeper:
 
     def refresh(self) -> None:
         """Write the file where it would say something else."""
-        found = {  # of a node with several the newest: an older one is perhaps dead, and not forgotten yet
-            each.node: PoolNode(each.node, each.process, each.incarnation, each.addresses, each.tls, each.host)
-            for each in self._members.data_servers()
+        found = {
+            name: PoolNode(name, each.process, each.incarnation, each.addresses, each.tls, each.host)
+            for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view
         if self._written and found == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
