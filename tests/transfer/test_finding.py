@@ -209,9 +209,11 @@ def test_a_node_without_its_data_server_is_found_nowhere(machines: dict[str, Mac
 def test_owners_that_do_not_answer_are_waited_for_once(
     machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = prompt(5, 100)
-    machines["a"].put(long)
-    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 100)], 30)
+    prompts = [prompt(50 + number, 100) for number in range(12)]  # c itself owns what is asked for of some
+    for each in prompts:
+        machines["a"].put(each)
+    for each in prompts:
+        wait_until("the owners know", lambda each=each: shape(machines["c"].find(each)) == [("a", 0, 100)], 30)
     asked: list[str] = []
     release = threading.Event()
 
@@ -224,11 +226,12 @@ def test_owners_that_do_not_answer_are_waited_for_once(
         server = machines[name].server
         assert server is not None
         server._handlers = {**server._handlers, FrameKind.FIND: partial(silent, machines[name].directory)}  # type: ignore[dict-item]
-    assert set(shape(machines["c"].find(long))) <= {("a", 0, stop) for stop in range(101)}
+    for each in prompts * 2:
+        assert set(shape(machines["c"].find(each))) <= {("a", 0, stop) for stop in range(101)}
     first = len(asked)
     assert 0 < first <= 2
-    for _ in range(20):
-        machines["c"].find(long)
+    for each in prompts * 2:
+        machines["c"].find(each)
     assert len(asked) == first, "they are known to be silent"
     release.set()
 
