@@ -74,6 +74,7 @@ def test_a_node_killed_while_it_is_written_to_is_sound(machine: Machine) -> None
         daemon = machine.processes[-1] if turn == 0 else serve(machine, dram="2MiB")
         workers = [machine.worker("put", "n", first=1000 * turn + 100 * n, count=100, pages=8) for n in range(2)]
         workers[0].wait_for("put", 3)
+        assert machine.connect("n").stats()["tiers"]["dram"]["pages"] > 0, "what is merely published no tier has"
         time.sleep(chance.random() / 4)
         daemon.kill()
         found = look(machine)

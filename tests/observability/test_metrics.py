@@ -245,7 +245,7 @@ def test_no_counter_goes_down(machine: Machine) -> None:
             put(ending, 100 + i, 8, salt=f"tenant-{i}")
             ending.cache(SMALL, salt=f"tenant-{i}").get(prompt(100 + i, 9))
         ending.close()
-        wait_until("the writer has put", lambda: killed.acknowledged(), 10)
+        wait_until("the writer has put", lambda: killed.acknowledged())
         killed.kill()
         store = machine.connect("m")
         evict_all(store)
