@@ -59,7 +59,7 @@ class EtcdCatalog(Catalog):
         except Unavailable as error:
             raise Unavailable(
                 f"{self.url}: {error}. Is etcd running there? Without one, --catalog file:PATH serves the daemons of "
-                "one machine"
+                "one machine, and --catalog memory a daemon by itself"
             ) from error
 
     async def close(self) -> None:

@@ -99,7 +99,7 @@ def test_two_nodes_of_one_name(catalog: str, machine: Machine, tmp_path: Path) -
 
 def test_a_catalog_that_is_not_there_is_named(machine: Machine) -> None:
     for url, says in (
-        ("etcd://127.0.0.1:1", "file:PATH"),
+        ("etcd://127.0.0.1:1", "--catalog file:PATH serves the daemons of one machine, and --catalog memory"),
         ("redis://x", "catalog: is memory, file:PATH or etcd"),
         ("file:relative", "PATH is absolute"),
         ("file:/dev/null", "catalog"),
