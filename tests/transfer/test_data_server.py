@@ -23,7 +23,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.transfer.pulling import Pulled, pull
 from kvstore.transfer.reading import ReadRequest, WantedChain
 from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import Hello
+from kvstore.transfer.wire import FrameKind, Hello
 from tests.helpers.content import SMALL, chain, contents, first_wrong
 from tests.helpers.processes import CLI, Daemon, Machine, put, stopped, wait_until
 
@@ -165,6 +165,35 @@ def test_one_of_its_own_is_taken_as_it_is(machine: Machine, catalog: str) -> Non
     second = machine.run("data", "--node", "n")
     assert second.returncode == 1 and "has a data server already" in second.stderr
     assert own.terminate() == 0
+
+
+def test_readers_that_take_nothing_cost_no_memory(machine: Machine, catalog: str) -> None:
+    """Many ask for much and read nothing of it, and vanish: others are served, and the server grows by no reply."""
+    _, store = serve(machine, catalog)
+    pages, readers, asked = 600, 40, 3
+    put(store, 1, pages)
+    server = living(machine)
+    assert read(server, pages).pages == pages
+    before = private_bytes(server.pid)
+    wanted = WantedChain(SMALL.fingerprint, "", "", SHAPE, True)
+    request = b"".join(ReadRequest(wanted, chain(1, pages), 0, SMALL.page_bytes).pack())
+    deadline_s, hello = time.monotonic() + LATE_S, Hello(process=server.process)
+    slow = [DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=LATE_S) for _ in range(readers)]
+    for each in slow:
+        for _ in range(asked):
+            each.send(FrameKind.READ, request, deadline_s=deadline_s)
+    assert read(server, pages).pages == pages
+    grown = private_bytes(server.pid) - before
+    assert grown < readers * asked * pages * SMALL.page_bytes / 10, f"{grown} bytes more"
+    for each in slow:
+        each.close()
+    assert read(server, pages).pages == pages and living(machine) == server
+
+
+def private_bytes(pid: int) -> int:
+    """Memory of its own that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
 
 
 def test_it_ends_with_the_nodes_folder(machine: Machine, catalog: str) -> None:
