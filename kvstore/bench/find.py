@@ -28,7 +28,7 @@ from kvstore.model.prefix import Keys
 from kvstore.state.directory import Directory, Told
 from kvstore.tier.data_file import find_data_server
 from kvstore.tier.folder import NodeFolder
-from kvstore.transfer.find_messages import pack_announce, unpack_announce
+from kvstore.transfer.find_messages import pack_announce, unpack_announce, unpack_announced
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello
 
@@ -141,6 +141,29 @@ def directory(stage: Stage, name: str, bar: Bar) -> list[Result]:
         result(name, Kind.COUNT, sizes, bar=bar, details={"entries": pages}),
         result(f"{name}.told_per_s", Kind.COUNT, rates),
     ]
+
+
+def announce(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """Entries per second that one owner takes in over its data connection, as its data server serves it."""
+    stage.clear()
+    pages = 100_000 if stage.settings.quick else 1_000_000
+    keys = np.random.default_rng(2).integers(0, 1 << 63, pages).astype(np.uint64)
+    rates = []
+    with ExitStack() as scene:
+        room = stage.settings.extent_bytes
+        daemon = scene.enter_context(pool(stage, scene, [room]))[0]
+        connection = scene.enter_context(closing(data_connection(daemon)))
+        for turn in range(stage.settings.rounds):
+            began_s = time.perf_counter()
+            for number, start in enumerate(range(0, pages, BATCH)):
+                part = keys[start : start + BATCH]
+                body = pack_announce(Told("bench", 1 + turn, number, part, np.ones(len(part), np.uint8), number == 0))
+                deadline_s = time.monotonic() + DEADLINE_S
+                reply = connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
+                if unpack_announced(reply) != number + 1:
+                    raise BenchFailed(f"batch {number} was not taken in")
+            rates.append(pages / (time.perf_counter() - began_s))
+    return [result(name, Kind.RATE, rates, bar=bar, details={"entries": pages})]
 
 
 def converge(stage: Stage, name: str, bar: Bar) -> list[Result]:

@@ -15,6 +15,7 @@ from typing import Any
 from kvstore.bench import (
     evict,
     find,
+    flatness,
     get,
     grpc,
     hostile,
@@ -150,6 +151,13 @@ _ROWS = (
         "bytes per entry of an owner who was told of a million pages",
         Bar(32, at_least=False, of_ratio=False, unit="B"),
         find.directory,
+    ),
+    Row("announce_1m", "entries per second that an owner is told over TCP", None, find.announce),
+    Row(
+        "flatness_64",
+        "messages of the directory per get, 64 nodes / 2; .get_bytes, .put_bytes",
+        _at_most(2),
+        flatness.flatness,
     ),
     Row(
         "converge_100k",

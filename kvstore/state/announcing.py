@@ -24,7 +24,15 @@ from kvstore.state.directory import AGAIN, GONE, Marks, Told
 from kvstore.state.placement import Placement
 
 BATCH_PAGES: Final = 4096
+LOOK_S: Final = 0.05  # between two looks for news ...
+OWNERS_PER_LOOK: Final = 16  # ... where there are no more owners than this; see ``pause_s``
 QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more it is told anew when it answers again
+
+
+def pause_s(owners: int) -> float:
+    """Between two looks for news. Where many owners are to be told each is told less often, and more at a time: the
+    more there are the fewer messages of one put could go together."""
+    return LOOK_S * max(1.0, owners / OWNERS_PER_LOOK)
 
 
 class Entries(NamedTuple):
@@ -119,7 +127,7 @@ class Announcing:
 
     def changed(self, pages: Entries) -> None:
         """These pages came and went, in this order."""
-        for name, mine in self._placement.owned(pages.spans).items():
+        for name, mine in self._placement.shares(pages.spans):
             self._owners[name].add(pages.fingerprints[mine], pages.marks[mine])
 
     def batch(self, name: str, idle: bool = False) -> Told | None:

@@ -7,7 +7,7 @@ spans that it owned, or owns now, change hands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -50,6 +50,15 @@ class Placement:
                 missing = spans
             known.update(zip(missing, map(tuple, self.owners(np.array(missing, np.uint64)).tolist()), strict=True))
         return [known[span] for span in spans]
+
+    def shares(self, spans: Fingerprints) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Whoever owns some of these spans, and the places of those, ascending."""
+        owners = self.owners(spans)
+        flat = owners.ravel()
+        order = flat.argsort(kind="stable")
+        edges = np.flatnonzero(np.diff(flat[order])) + 1
+        for part in np.split(order, edges) if len(order) else ():
+            yield self.nodes[flat[part[0]]], part // owners.shape[1]
 
     def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
         """By node, which of these spans it owns."""

@@ -55,20 +55,6 @@ def test_two_owners_who_share_evenly_and_move_little() -> None:
     assert Placement([]).owners(spans[:3]).shape == (3, 0)
 
 
-def test_no_owner_has_much_more_than_its_share_where_all_begin_alike() -> None:
-    """Conversations that share their first page and then branch: the busiest owner of eight, in pages and in asks."""
-    draw = random.Random(3)
-    placement = Placement(f"n{number}" for number in range(8))
-    shared = keys_of_chain(draw, 1)
-    pages, asks = np.zeros(8), np.zeros(8)
-    for _ in range(400):
-        spans = spans_of(shared + keys_of_chain(draw, draw.randrange(1, 150)), 0, 0)
-        owners = placement.owners(np.array(spans, np.uint64))
-        pages += np.bincount(owners[1:].ravel(), minlength=8)
-        asks += np.bincount(np.unique(owners[:, 0]), minlength=8)
-    assert pages.max() <= 2 * pages.mean() and asks.max() <= 2 * asks.mean()
-
-
 def entries(told: dict[tuple[int, Tier], bool]) -> tuple[np.ndarray, np.ndarray]:
     marks = [TIERS.index(tier) | (0 if there else GONE) for (_, tier), there in told.items()]
     return np.array([page << 16 for page, _ in told], np.uint64), np.array(marks, np.uint8)

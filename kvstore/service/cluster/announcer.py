@@ -18,7 +18,7 @@ from kvstore.model.span import fingerprint, fingerprints
 from kvstore.service.node.event_log import CLEARED, STORED, PageEvent
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
-from kvstore.state.announcing import Announcing, Entries
+from kvstore.state.announcing import Announcing, Entries, pause_s
 from kvstore.state.directory import GONE, TIERS, Told
 from kvstore.state.node_state import NodeState
 from kvstore.transfer.find_messages import pack_announce, unpack_announced
@@ -26,7 +26,6 @@ from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
 from kvstore.transfer.wire import FrameKind
 
-LOOK_S: Final = 0.05  # between looks for news
 IDLE_S: Final = 1.0  # an owner that was told nothing for so long is told that
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
@@ -75,7 +74,8 @@ class Announcer:
             with contextlib.suppress(Unavailable):  # the node is stopping
                 self._follow(view)
             sent = self._tell(view) if view is not None else 0
-            self._stopping.wait(sent / PAGES_PER_S if self._announcing.queued else LOOK_S)
+            its = self._announcing
+            self._stopping.wait(sent / PAGES_PER_S if its.queued else pause_s(len(its.owners)))
 
     def _follow(self, view: PoolView | None) -> None:
         """Take in what happened to pages, and where that is not enough, all of them."""
