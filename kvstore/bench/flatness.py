@@ -28,7 +28,7 @@ TURNS = 2
 GETS = 3000
 
 
-class Pool:
+class CountedPool:
     """Nodes that tell each other what they put, and find it.
 
     Attributes:
@@ -95,9 +95,9 @@ class Pool:
         return self.counts[f"{what} {unit}"] / self.counts[f"{what}s"]
 
 
-def played(nodes: int, seed: int, turns: int = TURNS, gets: int = GETS) -> Pool:
+def played(nodes: int, seed: int, turns: int = TURNS, gets: int = GETS) -> CountedPool:
     """A pool of so many nodes after some puts and gets."""
-    pool = Pool(nodes, seed)
+    pool = CountedPool(nodes, seed)
     for _ in range(turns):
         pool.turn(PUTS_PER_S)
     for _ in range(gets):
