@@ -23,7 +23,7 @@ from kvstore.client.local.node import Mapped
 from kvstore.client.local.stored import named_pages, stored_pages
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
+from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, IDENTITY_HEAD_BYTES, KEY_BYTES, FrameState
 from kvstore.model.shard import Shard
 from kvstore.rpc.control import BATCH_MAX
 from kvstore.tier.counters import REUSE_SAMPLED, SessionCounters
@@ -33,7 +33,8 @@ from kvstore.tier.index import IndexDamaged
 _SEALED = int(FrameState.SEALED)
 _SEALED_BYTE = bytes([_SEALED])
 _unpack_address = struct.Struct("<IIQ").unpack_from
-_pack_word = struct.Struct("<Q").pack
+_WORD = struct.Struct("<Q")
+_pack_word = _WORD.pack
 
 
 class Run(NamedTuple):
@@ -52,11 +53,8 @@ class Run(NamedTuple):
 
     def addresses(self) -> bytes:
         """The pages' addresses, end to end as requests carry them."""
-        packed = np.empty(self.length, ADDRESS_DTYPE)
-        packed["extent"] = self.extent.number
-        packed["frame"] = np.arange(self.frame, self.frame + self.length)
-        packed["generation"] = np.frombuffer(self.words, np.uint64) >> np.uint64(8)
-        return packed.tobytes()
+        pack, number, words = ADDRESS.pack, self.extent.number, _WORD.iter_unpack(self.words)
+        return b"".join([pack(number, frame, word >> 8) for frame, (word,) in enumerate(words, self.frame)])
 
 
 def address_parts(runs: list[Run]) -> list[bytes]:
