@@ -191,13 +191,13 @@ def pieces_of(shape: FrameClass, offset: int, length: int) -> int:
 
 def sums_of(rows: npt.NDArray[np.uint8], pieces: int) -> Sums:
     """Checksums of each piece of each of these rows, ``[rows, pieces]``."""
-    digest = xxhash.xxh3_64_intdigest
+    digest, count = xxhash.xxh3_64_intdigest, rows.shape[0] * pieces
     if rows.flags.c_contiguous:
-        parts = rows.reshape(rows.shape[0] * pieces, -1)
-        sums = [digest(part.data) & 0xFFFFFFFF for part in parts]
+        sums = np.fromiter(map(digest, rows.reshape(count, -1)), np.uint64, count)
     else:
-        sums = [digest(part.data) & 0xFFFFFFFF for row in rows for part in row.reshape(pieces, -1)]
-    return np.array(sums, "<u4").reshape(rows.shape[0], pieces)
+        parts = (part for row in rows for part in row.reshape(pieces, -1))
+        sums = np.fromiter(map(digest, parts), np.uint64, count)
+    return sums.astype("<u4").reshape(rows.shape[0], pieces)  # the low half of each
 
 
 def _split(data: bytes) -> list[bytes]:
