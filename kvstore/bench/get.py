@@ -168,11 +168,11 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
             peer.send("locate", work=stored.work.to_json())
         for peer in peers:
             peer.answer()
-        read = partial(_both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
+        read = partial(both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
         for turn in range(settings.rounds):
             for i in range(len(VERBS)):
                 variant = VERBS[(i + turn) % len(VERBS)]
-                rounds[variant].append(read(variant))
+                rounds[variant].append(speed_of(read(variant)))
     best = max(MEMCPYS, key=lambda variant: float(np.median(rounds[variant])))
     return [
         result(
@@ -187,10 +187,14 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
     ]
 
 
-def _both(peers: list[PeerProcess], chains: int, duration_s: float, variant: str) -> float:
-    """The sum of both processes' speeds, bytes/s."""
+def both(peers: list[PeerProcess], chains: int, duration_s: float, variant: str) -> list[dict[str, Any]]:
+    """Have both processes read at once; what each did."""
     start_ns = time.monotonic_ns() + LEAD_NS
     for i, peer in enumerate(peers):  # half the pool apart, so that no one warms the cache for the other
         peer.send("read", variant=variant, start_ns=start_ns, duration_s=duration_s, first=i * chains // 2)
-    answers = [peer.answer() for peer in peers]
+    return [peer.answer() for peer in peers]
+
+
+def speed_of(answers: list[dict[str, Any]]) -> float:
+    """The sum of their speeds, bytes/s."""
     return float(sum(answer["bytes"] / answer["seconds"] for answer in answers))

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from kvstore.bench import nvme
 from kvstore.bench.content import BenchWork, Content, Rows
-from kvstore.bench.get import walk
+from kvstore.bench.get import PHASE_S, both, speed_of, walk
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.plain_sender import REQUEST_BYTES
-from kvstore.bench.processes import cpu_s, environment
+from kvstore.bench.processes import PeerProcess, cpu_s, environment
 from kvstore.bench.stage import Stage
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
@@ -227,6 +229,35 @@ def _measure(stage: Stage, reading: RemoteReading, child: Child, name: str, bar:
             "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
         },
     )
+
+
+def two_readers(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
+    """Two processes that read over TCP from one data server at the same time, and two that receive from a plain sender
+    each; the sums of their speeds, and what processor time a reader and the data server take."""
+    stored, settings = stage.stored(geometry), stage.settings
+    rounds: dict[str, list[float]] = {variant: [] for variant in ("ours", *PLAINS)}
+    readers_s = server_s = volume = 0.0
+    with ExitStack() as scene:
+        child, address = scene.enter_context(data_server(stage, stored.daemon.name))
+        peers = [scene.enter_context(PeerProcess(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
+        for peer in peers:
+            port = scene.enter_context(plain_sender(stored.work))
+            peer.ask("reach", work=stored.work.to_json(), address=address, port=port)
+        read = partial(both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
+        for turn in range(settings.rounds):
+            for variant in list(rounds)[turn % 3 :] + list(rounds)[: turn % 3]:
+                before_s = cpu_s(child.pid)
+                answers = read(variant)
+                rounds[variant].append(speed_of(answers))
+                if variant == "ours":
+                    readers_s += sum(answer["cpu_s"] for answer in answers)
+                    server_s += cpu_s(child.pid) - before_s
+                    volume += sum(answer["bytes"] for answer in answers) / 1e9
+    best = max(PLAINS, key=lambda variant: statistics.median(rounds[variant]))
+    what = f"plain sockets in two processes, {best}"
+    spent = {"reader": readers_s / volume, "data_server": server_s / volume}
+    details = {"batch_pages": stored.work.pages, "page_bytes": stored.work.layout.page_bytes, "cpu_s_per_gb": spent}
+    return [result(name, Kind.SPEED, rounds["ours"], rounds[best], bar=bar, limit_is=what, details=details)]
 
 
 def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[str, float]:

@@ -136,6 +136,12 @@ _ROWS = (
         )
         for size, text, bar in (("2m", "2 MiB", 0.8), ("256k", "256 KiB", 0.8), ("64k", "64 KiB", 0.6))
     ),
+    Row(
+        "remote_two_readers",
+        "two processes: get over TCP from one node, 2 MiB / plain sockets",
+        None,
+        partial(remote.two_readers, geometry="2m"),
+    ),
     *(
         Row(
             f"remote_get_nvme_{size}",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -191,7 +191,8 @@ def pieces_of(shape: FrameClass, offset: int, length: int) -> int:
 
 def sums_of(rows: npt.NDArray[np.uint8], pieces: int) -> Sums:
     """Checksums of each piece of each of these rows, ``[rows, pieces]``."""
-    digest, count = xxhash.xxh3_64_intdigest, rows.shape[0] * pieces
+    digest: Any = xxhash.xxh3_64_intdigest  # takes arrays, too
+    count = rows.shape[0] * pieces
     if rows.flags.c_contiguous:
         sums = np.fromiter(map(digest, rows.reshape(count, -1)), np.uint64, count)
     else:
