@@ -20,6 +20,7 @@ from kvstore.bench.remote import RemoteReading
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError, NodeUnavailable
+from kvstore.tier.data_file import DataServerAt
 
 
 class PeerVerbs:
@@ -49,10 +50,10 @@ class PeerVerbs:
         self._reading.verify()
         return {}
 
-    def reach(self, work: dict[str, Any], address: str, port: int) -> dict[str, Any]:
+    def reach(self, work: dict[str, Any], server: dict[str, Any], port: int) -> dict[str, Any]:
         """Get ready to read these chains over TCP: from that data server, and from that plain sender."""
         job = BenchWork(**work)
-        self._reading = RemoteReading(self._store.cache(job.layout), job, address, port)
+        self._reading = RemoteReading(self._store.cache(job.layout), job, DataServerAt(**server), port)
         self._reading.verify()
         return {}
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -238,11 +239,11 @@ def two_readers(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list
     rounds: dict[str, list[float]] = {variant: [] for variant in ("ours", *PLAINS)}
     readers_s = server_s = volume = 0.0
     with ExitStack() as scene:
-        child, address = scene.enter_context(data_server(stage, stored.daemon.name))
+        child, server = scene.enter_context(data_server(stage, stored.daemon.name))
         peers = [scene.enter_context(PeerProcess(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
         for peer in peers:
             port = scene.enter_context(plain_sender(stored.work))
-            peer.ask("reach", work=stored.work.to_json(), address=address, port=port)
+            peer.ask("reach", work=stored.work.to_json(), server=asdict(server), port=port)
         read = partial(both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
         for turn in range(settings.rounds):
             for variant in list(rounds)[turn % 3 :] + list(rounds)[: turn % 3]:
