@@ -38,6 +38,7 @@ from kvstore.state.policy_worth import BINS, CLASSES, Bins, WorthLedger, age_wor
 SAMPLE = 1024
 BATCH = 16  # of a sample, so many are the next to go ...
 SMALL_SHARE = 16  # ... and of a small one, one in so many
+NEAR = 8  # with hints: of so many times as many lowest pages each owner's are looked for first
 YOUNG_SHARE = 8  # one leaf in so many, those used last, stays whatever is known of its like
 EVICTIONS_PER_TABLE = 512
 LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
@@ -75,6 +76,21 @@ def step_of(position: int) -> int:
 
 def _lowest(worth: Worths, count: int) -> Places:
     return worth.argpartition(count - 1)[:count]
+
+
+def _of_owners(owners: Slots, worth: Worths, losses: Counter[int], most: int) -> Places:
+    """Of the ``most`` lowest pages so many of each owner as it is to lose, the lowest first; fewer where they are too
+    few of it."""
+    near = _lowest(worth, most)
+    near = near[worth[near].argsort()]
+    left, found, count = dict(losses), list[int](), losses.total()
+    for place, owner in zip(near.tolist(), owners[near].tolist(), strict=True):
+        if left.get(owner, 0):
+            left[owner] -= 1
+            found.append(place)
+            if len(found) == count:
+                break
+    return np.array(found, np.intp)
 
 
 def _step_in(word: int) -> int:
@@ -329,13 +345,12 @@ class Gittins:
         if not hints.any():
             return _lowest(worth, count)
         owners = np.frombuffer(self._owner, np.uint32)[slots]
-        weighed = worth * _WEIGHTS[np.where(ages <= _WEIGH_MS[hints], hints, 0)]
+        weighed = worth * _WEIGHTS.take(np.where(ages <= _WEIGH_MS.take(hints), hints, 0))
         if (owners == owners[0]).all():
             return _lowest(weighed, count)
-        order = weighed.argsort()
-        lowest_first = owners[order]
-        quotas = Counter(owners[_lowest(worth, count)].tolist()).items()
-        return np.concatenate([order[(lowest_first == owner).nonzero()[0][:count]] for owner, count in quotas])
+        losses = Counter(owners[_lowest(worth, count)].tolist())
+        near = _of_owners(owners, weighed, losses, min(NEAR * count, len(slots)))
+        return near if len(near) == count else _of_owners(owners, weighed, losses, len(slots))
 
     def _since_base(self, time_ms: int) -> int:
         """Milliseconds since the base, as 32 bits hold them."""
