@@ -295,8 +295,6 @@ class ChunkWriter:
             if len(self._layers) == 1 and self._pool.codec is None:
                 self._source = self._layers[0]
             self._count = self._stop - first
-            if self._pool._mapped:
-                self._stored()  # before frames are asked for: see ``stored``
             keys = keys_to_store(self._cache, work, first, self._stop)
             writer = self._cache.writer(keys, ttl_s=WRITE_TTL_S)
             writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk

@@ -6,14 +6,24 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvstore import Match, Store
+from kvstore.client.local import elsewhere
 from kvstore.tier.data_file import find_data_server
 from kvstore.tier.folder import NodeFolder
+from kvstore.transfer import finding
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.processes import Daemon, Machine, wait_until
 
 PAGES = 60
+
+
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence means death later: for tests of what is brought, on machines where half a second is nothing."""
+    monkeypatch.setattr(elsewhere, "SILENCE_S", 3.0)
+    monkeypatch.setattr(elsewhere, "LOSS_S", 10.0)
+    monkeypatch.setattr(finding, "OWNER_S", 3.0)
 
 
 class Pool:

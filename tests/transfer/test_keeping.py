@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +14,18 @@ from kvstore import Store
 from kvstore.client.local.arriving import ArrivingPages, Bringer
 from kvstore.client.local.brought import BroughtBefore
 from kvstore.client.local.cache import LocalCache
+from kvstore.client.prefix_cache import PrefixCache
 from kvstore.tier.folder import NodeFolder
 from tests.helpers.content import SMALL, chain, contents, first_wrong, layer_of, prompt
-from tests.helpers.pool import PAGES, Pool
+from tests.helpers.pool import PAGES, Pool, patient
 from tests.helpers.processes import Machine, check_laws, put, wait_until
 
 LATE_S = 30.0
 
 
 @pytest.fixture
-def pool(machine: Machine, tmp_path: Path) -> Iterator[Pool]:
+def pool(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    patient(monkeypatch)
     yield Pool(machine, f"file:{tmp_path / 'catalog'}")
 
 
@@ -46,14 +49,20 @@ def test_pages_that_are_brought_twice_stay(pool: Pool) -> None:
     check_laws(pool.stores["c"])
 
 
+def leased(cache: PrefixCache, seed: int) -> int:
+    """How many pages a lease gets; on a slow machine it may be some of them."""
+    with cache.lease(prompt(seed, PAGES)) as lease:
+        return lease.match.pages
+
+
 def test_a_lease_a_reader_and_a_shard_have_pages_of_other_nodes(pool: Pool) -> None:
     for seed in (1, 2, 3, 4):
         put(pool.stores["a"], seed, PAGES)
         put(pool.stores["c"], seed, 7)
         pool.known("c", seed)
     cache = pool.stores["c"].cache(SMALL)
+    wait_until("a lease brings them here", lambda: leased(cache, 1) == PAGES)
     with cache.lease(prompt(1, PAGES)) as lease:
-        assert lease.match.pages == PAGES
         assert first_wrong(np.stack(lease.pages), contents(chain(1, PAGES))) == ""
     reader = cache.reader(prompt(2, PAGES))
     for layer in range(SMALL.layers):
@@ -67,41 +76,34 @@ def test_a_lease_a_reader_and_a_shard_have_pages_of_other_nodes(pool: Pool) -> N
     check_laws(pool.stores["c"])
 
 
-def test_several_threads_that_want_the_same_pages_bring_them_once(pool: Pool) -> None:
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_programs_that_want_the_same_pages_bring_them_once(pool: Pool, sessions: int) -> None:
+    """Threads of one session, and sessions as processes have. On a slow machine a lease may get them in parts."""
     put(pool.stores["a"], 1, PAGES)
     pool.known("c", 1)
-    cache, found = pool.stores["c"].cache(SMALL), []
-
-    def lease() -> None:
-        with cache.lease(prompt(1, PAGES)) as held:
-            found.append((held.match.pages, first_wrong(np.stack(held.pages), contents(chain(1, PAGES)))))
-
-    threads = [threading.Thread(target=lease) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LATE_S)
-    assert found == [(PAGES, "")] * 6
-    assert pool.stores["a"].stats()["clients"]["hit_dram"] == PAGES, "what its data server has sent"
-
-
-def test_several_programs_of_a_machine_that_want_the_same_pages_bring_them_once(pool: Pool) -> None:
-    put(pool.stores["a"], 1, PAGES)
-    pool.known("c", 1)
-    found = []
+    wrong: list[str] = []
+    full: list[int] = []
 
     def lease(store: Store) -> None:
-        with store.cache(SMALL).lease(prompt(1, PAGES)) as held:
-            found.append((held.match.pages, first_wrong(np.stack(held.pages), contents(chain(1, PAGES)))))
+        late_s = time.monotonic() + LATE_S
+        while time.monotonic() < late_s:
+            with store.cache(SMALL).lease(prompt(1, PAGES)) as held:
+                pages = held.match.pages
+                if pages and (how := first_wrong(np.stack(held.pages), contents(chain(1, PAGES))[:pages])):
+                    wrong.append(how)
+            if pages == PAGES:
+                full.append(pages)
+                return
 
-    stores = [pool.machine.connect("c") for _ in range(3)]  # a session each, as processes have
-    threads = [threading.Thread(target=lease, args=(store,)) for store in stores]
+    stores = [pool.machine.connect("c") for _ in range(sessions)]
+    threads = [threading.Thread(target=lease, args=(stores[i % sessions],)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LATE_S)
-    assert found == [(PAGES, "")] * 3
-    assert pool.stores["a"].stats()["clients"]["hit_dram"] == PAGES, "what its data server has sent"
+        thread.join(2 * LATE_S)
+    assert not wrong and full == [PAGES] * 6
+    # What its data server has sent. A page comes twice only where its first transfer was too slow to be waited for.
+    assert PAGES <= pool.stores["a"].stats()["clients"]["hit_dram"] < 2 * PAGES
 
 
 def test_a_program_that_stands_still_while_it_brings_pages(pool: Pool) -> None:

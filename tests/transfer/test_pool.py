@@ -15,7 +15,7 @@ import pytest
 from kvstore.client.local.cache import LocalCache
 from kvstore.model.replica import Tier
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
-from tests.helpers.pool import PAGES, Pool
+from tests.helpers.pool import PAGES, Pool, patient
 from tests.helpers.processes import Machine, evict_all, put, stopped, wait_until
 
 
@@ -24,7 +24,8 @@ def catalog_in(folder: Path) -> str:
 
 
 @pytest.fixture
-def pool(machine: Machine, tmp_path: Path) -> Iterator[Pool]:
+def pool(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    patient(monkeypatch)
     yield Pool(machine, catalog_in(tmp_path))
 
 

@@ -181,9 +181,12 @@ class LocalPut(PendingPut):
         Raises NodeUnavailable or DeadlineExceeded where the node does not answer.
         """
         pool, count, purpose = self._pool, len(self._keys) - page, self._purpose(page)
-        frames, deadline = pool.take(count), time.monotonic() + self._mapped.timeout_s
+        deadline = time.monotonic() + self._mapped.timeout_s  # also of frames that were asked for ahead
+        frames = pool.take(count)
         try:
             while missing := count - len(frames):
+                if time.monotonic() >= deadline:
+                    raise NodeUnavailable(f"{missing} frames were not granted in time")
                 more = pool.wait_granted(pool.ask(missing, purpose), missing, purpose, deadline)
                 if not more:
                     break

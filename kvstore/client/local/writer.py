@@ -97,11 +97,15 @@ class LocalWriter(Writer):
         keys, publisher = self._keys, mapped.channel.publisher
         if not self._alone or publisher is None or not LocalPut.may_publish(mapped, keys.root):
             return False
+        began_s = time.monotonic()
         page, last = stored_or_published(mapped, keys, self._layout.attention == "full")
         if last is not None:
             mapped.dram.mark_used(last)
         if page == len(keys):
             return True
+        if time.monotonic() - began_s > self._node.timeout_s / 2:
+            # It was asked what others have published, in vain or nearly so. Frames would be waited for as long again.
+            raise NodeUnavailable(f"{self._node.name}: no answer in time")
         put = LocalPut(mapped, keys, self._class, publishes=True)
         if publisher.slot < 0 or not put.hangs(publisher, page):
             return False
