@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, quickest, result, speeds
+from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import MIB, RunSettings, Stage
 from kvstore.client.connect import connect
 from kvstore.client.local.grants import AHEAD_BYTES_MAX, AHEAD_FRAMES_MAX
@@ -26,6 +28,9 @@ AHEAD_SHARE = 8  # a client may hold such a part of all frames before it needs t
 STEPS_BATCH = 96  # per round, at most: 32 of each variant
 STEPS_ONE_PAGE = 1500
 SEED = 5
+
+PERCENTILES = (50, 99, 99.9)
+CPU_BYTES = 1 << 30  # are put while processors are watched
 
 LIMITS = ("memmove_per_page", "copy_whole")
 
@@ -86,6 +91,21 @@ class PutBench:
         self._last = given[0]
         return self.cache.put(given[0], self.source)
 
+    def cpu_s_per_gb(self, daemon: Daemon) -> dict[str, float]:
+        """Processor seconds per GB put: of this process while it puts, and of the daemon. Nothing else is timed then.
+
+        The daemon's are counted in ticks of the kernel, 10 ms."""
+        puts = max(1, CPU_BYTES // (self.pages * self.layout.page_bytes))
+        client_s, before_s = 0.0, daemon.cpu_s()
+        for _ in range(puts):
+            given = self.prepare(0)
+            began_s = time.process_time()
+            self.check("put", self.put(given))
+            client_s += time.process_time() - began_s
+        daemon_s = daemon.cpu_s() - before_s
+        gb = puts * self.pages * self.layout.page_bytes / 1e9
+        return {"client": client_s / gb, "daemon": daemon_s / gb}
+
     def memmove_per_page(self, given: tuple[Keys, Rows]) -> None:
         """Limit: one call per page."""
         memmove, size = ctypes.memmove, self.layout.page_bytes
@@ -142,7 +162,7 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
     settings = stage.settings
     lines = []
     with ExitStack() as scene:
-        writing, pool_bytes = _writing(stage, scene, geometry, pages)
+        writing, daemon, pool_bytes = _writing(stage, scene, geometry, pages)
         writing.fill(pool_bytes)
         # A third of the steps puts; what is granted ahead stays free.
         frames = pool_bytes // writing.layout.page_bytes
@@ -157,6 +177,7 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
             seconds = alternate(variants, steps, settings.rounds, writing.prepare, writing.check, before)
             writing.verify()
             lines.append(_line(f"{name}.full" if full else name, kind, None if full else bar, writing, seconds))
+        lines[-1].details["cpu_s_per_gb"] = writing.cpu_s_per_gb(daemon)
     return lines
 
 
@@ -169,6 +190,7 @@ def _line(name: str, kind: Kind, bar: Bar | None, writing: PutBench, seconds: di
         "page_bytes": writing.layout.page_bytes,
         "frames": "free and warm" if bar is not None else "pool is full: every put evicts as much as it stores",
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
+        "put_seconds": {f"p{share:g}": float(np.percentile(np.concatenate(ours), share)) for share in PERCENTILES},
     }
     return result(
         name,
@@ -181,14 +203,14 @@ def _line(name: str, kind: Kind, bar: Bar | None, writing: PutBench, seconds: di
     )
 
 
-def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[PutBench, int]:
-    """A node of its own for a row that writes, and how large its pool is."""
+def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[PutBench, Daemon, int]:
+    """A node of its own for a row that writes, its daemon, and how large its pool is."""
     settings = stage.settings
     pool_bytes, area_bytes = _sizes(settings)
     daemon = stage.daemon(scene, pool_bytes)
     area = scene.enter_context(SharedArea(settings.shm_dir, area_bytes))
     store = scene.enter_context(connect(daemon.name))
-    return PutBench(store, geometry, pages, area), pool_bytes
+    return PutBench(store, geometry, pages, area), daemon, pool_bytes
 
 
 def _sizes(settings: RunSettings) -> tuple[int, int]:

@@ -214,9 +214,9 @@ class SocketChannel:
                 reply._state = _NEW
 
     def _connect(self, deadline: float, once: bool) -> socket.socket:
-        """A connection that has said HELLO. Retries until the deadline, for the daemon may be restarting.
-        ``once``: not where nobody listens."""
-        pause_s = _RETRY_MIN_S
+        """A connection that has said HELLO. Retries until the deadline, for the daemon may be restarting, but not for
+        as long as an answer may take. ``once``: not where nobody listens."""
+        pause_s, deadline = _RETRY_MIN_S, min(deadline, time.monotonic() + self.timeout_s)
         self._bury(deadline)
         while True:
             if self._refusal:
