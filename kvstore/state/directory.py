@@ -209,15 +209,15 @@ class Directory:
         room = max(0, self._max - len(self._table) - len(self._added))
         self.refused += max(0, len(came) - room)
         came = came[:room]
-        self._added = np.union1d(_without(self._added, went), came)
-        self._removed = np.union1d(_without(self._removed, came), went)
+        self._added = _with(_without(self._added, went), came)
+        self._removed = _with(_without(self._removed, came), went)
         if len(self._added) + len(self._removed) > max(CHANGES_MIN, len(self._table) // CHANGES_SHARE):
             self._merge()
 
     def _merge(self) -> None:
         """Bring the changes into the table."""
         if len(self._added) or len(self._removed):
-            self._table = np.union1d(_without(self._table, self._removed), self._added)
+            self._table = _with(_without(self._table, self._removed), self._added)
             self._added = self._removed = _NONE
 
 
@@ -237,6 +237,15 @@ def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) ->
     at = at[at < len(entries)]
     there = at[entries[at] == others[: len(at)]]
     return np.delete(entries, there)
+
+
+def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Sorted ``entries`` and sorted ``others``, each once. (``numpy.union1d`` would sort or hash all of them again.)"""
+    if not len(entries) or not len(others):
+        return entries if len(entries) else others
+    at = entries.searchsorted(others)
+    new = entries[np.minimum(at, len(entries) - 1)] != others
+    return np.insert(entries, at[new], others[new])
 
 
 def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
