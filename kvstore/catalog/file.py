@@ -269,8 +269,10 @@ class _Database:
             return Update(revision, tuple(entries), tuple(sorted(keys - {each.key for each in entries})))
 
     def open_session(self, ttl_s: float) -> tuple[int, int]:
-        """Its id, and a descriptor that holds its lock."""
+        """Its id, and a descriptor that holds its lock. Who has died before has left by then: its name is free."""
         with self._begun() as sql:
+            for dead in self._dead(sql):
+                self._end(sql, dead)
             sql.execute("INSERT INTO sessions(ends_s,ttl_s) VALUES(?,?)", (boot_s() + ttl_s, ttl_s))
             session = int(sql.execute("SELECT last_insert_rowid()").fetchone()[0])
             lock = os.open(self._lock_file(session), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
