@@ -79,6 +79,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "api": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "shell", "config"),
         "config": ("model", "moving"),
         "client": ("model", "api"),
+        "conductor": ("model",),
         "simulator": ("model", "state"),
         "demo": (*ENGINE_BELOW_COMPUTE, "compute", "simulator", "client"),
         "bench": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "client"),
@@ -90,8 +91,9 @@ STORE_KINDS = ("local", "remote", "memory")
 
 # Nouns and decisions are pure: no I/O, no clock, no threads, no chance but from a seed. So they may import this much.
 PURE_PARTS = ("model", "state")
-PURE_ROOMS = ("engine/model/", "engine/state/")  # which know of the store its nouns and errors
-STORE_FOR_PURE_ROOMS = ("kvstore.model.", "kvstore.errors.")
+# Of the store they know its nouns and errors; and a conductor keeps what nodes tell as an owner of the directory does.
+PURE_ROOMS = ("engine/model/", "engine/state/", "engine/conductor/state/")
+STORE_FOR_PURE_ROOMS = ("kvstore.model.", "kvstore.errors.", "kvstore.state.directory.")
 # fmt: off
 PURE_MODULES = frozenset((
     "__future__", "abc", "array", "base64", "bisect", "binascii", "collections", "contextlib", "copy",
@@ -203,7 +205,7 @@ def stored_noun(module: str) -> bool:
 
 def state_alone_writes_sequences(path: str, source: str) -> list[str]:
     """Threads and the shell of an engine post events; what they say of a sequence is written by its decisions."""
-    if not path.startswith("engine/") or path.startswith("engine/state/"):
+    if not path.startswith("engine/") or path.startswith(("engine/state/", "engine/conductor/")):
         return []
     return [
         f"{path}:{target.lineno}: {ast.unparse(target)} is written by engine/state alone"

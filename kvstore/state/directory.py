@@ -145,14 +145,14 @@ class Directory:
         for stream in self._streams.get(node, [])[:]:
             self._end(node, stream)
 
-    def find(self, pages: Fingerprints) -> Listed:
-        """Where these pages are, as far as is known: of each the first ``PER_PAGE_MAX`` entries."""
+    def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Listed:
+        """Where these pages are, as far as is known: of each the first ``most`` entries."""
         if len(self._table) <= MERGED_MAX:
             self._merge()
-        at, low = _rows(self._table, pages)
+        at, low = _rows(self._table, pages, most)
         if len(self._removed) or len(self._added):
-            gone_at, gone_low = _rows(self._removed, pages)
-            new_at, new_low = _rows(self._added, pages)
+            gone_at, gone_low = _rows(self._removed, pages, most)
+            new_at, new_low = _rows(self._added, pages, most)
             stays = ~np.isin(at << 16 | low, np.concatenate([gone_at << 16 | gone_low, new_at << 16 | new_low]))
             at, low = np.concatenate([at[stays], new_at]), np.concatenate([low[stays], new_low])
             order = np.lexsort((low, at))
@@ -248,15 +248,17 @@ def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> np
     return np.insert(entries, at[new], others[new])
 
 
-def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Entries of these pages: (place among the pages, low 16 bits), by page, at most ``PER_PAGE_MAX`` of each."""
+def _rows(
+    entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Entries of these pages: (place among the pages, low 16 bits), by page, at most so many of each."""
     low = entries.searchsorted(pages & _HIGH)
     counts = entries.searchsorted(pages | _LOW, "right") - low
     if counts.max(initial=0) <= 1:  # nobody has a page that another one has, too
         at = counts.nonzero()[0]
         rows = low[at]
     else:
-        counts = np.minimum(counts, PER_PAGE_MAX)
+        counts = np.minimum(counts, most)
         at = np.repeat(np.arange(len(pages)), counts)
         rows = np.arange(len(at)) + np.repeat(low - np.cumsum(counts) + counts, counts)
     return at, (entries[rows] & _LOW).astype(np.int64)

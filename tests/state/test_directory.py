@@ -60,8 +60,8 @@ def entries(told: dict[tuple[int, Tier], bool]) -> tuple[np.ndarray, np.ndarray]
     return np.array([page << 16 for page, _ in told], np.uint64), np.array(marks, np.uint8)
 
 
-def known(at: Directory, pages: int = 64) -> set[Entry]:
-    found = at.find(np.arange(pages, dtype=np.uint64) << np.uint64(16))
+def known(at: Directory, most: int = 100, pages: int = 64) -> set[Entry]:
+    found = at.find(np.arange(pages, dtype=np.uint64) << np.uint64(16), most)
     assert (np.diff(found.pages) >= 0).all()
     rows = zip(found.pages.tolist(), found.nodes.tolist(), found.tiers.tolist(), strict=True)
     return {(page, found.names[node], TIERS[tier]) for page, node, tier in rows}
@@ -108,7 +108,6 @@ class Teller:
 def test_an_owner_knows_what_it_was_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of several nodes, again and out of order, new streams in the middle, and nodes that go, beside sets."""
     monkeypatch.setattr(directory, "CHANGES_MIN", 7)
-    monkeypatch.setattr(directory, "PER_PAGE_MAX", 100)
     monkeypatch.setattr(directory, "MERGED_MAX", seed % 3 * 20)
     draw, numbers = random.Random(seed), itertools.count(1)
     at = Directory(1 << 20)
@@ -143,7 +142,7 @@ def test_of_a_page_that_everybody_has_an_answer_names_some() -> None:
     at = Directory(1 << 20)
     for number in range(20):
         at.told(Told(f"n{number}", number, 0, *entries({(5, Tier.DRAM): True}), True))
-    assert len(known(at)) == directory.PER_PAGE_MAX and len(at) == 20
+    assert len(known(at, directory.PER_PAGE_MAX)) == directory.PER_PAGE_MAX and len(at) == 20
 
 
 def test_memory_is_bounded_and_small() -> None:

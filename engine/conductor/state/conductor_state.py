@@ -1,0 +1,326 @@
+"""ConductorState: every decision of a conductor. Pure: ``handle(event)`` returns what is to be done.
+
+A request's life: arrived -> waiting (in the queue, until an engine has room) -> sent -> decoding -> ended. Where its
+prefix is being computed and will be brought from there, it is kept until that is done, and then sent. It may be
+refused when it arrives, or when it has waited longer than it wanted. Where its engine fails it goes back in front of
+the queue, with what was generated.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Final
+
+from engine.conductor.state import events as ev
+from engine.conductor.state import instructions as do
+from engine.conductor.state.cost import Costs, Priors
+from engine.conductor.state.fleet import EngineFleet, EngineWork
+from engine.conductor.state.instructions import Instruction
+from engine.conductor.state.options import Options, Route, RouteWish
+from engine.conductor.state.policies import SPLITS, make_policy
+from engine.conductor.state.prefixes import Matches, Prefixes
+from engine.conductor.state.queue import Queue, QueuedRequest
+from engine.conductor.state.roles import Roles
+from kvstore.errors import TooManyCalls
+
+ATTEMPTS_MAX: Final = 4  # engines that may fail on one request
+RETRY_MIN_S: Final = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorRules:
+    """Settings of a conductor.
+
+    Attributes:
+        policy, split: names, see ``policies``.
+        window_s: of prompts, what an engine has before it: beyond that requests wait here, where a fair share counts.
+        queue_bytes: of requests that wait here.
+        index_bytes: of what nodes tell of their pages.
+        roles_floor: engines of each role that are left in it; None: roles are left as they are.
+        first_token_s, token_s: what requests are to meet that say nothing themselves; 0: nothing.
+        seed: of all chance.
+    """
+
+    policy: str = "kv-centric"
+    split: str = "cost"
+    window_s: float = 4.0
+    queue_bytes: int = 256 << 20
+    index_bytes: int = 1 << 30
+    roles_floor: int | None = None
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    seed: int = 0
+    priors: Priors = Priors()
+
+
+class RequestPhase(Enum):
+    """Where a request is."""
+
+    WAITING = auto()
+    KEPT = auto()  # for an engine, until another one has computed what both begin with
+    SENT = auto()
+    DECODING = auto()
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """One request.
+
+    Attributes:
+        arrived_s: when it came.
+        pair: where it was sent.
+        failed: engines that failed on it.
+        generated: tokens of the answer that have come already.
+    """
+
+    wish: RouteWish
+    arrived_s: float
+    waiting: QueuedRequest
+    phase: RequestPhase = RequestPhase.WAITING
+    pair: Route | None = None
+    failed: tuple[str, ...] = ()
+    generated: int = 0
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Where it is."""
+        if self.pair is None:
+            return ()
+        both = self.pair.computing.engine.about.name, self.pair.answering.engine.about.name
+        return both if both[0] != both[1] else both[:1]
+
+
+class ConductorState:
+    """One conductor. One thread calls ``handle``; instructions are performed before the next event.
+
+    Attributes:
+        requests: those that have not ended, by number.
+        refused: requests, by reason.
+    """
+
+    def __init__(self, rules: ConductorRules) -> None:
+        self.rules = rules
+        self.fleet = EngineFleet()
+        self.prefixes = Prefixes(rules.index_bytes)
+        self.costs = Costs(rules.priors)
+        self.queue = Queue(rules.queue_bytes)
+        self.policy = make_policy(rules.policy, rules.seed)
+        self.split = SPLITS[rules.split]
+        self.roles = Roles(rules.roles_floor) if rules.roles_floor is not None else None
+        self.requests: dict[int, RoutedRequest] = {}
+        self.refused: dict[str, int] = {}
+        self._places: dict[str, tuple[str, str]] = {}
+        self._kept: list[tuple[float, int]] = []  # a heap: when a request is to be sent that has its engine already
+
+    def handle(self, event: ev.ConductorEvent) -> list[Instruction]:
+        """What is to be done now."""
+        out: list[Instruction] = []
+        match event:
+            case ev.EngineFound():
+                self.fleet.found(event.about, event.role, event.now_s)
+            case ev.EngineLost():
+                self._lost(event)
+            case ev.NodeFound():
+                self._places[event.name] = event.host, event.zone
+            case ev.NodeLost():
+                self._places.pop(event.name, None)
+                self.prefixes.forget(event.name)
+            case ev.PagesTold():
+                self.prefixes.told(event.batch)
+            case ev.ReportAsked():
+                self.fleet.asking(event.engine)
+            case ev.Reported():
+                self.fleet.reported(event.engine, event.report, event.now_s)
+            case ev.Silent():
+                self.fleet.failed(event.engine, event.now_s)
+            case ev.Arrived():
+                self._arrived(event, out)
+            case ev.FirstToken():
+                self._first_token(event)
+            case ev.Ended():
+                self._ended(event)
+            case ev.RequestCancelled():
+                self._cancelled(event)
+            case ev.Broke():
+                self._broke(event, out)
+            case ev.Ticked():
+                self.prefixes.expire(event.now_s)
+                self._change_roles(event.now_s, out)
+        self._release(event.now_s, out)
+        self._send(event.now_s, out)
+        return out
+
+    def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
+        if self.roles is None:
+            return
+        change = self.roles.change(self.fleet.usable(now_s), now_s)
+        if change is not None:
+            self.fleet.engines[change.engine].role = change.role  # its next report says whether it did
+            out.append(change)
+
+    def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options:
+        """What could be done with a request now. Changes nothing."""
+        engines = self.fleet.usable(now_s)
+        fresh = [each for each in engines if each.about.name not in without]
+        return Options(wish, fresh or engines, self._matches(wish), self.costs, self._places, now_s)
+
+    def _matches(self, wish: RouteWish) -> dict[str, Matches]:
+        return {layout: self.prefixes.match(pages) for layout, pages in wish.pages.items()}
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _arrived(self, event: ev.Arrived, out: list[Instruction]) -> None:
+        wish, now_s = self._with_rules(event.wish), event.now_s
+        options = self.options(wish, now_s)
+        pair = self.policy.pair(options, self.split)
+        if pair is None:
+            self._refuse(wish.number, self._why_nobody(wish), None if self.fleet.engines else 1.0, out)
+            return
+        cost_s = pair.computing.prefill_s
+        waits_s = self.queue.ahead_s(wish.tenant, cost_s) / max(1, len(options.computing))
+        late_s = waits_s + pair.first_token_s - wish.first_token_s
+        if wish.first_token_s and late_s > 0:
+            why = f"the first token would come after {waits_s + pair.first_token_s:.2f} s"
+            self._refuse(wish.number, why, max(RETRY_MIN_S, late_s), out)
+            return
+        if wish.token_s and pair.answering.token_s > wish.token_s:
+            why = f"tokens would come every {1e3 * pair.answering.token_s:.1f} ms"
+            self._refuse(wish.number, why, max(RETRY_MIN_S, options.answer_tokens * pair.answering.token_s), out)
+            return
+        waiting = QueuedRequest(wish.number, cost_s, event.size, wish.priority)
+        try:
+            self.queue.add(wish.tenant, waiting)
+        except TooManyCalls as full:
+            self._refuse(wish.number, str(full), full.retry_after_s, out)
+            return
+        self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
+        if self.roles is not None:
+            answer_s = options.answer_tokens * self.costs.token_s(pair.answering.engine)
+            self.roles.asked(cost_s, answer_s, now_s)
+
+    def _with_rules(self, wish: RouteWish) -> RouteWish:
+        first_token_s = wish.first_token_s or self.rules.first_token_s
+        return replace(wish, first_token_s=first_token_s, token_s=wish.token_s or self.rules.token_s)
+
+    def _why_nobody(self, wish: RouteWish) -> str:
+        models = {engine.about.model for engine in self.fleet.engines.values()}
+        if wish.model not in models:
+            return f"no engine has the model {wish.model!r}" if models else "no engine is there"
+        return f"no engine holds {wish.tokens} tokens and an answer of {wish.answer_max}"
+
+    def _refuse(self, number: int, why: str, retry_s: float | None, out: list[Instruction]) -> None:
+        out.append(do.Refuse(number, why, retry_s))
+
+    def _send(self, now_s: float, out: list[Instruction]) -> None:
+        """Send those that come next, as far as engines have room."""
+        while (first := self.queue.first()) is not None:
+            tenant, waiting = first
+            request = self.requests[waiting.number]
+            wish = request.wish
+            waited_s = now_s - request.arrived_s
+            if wish.first_token_s and not request.generated and waited_s > wish.first_token_s:
+                self.queue.drop(tenant, waiting)
+                del self.requests[wish.number]
+                self._refuse(wish.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S, out)
+                continue
+            pair = self.policy.pair(self.options(wish, now_s, request.failed), self.split)
+            if pair is None or not self._has_room(pair):
+                return
+            self.queue.take(tenant, waiting)
+            self._sent(request, pair, now_s)
+            heapq.heappush(self._kept, (pair.computing.after_s, wish.number))
+            self._release(now_s, out)
+
+    def _release(self, now_s: float, out: list[Instruction]) -> None:
+        """Send those that were kept until now."""
+        while self._kept and self._kept[0][0] <= now_s:
+            _, number = heapq.heappop(self._kept)
+            request = self.requests.get(number)
+            if request is not None and request.phase is RequestPhase.KEPT and request.pair is not None:
+                request.phase = RequestPhase.SENT
+                out.append(do.Send(number, request.pair, now_s - request.arrived_s))
+
+    def _has_room(self, pair: Route) -> bool:
+        return (
+            pair.computing.wait_s <= self.rules.window_s
+            and pair.answering.batch <= pair.answering.engine.about.batch_max
+        )
+
+    def _sent(self, request: RoutedRequest, pair: Route, now_s: float) -> None:
+        wish = request.wish
+        request.phase, request.pair = RequestPhase.KEPT, pair
+        answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
+        ends_s = now_s + pair.first_token_s + answer * pair.answering.token_s
+        held = wish.tokens + int(answer)
+        computing, answering = pair.computing, pair.answering
+        self.fleet.engines[computing.engine.about.name].add(
+            EngineWork(wish.number, computing.prefill_s, held, now_s, pair.local, ends_s)
+        )
+        if not pair.local:
+            self.fleet.engines[answering.engine.about.name].add(EngineWork(wish.number, 0.0, held, now_s, True, ends_s))
+        for engine in {
+            computing.engine.about.name: computing.engine,
+            answering.engine.about.name: answering.engine,
+        }.values():
+            pages = wish.pages.get(engine.about.layout)
+            if pages is not None and engine.about.node:
+                own = computing.own // engine.about.page_tokens if engine is computing.engine else 0
+                self.prefixes.expect(engine.about.node, pages[own:], now_s + pair.first_token_s, now_s)
+
+    def _first_token(self, event: ev.FirstToken) -> None:
+        request = self.requests.get(event.number)
+        if request is None or request.phase is not RequestPhase.SENT or request.pair is None:
+            return
+        pair, wish = request.pair, request.wish
+        request.phase = RequestPhase.DECODING
+        answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
+        ends_s = event.now_s + answer * pair.answering.token_s
+        self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)
+        self.costs.took(pair.computing.engine, wish.tokens, event.cached, event.prefill_s)
+
+    def _ended(self, event: ev.Ended) -> None:
+        request = self.requests.pop(event.number, None)
+        if request is not None:
+            self.fleet.ended(event.number, request.engines, event.now_s)
+            self.costs.answered(request.wish.tenant, event.tokens)
+
+    def _cancelled(self, event: ev.RequestCancelled) -> None:
+        request = self.requests.pop(event.number, None)
+        if request is None:
+            return
+        if request.phase is RequestPhase.WAITING:
+            self.queue.drop(request.wish.tenant, request.waiting)
+        self.fleet.ended(event.number, request.engines, event.now_s)
+
+    def _broke(self, event: ev.Broke, out: list[Instruction]) -> None:
+        """Another engine goes on, with what was generated. The one that failed is avoided by everybody for a while."""
+        self.fleet.failed(event.engine, event.now_s)
+        request = self.requests.get(event.number)
+        if request is None or request.phase in (RequestPhase.WAITING, RequestPhase.KEPT):
+            return
+        self.fleet.ended(event.number, request.engines, event.now_s)
+        request.failed = (*request.failed, event.engine)
+        if len(request.failed) >= ATTEMPTS_MAX:
+            del self.requests[event.number]
+            out.append(do.LoseRequest(event.number, f"{ATTEMPTS_MAX} engines failed: {', '.join(request.failed)}"))
+            return
+        more = event.generated - request.generated
+        wish = request.wish
+        request.wish = replace(wish, tokens=wish.tokens + more, answer_max=max(1, wish.answer_max - more))
+        request.generated = event.generated
+        self._back(request)
+
+    def _lost(self, event: ev.EngineLost) -> None:
+        """What it has got is told as broken by those who wait for it. What it was to get goes elsewhere."""
+        for number in self.fleet.lost(event.name):
+            request = self.requests[number]
+            if request.phase is RequestPhase.KEPT:
+                self.fleet.ended(number, request.engines, event.now_s)
+                self._back(request)
+        self.costs.forget(event.name)
+
+    def _back(self, request: RoutedRequest) -> None:
+        request.phase, request.pair = RequestPhase.WAITING, None
+        self.queue.back(request.wish.tenant, request.waiting)

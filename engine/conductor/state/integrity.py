@@ -1,0 +1,26 @@
+"""What holds in a conductor after every event. The simulated fleets of the tests run it."""
+
+from __future__ import annotations
+
+from engine.conductor.state.conductor_state import ConductorState, RequestPhase
+
+
+def check(state: ConductorState) -> None:
+    """A request is in the queue or at its engines, and they know of no other."""
+    waiting = [number for number, one in state.requests.items() if one.phase is RequestPhase.WAITING]
+    assert len(state.queue) == len(waiting), (len(state.queue), waiting)
+    there: dict[str, set[int]] = {}
+    for number, request in state.requests.items():
+        assert request.wish.number == number and (request.pair is None) == (request.phase is RequestPhase.WAITING), (
+            request
+        )
+        for name in request.engines:
+            if request.phase is not RequestPhase.DECODING or name == request.engines[-1]:
+                there.setdefault(name, set()).add(number)
+    for name, engine in state.fleet.engines.items():
+        assert set(engine.works) <= there.get(name, set()), (name, engine.works.keys() - there.get(name, set()))
+        works = engine.works.values()
+        assert engine.waiting == sum(1 for work in works if work.prefill_s and not work.computed), name
+        assert engine.ends == sorted(work.ends_s for work in works if work.decodes), name
+        assert engine.tokens == sum(work.tokens for work in works if work.decodes), name
+        assert engine.others_waiting >= 0 and engine.others_running >= 0, name
