@@ -5,8 +5,7 @@ The time to compute ``n`` tokens after ``c`` that are cached::
     prefill_s = fixed_s + n / tokens_per_s * (1 + (c + n / 2) / context_even)
 
 ``context_even`` is the context at which attention costs as much as everything else; the sum over ``n`` tokens of a cost
-that is linear in their position is that of the middle one. (Qin et al., "Mooncake", FAST'25, section 5.2, fit the same
-shape offline.) A decode step of a batch::
+that is linear in their position is that of the middle one. A decode step of a batch::
 
     step_s = alone_s * (1 + batch * each)
 

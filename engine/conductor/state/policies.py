@@ -8,7 +8,7 @@
 - ``dynamo-linear``: the smallest sum of blocks that it would have to compute and blocks that it decodes (NVIDIA
   Dynamo's KV router).
 - ``dualmap``: two candidates by two hashes of the prompt's first pages; the one with more of it unless that is late
-  (Yuan et al., "DualMap", 2026).
+  (after DualMap).
 """
 
 from __future__ import annotations
