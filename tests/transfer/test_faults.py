@@ -26,7 +26,7 @@ from tests.helpers.etcd import Etcd
 from tests.helpers.pool import PAGES, Pool
 from tests.helpers.processes import Machine, check_pages, put, stopped, wait_until
 
-FAULTS_S = float(os.environ.get("KVSTORE_TEST_FAULTS_S", "8"))
+FAULTS_S = float(os.environ.get("KVSTORE_TEST_FAULTS_S", "4"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 GET_S = 15.0  # far above what a get may take: a second where a peer is lost, and this machine may be slow
 WELL_S = 90.0

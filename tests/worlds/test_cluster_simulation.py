@@ -18,7 +18,7 @@ from kvstore.state.directory import GONE, TIERS, Directory
 from tests.helpers.worlds.cluster_node import SimNode
 from tests.helpers.worlds.cluster_world import play
 
-SEEDS = 90
+SEEDS = 50
 BATCHES = 6
 
 
