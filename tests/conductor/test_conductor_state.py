@@ -19,7 +19,7 @@ from tests.helpers.fleet import LAYOUT, PAGE, World, about, pages_of, wish, worl
 
 
 def engines_of(made: World) -> list[str]:
-    return [send.pair.computing.engine.about.name for _, send in made.sends]
+    return [send.route.computing.engine.about.name for _, send in made.sends]
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:
@@ -28,8 +28,8 @@ def test_a_prompt_goes_where_most_of_it_is() -> None:
     made.arrive(wish(1, pages))
     made.settle()
     made.arrive(wish(2, np.concatenate([pages, pages_of(99)])))
-    assert made.sends[1][1].pair.computing.engine is made.sends[0][1].pair.computing.engine
-    assert made.sends[1][1].pair.computing.cached == 40 * PAGE
+    assert made.sends[1][1].route.computing.engine is made.sends[0][1].route.computing.engine
+    assert made.sends[1][1].route.computing.cached == 40 * PAGE
     made.settle()
 
 
@@ -43,9 +43,9 @@ def test_a_busy_engine_gives_its_prefix_to_an_idle_one() -> None:
         made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 100))))
     made.arrive(wish(50, np.concatenate([pages, pages_of(7)])))
     made.settle()
-    pair = next(send.pair for _, send in made.sends if send.number == 50)
-    assert pair.computing.engine.about.name == warm or pair.computing.donor == f"node-{warm}"
-    assert pair.computing.cached == 100 * PAGE
+    route = next(send.route for _, send in made.sends if send.number == 50)
+    assert route.computing.engine.about.name == warm or route.computing.donor == f"node-{warm}"
+    assert route.computing.cached == 100 * PAGE
 
 
 def test_a_burst_of_equal_prompts() -> None:
@@ -70,7 +70,7 @@ def test_a_prompt_is_handed_over_where_that_is_sooner() -> None:
     made.arrive(wish(100, pages_of(*range(500, 600)), answer=400))
     made.arrive(wish(101, pages_of(), answer=400, more=5))
     made.settle()
-    by_number = {send.number: send.pair for _, send in made.sends}
+    by_number = {send.number: send.route for _, send in made.sends}
     assert not by_number[100].local and by_number[100].answering.engine.about.name == "e1"
     assert by_number[101].local
 
@@ -81,7 +81,7 @@ def test_what_is_told_about_hand_offs_is_done(split: str) -> None:
     for number in range(6):
         made.arrive(wish(number, pages_of(*range(50 * number, 50 * number + 30))))
     made.settle()
-    assert {send.pair.local for _, send in made.sends} == {split == "never"}
+    assert {send.route.local for _, send in made.sends} == {split == "never"}
 
 
 def test_refused_early_by_what_is_predicted() -> None:
@@ -154,7 +154,7 @@ def test_an_engine_that_died_gets_no_second_request() -> None:
         made.run(made.now_s + 1.2)
     made.settle()
     assert len(made.done) == 12 and not made.given_up
-    at = [at_s for at_s, send in made.sends if send.pair.computing.engine.about.name == "e1"]
+    at = [at_s for at_s, send in made.sends if send.route.computing.engine.about.name == "e1"]
     assert all(later - sooner > AVOID_S for sooner, later in pairwise(at)), at
 
 
@@ -268,7 +268,7 @@ def test_the_same_seed_decides_the_same() -> None:
         made = world(4, policy="random", seed=5)
         for number in range(50):
             made.arrive(wish(number, pages_of(number)))
-        return [(send.number, send.pair.computing.engine.about.name) for _, send in made.sends]
+        return [(send.number, send.route.computing.engine.about.name) for _, send in made.sends]
 
     assert sends() == sends()
 
@@ -276,4 +276,6 @@ def test_the_same_seed_decides_the_same() -> None:
 def test_names_are_checked() -> None:
     with pytest.raises(InvalidRequest, match="policy"):
         world(1, policy="best")
+    with pytest.raises(InvalidRequest, match="split"):
+        world(1, split="sometimes")
     assert about("x").layout == LAYOUT

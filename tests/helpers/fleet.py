@@ -163,13 +163,13 @@ class World:
     def _serve(self, send: do.Send) -> None:
         number = send.number
         attempt = self._attempt[number] = self._attempt.get(number, 0) + 1
-        name = send.pair.computing.engine.about.name
-        answering = send.pair.answering.engine.about.name
+        name = send.route.computing.engine.about.name
+        answering = send.route.answering.engine.about.name
         engine, request = self.engines.get(name), self.state.requests[number]
         if engine is None or not engine.up:
             self.after(NOTICED_S, lambda: self._broken(number, attempt, name, 0))
             return
-        donor = self.engines.get(send.pair.computing.donor.removeprefix("node-"))
+        donor = self.engines.get(send.route.computing.donor.removeprefix("node-"))
         pages, tokens = request.wish.pages[LAYOUT].tolist(), request.wish.tokens
 
         def compute() -> float:

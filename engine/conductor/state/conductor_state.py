@@ -19,7 +19,7 @@ from engine.conductor.state.cost import Costs, Priors
 from engine.conductor.state.fleet import EngineFleet, EngineWork
 from engine.conductor.state.instructions import Instruction
 from engine.conductor.state.options import Options, Route, RouteWish
-from engine.conductor.state.policies import SPLITS, make_policy
+from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefixes import Matches, Prefixes
 from engine.conductor.state.queue import Queue, QueuedRequest
 from engine.conductor.state.roles import Roles
@@ -70,7 +70,7 @@ class RoutedRequest:
 
     Attributes:
         arrived_s: when it came.
-        pair: where it was sent.
+        route: where it was sent.
         failed: engines that failed on it.
         generated: tokens of the answer that have come already.
     """
@@ -79,16 +79,16 @@ class RoutedRequest:
     arrived_s: float
     waiting: QueuedRequest
     phase: RequestPhase = RequestPhase.WAITING
-    pair: Route | None = None
+    route: Route | None = None
     failed: tuple[str, ...] = ()
     generated: int = 0
 
     @property
     def engines(self) -> tuple[str, ...]:
         """Where it is."""
-        if self.pair is None:
+        if self.route is None:
             return ()
-        both = self.pair.computing.engine.about.name, self.pair.answering.engine.about.name
+        both = self.route.computing.engine.about.name, self.route.answering.engine.about.name
         return both if both[0] != both[1] else both[:1]
 
 
@@ -97,7 +97,6 @@ class ConductorState:
 
     Attributes:
         requests: those that have not ended, by number.
-        refused: requests, by reason.
     """
 
     def __init__(self, rules: ConductorRules) -> None:
@@ -107,10 +106,9 @@ class ConductorState:
         self.costs = Costs(rules.priors)
         self.queue = Queue(rules.queue_bytes)
         self.policy = make_policy(rules.policy, rules.seed)
-        self.split = SPLITS[rules.split]
+        self.split = make_split(rules.split)
         self.roles = Roles(rules.roles_floor) if rules.roles_floor is not None else None
         self.requests: dict[int, RoutedRequest] = {}
-        self.refused: dict[str, int] = {}
         self._places: dict[str, tuple[str, str]] = {}
         self._kept: list[tuple[float, int]] = []  # a heap: when a request is to be sent that has its engine already
 
@@ -174,30 +172,31 @@ class ConductorState:
     def _arrived(self, event: ev.Arrived, out: list[Instruction]) -> None:
         wish, now_s = self._with_rules(event.wish), event.now_s
         options = self.options(wish, now_s)
-        pair = self.policy.pair(options, self.split)
-        if pair is None:
-            self._refuse(wish.number, self._why_nobody(wish), None if self.fleet.engines else 1.0, out)
+        route = self.policy.route(options, self.split)
+        if route is None:
+            out.append(do.Refuse(wish.number, self._why_nobody(wish), None if self.fleet.engines else 1.0))
             return
-        cost_s = pair.computing.prefill_s
+        cost_s = route.computing.prefill_s
         waits_s = self.queue.ahead_s(wish.tenant, cost_s) / max(1, len(options.computing))
-        late_s = waits_s + pair.first_token_s - wish.first_token_s
+        late_s = waits_s + route.first_token_s - wish.first_token_s
         if wish.first_token_s and late_s > 0:
-            why = f"the first token would come after {waits_s + pair.first_token_s:.2f} s"
-            self._refuse(wish.number, why, max(RETRY_MIN_S, late_s), out)
+            why = f"the first token would come after {waits_s + route.first_token_s:.2f} s"
+            out.append(do.Refuse(wish.number, why, max(RETRY_MIN_S, late_s)))
             return
-        if wish.token_s and pair.answering.token_s > wish.token_s:
-            why = f"tokens would come every {1e3 * pair.answering.token_s:.1f} ms"
-            self._refuse(wish.number, why, max(RETRY_MIN_S, options.answer_tokens * pair.answering.token_s), out)
+        if wish.token_s and route.answering.token_s > wish.token_s:
+            retry_s = options.answer_tokens * route.answering.token_s
+            why = f"tokens would come every {1e3 * route.answering.token_s:.1f} ms"
+            out.append(do.Refuse(wish.number, why, max(RETRY_MIN_S, retry_s)))
             return
         waiting = QueuedRequest(wish.number, cost_s, event.size, wish.priority)
         try:
             self.queue.add(wish.tenant, waiting)
         except TooManyCalls as full:
-            self._refuse(wish.number, str(full), full.retry_after_s, out)
+            out.append(do.Refuse(wish.number, str(full), full.retry_after_s))
             return
         self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
         if self.roles is not None:
-            answer_s = options.answer_tokens * self.costs.token_s(pair.answering.engine)
+            answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
             self.roles.asked(cost_s, answer_s, now_s)
 
     def _with_rules(self, wish: RouteWish) -> RouteWish:
@@ -210,9 +209,6 @@ class ConductorState:
             return f"no engine has the model {wish.model!r}" if models else "no engine is there"
         return f"no engine holds {wish.tokens} tokens and an answer of {wish.answer_max}"
 
-    def _refuse(self, number: int, why: str, retry_s: float | None, out: list[Instruction]) -> None:
-        out.append(do.Refuse(number, why, retry_s))
-
     def _send(self, now_s: float, out: list[Instruction]) -> None:
         """Send those that come next, as far as engines have room."""
         while (first := self.queue.first()) is not None:
@@ -223,14 +219,14 @@ class ConductorState:
             if wish.first_token_s and not request.generated and waited_s > wish.first_token_s:
                 self.queue.drop(tenant, waiting)
                 del self.requests[wish.number]
-                self._refuse(wish.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S, out)
+                out.append(do.Refuse(wish.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S))
                 continue
-            pair = self.policy.pair(self.options(wish, now_s, request.failed), self.split)
-            if pair is None or not self._has_room(pair):
+            route = self.policy.route(self.options(wish, now_s, request.failed), self.split)
+            if route is None or not self._has_room(route):
                 return
             self.queue.take(tenant, waiting)
-            self._sent(request, pair, now_s)
-            heapq.heappush(self._kept, (pair.computing.after_s, wish.number))
+            self._sent(request, route, now_s)
+            heapq.heappush(self._kept, (route.computing.after_s, wish.number))
             self._release(now_s, out)
 
     def _release(self, now_s: float, out: list[Instruction]) -> None:
@@ -238,27 +234,27 @@ class ConductorState:
         while self._kept and self._kept[0][0] <= now_s:
             _, number = heapq.heappop(self._kept)
             request = self.requests.get(number)
-            if request is not None and request.phase is RequestPhase.KEPT and request.pair is not None:
+            if request is not None and request.phase is RequestPhase.KEPT and request.route is not None:
                 request.phase = RequestPhase.SENT
-                out.append(do.Send(number, request.pair, now_s - request.arrived_s))
+                out.append(do.Send(number, request.route, now_s - request.arrived_s))
 
-    def _has_room(self, pair: Route) -> bool:
+    def _has_room(self, route: Route) -> bool:
         return (
-            pair.computing.wait_s <= self.rules.window_s
-            and pair.answering.batch <= pair.answering.engine.about.batch_max
+            route.computing.wait_s <= self.rules.window_s
+            and route.answering.batch <= route.answering.engine.about.batch_max
         )
 
-    def _sent(self, request: RoutedRequest, pair: Route, now_s: float) -> None:
+    def _sent(self, request: RoutedRequest, route: Route, now_s: float) -> None:
         wish = request.wish
-        request.phase, request.pair = RequestPhase.KEPT, pair
+        request.phase, request.route = RequestPhase.KEPT, route
         answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
-        ends_s = now_s + pair.first_token_s + answer * pair.answering.token_s
+        ends_s = now_s + route.first_token_s + answer * route.answering.token_s
         held = wish.tokens + int(answer)
-        computing, answering = pair.computing, pair.answering
+        computing, answering = route.computing, route.answering
         self.fleet.engines[computing.engine.about.name].add(
-            EngineWork(wish.number, computing.prefill_s, held, now_s, pair.local, ends_s)
+            EngineWork(wish.number, computing.prefill_s, held, now_s, route.local, ends_s)
         )
-        if not pair.local:
+        if not route.local:
             self.fleet.engines[answering.engine.about.name].add(EngineWork(wish.number, 0.0, held, now_s, True, ends_s))
         for engine in {
             computing.engine.about.name: computing.engine,
@@ -267,18 +263,18 @@ class ConductorState:
             pages = wish.pages.get(engine.about.layout)
             if pages is not None and engine.about.node:
                 own = computing.own // engine.about.page_tokens if engine is computing.engine else 0
-                self.prefixes.expect(engine.about.node, pages[own:], now_s + pair.first_token_s, now_s)
+                self.prefixes.expect(engine.about.node, pages[own:], now_s + route.first_token_s, now_s)
 
     def _first_token(self, event: ev.FirstToken) -> None:
         request = self.requests.get(event.number)
-        if request is None or request.phase is not RequestPhase.SENT or request.pair is None:
+        if request is None or request.phase is not RequestPhase.SENT or request.route is None:
             return
-        pair, wish = request.pair, request.wish
+        route, wish = request.route, request.wish
         request.phase = RequestPhase.DECODING
         answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
-        ends_s = event.now_s + answer * pair.answering.token_s
+        ends_s = event.now_s + answer * route.answering.token_s
         self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)
-        self.costs.took(pair.computing.engine, wish.tokens, event.cached, event.prefill_s)
+        self.costs.took(route.computing.engine, wish.tokens, event.cached, event.prefill_s)
 
     def _ended(self, event: ev.Ended) -> None:
         request = self.requests.pop(event.number, None)
@@ -322,5 +318,5 @@ class ConductorState:
         self.costs.forget(event.name)
 
     def _back(self, request: RoutedRequest) -> None:
-        request.phase, request.pair = RequestPhase.WAITING, None
+        request.phase, request.route = RequestPhase.WAITING, None
         self.queue.back(request.wish.tenant, request.waiting)

@@ -21,7 +21,7 @@ class Send(Instruction):
     """
 
     number: int
-    pair: Route
+    route: Route
     waited_s: float
 
 

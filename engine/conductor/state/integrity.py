@@ -11,7 +11,7 @@ def check(state: ConductorState) -> None:
     assert len(state.queue) == len(waiting), (len(state.queue), waiting)
     there: dict[str, set[int]] = {}
     for number, request in state.requests.items():
-        assert request.wish.number == number and (request.pair is None) == (request.phase is RequestPhase.WAITING), (
+        assert request.wish.number == number and (request.route is None) == (request.phase is RequestPhase.WAITING), (
             request
         )
         for name in request.engines:

@@ -153,7 +153,7 @@ class Options:
         answering = (self._answering(each, horizon_s) for each in fit if each.answers)
         self.answering = sorted(answering, key=attrgetter("token_s"))
 
-    def pair(self, computing: Computing, answering: Answering) -> Route:
+    def route(self, computing: Computing, answering: Answering) -> Route:
         """These two together."""
         tail_s = 0.0
         if computing.engine is not answering.engine:
@@ -175,7 +175,7 @@ class Options:
     def local(self, computing: Computing) -> Route | None:
         """One engine for both; None where it does not answer."""
         found = next((each for each in self.answering if each.engine is computing.engine), None)
-        return self.pair(computing, found) if found is not None else None
+        return self.route(computing, found) if found is not None else None
 
     def _computing(self, engine: FleetEngine, matches: Mapping[str, Matches]) -> Computing:
         costs, about, wish = self._costs, engine.about, self.wish

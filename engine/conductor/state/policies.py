@@ -46,7 +46,7 @@ class Policy:
         """Of these, at least one, who computes the prompt."""
         raise NotImplementedError
 
-    def pair(self, options: Options, split: Split) -> Route | None:
+    def route(self, options: Options, split: Split) -> Route | None:
         """Who computes and who answers; None where nobody can."""
         if not options.answering:
             return None
@@ -58,7 +58,7 @@ class Policy:
             if apart or not chosen.engine.answers:
                 others = [each for each in options.answering if each.engine is not chosen.engine]
                 if others:
-                    return options.pair(chosen, self.answering(options, others))
+                    return options.route(chosen, self.answering(options, others))
         if not local:
             return None
         return options.local(self.computing(options, local))
@@ -77,8 +77,8 @@ class KvCentric(Policy):
 
     name = "kv-centric"
 
-    def pair(self, options: Options, split: Split) -> Route | None:
-        """See ``Policy.pair``."""
+    def route(self, options: Options, split: Split) -> Route | None:
+        """See ``Policy.route``."""
         apart = split(options)
         pairs: list[Route] = []
         if apart is not True:
@@ -86,7 +86,7 @@ class KvCentric(Policy):
         if apart is not False:
             away = [each for each in options.computing if each.engine.prefills][:BEST]
             pairs += [
-                options.pair(one, other)
+                options.route(one, other)
                 for one in away
                 for other in self._answering(options)
                 if one.engine is not other.engine
@@ -234,9 +234,20 @@ def make_policy(name: str, seed: int) -> Policy:
     return POLICIES[name](random.Random(seed))
 
 
+def make_split(name: str) -> Split:
+    """When two engines share a request, by name.
+
+    Raises:
+        InvalidRequest: there is none of that name.
+    """
+    if name not in SPLITS:
+        raise InvalidRequest("split", f"there is no split {name!r}; there are {', '.join(SPLITS)}")
+    return SPLITS[name]
+
+
 def _name(each: Computing) -> str:
     return each.engine.about.name
 
 
-def _total(pair: Route) -> tuple[float, str, str]:
-    return pair.total_s, pair.computing.engine.about.name, pair.answering.engine.about.name
+def _total(route: Route) -> tuple[float, str, str]:
+    return route.total_s, route.computing.engine.about.name, route.answering.engine.about.name
