@@ -127,3 +127,20 @@ class Broke(ConductorEvent):
 @dataclass(frozen=True, slots=True)
 class Ticked(ConductorEvent):
     """Time has passed."""
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipTold(ConductorEvent):
+    """Whether this conductor leads: the leader alone gives orders."""
+
+    leads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OrderEnded(ConductorEvent):
+    """An order is carried out, or will not be."""
+
+    order: int

@@ -48,3 +48,38 @@ class SetRole(Instruction):
 
     engine: str
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPrefix(Instruction):
+    """Tell a node to bring the first ``pages`` pages of a request's prompt into its memory, from another node.
+
+    It is the node's ``Prefetch`` call with the keys of these pages; ``source`` is where they are known to be. What
+    becomes of it is told with ``OrderEnded``, within ``orders.LATE_S``: later than that nobody waits for it.
+
+    Attributes:
+        order: number of the order.
+        number: of the request; one that has arrived, and not ended when the order is given.
+        layout: of the pages, see ``RouteWish.pages``.
+        size: bytes that are moved.
+    """
+
+    order: int
+    number: int
+    node: str
+    source: str
+    layout: str
+    pages: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchPrefix(Instruction):
+    """The same out of the node's own NVMe."""
+
+    order: int
+    number: int
+    node: str
+    layout: str
+    pages: int
+    size: int
