@@ -79,7 +79,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "api": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "shell", "config"),
         "config": ("model", "moving"),
         "client": ("model", "api"),
-        "conductor": ("model",),
+        "conductor": (*ENGINE_BELOW_COMPUTE, "api", "client", "config"),
         "simulator": ("model", "state"),
         "demo": (*ENGINE_BELOW_COMPUTE, "compute", "simulator", "client"),
         "bench": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "client"),

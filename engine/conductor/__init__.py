@@ -1,1 +1,3 @@
-"""The conductor: a request goes where it is answered soonest. ``state`` decides, without a socket or a clock."""
+"""The conductor: a request goes where it is answered soonest. ``state`` decides without a socket or a clock, ``shell``
+performs.
+"""

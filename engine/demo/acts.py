@@ -24,7 +24,7 @@ ANSWER_TOKENS_AFTER_RESTART: Final = 12
 
 
 @dataclass
-class Answered:
+class TurnAnswer:
     """One answer, timed where it was asked for."""
 
     tokens: list[int] = field(default_factory=list)
@@ -113,8 +113,8 @@ class Demo:
         self._say_text.end(telling.summary(row))
         self._script.answered(turn, given.tokens)
 
-    def _answer(self, conversation: Conversation, turn: ScriptTurn, use_pool: bool) -> Answered:
-        answered = Answered()
+    def _answer(self, conversation: Conversation, turn: ScriptTurn, use_pool: bool) -> TurnAnswer:
+        answered = TurnAnswer()
         begun_s = time.monotonic()
         stream = self._stream(conversation.tokens, turn.answer_tokens, use_pool)
         interrupts = self._machine.interrupts
@@ -171,7 +171,7 @@ class Demo:
 
 
 def _row(
-    number: int, phase: str, conversation: Conversation, given: Answered, without: Answered, prefill: str
+    number: int, phase: str, conversation: Conversation, given: TurnAnswer, without: TurnAnswer, prefill: str
 ) -> DemoRow:
     usage = given.usage
     assert usage is not None, "a stream ends with Finished, or raises"

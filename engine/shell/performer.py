@@ -83,7 +83,7 @@ class EnginePerformer:
         self._loaders = ThreadPoolExecutor(LOADERS, "engine-load")
         self._verbs: dict[type, Callable[[Any], None]] = {
             do.LoadPrefix: self._load,
-            do.Ask: self._ask,
+            do.AskPrefill: self._ask,
             do.MoveIn: lambda it: self._fetches[it.sequence].move(it.start),
             do.GiveUp: lambda it: self._fetches.pop(it.sequence).give_up(),
             do.Settle: self._settle,
@@ -169,11 +169,11 @@ class EnginePerformer:
         if fetch is not None and fetch.admitted is not None:
             work.spent.prefill_engine = fetch.address
             work.spent.prefill_cached = dict(fetch.admitted.cached_tokens)
-        self.handle(ev.Drawn(time.monotonic(), it.sequence, work.token(it.token, self._eos)))
+        self.handle(ev.TokenDrawn(time.monotonic(), it.sequence, work.token(it.token, self._eos)))
 
     # --- hand-offs --------------------------------------------------------------------------------------------------
 
-    def _ask(self, it: do.Ask) -> None:
+    def _ask(self, it: do.AskPrefill) -> None:
         work = self.works[it.sequence]
         request, config = work.request, self._config
         name = config.compress if request.allow_lossy else "none"

@@ -76,7 +76,7 @@ class EngineState:
             ev.PassedOn: self._passes.passed_on,
             ev.Turn: self._turn,
             ev.Stepped: self._stepped,
-            ev.Drawn: self._drawn,
+            ev.TokenDrawn: self._drawn,
         }
 
     def handle(self, event: ev.Event) -> list[Instruction]:
@@ -181,7 +181,7 @@ class EngineState:
         else:
             self._routes.resolve(sequence, event.now_s)
 
-    def _drawn(self, event: ev.Drawn) -> None:
+    def _drawn(self, event: ev.TokenDrawn) -> None:
         sequence = self.roster.sequences[event.sequence]
         self._routes.settle(sequence)
         self._drew(sequence, event.end, event.now_s)

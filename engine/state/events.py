@@ -203,7 +203,7 @@ class Stepped(Event):
 
 
 @dataclass(slots=True)
-class Drawn(Event):
+class TokenDrawn(Event):
     """``Draw`` is done; ``end`` as in ``Stepped.ends``, or ""."""
 
     sequence: int

@@ -18,7 +18,7 @@ class LoadPrefix:
 
 
 @dataclass(slots=True)
-class Ask:
+class AskPrefill:
     """Have another engine compute the prompt -> ``Computed`` or ``AskFailed``."""
 
     sequence: int
@@ -28,7 +28,7 @@ class Ask:
 
 @dataclass(slots=True)
 class MoveIn:
-    """Bring the KV from token ``start`` on out of what ``Ask`` began -> ``Moved``."""
+    """Bring the KV from token ``start`` on out of what ``AskPrefill`` began -> ``Moved``."""
 
     sequence: int
     attempt: int
@@ -85,7 +85,7 @@ class Aside:
 
 @dataclass(slots=True)
 class Draw:
-    """This is its next token: tell its client -> ``Drawn``."""
+    """This is its next token: tell its client -> ``TokenDrawn``."""
 
     sequence: int
     token: int
@@ -208,7 +208,7 @@ class EndSequence:
 
 Instruction = (
     LoadPrefix
-    | Ask
+    | AskPrefill
     | MoveIn
     | GiveUp
     | Settle

@@ -51,7 +51,7 @@ class Routes:
             return False
         sequence.attempts += 1
         sequence.attempt = Attempt(sequence.attempts, sequence.engines.pop(0))
-        self._roster.out.append(do.Ask(sequence.number, sequence.attempt.number, sequence.attempt.engine))
+        self._roster.out.append(do.AskPrefill(sequence.number, sequence.attempt.number, sequence.attempt.engine))
         return True
 
     def go(self, sequence: Sequence) -> None:

@@ -82,7 +82,7 @@ class Driver:
         self.turn()
         self.loaded(number)
         self.state.handle(ev.Computed(self.now_s, number, 1, 5))
-        self.state.handle(ev.Drawn(self.now_s, number, ""))
+        self.state.handle(ev.TokenDrawn(self.now_s, number, ""))
 
 
 def kinds(instructions: Sequence[do.Instruction]) -> list[str]:
@@ -165,7 +165,7 @@ def asked(driver: Driver, number: int = 1, **how: Any) -> str:
     """The engine that a request's prompt is asked of; "" for this one."""
     driver.submit(number, **how)
     driver.run()
-    found = only(driver.loaded(number), do.Ask)
+    found = only(driver.loaded(number), do.AskPrefill)
     return found[0].engine if found else ""
 
 
@@ -202,14 +202,14 @@ def test_what_is_almost_all_stored_is_computed_here() -> None:
 def test_the_next_engine_is_asked_then_none() -> None:
     driver = Driver()
     assert asked(driver, engines=(ONE, TWO)) == ONE
-    assert [it.engine for it in only(driver.failed(1, 1), do.Ask)] == [TWO]
+    assert [it.engine for it in only(driver.failed(1, 1), do.AskPrefill)] == [TWO]
     assert kinds(driver.failed(1, 2)) == ["Dismiss"]
     assert [part.sequence for part in only(driver.turn(), do.Step)[0].parts] == [1]
 
 
 def test_a_lazy_request_waits_for_frames_only_when_it_is_computed() -> None:
     driver = Driver()
-    assert kinds(driver.submit(1, engines=(ONE,), lazy=True)) == ["Ask"]
+    assert kinds(driver.submit(1, engines=(ONE,), lazy=True)) == ["AskPrefill"]
     assert not driver.turn()
     driver.state.handle(ev.Computed(0.0, 1, 1, 5))
     assert kinds(driver.turn()) == ["LoadPrefix"]
@@ -239,7 +239,7 @@ def test_an_engine_that_does_not_fit_is_a_mistake_to_show() -> None:
     driver = Driver()
     asked(driver, engines=(ONE, TWO))
     out = driver.failed(1, 1, VersionMismatch("another layout"))
-    assert not only(out, do.Ask)
+    assert not only(out, do.AskPrefill)
     assert [type(it.error) for it in only(out, do.Fail)] == [VersionMismatch]
 
 
@@ -266,7 +266,7 @@ def test_pages_of_an_answer_that_ends_with_its_first_token_are_stored() -> None:
     asked(driver, tokens_max=1, engines=(ONE,))
     driver.state.handle(ev.Moved(0.0, 1, 1, 4 * PAGE))
     assert kinds(driver.state.handle(ev.Computed(0.0, 1, 1, 5))) == ["Draw"]
-    out = kinds(driver.state.handle(ev.Drawn(0.0, 1, "")))
+    out = kinds(driver.state.handle(ev.TokenDrawn(0.0, 1, "")))
     assert out[0] == "Settle" and out[-4:] == ["Forget", "Finish", "GiveBack", "EndSequence"]
     assert out.index("StorePages") < out.index("Finish")
 
@@ -301,7 +301,7 @@ def test_who_is_late_goes_aside_and_only_so_many_do() -> None:
     assert [it.decoding for it in only(out, do.Step)] == [[3]]
     driver.stepped()
     assert kinds(driver.state.handle(ev.SideStepped(0.0, 1, 7))) == ["Draw"]
-    driver.state.handle(ev.Drawn(0.0, 1, ""))
+    driver.state.handle(ev.TokenDrawn(0.0, 1, ""))
     assert [it.sequence for it in only(driver.turn({1: nothing, 2: late, 3: nothing}), do.Aside)] == [2]
 
 

@@ -260,7 +260,7 @@ class EngineMachine:
 
         self._thread(it.sequence, "loader", loaded)
 
-    def _do_ask(self, it: do.Ask) -> None:
+    def _do_askprefill(self, it: do.AskPrefill) -> None:
         known = self.known[it.sequence]
         assert known.fetch is None, "two engines are asked"
         known.fetch = Fetch(self, it.sequence, it.attempt, it.engine)
@@ -383,7 +383,7 @@ class EngineMachine:
             assert it.token == SIDE_TOKEN
         ends: dict[int, str] = {}
         self._drawn(it.sequence, ends)
-        self.handle(ev.Drawn(self.world.now_s, it.sequence, ends.get(it.sequence, "")))
+        self.handle(ev.TokenDrawn(self.world.now_s, it.sequence, ends.get(it.sequence, "")))
 
     def _do_recompute(self, it: do.Recompute) -> None:
         known = self.known[it.sequence]
