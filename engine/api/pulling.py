@@ -18,16 +18,17 @@ from engine.config import EngineConfig
 from engine.model.piece import Bytes, HeldData, Piece
 from kvstore.client.remote.endpoint import Endpoint, GivenCredentials
 from kvstore.errors import InvalidRequest
+from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import Identity
 from kvstore.serving.listening import UNIX
 from kvstore.transfer.base import DialCredentials, Exchange
-from kvstore.transfer.server import Server, ServerLimits, tls_context
+from kvstore.transfer.server import Server, ServerLimits
 from kvstore.transfer.stream import Buffer
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello, WireError
 
-CONNECTIONS_MAX: Final = 256  # each has a thread: it waits for layers
-SHARE_MAX: Final = 0.75  # of them, by one caller
+PULLS_MAX: Final = 256  # at a time; each has a thread: it waits for layers
+PULLS_SHARE_MAX: Final = 0.75  # of them, by one caller
 IDLE_S: Final = 10.0  # whoever connects asks at once
 SILENCE_S: Final = 5.0  # an engine that says nothing for so long stands still; it says something every second
 BESIDE: Final = ".data"  # what the unix socket of an engine's data is called, after the one that it listens at
@@ -88,15 +89,14 @@ class PullServer:
 
     def _server(self, tls: bool) -> Server:
         config = self._config
-        context = None
-        if tls:
-            context = tls_context(str(config.tls_cert), str(config.tls_key), str(config.tls_client_ca or ""))
+        certificate = ServerCertificate.of(config) if tls else None
         limits = ServerLimits(
-            connections_max=CONNECTIONS_MAX,
-            of_one_max=int(SHARE_MAX * CONNECTIONS_MAX),
+            connections_max=PULLS_MAX,
+            of_one_max=int(PULLS_SHARE_MAX * PULLS_MAX),
             reply_s=config.request_s_max,
             idle_s=IDLE_S,
         )
+        context = certificate.for_sockets() if certificate is not None else None
         server = Server(config.name, {FrameKind.PULL: self._pull}, self._admit, limits, context)
         self._servers.append(server)
         return server

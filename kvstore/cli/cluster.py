@@ -103,7 +103,10 @@ def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
     since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""
     heard = told.get("catalog_heard_ago_s")
     catalog = f", the catalog {duration_text(heard)} ago" if heard is not None else ""
-    return f"pages of {server.node}; lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}"
+    return (
+        f"pages of {server.node}; {told.get('connections', 0)} connections; "
+        f"lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}"
+    )
 
 
 def _sizes(node: NodeEntry) -> str:

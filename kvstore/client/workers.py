@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 
 WORKERS = 2  # a copy saturates memory with about this many
-QUEUED_MAX = 64
+CALLS_WAITING_MAX = 64
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Workers:
     """
 
     def __init__(self, name: str) -> None:
-        self._room = threading.BoundedSemaphore(QUEUED_MAX)
+        self._room = threading.BoundedSemaphore(CALLS_WAITING_MAX)
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix=name)
         self._closed = False
 
@@ -31,13 +31,13 @@ class Workers:
         """Run ``call`` in a worker; its value or exception is the future's.
 
         Raises:
-            DeadlineExceeded: ``QUEUED_MAX`` calls have been waiting for ``timeout_s``.
+            DeadlineExceeded: ``CALLS_WAITING_MAX`` calls have been waiting for ``timeout_s``.
             InvalidRequest: closed.
         """
         if self._closed:
             raise InvalidRequest("store", "is closed")
         if not self._room.acquire(timeout=timeout_s):
-            raise DeadlineExceeded(f"{QUEUED_MAX} calls are waiting already")
+            raise DeadlineExceeded(f"{CALLS_WAITING_MAX} calls are waiting already")
         try:
             future = self._threads.submit(call, *args, **kwargs)
         except RuntimeError:  # closed meanwhile

@@ -176,6 +176,8 @@ class NodeConfig(DaemonConfig):
     )
     """HOST:PORT of the data server, where other nodes read this one's pages, or none; auto: a free port of loopback
     where there is a catalog that other processes read. Beyond loopback it needs TLS and identities."""
+    data_connections: int = setting(256, parse_count, "How many connections the data server takes, of all callers.")
+    """How many connections of known callers the data server takes; one of them gets half."""
     otlp_endpoint: str = setting("", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318.")
     """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
 
@@ -231,6 +233,9 @@ class NodeConfig(DaemonConfig):
         traced = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
         require("otlp_endpoint", traced, "must be like http://HOST:PORT", self.otlp_endpoint)
         require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
+        require(
+            "data_connections", 2 <= self.data_connections <= 65535, "must be from 2 to 65535", self.data_connections
+        )
         require("rpc_timeout_s_max", self.rpc_timeout_s_max > 0, "must be more than zero", self.rpc_timeout_s_max)
         require("pins_share_max", 0 <= self.pins_share_max <= 1, "must be from 0 to 1", self.pins_share_max)
         both = bool(self.kv_events) or not self.kv_events_replay

@@ -6,9 +6,6 @@ Beyond loopback every caller must be known and nothing travels in clear. Unix so
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,10 +16,11 @@ import grpc.aio
 from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
+from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import Identities
-from kvstore.serving.reach import check_certificates, check_far, check_key, numeric
-from kvstore.tier.plain_files import chmod_socket
+from kvstore.serving.reach import check_certificates, check_far, numeric
 from kvstore.transfer.tcp import is_loopback
+from kvstore.transfer.unix import socket_file
 
 UNIX: Final = "unix:"
 
@@ -55,15 +53,8 @@ class Plan:
         return addresses + [self._bind_unix(server, path) for path in self.unix]
 
     def _bind_unix(self, server: grpc.aio.Server, path: Path) -> str:
-        _make_way(path)
-        before = os.umask(0o777 & ~self.file_mode)  # nobody connects before the mode is set
-        try:
+        with socket_file(path, self.file_mode):
             server.add_insecure_port(f"{UNIX}{path}")
-            chmod_socket(path, self.file_mode)
-        except (RuntimeError, OSError):
-            raise InvalidRequest("listen", f"cannot listen on {UNIX}{path}: is its folder there?") from None
-        finally:
-            os.umask(before)
         self.bound.append(path)
         return f"{UNIX}{path}"
 
@@ -93,42 +84,5 @@ def plan(config: DaemonConfig, identities: Identities) -> Plan:
                 check_far(config, identities, address, "listen")
             tcp.append((number, port))
     check_certificates(config, identities)
-    return Plan(tcp, unix, config.file_mode, _credentials(config))
-
-
-def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    key, chain = _pem(config.tls_key, "tls_key"), _pem(config.tls_cert, "tls_cert")
-    check_key(config.tls_cert, config.tls_key)  # gRPC takes anything and then refuses every caller without a word
-    authorities = _pem(config.tls_client_ca, "tls_client_ca") if config.tls_client_ca is not None else None
-    return grpc.ssl_server_credentials([(key, chain)], authorities, require_client_auth=authorities is not None)
-
-
-def _pem(path: Path, field_name: str) -> bytes:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(field_name, f"cannot read {path}: {error.strerror}") from None
-    if b"-----BEGIN" not in text:
-        raise InvalidRequest(field_name, f"{path} is no PEM file")
-    return text
-
-
-def _make_way(path: Path) -> None:
-    """Remove the socket of a daemon that is gone. Raises InvalidRequest where it is not gone, or is something else."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise InvalidRequest("listen", f"{path} is there and is no socket: remove it or name another")
-    except OSError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-        except OSError:
-            pass
-    raise InvalidRequest("listen", f"another process serves at {path}")
+    certificate = ServerCertificate.of(config)
+    return Plan(tcp, unix, config.file_mode, certificate.for_grpc() if certificate is not None else None)

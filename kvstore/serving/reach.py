@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import ssl
-from pathlib import Path
 
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
@@ -25,16 +22,6 @@ def check_certificates(config: DaemonConfig, identities: Identities) -> None:
     """Raises InvalidRequest where some callers are known by certificates that nobody asks for."""
     if identities.by_certificate and config.tls_client_ca is None:
         raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
-
-
-def check_key(cert: Path, key: Path) -> None:
-    """Raises InvalidRequest where they are no pair, or others can read the key."""
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        raise InvalidRequest("tls_cert", f"{cert} and {key} make no pair of certificate and key ({error})") from None
-    if os.stat(key).st_mode & 0o007:
-        raise InvalidRequest("tls_key", f"{key} can be read by others: chmod 600 {key}")
 
 
 def numeric(host: str, address: str, setting: str) -> list[str]:

@@ -43,6 +43,11 @@ class Exchange(Protocol):
         """Who asks."""
         ...
 
+    @property
+    def connections(self) -> int:
+        """How many the server has open."""
+        ...
+
     def reply(self, kind: FrameKind, *body: Buffer) -> None:
         """Send one frame of the reply; it has left our memory, or is copied by the kernel, when this returns.
 

@@ -31,7 +31,6 @@ class PoolNode:
         incarnation: of the node's memory, 16 hex digits.
         addresses: HOST:PORT of its data server, best first.
         tls: whether connections to it are encrypted.
-        host: its machine.
     """
 
     name: str
@@ -39,7 +38,6 @@ class PoolNode:
     incarnation: str
     addresses: tuple[str, ...] = ()
     tls: bool = False
-    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from kvstore.model.prefix import Keys, root_of
 from kvstore.model.replica import KEY_BYTES, FrameClass, Tier
 from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
 
-PAGES_MAX: Final = 2048  # of one request
-NAME_BYTES_MAX: Final = 4096  # of a salt, or an adapter
+READ_PAGES_MAX: Final = 2048  # of one request
+SALT_BYTES_MAX: Final = 4096  # of a salt, or an adapter
 RANGE_BYTES: Final = 1 << 23  # of the pages of one RANGE, where a page is not larger
 
 _FIXED: Final = struct.Struct("<16sIIIIIIIIHHI")  # see ``ReadRequest.pack``
@@ -97,8 +97,8 @@ def request_bytes(page_tokens: int, extras: bool) -> int:
 
 def pages_per_request(chain: WantedChain, extras: bool) -> int:
     """How many pages one READ may name."""
-    room = BODY_MAX[FrameKind.READ] - _FIXED.size - 2 * NAME_BYTES_MAX
-    return min(PAGES_MAX, room // request_bytes(chain.frame_class.page_tokens, extras))
+    room = BODY_MAX[FrameKind.READ] - _FIXED.size - 2 * SALT_BYTES_MAX
+    return min(READ_PAGES_MAX, room // request_bytes(chain.frame_class.page_tokens, extras))
 
 
 def unpack_read(body: memoryview) -> ReadRequest:
@@ -114,11 +114,11 @@ def unpack_read(body: memoryview) -> ReadRequest:
     _check("page_bytes", 0 < page_bytes <= PAGE_BYTES_MAX, page_bytes)
     _check("page_tokens", 0 < page_tokens <= PAGE_TOKENS_MAX, page_tokens)
     _check("layers", 0 < layers <= LAYERS_MAX and page_bytes % layers == 0, layers)
-    _check("pages", 0 < pages <= PAGES_MAX, pages)
+    _check("pages", 0 < pages <= READ_PAGES_MAX, pages)
     _check("length", 0 < length <= page_bytes, length)
     _check("offset", offset + length <= page_bytes, offset)
-    _check("salt", salt_bytes <= NAME_BYTES_MAX, salt_bytes)
-    _check("adapter", adapter_bytes <= NAME_BYTES_MAX, adapter_bytes)
+    _check("salt", salt_bytes <= SALT_BYTES_MAX, salt_bytes)
+    _check("adapter", adapter_bytes <= SALT_BYTES_MAX, adapter_bytes)
     with_extras = bool(flags & _EXTRAS)
     wanted = _FIXED.size + salt_bytes + adapter_bytes + pages * request_bytes(page_tokens, with_extras)
     _check("read", len(body) == wanted, f"{len(body)} bytes where {wanted} are due")

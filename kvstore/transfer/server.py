@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import ssl
@@ -24,7 +23,7 @@ from typing import Any, Final
 from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unavailable, VersionMismatch
 from kvstore.transfer.base import Admit, Caller, Exchange, Handler
 from kvstore.transfer.stream import Buffer, Stream
-from kvstore.transfer.unix import short
+from kvstore.transfer.unix import short, socket_file
 from kvstore.transfer.wire import (
     BODY_MAX,
     REQUESTS,
@@ -33,7 +32,6 @@ from kvstore.transfer.wire import (
     Welcome,
     WireError,
     pack_error,
-    pack_head,
     pack_hello,
     unpack_hello,
 )
@@ -50,8 +48,10 @@ class ServerLimits:
     """What one server bears.
 
     Attributes:
-        connections_max: in all; one more is refused in words.
+        connections_max: of callers who have said who they are; one more is refused in words.
         of_one_max: of one caller.
+        unknown_max: of those who have not yet; one more takes the place of who has been silent for longest.
+        unknown_of_address_max: of these, from one address.
         hello_s: how long somebody may take to say who they are.
         silence_s: how long somebody may take nothing of a reply, or stop in the middle of a request.
         reply_s: how long one reply may take in all.
@@ -60,6 +60,8 @@ class ServerLimits:
 
     connections_max: int = 256
     of_one_max: int = 128
+    unknown_max: int = 128
+    unknown_of_address_max: int = 32
     hello_s: float = 2.0
     silence_s: float = 5.0
     reply_s: float = 120.0
@@ -97,6 +99,7 @@ class Server:
         self._unix: Path | None = None
         self._lock = threading.Lock()
         self._open: dict[_Connection, threading.Thread] = {}
+        self._unknown: list[_Connection] = []  # of these, who have not said who they are; the oldest first
         self._callers: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="data accept", daemon=True)
@@ -115,19 +118,9 @@ class Server:
         return f"{shown}:{sock.getsockname()[1]}"
 
     def start_unix(self, path: Path, mode: int) -> None:
-        """Listen at a unix socket, whose permission bits say who may connect. A file that is there is replaced: the
-        caller knows that nobody listens there. Raises InvalidRequest as ``start``."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o777 & ~mode)
-        try:
-            path.unlink(missing_ok=True)
-            with short(path) as name:
-                self._listen(sock, name, str(path))
-        except OSError as error:
-            sock.close()
-            raise InvalidRequest("listen", f"cannot listen on {path} ({error})") from None
-        finally:
-            os.umask(before)
+        """Listen at a unix socket, whose permission bits say who may connect. Raises InvalidRequest as ``start``."""
+        with socket_file(path, mode), short(path) as name:
+            self._listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), name, str(path))
         self._unix = path
 
     def _listen(self, sock: socket.socket, where: tuple[str, int] | str, shown: str) -> None:
@@ -168,12 +161,17 @@ class Server:
         return _pong if kind is FrameKind.PING else self._handlers.get(kind)
 
     @contextlib.contextmanager
-    def admitted(self, caller: Caller) -> Iterator[None]:
-        """While this caller's connection is one of theirs. Raises TooManyCalls where they have enough."""
+    def admitted(self, connection: _Connection) -> Iterator[None]:
+        """While this connection is one of its caller's. Raises TooManyCalls where there are enough."""
+        caller, limits = connection.caller, self.limits
         with self._lock:
-            if self._callers[caller.name] >= self.limits.of_one_max:
-                raise TooManyCalls(f"{self.node}: {caller.name} has {self.limits.of_one_max} connections already")
+            if self._callers[caller.name] >= limits.of_one_max:
+                raise TooManyCalls(f"{self.node}: {caller.name} has {limits.of_one_max} connections already")
+            if self._callers.total() >= limits.connections_max:
+                raise TooManyCalls(f"{self.node}: {limits.connections_max} connections are open")
             self._callers[caller.name] += 1
+            if connection in self._unknown:
+                self._unknown.remove(connection)
         try:
             yield
         finally:
@@ -196,16 +194,33 @@ class Server:
                 log.warning("a connection could not be taken: %s", error)
                 self._stopping.wait(ACCEPT_LOOK_S)
                 continue
-            connection = _Connection(self, sock, f"{peer[0]}:{peer[1]}" if peer else "somebody of this machine")
+            connection = _Connection(self, sock, peer)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
             with self._lock:
-                full = len(self._open) >= self.limits.connections_max
+                late = self._too_many(connection.address)
+                full = len(self._open) >= self.limits.connections_max + 2 * self.limits.unknown_max
                 if not full:
-                    thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
                     self._open[connection] = thread
-            if full:
-                connection.refuse(TooManyCalls(f"{self.node}: {self.limits.connections_max} connections are open"))
+                    self._unknown.append(connection)
+            if late is not None:
+                late.abort()
+            if full:  # those who were dropped have not gone yet
+                sock.close()
             else:
                 thread.start()
+
+    def _too_many(self, address: str) -> _Connection | None:
+        """Whoever makes room for somebody from that address, among those who have not said who they are."""
+        mine = [each for each in self._unknown if each.address == address]
+        late = None
+        if len(mine) >= self.limits.unknown_of_address_max:
+            late = mine[0]
+        elif len(self._unknown) >= self.limits.unknown_max:
+            addresses = Counter(each.address for each in self._unknown)
+            late = max(self._unknown, key=lambda each: addresses[each.address])
+        if late is not None:
+            self._unknown.remove(late)
+        return late
 
     def _serve(self, connection: _Connection) -> None:
         try:
@@ -213,15 +228,18 @@ class Server:
         finally:
             with self._lock:
                 del self._open[connection]
+                if connection in self._unknown:
+                    self._unknown.remove(connection)
 
 
 class _Connection:
     """One connection, in its thread. Also what a handler sees of a request: see ``Exchange``."""
 
-    def __init__(self, server: Server, sock: socket.socket, who: str) -> None:
+    def __init__(self, server: Server, sock: socket.socket, peer: tuple[str, int] | str) -> None:
+        self.address = peer[0] if peer else ""  # where it comes from; of a unix socket nothing is known
         self._server = server
         self._sock = sock
-        self._who = who
+        self._who = f"{peer[0]}:{peer[1]}" if peer else "somebody of this machine"
         self._stream: Stream | None = None
         self._caller: Caller | None = None
         self._request = 0
@@ -233,6 +251,11 @@ class _Connection:
         """See ``Exchange``."""
         assert self._caller is not None
         return self._caller
+
+    @property
+    def connections(self) -> int:
+        """See ``Exchange``."""
+        return self._server.connections
 
     def reply(self, kind: FrameKind, *body: Buffer) -> None:
         """See ``Exchange``."""
@@ -247,15 +270,6 @@ class _Connection:
         """From any thread: end it now."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-
-    def refuse(self, error: KVStoreError) -> None:
-        """Say why, without waiting, and close. Where there is to be TLS nothing can be said."""
-        body = pack_error(error)
-        with contextlib.suppress(OSError):
-            if self._server.tls is None:
-                self._sock.setblocking(False)
-                self._sock.send(pack_head(FrameKind.ERROR, 0, len(body)) + body)
-        self._sock.close()
 
     def run(self) -> None:
         """From the first byte to the last."""
@@ -277,9 +291,9 @@ class _Connection:
             head, body = stream.receive_frame(FrameKind.HELLO, BODY_MAX[FrameKind.HELLO], deadline_s)
             self._request = head.request
             hello = unpack_hello(body)
-            self._caller = caller = server.admit(hello, names)
+            self._caller = server.admit(hello, names)
             self._who += f" ({hello.caller[:80]!r})"
-            with server.admitted(caller):
+            with server.admitted(self):
                 welcome = pack_hello(Welcome(node=server.node, process=server.process))
                 stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
                 while True:
@@ -298,7 +312,8 @@ class _Connection:
             return []
         self._sock.settimeout(hello_s)
         try:
-            self._sock = secured = context.wrap_socket(self._sock, server_side=True)
+            self._sock = secured = context.wrap_socket(self._sock, server_side=True, do_handshake_on_connect=False)
+            secured.do_handshake()
         except (OSError, ValueError) as error:
             raise WireError(f"{self._who}: no TLS ({error})") from None
         return names_of(secured.getpeercert())
@@ -331,24 +346,6 @@ class _Connection:
 
 def _pong(exchange: Exchange, body: memoryview) -> None:
     exchange.reply(FrameKind.PONG, body)
-
-
-def tls_context(cert: str, key: str, client_ca: str = "") -> ssl.SSLContext:
-    """What a server encrypts its connections by; ``client_ca``: every caller has to show a certificate of one of them.
-
-    Raises:
-        InvalidRequest: the files make no sense.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(cert, key, password="")
-        if client_ca:
-            context.load_verify_locations(client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ValueError) as error:
-        raise InvalidRequest("tls_cert", f"{cert} cannot be used ({error})") from None
-    return context
 
 
 def names_of(certificate: Mapping[str, Any] | None) -> list[str]:

@@ -21,7 +21,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Stream:
-    """One connection. One thread sends and one receives at a time; ``abort`` may come from any.
+    """One connection. One thread sends and one receives at a time.
 
     Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it is of no use.
 
@@ -128,12 +128,8 @@ class Stream:
         size = sum(memoryview(each).nbytes for each in buffers)
         self.send([pack_head(kind, request, size), *buffers], deadline_s)
 
-    def abort(self) -> None:
-        """End the connection now: whoever sends or receives hears that it is lost."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # not TLS's own: another thread may be in the middle
-
     def close(self) -> None:
         """End the connection and give the socket back. Nobody may be using it."""
-        self.abort()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         self._sock.close()

@@ -31,7 +31,7 @@ SILENCE_S: Final = 0.5  # somebody who owes us bytes and sends none for so long 
 
 
 class DataConnection:
-    """One connection to one node. One thread at a time; ``abort`` may come from any.
+    """One connection to one node. One thread at a time.
 
     Life: ``open`` -> requests are sent, replies received in the same order -> ``close``. After an error other than one
     that came as an ERROR frame (``broken`` says which) it is of no use: what it was about to bring may still come.
@@ -151,10 +151,6 @@ class DataConnection:
         number = self.send(kind, *body, deadline_s=deadline_s)
         head = self.receive_head(number, reply, deadline_s=deadline_s)
         return self.receive(head.body_bytes, deadline_s=deadline_s)
-
-    def abort(self) -> None:
-        """From any thread: whoever waits for this connection hears that it is lost."""
-        self._stream.abort()
 
     def close(self) -> None:
         """End it."""

@@ -93,7 +93,7 @@ def engine() -> Still:
 
 @pytest.fixture
 def address(engine: Still, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(pulling, "CONNECTIONS_MAX", PULLS_MAX)
+    monkeypatch.setattr(pulling, "PULLS_MAX", PULLS_MAX)
     identities = Path(api.identities_file(tmp_path))
     config = EngineConfig(model="none", identities=identities, listen=("127.0.0.1:0",))
     server = EngineServer(config, engine, engine, EngineTally())  # type: ignore[arg-type]

@@ -34,6 +34,10 @@ class MemoryReader:
         table = self._table(number)
         return table.rows[frame, table.fmt.root].tobytes() if table is not None else None
 
+    def class_at(self, raw: bytes) -> FrameClass | None:
+        table = self._table(ADDRESS.unpack(raw)[0])
+        return table.frame_class if table is not None else None
+
     def object_head(self, raw: bytes) -> ObjectHead | None:
         table = self._table(ADDRESS.unpack(raw)[0])
         found = self.page(raw, table.frame_class) if table is not None else None

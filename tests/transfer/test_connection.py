@@ -23,9 +23,10 @@ from kvstore.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kvstore.serving.certificates import ServerCertificate
 from kvstore.transfer import wire
 from kvstore.transfer.base import Caller, DialCredentials, Exchange, Handler
-from kvstore.transfer.server import Server, ServerLimits, tls_context
+from kvstore.transfer.server import Server, ServerLimits
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import HEAD, MAGIC, FrameKind, Hello
 from tests.helpers.api import Certificates
@@ -38,7 +39,10 @@ MANY = 512  # frames of one reply: more than sockets hold
 class Anybody:
     """A caller who may do everything."""
 
-    name, operator = "anybody", True
+    operator = True
+
+    def __init__(self, name: str = "anybody") -> None:
+        self.name = name
 
     def check_salt(self, salt: str) -> None:
         if salt == "theirs":
@@ -50,7 +54,7 @@ def admit(hello: Hello, names: Sequence[str]) -> Caller:
         raise InvalidRequest("node", f"this is n1, not {hello.node}")
     if hello.token not in ("", "right"):
         raise Unauthenticated("the node does not know this caller")
-    return Anybody()
+    return Anybody(hello.caller or "anybody")
 
 
 def status(exchange: Exchange, body: memoryview) -> None:
@@ -64,6 +68,10 @@ def status(exchange: Exchange, body: memoryview) -> None:
         exchange.reply(FrameKind.STATE, bytes(wire.BODY_MAX[FrameKind.STATE]) if asked == "much" else body)
 
 
+def shown(tls: Certificates) -> ServerCertificate:
+    return ServerCertificate(*(Path(tls.path(name)) for name in ("server.pem", "server.key", "ca.pem")))
+
+
 class Served:
     """A server and its address."""
 
@@ -71,17 +79,17 @@ class Served:
         handlers: Mapping[FrameKind, Handler] = {FrameKind.STATUS: status}
         context = None
         if tls is not None:
-            context = tls_context(tls.path("server.pem"), tls.path("server.key"), tls.path("ca.pem"))
+            context = shown(tls).for_sockets()
         self.server = Server("n1", handlers, admit, limits, context)
         self.address = self.server.start("127.0.0.1", 0)
 
     def open(self, hello: Hello | None = None, credentials: DialCredentials | None = None) -> DataConnection:
         return DataConnection.open(self.address, hello or Hello(), credentials, deadline_s=later())
 
-    def raw(self) -> socket.socket:
+    def raw(self, source: str = "127.0.0.1") -> socket.socket:
         """A socket of somebody who knows no rules."""
         host, _, port = self.address.rpartition(":")
-        return socket.create_connection((host, int(port)), SOON_S)
+        return socket.create_connection((host, int(port)), SOON_S, (source, 0))
 
     def welcomed(self) -> socket.socket:
         """The same, after HELLO."""
@@ -283,15 +291,37 @@ def test_connections_are_bounded() -> None:
         with pytest.raises(TooManyCalls, match="anybody has 3"):
             made.open()
         wait_until(lambda: made.server.connections == 3)
-        silent = made.raw()
-        wait_until(lambda: made.server.connections == 4)
+        mine.append(made.open(Hello(caller="other")))
         with pytest.raises(TooManyCalls, match="4 connections"):
-            made.open()
+            made.open(Hello(caller="third"))
         for each in mine:
             each.close()
-        silent.close()
         assert_none_open(made)
         made.open().close()
+    finally:
+        made.server.stop()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_strangers_who_say_nothing_shut_out_nobody(tmp_path: Path, tls: bool) -> None:
+    """They connect from one address, or from several: whoever comes takes the place of the one that waits longest."""
+    certificates = Certificates(tmp_path) if tls else None
+    limits = replace(LIMITS, hello_s=SOON_S * 10, connections_max=4, unknown_max=4, unknown_of_address_max=3)
+    made, ours = Served(limits, certificates), DialCredentials()
+    if certificates is not None:
+        ours = DialCredentials(
+            *("", *(str(certificates.path(name)) for name in ("ca.pem", "client.pem", "client.key")))
+        )
+    try:
+        silent = [made.raw(f"127.0.0.{1 + i % 3}") for i in range(20)]
+        made.open(credentials=ours).close()
+        silent += [made.raw() for _ in range(20)]
+        made.open(credentials=ours).close()
+        wait_until(lambda: made.server.connections <= limits.unknown_max)
+        made.open(credentials=ours).close()
+        for each in silent:
+            each.close()
+        assert_none_open(made)
     finally:
         made.server.stop()
 
@@ -320,14 +350,6 @@ def test_a_server_that_says_nothing_costs_the_silence_alone() -> None:
         assert time.monotonic() - began_s < SOON_S / 2
 
 
-def test_abort_wakes_who_waits(served: Served) -> None:
-    connection = served.open()
-    threading.Timer(0.1, connection.abort).start()
-    with pytest.raises(NodeUnavailable):
-        connection.receive_head(1, FrameKind.PONG, deadline_s=later())
-    connection.close()
-
-
 def test_tls(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     made = Served(LIMITS, certificates)
@@ -343,7 +365,6 @@ def test_tls(tmp_path: Path) -> None:
         for _ in range(64):
             head = connection.receive_head(number, FrameKind.STATE, deadline_s=later())
             assert connection.receive(head.body_bytes, deadline_s=later()) == bytes(size)
-        connection.abort()
         connection.close()
         with pytest.raises(Unavailable):  # not known to the server
             made.open(credentials=replace(ours, cert="", key="")).call(

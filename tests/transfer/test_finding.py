@@ -363,7 +363,7 @@ def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
     file = PeersFile(folder.path)
     assert file.look() is None
     file._look_ns = 0
-    view = PoolView("pool", "n", 3.5, {"m": PoolNode("m", "0f", "ab", ("h:1",), True, "host")})
+    view = PoolView("pool", "n", 3.5, {"m": PoolNode("m", "0f", "ab", ("h:1",), True)})
     peers.write(folder, view)
     assert file.look() == view
     for text in ("", "{", "[]", "{}", '{"peers": 3}', '{"peers": [{"addresses": 5}]}', '{"peers": [[]]}'):

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.replica import FrameClass, Tier
+from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import LOCAL
 from kvstore.transfer.base import Caller, DialCredentials, Exchange
 from kvstore.transfer.credentials import credentials_of
@@ -19,7 +20,7 @@ from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PoolNode
 from kvstore.transfer.pulling import pull
 from kvstore.transfer.reading import ReadRequest, WantedChain, pack_end, pack_range
-from kvstore.transfer.server import Server, tls_context
+from kvstore.transfer.server import Server
 from kvstore.transfer.wire import FrameKind, Hello, WireError
 from tests.helpers.api import Certificates
 from tests.helpers.content import SMALL, chain
@@ -112,7 +113,8 @@ def test_a_server_that_took_the_place_of_another_is_not_taken_for_it(links: Peer
 
 def test_credentials_are_those_of_the_environment(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    context = tls_context(certificates.path("server.pem"), certificates.path("server.key"), certificates.path("ca.pem"))
+    files = (Path(certificates.path(name)) for name in ("server.pem", "server.key", "ca.pem"))
+    context = ServerCertificate(*files).for_sockets()
     server = Server("n", {}, admit, tls=context)
     address = server.start("127.0.0.1", 0)
     (tmp_path / "token").write_text("secret\n")

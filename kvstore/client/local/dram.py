@@ -8,7 +8,7 @@ import time
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.model.objects import is_object_class
-from kvstore.model.replica import FrameState, Tier, word_of
+from kvstore.model.replica import FrameClass, FrameState, Tier, word_of
 from kvstore.tier.dram import SegmentMap
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import ExtentTable
@@ -54,6 +54,11 @@ class DramReader:
         number, frame, _ = _unpack_address(raw)
         extent = self.extents.get(number) or self.extent(number)
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
+
+    def class_at(self, raw: bytes) -> FrameClass | None:
+        """See ``TierReader``."""
+        extent = self.extent(_unpack_address(raw)[0])
+        return extent.frame_class if extent is not None else None
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
         """See ``TierReader``."""

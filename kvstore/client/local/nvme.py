@@ -125,11 +125,13 @@ class NvmeReader:
     def root_at(self, raw: bytes) -> bytes | None:
         """See ``TierReader``."""
         number, frame, _ = ADDRESS.unpack_from(raw)
-        extent = self._extents.get(number)
-        if extent is None:
-            map_ = self._opened()
-            extent = self._open_extent(number, map_) if map_ is not None else None
+        extent = self._extent(number)
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
+
+    def class_at(self, raw: bytes) -> FrameClass | None:
+        """See ``TierReader``."""
+        extent = self._extent(ADDRESS.unpack_from(raw)[0])
+        return extent.frame_class if extent is not None else None
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> NvmeRead:
         """See ``LowerReader``."""
@@ -214,6 +216,13 @@ class NvmeReader:
         """It does not hold what the index said: it may have been made anew, on the same devices or on others."""
         self._extents.pop(extent.number, None)
         self._check_ns = 0
+
+    def _extent(self, number: int) -> NvmeExtent | None:
+        extent = self._extents.get(number)
+        if extent is None:
+            map_ = self._opened()
+            extent = self._open_extent(number, map_) if map_ is not None else None
+        return extent
 
     def _open_extent(self, number: int, map_: NvmeMap) -> NvmeExtent | None:
         table = ExtentTable.open(self._folder, number, map_.incarnation)

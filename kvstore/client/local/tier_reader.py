@@ -40,6 +40,10 @@ class TierReader(Protocol):
         """The root of the page at a raw address, as its record says now; None where there is no such record."""
         ...
 
+    def class_at(self, raw: bytes) -> FrameClass | None:
+        """The class of the frames at a raw address, as the node says now; None where there are none."""
+        ...
+
     def object_head(self, raw: bytes) -> ObjectHead | None:
         """The object's head at that address, proven; None where it is not."""
         ...

@@ -28,16 +28,17 @@ from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.read_handler import ReadHandler
 from kvstore.service.cluster.view import ViewKeeper
 from kvstore.serving import lifecycle, logs
+from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host
-from kvstore.serving.reach import check_certificates, check_far, check_key, numeric
+from kvstore.serving.reach import check_certificates, check_far, numeric
 from kvstore.tier.data_file import DataFile, DataServerAt
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Admit, Caller, Handler
 from kvstore.transfer.peers import PeersFile
-from kvstore.transfer.server import Server, tls_context
+from kvstore.transfer.server import Server, ServerLimits
 from kvstore.transfer.tcp import is_loopback
 from kvstore.transfer.wire import FrameKind, Hello
 
@@ -47,6 +48,7 @@ PATIENCE_S: Final = 0.3
 NODE_S: Final = 60.0  # for a node that is just being made
 NODE_LOOK_S: Final = 0.05
 DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
+OF_ONE_SHARE: Final = 0.5  # of the connections, by one caller
 PUBLISH_RETRY_S: Final = 1.0
 STOP_S: Final = 5.0  # for a catalog that does not answer; a daemon that ends us waits longer
 
@@ -69,8 +71,7 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     if not is_loopback(number):
         check_far(config, identities, config.data, "data")
     check_certificates(config, identities)
-    if config.tls_cert is not None and config.tls_key is not None:
-        check_key(config.tls_cert, config.tls_key)
+    ServerCertificate.of(config)
     return number, port
 
 
@@ -95,13 +96,17 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         life.at_end(file.close)
         node = LocalNode(folder.path, timeout_s=PATIENCE_S)
         life.at_end(node.close)
-        tls = config.tls_cert is not None and config.tls_key is not None
-        context = (
-            tls_context(str(config.tls_cert), str(config.tls_key), str(config.tls_client_ca or "")) if tls else None
-        )
+        certificate = ServerCertificate.of(config)
         directory = DirectoryShell(DIRECTORY_BYTES, PeersFile(folder.path))
         process = schema.new_process()
-        server = Server(config.name, handlers(node, directory), admits(config, process), tls=context, process=process)
+        server = Server(
+            config.name,
+            handlers(node, directory),
+            admits(config, process),
+            limits_of(config),
+            tls=certificate.for_sockets() if certificate is not None else None,
+            process=process,
+        )
         address = server.start(*where)
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
@@ -110,6 +115,13 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.serves(lambda: announce(line), life.took_s, address=address)
         life.wait_while(lambda: file.stands() and told.look())
+
+
+def limits_of(config: NodeConfig) -> ServerLimits:
+    """What the data server of this configuration bears."""
+    return ServerLimits(
+        connections_max=config.data_connections, of_one_max=max(1, int(OF_ONE_SHARE * config.data_connections))
+    )
 
 
 def handlers(node: LocalNode, directory: DirectoryShell) -> Mapping[FrameKind, Handler]:

@@ -88,7 +88,10 @@ class DirectoryShell:
         """Answer STATUS. Raises PermissionDenied where the caller is no operator."""
         if not exchange.caller.operator:
             raise PermissionDenied("only operators are told what a directory holds")
-        exchange.reply(FrameKind.STATE, json.dumps(self.status()).encode()[: BODY_MAX[FrameKind.STATE]])
+        exchange.reply(
+            FrameKind.STATE,
+            json.dumps({**self.status(), "connections": exchange.connections}).encode()[: BODY_MAX[FrameKind.STATE]],
+        )
 
     def status(self) -> dict[str, Any]:
         """Entries and their memory; how long ago the catalog was heard of, and what each node told last."""

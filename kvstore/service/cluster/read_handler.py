@@ -79,8 +79,8 @@ class ReadHandler:
     def _send_below(self, reply: _Reply, reader: LowerReader) -> str:
         """Send what that tier has; why it ended there, where that is not for want of pages."""
         located = locate(reply.mapped, reader, reply.rest(), reply.closed)
-        if not located:
-            return ""
+        if not located or reader.class_at(located[0]) != reply.request.chain.frame_class:
+            return ""  # no memory is made for pages of a size that somebody claims
         if not self._below.acquire(timeout=NVME_WAIT_S):
             raise TooManyCalls(f"{self._node.name}: too many are reading from {reader.tier}")
         try:

@@ -62,7 +62,7 @@ class ViewKeeper:
     def refresh(self) -> None:
         """Write the file where it would say something else."""
         found = {
-            name: PoolNode(name, each.process, each.incarnation, each.addresses, each.tls, each.host)
+            name: PoolNode(name, each.process, each.incarnation, each.addresses, each.tls)
             for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view
