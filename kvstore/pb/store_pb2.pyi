@@ -378,3 +378,17 @@ class WatchRequest(_message.Message):
     AFTER_FIELD_NUMBER: _ClassVar[int]
     after: int
     def __init__(self, after: _Optional[int] = ...) -> None: ...
+
+class PageBatch(_message.Message):
+    __slots__ = ("stream", "number", "fingerprints", "marks", "whole")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    number: int
+    fingerprints: bytes
+    marks: bytes
+    whole: bool
+    def __init__(self, stream: _Optional[int] = ..., number: _Optional[int] = ..., fingerprints: _Optional[bytes] = ..., marks: _Optional[bytes] = ..., whole: _Optional[bool] = ...) -> None: ...

@@ -168,6 +168,11 @@ class StoreStub:
                 request_serializer=kvstore_dot_pb_dot_store__pb2.WatchRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_struct__pb2.Struct.FromString,
                 _registered_method=True)
+        self.WatchPages = channel.unary_stream(
+                '/kvstore.v1.Store/WatchPages',
+                request_serializer=kvstore_dot_pb_dot_store__pb2.Empty.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_store__pb2.PageBatch.FromString,
+                _registered_method=True)
         self.Admin = channel.unary_unary(
                 '/kvstore.v1.Store/Admin',
                 request_serializer=google_dot_protobuf_dot_struct__pb2.Struct.SerializeToString,
@@ -353,6 +358,15 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPages(self, request, context):
+        """Which pages the node has, for who routes requests: first all of them, in batches, then what comes and goes. A
+        caller that takes them too slowly is told everything again, in a new stream. Ends well shortly before the call's
+        deadline: ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Admin(self, request, context):
         """Any administrative call by its name: {"call": "evict", "tier": "dram", "pages": 10}.
         """
@@ -482,6 +496,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvstore_dot_pb_dot_store__pb2.WatchRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_struct__pb2.Struct.SerializeToString,
+            ),
+            'WatchPages': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPages,
+                    request_deserializer=kvstore_dot_pb_dot_store__pb2.Empty.FromString,
+                    response_serializer=kvstore_dot_pb_dot_store__pb2.PageBatch.SerializeToString,
             ),
             'Admin': grpc.unary_unary_rpc_method_handler(
                     servicer.Admin,
@@ -1150,6 +1169,33 @@ class Store:
             '/kvstore.v1.Store/Watch',
             kvstore_dot_pb_dot_store__pb2.WatchRequest.SerializeToString,
             google_dot_protobuf_dot_struct__pb2.Struct.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Store/WatchPages',
+            kvstore_dot_pb_dot_store__pb2.Empty.SerializeToString,
+            kvstore_dot_pb_dot_store__pb2.PageBatch.FromString,
             options,
             channel_credentials,
             insecure,

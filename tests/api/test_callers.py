@@ -47,11 +47,12 @@ OF_OPERATORS: dict[str, Callable[[], Any]] = {
     "Pins": pb.Empty,
     "Verify": pb.Empty,
     "Watch": lambda: pb.WatchRequest(after=0),
+    "WatchPages": pb.Empty,
     "Admin": lambda: api.struct(call="stats"),
 }
 BY_NUMBER = ("Seal", "Revoke", "Renew", "Release")  # of what was reserved or leased
 FOR_ALL: dict[str, Callable[[], Any]] = {"About": pb.AboutRequest}
-KEEPS_ON = ("Watch",)
+KEEPS_ON = ("Watch", "WatchPages")
 
 
 @dataclass

@@ -8,6 +8,7 @@ import grpc
 
 from kvstore.service.api.admin import AdminCalls
 from kvstore.service.api.objects import ObjectCalls
+from kvstore.service.api.page_watch import PageWatch
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
 from kvstore.serving.gate import Gate
@@ -18,7 +19,13 @@ SERVICE: Final = "kvstore.v1.Store"
 
 
 def handlers(
-    gate: Gate, pages: PageCalls, reservations: Reservations, leases: Leases, objects: ObjectCalls, admin: AdminCalls
+    gate: Gate,
+    pages: PageCalls,
+    reservations: Reservations,
+    leases: Leases,
+    objects: ObjectCalls,
+    admin: AdminCalls,
+    watch: PageWatch,
 ) -> grpc.GenericRpcHandler:
     """The whole service, every call through the gate."""
     unary: dict[str, Unary] = {
@@ -43,6 +50,11 @@ def handlers(
         "Verify": admin.verify,
         "Admin": admin.admin,
     }
-    sending: dict[str, Sending] = {"Read": pages.read, "GetObject": objects.get, "Watch": admin.watch}
+    sending: dict[str, Sending] = {
+        "Read": pages.read,
+        "GetObject": objects.get,
+        "Watch": admin.watch,
+        "WatchPages": watch.pages,
+    }
     taking: dict[str, Taking] = {"Write": pages.write, "PutObject": objects.put}
     return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending), taking)

@@ -19,6 +19,7 @@ from kvstore.service.api.admin import AdminCalls
 from kvstore.service.api.holdings import sweep_forever
 from kvstore.service.api.methods import SERVICE, handlers
 from kvstore.service.api.objects import ObjectCalls
+from kvstore.service.api.page_watch import PageWatch
 from kvstore.service.api.pages import PageCalls
 from kvstore.service.api.reservations import Leases, Reservations
 from kvstore.service.local.dispatch import Dispatcher
@@ -71,7 +72,7 @@ class ApiServer(LoopServer):
         admin = AdminCalls(store, self._node, self._dispatcher.admin)
         objects = ObjectCalls(store, self._limits.buffer_bytes)
         pages = PageCalls(store, self._node, self._reservations, objects.bytes_max)
-        return handlers(gate, pages, self._reservations, self._leases, objects, admin)
+        return handlers(gate, pages, self._reservations, self._leases, objects, admin, PageWatch(self._node))
 
     def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (sweep_forever(self._sweep),)  # without it leases would never end

@@ -1,4 +1,4 @@
-"""Announcer: tells the directory's owners what pages a node has. It follows the node's event log, in a thread."""
+"""Announcer: tells the directory's owners what pages a node has, in a thread."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-import numpy as np
-
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.model.replica import FrameState
-from kvstore.model.span import fingerprint, fingerprints
-from kvstore.service.node.event_log import CLEARED, STORED, PageEvent
 from kvstore.service.node.node import Node
-from kvstore.service.node.performer import Performer
-from kvstore.state.announcing import Announcing, Entries, pause_s
-from kvstore.state.directory import GONE, TIERS, Told
-from kvstore.state.node_state import NodeState
+from kvstore.service.node.page_feed import PageFeed
+from kvstore.state.announcing import Announcing, pause_s
+from kvstore.state.directory import Told
 from kvstore.transfer.find_messages import pack_announce, unpack_announced
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
@@ -30,7 +24,6 @@ IDLE_S: Final = 1.0  # an owner that was told nothing for so long is told that
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
-EVENTS: Final = 1000  # taken in at a time
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -48,11 +41,11 @@ class Announcer:
         self._peers = peers
         self._links = links
         self._announcing = Announcing(name, lambda: secrets.randbits(63))
-        self._after = node.events.last
         self._told_s: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
         self.counters: Counter[str] = Counter()
+        self._feed = PageFeed(node, self._announcing, self.counters)
 
     def start(self) -> None:
         """Begin."""
@@ -78,30 +71,8 @@ class Announcer:
             self._stopping.wait(sent / PAGES_PER_S if its.queued else pause_s(len(its.owners)))
 
     def _follow(self, view: PoolView | None) -> None:
-        """Take in what happened to pages, and where that is not enough, all of them."""
-        its = self._announcing
-        its.members(view.peers if view is not None and view.lists(self._node.incarnation) else ())
-        if not its.wants_pages:
-            self._take_in(self._node.events.last)
-            return
-        until, pages = self._node.look(lambda performer, state: (performer.events.last, pages_of(performer, state)))
-        self._take_in(until)
-        its.dumped(pages)
-        self.counters["dumps"] += 1
-
-    def _take_in(self, until: int) -> None:
-        """Events up to that number."""
-        while self._after < until:
-            events, after, lost = self._node.events.since(self._after, min(EVENTS, until - self._after))
-            self._after = after
-            if lost or any(event.kind == CLEARED for event in events):
-                self._announcing.lost()
-                self.counters["lost"] += lost
-            told = [event for event in events if event.keys]
-            if told:
-                self._announcing.changed(_entries(told))
-            if not events and not lost:
-                return
+        self._announcing.members(view.peers if view is not None and view.lists(self._node.incarnation) else ())
+        self._feed.follow()
 
     def _tell(self, view: PoolView) -> int:
         """Send each owner its next batch; how many entries were sent."""
@@ -131,27 +102,3 @@ class Announcer:
         self.counters["batches"] += 1
         self.counters["entries"] += len(batch.marks)
         return True
-
-
-def _entries(events: list[PageEvent]) -> Entries:
-    """What these events say."""
-    marks = [
-        np.full(len(event.keys), TIERS.index(event.tier) | (0 if event.kind in STORED else GONE), np.uint8)
-        for event in events
-    ]
-    spans = np.concatenate([np.array(event.spans, np.uint64) for event in events])
-    pages = np.array([fingerprint(key) for event in events for key in event.keys], np.uint64)
-    return Entries(spans, pages, np.concatenate(marks))
-
-
-def pages_of(performer: Performer, state: NodeState) -> Entries:
-    """All pages of a node that holds still."""
-    spans, pages, marks = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
-    for tier, space in state.spaces.items():
-        for number, extent in space.segment.extents.items():
-            sealed = np.flatnonzero(np.frombuffer(extent.state, np.uint8) == FrameState.SEALED)
-            table = performer.tables[number]
-            pages.append(fingerprints(table.rows[sealed, table.fmt.key].tobytes()))
-            spans.append(np.frombuffer(extent.span, np.uint64)[sealed])
-            marks.append(np.full(len(sealed), TIERS.index(tier), np.uint8))
-    return Entries(np.concatenate(spans), np.concatenate(pages), np.concatenate(marks))

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvstore.errors import KVStoreError
 from kvstore.model.span import Fingerprints
-from kvstore.service.cluster.announcer import pages_of
 from kvstore.service.node.node import Node
+from kvstore.service.node.page_feed import pages_of
 from kvstore.state.announcing import Entries
 from kvstore.state.directory import entries_told
 from kvstore.state.placement import Placement
