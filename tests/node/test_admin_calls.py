@@ -1,4 +1,4 @@
-"""Admin calls that take long, while other clients go on: real daemon, real sockets, 30,000 pages."""
+"""Admin calls that take long, while other clients go on: real daemon, real sockets, 20,000 pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.processes import Daemon, Machine, check_laws, wait_until
 TINY = Layout(model="tiny", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", page_tokens=16)
 assert TINY.page_bytes == 4096
 CHAIN = 512
-PAGES = 64 * CHAIN
+PAGES = 40 * CHAIN
 PUT_PAGES = 4
 ANSWER_S = 30.0
 PUT_SHARE = 0.25  # of the long call: what a put beside it takes at most; a thread shared with it would make it all

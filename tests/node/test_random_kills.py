@@ -32,7 +32,7 @@ from tests.helpers.processes import (
 
 PAGES_MIN = 100  # looked at per round, or the round shows nothing
 UNDISTURBED_S = 40.0  # that a busy machine has, after the kills, to get so far
-KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "240"))
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "200"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 ROUNDS = 6
 PAUSE_S = (0.0, 0.12)  # between kills: some hit a process that is just starting

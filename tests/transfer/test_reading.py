@@ -179,7 +179,7 @@ def test_a_page_that_changes_while_it_is_sent_does_not_count(
 
 def test_pages_on_nvme_arrive(machine: Machine) -> None:
     """Also where some are in memory, and some on NVMe only."""
-    machine.serve(NODE, **configure(machine, NODE))
+    machine.serve(NODE, **configure(machine, NODE, promote_after=255))  # so that no page moves while it is read
     store = machine.connect(NODE)
     for seed in range(4):
         put(store, seed, 60)
