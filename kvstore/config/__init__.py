@@ -92,7 +92,7 @@ class NodeConfig(DaemonConfig):
     name: str = setting("default", parse_text, "What clients on this machine connect to.")
     """What clients on this machine connect to; also names the node's folder."""
     dram: int = setting(512 * MIB, parse_size, "Capacity of the DRAM segment, such as 8GiB.", metavar="SIZE")
-    """Capacity of the DRAM segment in bytes of frames; records, marks and index take some more memory."""
+    """Capacity of the DRAM segment in bytes of frames; records, uses and index take some more memory."""
     shm_dir: Path = setting(
         _SHM_DIR, parse_path, "The tmpfs that holds the node's folder; clients need it in KVSTORE_SHM_DIR."
     )

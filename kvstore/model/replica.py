@@ -26,7 +26,7 @@ KEY_BYTES = 16
 ADDRESS_BYTES = 16
 WORD_BYTES = 8  # generation and state, what a record begins with
 FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
-SHARDS_MAX = 8  # writers of one page (TP x PP ranks); one progress word each in the marks
+SHARDS_MAX = 8  # writers of one page (TP x PP ranks)
 # An identity row, which says what page a page is. Rows of them come with every put, stand in every record, and in front
 # of every page on NVMe: key, root and extra, then the page's token ids.
 KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
@@ -153,7 +153,7 @@ class RecordFormat:
     lease, for a RESERVED one the writer's deadline. The tail of a RESERVED or QUARANTINED frame holds its write
     ``group`` and the sessions that may still write it, one u64 per shard (0: none); that of a SEALED frame holds the
     ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
-    4-byte checksums keep a page of a 32-layer model under 400 bytes of metadata (index, marks and policy included).
+    4-byte checksums keep a page of a 32-layer model under 400 bytes of metadata (index, uses and policy included).
     In a SEALED record ``info`` is payload_bytes (u32), position in the chain (u16, saturating), flags (u8), turns (u8,
     saturating). Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns``: 96 bytes.
     """
@@ -296,6 +296,5 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // FRAME_ALIGN) * FRAME_ALIGN
 
 
-# A marks row, written by clients: [last_use_ns][progress of shard 0] ... ; progress = low 32 bits of the generation
-# in the upper half, layers finished in the lower half, so that an earlier page's progress is never mistaken.
+# A row of marks, as clients of the version before write it: [last_use_ns][progress of shard 0] ...: see ``tier.uses``.
 MARKS_ROW_BYTES = 8 * (1 + SHARDS_MAX)

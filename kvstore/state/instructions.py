@@ -19,7 +19,7 @@ from kvstore.state.views import Rows
 
 @dataclass(slots=True)
 class Carve:
-    """Make the record and mark tables of a new extent, all frames FREE."""
+    """Make the tables of a new extent, all frames FREE."""
 
     extent: int
     position: int

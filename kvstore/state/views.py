@@ -39,7 +39,7 @@ class PageIndex(Protocol):
 
 
 class RecordView(Protocol):
-    """What the decision needs to read back of a SEALED frame's record and marks."""
+    """What the decision needs to read back of a SEALED frame's record, and its last use."""
 
     def key(self, extent: int, frame: int) -> bytes:
         """The page's key."""

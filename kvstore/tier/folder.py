@@ -7,7 +7,8 @@
         control                        unix socket of the daemon
         header                         one page of words (header.Header)
         segment                        the data (dram.SegmentFile)
-        records-<extent>  marks-<extent>   two tables per carved extent (records.ExtentTable)
+        records-<extent>  uses-<extent>    tables of each carved extent (records.ExtentTable)
+        marks-<extent>                     of NVMe instead of uses; of memory for programs of the version before
         index-<epoch>/                 LMDB: key -> address (index.Index)
         puts                           what clients put and the daemon has not taken in (put_log.PutLog); absent: an
                                        earlier version's
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
-from kvstore.tier.plain_files import NotPlain, is_locked, open_folder, open_plain, remove
+from kvstore.tier.plain_files import NotPlain, is_file_of, is_locked, open_folder, open_plain, remove
 
 PREFIX: Final = "kvstore-"
 EMBEDDED_PREFIX: Final = "kvstore-embedded-"
@@ -120,6 +121,10 @@ class NodeFolder:
     def marks(self, extent: int) -> Path:
         """The marks table of ``extent``."""
         return self.path / f"marks-{extent}"
+
+    def uses(self, extent: int) -> Path:
+        """The uses table of ``extent``."""
+        return self.path / f"uses-{extent}"
 
     @property
     def nvme(self) -> Path:
@@ -225,7 +230,8 @@ class NodeFolder:
         return status.st_uid in (os.geteuid(), 0) or in_group
 
     def lock(self) -> None:
-        """Become the owner: make the folder where absent, lock it, remove files that a dead owner left half made.
+        """Become the owner: make the folder where absent, lock it, remove files that a dead owner left half made, or
+        half removed.
 
         Raises:
             NodeBusy: another process (or another NodeFolder of this one) holds it; names the node and the pid.
@@ -249,7 +255,7 @@ class NodeFolder:
                     raise NodeBusy(f"node {self.name!r} is held by {by} ({self.path})") from None
                 time.sleep(_LOCK_RETRY_S)
                 continue
-            if _same_file(fd, self.lock_file):
+            if is_file_of(fd, self.lock_file):
                 break
             os.close(fd)  # what we locked was purged meanwhile
         else:
@@ -298,6 +304,8 @@ class NodeFolder:
         for name in os.listdir(self.path):
             if name.startswith(_TEMPORARY) or (name.startswith("index-") and name.endswith(".tmp")):
                 remove(self.path / name)
+        for extent in set(self._numbers("uses-")).difference(self.extents()):  # the version before knows no uses
+            remove(self.uses(extent))
 
     def temporary(self, name: str) -> Path:
         """Where a file lies that the next owner removes."""
@@ -376,14 +384,6 @@ def holder(fd: int) -> str:
     """Who holds the lock file behind ``fd``, for a message."""
     text = os.pread(fd, 32, 0).decode(errors="replace").strip()
     return f"process {text}" if text else "another process"
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(fd), there)
 
 
 # Locks belong to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.

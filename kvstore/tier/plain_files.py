@@ -93,6 +93,15 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
     return False
 
 
+def is_file_of(fd: int, path: Path) -> bool:
+    """What is open is what has that name, and not something that was exchanged or removed meanwhile."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)
+
+
 def remove(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
     """Remove a name, whatever it is; of a directory with all that is below it. No link is followed. Absent: nothing.
 

@@ -1,11 +1,12 @@
-"""ExtentTable: records and marks of one extent, as arrays over shared memory.
+"""ExtentTable: what is written down about the frames of one extent, as arrays over shared memory.
 
 ``records-<extent>`` is one page of header and then a row per frame (``model.replica.RecordFormat``), written by the
-daemon alone. ``marks-<extent>`` is a row of words per frame, written by clients. On x86-64 stores become visible in
-their order, so the protocol of a record is: body first, its word last; and to end it, the word first.
+daemon alone. Clients write ``uses-<extent>`` (``tier.uses``). On x86-64 stores become visible in their order, so the
+protocol of a record is: body first, its word last; and to end it, the word first.
 
 An extent belongs to one tier. What lies on NVMe has its token ids and checksums in front of it on the device, so the
-tables of such an extent are lean: 96 bytes of record and one mark (last use) per frame, whatever the class.
+tables of such an extent are lean: 96 bytes of record and the last use (``marks-<extent>``) per frame, whatever the
+class.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import unknown_version
 from kvstore.tier.plain_files import open_plain, remove
 from kvstore.tier.record import Record
+from kvstore.tier.uses import Marks, Uses, Words, map_whole
 
 RECORDS_HEAD_BYTES: Final = 4096
 _VERSION: Final = 2
@@ -36,12 +38,11 @@ _HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
 _COPIES_AT: Final = (0, 2048)  # of the head; the second one is zeros where version 0.1 made the table
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
-# Per frame: where clients write, their progress; elsewhere the last use alone.
+# Of the marks, per frame: for programs of the version before, see ``uses``; elsewhere the last use.
 _MARKS_BYTES: Final = {Tier.HBM: 8, Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}
 _KEY_AND_ROOT: Final = struct.Struct(f"<{RecordFormat.key.start}x{KEY_BYTES}s{KEY_BYTES}s")
 _HEADLESS: Final = (Tier.DRAM,)  # nothing stands before their frames: the records say all of it
-
-Words = npt.NDArray[np.uint64]
+_SHOWN: Final = (Tier.DRAM,)  # where clients write: they have ``uses``
 
 
 class ExtentTable:
@@ -53,8 +54,7 @@ class ExtentTable:
         fmt: byte offsets inside a row; of an NVMe extent ``frame_class.lean``.
         rows: ``[frames, row_bytes]`` uint8, read-only except for the daemon.
         words: ``[frames]``, strided: generation << 8 | state of each frame (``model.replica.word_of``).
-        marks: ``[frames, 1 + SHARDS_MAX]``, writable for everyone; ``last_use`` is its first column. Of an NVMe extent
-            that column is all there is.
+        uses: what clients write; ``last_use`` is its column of that name, writable for everyone.
     """
 
     extent: int
@@ -65,26 +65,24 @@ class ExtentTable:
     fmt: RecordFormat
     rows: npt.NDArray[np.uint8]
     words: Words
-    marks: Words
+    uses: Uses | Marks
     last_use: Words
 
-    def __init__(self, folder: NodeFolder, head: tuple[int, ...], maps: tuple[mmap.mmap, mmap.mmap]) -> None:
+    def __init__(self, folder: NodeFolder, head: tuple[int, ...], map_: mmap.mmap, uses: Uses | Marks) -> None:
         _, _, _, self.extent, self.position, page_bytes, page_tokens, layers, self.frames, tier, _ = head
         self.frame_class = FrameClass(page_bytes, page_tokens, layers)
         self.tier = _TIERS[tier]
         self.fmt = _format(self.frame_class, self.tier)
-        self._files = folder.records(self.extent), folder.marks(self.extent)
-        self._maps = maps
+        self._folder = folder
+        self._map = map_
         self._row_bytes, self._parent, self._info = self.fmt.row_bytes, self.fmt.parent, self.fmt.info // 8
         self._whole = slice(0, self._row_bytes)
-        flat = np.frombuffer(maps[0], np.uint8, self.frames * self.fmt.row_bytes, RECORDS_HEAD_BYTES)
+        flat = np.frombuffer(map_, np.uint8, self.frames * self.fmt.row_bytes, RECORDS_HEAD_BYTES)
         self.rows = flat.reshape(self.frames, self.fmt.row_bytes)
         self._columns = self.rows.view("<u8")  # [frames, row_bytes / 8]
         self.words = self._columns[:, 0]
-        self.marks = np.frombuffer(maps[1], "<u8").reshape(self.frames, -1)
-        self.last_use = self.marks[:, 0]
-        self._marked = memoryview(maps[1]).cast("Q")
-        self._marks_per_frame = self.marks.shape[1]
+        self.uses, self.last_use = uses, uses.last_use
+        self._used = uses.last_use.data  # read one by one: half as long as out of an array
 
     @classmethod
     def create(
@@ -98,9 +96,9 @@ class ExtentTable:
         tier: Tier = Tier.DRAM,
         files: TableFiles | None = None,
     ) -> ExtentTable:
-        """Make both files, all frames FREE with generation 0, and map them writable.
+        """Make its files, all frames FREE with generation 0, and map them writable.
 
-        Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the marks are
+        Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the others are
         there before the records, whose header is summed. ``incarnation`` is that of the tier's segment (of NVMe: of
         the devices), so that tables of another one are never believed. ``files``: made before, for this class and
         tier; then no memory is needed.
@@ -116,7 +114,8 @@ class ExtentTable:
         )
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
-        files.become(folder, extent, b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT))
+        both = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
+        files.become(folder, extent, both, Uses.head(incarnation, extent, frames))
         table = cls.open(folder, extent, incarnation, writable=True)
         assert table is not None, "made just now"
         return table
@@ -125,28 +124,37 @@ class ExtentTable:
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
         """Map the tables of ``extent``. ``writable`` maps the records for writing too (the daemon's view).
 
-        None where a file is absent, of another size or incarnation, or both copies of its header are damaged: a doubt
-        is a miss. Nothing is changed, but a damaged or absent copy of the header by the daemon.
+        None where records or marks are absent or of another size or incarnation, or both copies of the header are
+        damaged: a doubt is a miss. Nothing is changed, but by the daemon: a damaged or absent copy of the header, and
+        uses that are absent or damaged, for which the marks stand in.
 
         Raises:
             VersionMismatch: it is whole, and of another version of the file format.
         """
         with contextlib.ExitStack() as stack:
             try:
-                records = _map(folder.records(extent), writable)
+                records = map_whole(folder.records(extent), writable)
                 stack.callback(records.close)
-                marks = _map(folder.marks(extent), True)
+                marks = map_whole(folder.marks(extent), True)
                 stack.callback(marks.close)
             except (FileNotFoundError, ValueError):  # ValueError: an empty file cannot be mapped
                 return None
             head = _sound_head(folder, records, len(marks), extent, incarnation)
             if head is None:
                 return None
+            uses = _open_uses(folder, head, writable) or Marks(marks, head[8])
             stack.pop_all()
-            table = cls(folder, head, (records, marks))
+            table = cls(folder, head, records, uses)
+            if isinstance(uses, Uses):
+                marks.close()
             if writable:
                 table._mend(records)
+                table.heed()
             return table
+
+    def heed(self) -> None:
+        """What programs of the version before have written into the marks counts. Any thread of the daemon may ask."""
+        self.uses.heed(self._folder.marks(self.extent))
 
     def _mend(self, records: mmap.mmap) -> None:
         """Make both copies of the head one again. A table that has one only was made by a version that let frames which
@@ -168,6 +176,7 @@ class ExtentTable:
     @staticmethod
     def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
         """A table of incarnation ``old`` is one of ``new`` from here on; any other stays as it is. May be repeated."""
+        Uses.rename(folder, extent, old, new)
         try:
             fd = open_plain(folder.records(extent), os.O_RDWR)
         except OSError:
@@ -184,14 +193,14 @@ class ExtentTable:
 
     def lineage(self, frame: int) -> tuple[bytes, bytes, bytes]:
         """Key, root and parent of the page in that frame."""
-        start, map_ = RECORDS_HEAD_BYTES + frame * self._row_bytes, self._maps[0]
+        start, map_ = RECORDS_HEAD_BYTES + frame * self._row_bytes, self._map
         key, root = _KEY_AND_ROOT.unpack_from(map_, start)
         parent = start + self._parent.start
         return key, root, map_[parent : parent + KEY_BYTES]
 
     def used_ns(self, frame: int) -> int:
-        """When the page in that frame was last used, as its mark says."""
-        return self._marked[frame * self._marks_per_frame]
+        """When the page in that frame was last used."""
+        return self._used[frame]
 
     def key(self, frame: int) -> bytes:
         """The key of the page in that frame."""
@@ -220,7 +229,7 @@ class ExtentTable:
     def _part(self, frame: int, part: slice) -> bytes:
         """These bytes of a row: out of the map, which takes half as long as out of an array."""
         start = RECORDS_HEAD_BYTES + frame * self._row_bytes
-        return self._maps[0][start + part.start : start + part.stop]
+        return self._map[start + part.start : start + part.stop]
 
     def column(self, offset: int) -> Words:
         """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
@@ -235,17 +244,17 @@ class ExtentTable:
 
     def close(self) -> None:
         """Drop the arrays and unmap. Where a caller still holds a view, the map lives until that view is gone."""
-        for name in ("rows", "_columns", "words", "marks", "last_use", "_marked"):
+        for name in ("rows", "_columns", "words", "last_use", "_used"):
             self.__dict__.pop(name, None)
-        for map_ in self._maps:
-            with contextlib.suppress(BufferError):
-                map_.close()
+        self.uses.close()
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
     def disbelieve(self) -> None:
         """The daemon gives the extent up, but for its position: whoever maps the table misses, and no start believes
         it. What comes next is as for damage from outside. May be repeated."""
         for at in _COPIES_AT:
-            self._maps[0][at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
+            self._map[at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
         self.words[:] = 0
 
     def unlink(self) -> None:
@@ -253,27 +262,31 @@ class ExtentTable:
 
         In this order: a restart must never find generations that start again. Call ``close`` afterwards.
         """
-        for path in self._files:
-            path.unlink(missing_ok=True)
+        remove_tables(self._folder, self.extent)
         self.words[:] = 0
 
 
 class TableFiles:
-    """Both files of a table that has no extent yet: zeros, with all their memory. Made by ``make``; ends with
+    """The files of a table that has no extent yet: zeros, with all the memory they need. Made by ``make``; ends with
     ``become``, with ``remove``, or with the next start of the node."""
 
-    def __init__(self, records: Path, marks: Path) -> None:
+    def __init__(self, records: Path, marks: Path, uses: Path | None) -> None:
         self._records = records
         self._marks = marks
+        self._uses = uses
 
     @classmethod
     def make(
         cls, folder: NodeFolder, number: int, frame_class: FrameClass, frames: int, tier: Tier = Tier.DRAM
     ) -> TableFiles:
         """Raises OutOfSpace where there is no memory for them; nothing is left behind."""
-        files = cls(*(folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "marks")))
+        path = {what: folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "marks", "uses")}
+        shown = tier in _SHOWN
+        files = cls(path["records"], path["marks"], path["uses"] if shown else None)
         try:
-            folder.new_file(files._marks, frames * _MARKS_BYTES[tier], b"")
+            folder.new_file(files._marks, frames * _MARKS_BYTES[tier], b"", sparse=shown)
+            if files._uses is not None:
+                folder.new_file(files._uses, Uses.bytes_of(frames), b"")
             records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
             folder.new_file(files._records, records_bytes, b"")
         except (OSError, OutOfSpace):
@@ -281,20 +294,43 @@ class TableFiles:
             raise
         return files
 
-    def become(self, folder: NodeFolder, extent: int, head: bytes) -> None:
+    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> None:
         """They are this extent's from here on."""
-        fd = open_plain(self._records, os.O_RDWR)
-        try:
-            os.pwrite(fd, head, 0)
-        finally:
-            os.close(fd)
+        _write_head(self._records, head)
+        if self._uses is not None:
+            _write_head(self._uses, uses_head)
+            os.rename(self._uses, folder.uses(extent))
         os.rename(self._marks, folder.marks(extent))
         os.rename(self._records, folder.records(extent))
 
     def remove(self) -> None:
         """They are not needed."""
-        remove(self._records)
-        remove(self._marks)
+        for path in (self._records, self._marks, self._uses):
+            if path is not None:
+                remove(path)
+
+
+def remove_tables(folder: NodeFolder, extent: int) -> None:
+    """Remove the files of an extent, as far as there are any; the records, by which a start knows it, first."""
+    for path in (folder.records(extent), folder.marks(extent), folder.uses(extent)):
+        remove(path)
+
+
+def _write_head(path: Path, head: bytes) -> None:
+    fd = open_plain(path, os.O_RDWR)
+    try:
+        os.pwrite(fd, head, 0)
+    finally:
+        os.close(fd)
+
+
+def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:
+    """Those of an extent with this head of records; None where it has none, or ``make`` finds no memory for any."""
+    incarnation, extent, frames, tier = head[2], head[3], head[8], _TIERS[head[9]]
+    if tier not in _SHOWN:
+        return None
+    uses = Uses.open(folder, extent, incarnation, frames)
+    return Uses.make(folder, extent, incarnation, frames) if uses is None and make else uses
 
 
 def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:
@@ -350,11 +386,3 @@ def _sound_head(
 
 def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:
     return frame_class.record if tier in _HEADLESS else frame_class.lean
-
-
-def _map(path: Path, writable: bool) -> mmap.mmap:
-    fd = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
-    try:
-        return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    finally:
-        os.close(fd)

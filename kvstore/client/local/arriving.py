@@ -118,7 +118,7 @@ class ArrivingPages:
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             frames = slice(frame, frame + len(words))
-            extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
+            extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's
             self.rows += list(extent.pages[frames])
 
     def seal(self, pages: int) -> None:

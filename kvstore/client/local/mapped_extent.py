@@ -14,7 +14,7 @@ class MappedExtent:
 
     ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
     ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
-    ``last_use`` uint64 ``[frames]``, ``progress`` uint64 ``[frames, SHARDS_MAX]``: marks, clients write them.
+    ``uses``: what clients write, and of it ``last_use`` uint64 ``[frames]``.
     ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
     """
 
@@ -28,7 +28,7 @@ class MappedExtent:
         "info",
         "checksums",
         "last_use",
-        "progress",
+        "uses",
         "pages",
         "views",
         "_table",
@@ -45,7 +45,7 @@ class MappedExtent:
         self.info = table.column(fmt.info)
         self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
         self.last_use = table.last_use
-        self.progress = table.marks[:, 1:]
+        self.uses = table.uses
         place = table.position, frame_class.frame_bytes, table.frames
         self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
         self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]

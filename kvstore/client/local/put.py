@@ -240,7 +240,7 @@ class LocalPut(PendingPut):
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
-            extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's mark
+            extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
 
     def _seal(self, rows: npt.NDArray[np.uint8] | None, page: int, addresses: list[Address]) -> None:
         keys, count = self._keys, len(addresses)

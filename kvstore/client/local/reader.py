@@ -25,7 +25,6 @@ WISH_S = 0.05
 
 _RESERVED, _SEALED = int(FrameState.RESERVED), int(FrameState.SEALED)
 _8, _32, _FF = np.uint64(8), np.uint64(32), np.uint64(0xFF)
-_LOW = np.uint64(0xFFFFFFFF)
 
 Words = npt.NDArray[np.uint64]
 
@@ -162,8 +161,7 @@ def _ready(extent: MappedExtent, frame: int, generations: Words, layer: int) -> 
     if (words == (generations << _8 | np.uint64(_SEALED))).all():
         return len(generations)
     shards = (extent.info[frame:stop] >> _32) & _FF
-    progress = extent.progress[frame:stop]
-    mine = (progress >> _32 == (generations & _LOW)[:, None]) & (progress & _LOW > layer)
-    mine |= np.arange(progress.shape[1]) >= shards[:, None]
+    mine = extent.uses.leading(slice(frame, stop), generations) > layer
+    mine |= np.arange(mine.shape[1]) >= shards[:, None]
     ready = (words & _FF == _SEALED) | ((words & _FF == _RESERVED) & mine.all(axis=1))
     return len(ready) if ready.all() else int(ready.argmin())

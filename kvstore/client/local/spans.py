@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,22 +14,22 @@ from kvstore.rpc.control import BATCH_MAX
 class ReservedRun:
     """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
 
-    __slots__ = ("pages", "marks", "page", "count", "first", "levels")
+    __slots__ = ("pages", "shown", "page", "count", "first", "levels")
 
     def __init__(
         self,
         pages: npt.NDArray[np.uint8],
-        marks: npt.NDArray[np.uint64],
+        shown: npt.NDArray[Any],
         page: int,
         first: int,
-        levels: npt.NDArray[np.uint64],
+        levels: npt.NDArray[Any],
     ) -> None:
         self.pages = pages  # [count, page_bytes]
-        self.marks = marks  # [count], this shard's progress
+        self.shown = shown  # [count], where this shard shows its progress
         self.page = page
         self.count = len(pages)
         self.first = first  # of its pages among the writer's own
-        self.levels = levels  # [layers + 1, count], the marks after so many layers
+        self.levels = levels  # [layers + 1, count], what it stores there after so many layers
 
 
 def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:

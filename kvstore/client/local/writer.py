@@ -45,7 +45,7 @@ _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BU
 
 
 class LocalWriter(Writer):
-    """A writer that copies each byte once, into its frame, and shows readers its progress by a mark beside it.
+    """A writer that copies each byte once, into its frame, and shows readers its progress beside it.
 
     One that is alone with its pages takes frames that were granted ahead, tells the node what they are for, and
     publishes their seal, as a put does: it waits for nobody. Others reserve frames under their keys, and seal those.
@@ -186,12 +186,13 @@ class LocalWriter(Writer):
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
             for i, count in unbroken(self.pages_new[first : first + len(words)]):
                 frames = slice(frame + i, frame + i + count)
-                marks = extent.progress[frames, self._shard.number]
-                extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's mark
-                generations = (words[i : i + count] >> np.uint64(8)) << np.uint64(32)  # low half, as marks have it
-                levels = generations | np.arange(self._layout.layers + 1, dtype=np.uint64)[:, None]
+                extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's
+                generations = words[i : i + count] >> np.uint64(8)
+                extent.uses.begin(frames, generations)  # frames that were granted the node does not
+                shown = extent.uses.shown(frames, self._shard.number)
+                levels = extent.uses.levels(generations, self._layout.layers)
                 page = self.pages_new[first + i]
-                self._spans.append(ReservedRun(extent.pages[frames], marks, page, first + i, levels))
+                self._spans.append(ReservedRun(extent.pages[frames], shown, page, first + i, levels))
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -226,16 +227,16 @@ class LocalWriter(Writer):
         return next((span for span in self._spans if 0 <= page - span.page < span.count), None)
 
     def _show(self, page: int | None) -> None:
-        """Raise this shard's marks to the leading layers that are written."""
+        """Show the leading layers that this shard has written."""
         if self._even is not None:
             for span in self._spans:
-                span.marks[:] = span.levels[self._even]
+                span.shown[:] = span.levels[self._even]
             return
         for span in self._spans:
             if page is None or 0 <= page - span.page < span.count:
                 written = self._written[span.first : span.first + span.count]
                 leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
-                span.marks[:] = span.levels[0] | leading.astype(np.uint64)
+                span.shown[:] = span.levels[leading, np.arange(span.count)]
 
     # --- ending -----------------------------------------------------------------------------------------------------
 

@@ -244,6 +244,8 @@ class Performer:
             infos = [info] * len(parents)
             self._write_bodies(table, frames, instruction.rows[places], parents, infos, until_ns)
             table.rows[frames, table.fmt.writing] = writers.view(np.uint8)
+            generations = [address.generation for address in instruction.addresses[places]]
+            table.uses.begin(frames, np.array(generations, np.uint64))
             self._write_words(table, instruction.addresses[places], RESERVED)
         for key, address in zip(keys_of(instruction.rows), instruction.addresses, strict=True):
             if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
@@ -354,7 +356,7 @@ class Performer:
         if self.stores[instruction.tier].mapped:
             self.frames_of(target)[new] = self.frames_of(source)[old]
         target.rows[new, RecordFormat.body] = source.rows[old, RecordFormat.body]
-        target.marks[new] = source.marks[old]
+        target.last_use[new] = source.last_use[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
         self._index_ops.append((instruction.tier, [instruction.key], [instruction.target]))
         source.words[old] = word_of(instruction.freed.generation, instruction.state)

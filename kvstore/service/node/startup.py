@@ -47,7 +47,7 @@ from kvstore.tier.plain_files import open_plain, remove
 from kvstore.tier.purging import reap_embedded
 from kvstore.tier.quarantine import NAME as QUARANTINE
 from kvstore.tier.quarantine import Held, read_quarantine, write_quarantine
-from kvstore.tier.records import ExtentTable, claimed_positions
+from kvstore.tier.records import ExtentTable, claimed_positions, remove_tables
 from kvstore.tier.secret_file import new_secret, read_secret, write_secret
 from kvstore.tier.sessions import living_ids
 
@@ -109,8 +109,7 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
 def _clear(folder: NodeFolder) -> None:
     """Remove what another boot or incarnation left: it could not be read any more, and would keep its memory."""
     for extent in folder.extents():
-        remove(folder.records(extent))
-        remove(folder.marks(extent))
+        remove_tables(folder, extent)
     for epoch in folder.epochs():
         Index.remove(folder, epoch)
     remove(folder.segment)
@@ -127,8 +126,7 @@ def _void(folder: NodeFolder, number: int, keep: bool) -> None:
         with open(fd, "r+b", buffering=0) as file:
             file.write(bytes(os.fstat(fd).st_size))
     if not keep:
-        remove(folder.records(number))
-        remove(folder.marks(number))
+        remove_tables(folder, number)
 
 
 def _give_up(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from kvstore.model.replica import Tier
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
 from kvstore.service.upkeep.device_lanes import DeviceLane
@@ -18,6 +19,7 @@ from kvstore.service.upkeep.stop_save import StopSave
 from kvstore.service.upkeep.tier_mover import Mover
 
 TICK_S = 0.1
+HEED_S = 5.0
 JOIN_S = 5.0
 BACKGROUND_NICENESS = 10  # scrubbing yields to whoever serves
 
@@ -89,9 +91,13 @@ class Background:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
         while not self._stopped.is_set() and self._node.populate_next():
             pass
-        more = False
+        more, heeded_s = False, 0.0
         while not self._stopped.wait(0.0 if more else TICK_S / 2):
             more = self._scrubber.step()
+            if time.monotonic() - heeded_s > HEED_S:
+                for table in self._node.contents.tables(Tier.DRAM):
+                    table.heed()
+                heeded_s = time.monotonic()
 
     def _move(self) -> None:
         while not self._stopped.is_set():
