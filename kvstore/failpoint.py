@@ -35,7 +35,7 @@ NAMES = (
     "client.recorded",  # a record is written into the log of puts, and not published
     "client.published",  # it is, and nobody was told
     "client.sealing",  # the seal is sent, its reply not read
-    "client.begun",  # a writer has frames, and the node was told what for
+    "client.begun",  # a writer has frames, and what for is published
     "client.layer",  # a layer is copied, its progress mark not raised
     "client.reading",  # pages are found and proven, not copied
     "client.leased",  # a lease was granted

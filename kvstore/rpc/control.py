@@ -69,7 +69,7 @@ class Op(IntEnum):
     #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
     DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
     BEGIN = 15  # a=frame class, b=ttl_ms; body as of SEAL_GRANTED: these granted frames are being written as these
-    #                pages, and readers may follow. Usually NO_REPLY
+    #                pages, and readers may follow. Mostly published, not sent
     DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
 
 

@@ -226,10 +226,11 @@ class Writing:
         self.doom([page for page in over if not page.begun], out)
 
     def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[Address]:
-        """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on."""
+        """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on. Begun ones
+        wait for their parent's next seal, which may be their own writer's."""
         for page in [page for key in keys for page in self.pending.children(key) if page.holds_parent]:
             page.holds_parent = False
-            self.doom([page], out)
+            self.doom([page] if not page.begun else [], out)
         return self.held()
 
     def held(self) -> list[Address]:

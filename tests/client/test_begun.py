@@ -10,7 +10,9 @@ import pytest
 import kvstore
 from kvstore import Keys, Store
 from kvstore.errors import DeadlineExceeded
+from kvstore.rpc.control import Op
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.inside import node_of
 from tests.helpers.processes import Machine, check_laws, check_pages, evict_all, put, wait_settled, wait_until
 
 PAGES = 4
@@ -99,6 +101,51 @@ def test_readers_follow_over_a_kill_of_the_daemon(killed: str, machine: Machine)
     check_pages(store, {1: PAGES})
     wait_settled(store)
     check_laws(store)
+
+
+@pytest.mark.parametrize("then", ["resumed", "killed"])
+def test_readers_follow_what_no_daemon_has_heard(then: str, machine: Machine) -> None:
+    """The writer tells nobody. Who waits for its pages has the node take in what it published, or the next one has."""
+    daemon = machine.serve("n")
+    store, other = machine.connect("n"), machine.connect("n")
+    warm(store)
+    keys, out = chain(1, PAGES), np.zeros((PAGES, SMALL.layer_bytes), np.uint8)
+    layers = layers_of(keys)
+    daemon.stop()
+    with store.cache(SMALL).writer(keys) as writer:
+        writer.write_layer(0, layers[0])
+        with pytest.raises(DeadlineExceeded):
+            other.cache(SMALL).reader(keys, timeout_s=0.05).read_layer(0, out)
+        if then == "resumed":
+            daemon.resume()
+        else:
+            daemon.kill()
+            machine.serve("n")
+        other.cache(SMALL).reader(keys, timeout_s=20.0).read_layer(0, out)
+        assert np.array_equal(out, layers[0])
+        for layer in range(1, SMALL.layers):
+            writer.write_layer(layer, layers[layer])
+    assert writer.sealed == PAGES
+    check_pages(other, {1: PAGES})
+    wait_settled(store)
+    check_laws(store)
+
+
+def test_a_node_that_does_not_take_what_is_begun_seals_it(machine: Machine) -> None:
+    """One of the version before: its readers wait for the seal."""
+    machine.serve("n")
+    store, other = machine.connect("n"), machine.connect("n")
+    warm(store)
+    publisher = node_of(store).writable().channel.publisher
+    assert publisher is not None and Op.BEGIN in publisher.ops
+    publisher.ops -= {Op.BEGIN}
+    keys = chain(1, PAGES)
+    with store.cache(SMALL).writer(keys) as writer:
+        for layer, data in enumerate(layers_of(keys)):
+            writer.write_layer(layer, data)
+        assert store.stats()["reservations"] == 0
+    assert writer.sealed == PAGES
+    check_pages(other, {1: PAGES})
 
 
 @pytest.mark.parametrize("end", ["raises", "is late"])

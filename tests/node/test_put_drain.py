@@ -94,6 +94,7 @@ def bad_requests(published: Published) -> dict[str, bytes]:
         "an object": published.request(chain(101, 2), flags=NO_REPLY | OBJECT),
         "too short for a header": good[:16],
         "rows are missing": good[:-40],
+        "rows of what is begun are missing": published.request(chain(103, 2), op=Op.BEGIN)[:-40],
         "no pages": encode(Op.SEAL_GRANTED, 0, count=0, a=pack_class(CLASS), flags=NO_REPLY),
         "no class": encode(Op.SEAL_GRANTED, 0, count=1, a=0, flags=NO_REPLY, body=(bytes(400),)),
         "more pages than it has": encode(Op.SEAL_GRANTED, 0, count=60_000, a=pack_class(CLASS), body=(bytes(400),)),

@@ -18,4 +18,5 @@ def test_nothing_published_is_lost(seed: int) -> None:
     assert world.taken_in > 200
     assert world.together > 15, "records were taken in one by one"
     assert world.refused > 0, "no writer was ever late"
+    assert world.shown > 50, "no layer-wise writer began"
     assert world.again >= (0, 3, 12)[seed % 3], "no daemon died while it took something in"

@@ -77,13 +77,22 @@ def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:
     """The same without waiting for anything. Nothing is raised."""
     for reader in reversed(mapped.tiers[1:]):
         for part in _parts(b"".join(locate(mapped, reader, keys, closed))):
-            _tell(mapped, part, 0)
+            _tell(mapped, Op.PREFETCH, part, 0)
 
 
 def tell_read(mapped: Mapped, addresses: bytes) -> None:
     """These pages were read from a lower tier: the node decides whether they are worth DRAM. Nothing is raised."""
     for part in _parts(addresses):
-        _tell(mapped, part, HINT)
+        _tell(mapped, Op.PREFETCH, part, HINT)
+
+
+def wish_shown(mapped: Mapped, key: bytes, looked: bytes) -> bytes:
+    """Have the node take in what was published, where the page of that key is among it. Nobody waits, and nothing is
+    raised. Returns up to where was ``looked``, for the next time: what has not moved since is not told again."""
+    waits, looked = mapped.published.waits(key, looked)
+    if waits:
+        _tell(mapped, Op.DRAIN, b"", 0)
+    return looked
 
 
 def tell_damaged(mapped: Mapped, address: bytes) -> None:
@@ -117,12 +126,12 @@ def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
     return next((status for status in statuses if status != Status.OK), Status.OK)
 
 
-def _tell(mapped: Mapped, part: bytes, flags: int) -> None:
+def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
     """Say it if it can be said at once; else keep silent for a while."""
     if heard_from(mapped):
         count = len(part) // ADDRESS_BYTES
         try:
-            mapped.channel.request(Op.PREFETCH, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
+            mapped.channel.request(op, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
             mapped.tell_ns = time.monotonic_ns() + SILENT_NS
 

@@ -63,6 +63,13 @@ class Published:
         log = self._log
         return log is not None and log.holder(key, slot) >= 0
 
+    def waits(self, key: bytes, looked: bytes) -> tuple[bool, bytes]:
+        """Whether the page of that key is published, or shown while it is written, and not taken in; and up to which
+        positions was ``looked``, for the next look. False where nothing has moved since."""
+        log = self._current()
+        positions = log.positions() if log is not None else b""
+        return log is not None and positions != looked and log.holder(key) >= 0, positions
+
     def look(self, missed: Callable[[], list[bytes]], seen: bytes, channel: Channel) -> bytes | None:
         """After the index did not have all keys: None where that is final. Else it is worth another look, and what is
         ``seen`` before that. Where one of the keys that were ``missed`` is among what was published, the node takes
@@ -70,11 +77,8 @@ class Published:
 
         ``seen``: of before the index was read.
         """
-        if self._header.words[_PUTS_ID] != self._id:  # the daemon has made a log since this node was mapped
-            self._id = self._header.words[_PUTS_ID]
-            self._log = PutLog.open(self._folder, self._id)
-            seen = b""
-        log = self._log
+        before, log = self._log, self._current()
+        seen = seen if log is before else b""
         if log is None or log.positions() == seen:
             return None
         waiting = [key for key in missed() if log.holder(key) >= 0]
@@ -86,6 +90,13 @@ class Published:
             self._await_arrival(log, key)
         self.seen = 2 * log.drained
         return self.seen
+
+    def _current(self) -> PutLog | None:
+        """The node's log; another one where the daemon has made it since this node was mapped."""
+        if self._header.words[_PUTS_ID] != self._id:
+            self._id = self._header.words[_PUTS_ID]
+            self._log = PutLog.open(self._folder, self._id)
+        return self._log
 
     def _ask(self, channel: Channel) -> bool:
         """Have the node take in what was published; False where it does not."""

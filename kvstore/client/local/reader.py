@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import wish
+from kvstore.client.local.prefetch import wish, wish_shown
 from kvstore.client.local.proof import address_runs, equal_rows
 from kvstore.client.local.stored import known_below
 from kvstore.client.reader import Reader
@@ -59,6 +59,7 @@ class LocalReader(Reader):
         self._mapped: Mapped | None = None
         self._spans: list[LayerRun] = []
         self._wish_s = 0.0  # when to tell the node next what we wait for
+        self._looked = b""  # up to where we looked for it among what was published
 
     def _read(self, page: int, layer: int, start: int, stop: int, target: npt.NDArray[np.uint8]) -> int:
         """As far as the span goes that ``page`` is in."""
@@ -110,6 +111,7 @@ class LocalReader(Reader):
             return  # it will be rebuilt under another epoch
         runs = address_runs(np.frombuffer(b"".join(raw), ADDRESS_DTYPE))
         if not runs:
+            self._looked = wish_shown(mapped, keys[page], self._looked)
             return
         number, frame, _, words = runs[0]
         extent = mapped.dram.extent(number)

@@ -30,14 +30,14 @@ from kvstore.rpc.control import (
     WRITER,
     Op,
     batch_pages,
+    encode,
     pack_addresses,
     pack_class,
     statuses_bytes,
     unpack_addresses,
 )
+from kvstore.rpc.publisher import Publisher
 from kvstore.tier.host_memory import copy
-
-BEGIN_S = 0.05  # a node that does not listen is not waited for
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))
@@ -114,25 +114,24 @@ class LocalWriter(Writer):
             return False  # RESERVE tells why
         self._put, self._until_s = put, time.monotonic() + self._ttl_ms / 1000
         self.pages_new, self._raw = list(range(page, page + len(frames))), pack_addresses(frames)
-        self._begin(mapped, page)
+        self._begin(mapped, publisher, page)
         if failpoint.ACTIVE:
             failpoint.hit("client.begun")
         return True
 
-    def _begin(self, mapped: Mapped, page: int) -> None:
-        """Tell the node which pages these frames are for, so that readers may follow. Where it does not hear that, they
-        wait for the seal."""
+    def _begin(self, mapped: Mapped, publisher: Publisher, page: int) -> None:
+        """Publish which pages these frames are for, so that readers may follow: who waits for one has the node take
+        that in. Where there is no room for it, or the node is of the version before, they wait for the seal."""
+        if Op.BEGIN not in publisher.ops:
+            return
         keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
-        step = batch_pages(self._class.page_tokens, self._class.layers)
+        number, step = pack_class(self._class), batch_pages(self._class.page_tokens, self._class.layers)
         for part in parts_of(self._raw, step):
             count = len(part) // ADDRESS_BYTES
             before = keys.hashes[page - 1] if page else keys.parent
             body = (before, part, keys.identity_bytes[page * width : (page + count) * width])
-            number, flags = pack_class(self._class), NO_REPLY
-            with contextlib.suppress(Unavailable):
-                mapped.channel.request(
-                    Op.BEGIN, count=count, a=number, b=self._ttl_ms, flags=flags, body=body, timeout_s=BEGIN_S
-                )
+            request = encode(Op.BEGIN, 0, count=count, a=number, b=self._ttl_ms, flags=NO_REPLY, body=body)
+            publisher.publish(request, [], mapped.header)
             page += count
 
     def _ask(self, mapped: Mapped) -> None:

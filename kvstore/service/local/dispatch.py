@@ -11,7 +11,7 @@ from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Status
 from kvstore.rpc import control
 from kvstore.rpc.control import BATCH_MAX, Message, Op
 from kvstore.service.node.node import Node
-from kvstore.service.node.sealing import seal_event
+from kvstore.service.node.sealing import begin_event, seal_event
 from kvstore.service.operator.admin import Admin
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
@@ -125,9 +125,7 @@ class Dispatcher:
         return _statuses(message, reply)
 
     def _begin(self, session: int, message: Message, now_ns: int) -> bytes:
-        said = seal_event(session, message, self.node.contents.class_of, now_ns)
-        until = message.b * 1_000_000
-        event = ev.Begin(now_ns, session, said.frame_class, until, said.parent, said.addresses, said.rows)
+        event = begin_event(session, message, self.node.contents.class_of, now_ns)
         return control.encode(_accepted(self.node.handle(event)).status, message.request_id)
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:

@@ -27,7 +27,7 @@ from kvstore.rpc.control import Message, Op
 from kvstore.service.node.contents import Contents
 from kvstore.service.node.deciding import Deciding
 from kvstore.service.node.performer import Performer
-from kvstore.service.node.sealing import seal_event
+from kvstore.service.node.sealing import begin_event, seal_event
 from kvstore.serving import logs
 from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState
@@ -93,6 +93,7 @@ class PutDrain:
         self._held: dict[int, _Held] = {}  # by slot
         self._asks: dict[int, Callable[[int, int, Message], ev.Event]] = {
             Op.SEAL_GRANTED: self._seal_granted,
+            Op.BEGIN: self._begin,
             Op.LEASE: self._lease,
             Op.RELEASE: self._release,
         }
@@ -163,6 +164,9 @@ class PutDrain:
         event = seal_event(session, message, self._class_of, time.monotonic_ns())
         event.number = position
         return event
+
+    def _begin(self, session: int, position: int, message: Message) -> ev.Event:
+        return begin_event(session, message, self._class_of, time.monotonic_ns())
 
     @staticmethod
     def _lease(session: int, position: int, message: Message) -> ev.Event:

@@ -1,4 +1,5 @@
-"""Sealing: a client's request to seal what it wrote into granted frames, as the event that the state decides about.
+"""Sealing: a client's request to seal what it wrote into granted frames, or to show what it is writing there, as the
+event that the state decides about.
 
 It comes over the control socket, or lies in the log of puts: the same bytes, looked at in the same way.
 """
@@ -53,6 +54,12 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
             raise InvalidRequest("count", "one object at a time, without checksums")
         event.replaces = control.unpack_addresses(body, 1, start + width)[0]
     return event
+
+
+def begin_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.Begin:
+    """The event of a ``BEGIN``. Raises as ``seal_event``."""
+    said, ttl_ns = seal_event(session, message, class_of, now_ns), message.b * 1_000_000
+    return ev.Begin(now_ns, session, said.frame_class, ttl_ns, said.parent, said.addresses, said.rows)
 
 
 def _checksums(body: memoryview, offset: int, count: int, layers: int) -> npt.NDArray[np.uint32]:
