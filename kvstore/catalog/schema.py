@@ -93,6 +93,7 @@ class DataEntry:
         incarnation: of that node's DRAM segment, 16 hex digits.
         addresses: HOST:PORT of its data connections, best first.
         tls: whether they are encrypted.
+        transports: by name, why pages do not leave the node that way, "" where they do.
     """
 
     name: str
@@ -101,6 +102,7 @@ class DataEntry:
     incarnation: str
     addresses: tuple[str, ...] = ()
     tls: bool = False
+    transports: dict[str, str] = field(default_factory=lambda: {"tcp": ""})
     host: str = ""
     version: str = ""
 
@@ -172,6 +174,14 @@ def _checked(each: dataclasses.Field[Any], found: dict[str, Any]) -> Any:
             raise ValueError("capacity_bytes is an object of numbers")
         if not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
             raise ValueError("capacity_bytes holds sizes")
+        return value
+    if each.name == "transports":
+        if not isinstance(value, dict) or len(value) > ITEMS_MAX:
+            raise ValueError("transports is an object of texts")
+        if not all(
+            NAME.fullmatch(name) and isinstance(why, str) and len(why) <= TEXT_MAX for name, why in value.items()
+        ):
+            raise ValueError("transports has names, and short reasons")
         return value
     if each.name == "tls":
         if type(value) is not bool:

@@ -15,6 +15,7 @@ from kvstore.catalog import schema
 from kvstore.catalog.connect import to_catalog
 from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
 from kvstore.cli.output import bytes_text, duration_text, print_json, print_table
+from kvstore.cli.tiers import transports_text
 from kvstore.errors import KVStoreError, NodeUnavailable
 from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.tcp import DataConnection
@@ -96,15 +97,16 @@ def asked(
 
 def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
     """What the owner of a part of the directory knows, and how old the oldest of it is."""
+    pages = f"pages of {server.node}, over {transports_text(server.transports)}"
     if told is None:
-        return f"pages of {server.node}; does not answer"
+        return f"{pages}; does not answer"
     ages = told.get("heard_ago_s", {}).items()
     oldest = max(ages, key=lambda item: item[1], default=None)
     since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""
     heard = told.get("catalog_heard_ago_s")
     catalog = f", the catalog {duration_text(heard)} ago" if heard is not None else ""
     return (
-        f"pages of {server.node}; {told.get('connections', 0)} connections; "
+        f"{pages}; {told.get('connections', 0)} connections; "
         f"lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}"
     )
 

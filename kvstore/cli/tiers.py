@@ -27,7 +27,7 @@ def tiers(node: str | None, as_json: bool) -> None:
     with kvstore.connect(node) as store:
         stats = store.stats()
     if as_json:
-        print_json({name: stats[name] for name in ("name", "state", "tiers", "clients") if name in stats})
+        print_json({name: stats[name] for name in ("name", "state", "tiers", "clients", "peers") if name in stats})
         return
     if stats["state"] == "down":
         print_pairs(of_files(stats))
@@ -37,7 +37,7 @@ def tiers(node: str | None, as_json: bool) -> None:
     click.echo()
     _print_flow(found)
     click.echo()
-    print_pairs(_more(found, stats["clients"]))
+    print_pairs({**_more(found, stats["clients"]), **of_peers(stats)})
 
 
 def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -45,6 +45,17 @@ def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
     known = [state.name.lower() for state in FrameState]
     found = {state for about in tiers for state in about["frames"]}
     return [state for state in known if state in found] + sorted(found.difference(known))
+
+
+def of_peers(stats: Mapping[str, Any]) -> dict[str, object]:
+    """How pages of other nodes come here, a line for each node."""
+    return {f"pages from {name}": transports_text(about) for name, about in stats.get("peers", {}).items()}
+
+
+def transports_text(about: Mapping[str, str]) -> str:
+    """Which are live, and why others are not."""
+    live = ", ".join(name for name, why in about.items() if not why) or "no way"
+    return "; ".join([live, *(f"{name}: {why}" for name, why in about.items() if why)])
 
 
 def of_files(stats: Mapping[str, Any]) -> dict[str, object]:

@@ -178,6 +178,11 @@ class NodeConfig(DaemonConfig):
     where there is a catalog that other processes read. Beyond loopback it needs TLS and identities."""
     data_connections: int = setting(256, parse_count, "How many connections the data server takes, of all callers.")
     """How many connections of known callers the data server takes; one of them gets half."""
+    data_transports: str = setting(
+        "auto", parse_text, "How other nodes may read this one's pages: auto, or some, such as tcp.", metavar="NAMES"
+    )
+    """How pages may leave for other nodes, by name with commas between; auto: all that the machine has, of which
+    readers take the fastest. Over tcp they always may, where nothing else is left."""
     otlp_endpoint: str = setting("", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318.")
     """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
 

@@ -99,6 +99,7 @@ def parse_address(value: object, name: str = "address") -> tuple[str, int]:
     return host, int(port)
 
 
+TRANSPORTS_AUTO = "auto"  # all that the machine has
 DATA_AUTO, DATA_NONE = "auto", "none"
 
 

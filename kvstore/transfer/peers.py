@@ -31,6 +31,7 @@ class PoolNode:
         incarnation: of the node's memory, 16 hex digits.
         addresses: HOST:PORT of its data server, best first.
         tls: whether connections to it are encrypted.
+        transports: how pages may leave it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class PoolNode:
     incarnation: str
     addresses: tuple[str, ...] = ()
     tls: bool = False
+    transports: tuple[str, ...] = ("tcp",)
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,14 @@ def _read(path: Path) -> PoolView | None:
     """What a file says; None where it is not plain or makes no sense."""
     try:
         told = json.loads(read_plain(path)[:BYTES_MAX])
-        peers = [
-            PoolNode(**{**_known(PoolNode, each), "addresses": tuple(each["addresses"])}) for each in told["peers"]
-        ]
+        peers = [PoolNode(**_tuples(_known(PoolNode, each))) for each in told["peers"]]
         return PoolView(**{**_known(PoolView, told), "peers": {peer.name: peer for peer in peers}})
     except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def _tuples(told: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
 
 
 def _known(kind: type[Any], told: dict[str, Any]) -> dict[str, Any]:

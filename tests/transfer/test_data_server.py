@@ -87,6 +87,7 @@ def test_a_daemon_with_a_catalog_has_a_data_server(machine: Machine, catalog: st
     assert read(server).pages == PAGES
     (entry,) = wait_until("it is in the catalog", lambda: members(machine, catalog))
     assert (entry["node"], entry["addresses"], entry["process"]) == ("n", [server.address], server.process)
+    assert entry["transports"]["tcp"] == ""
     told = [each for each in members(machine, catalog) if each["incarnation"] == f"{incarnation(machine):016x}"]
     assert told or wait_until("its incarnation is told", lambda: members(machine, catalog)[0]["incarnation"])
     assert daemon.terminate() == 0
@@ -220,6 +221,12 @@ def test_an_address_that_cannot_be_is_refused_at_the_start(
     assert refused.wait() == 2
     assert says in refused.errors.read_text()
     assert not machine.folder("n").exists()
+
+
+def test_a_transport_that_there_is_not_is_refused_at_the_start(machine: Machine, catalog: str) -> None:
+    refused = machine.spawn("n", dram="16MiB", catalog=catalog, data_transports="tcp,pigeons")
+    assert refused.wait() == 2
+    assert "data_transports" in refused.errors.read_text() and "pigeons" in refused.errors.read_text()
 
 
 def test_an_address_that_is_taken_is_refused_at_the_start(machine: Machine, catalog: str) -> None:

@@ -42,6 +42,10 @@ def test_pages_are_read_wherever_they_are(pool: Pool) -> None:
     allocated = cache.get(prompt(1, PAGES))
     assert allocated.data is not None and first_wrong(allocated.data, contents(chain(1, PAGES))) == ""
     assert pool.get("a", 1).nodes == {}, "who has it asks nobody"
+    for command in ("status", "tiers"):
+        told = json.loads(pool.machine.run(command, "--node", "c", "--json").stdout)["peers"]
+        assert told.keys() == {"a", "b"} and told["a"]["tcp"] == ""
+        assert "pages from a" in pool.machine.run(command, "--node", "c").stdout
     more = pool.lookup("c", 1, PAGES + 20)
     assert (more.pages, more.reason) == (PAGES, "absent")
 

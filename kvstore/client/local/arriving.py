@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -45,7 +46,9 @@ class ArrivingPages:
 
     Life: ``reserve`` -> pages are received in ``rows`` -> ``seal``, by which the leading ones that hold are stored, and
     the frames of the others are given back. By then nothing may write there any more: the connection that was to bring
-    them has done so, or is closed. The death of this process, and the deadline, end it as those of a writer.
+    them has done so, or is closed. Where bytes may still land there (``leave``), the frames of pages that did not come
+    are nobody's: reserved until the deadline, then QUARANTINED, until that is over or this process has ended. The death
+    of this process, and the deadline, end it as those of a writer.
 
     Args:
         answer_s: how long the node may take for an answer.
@@ -63,6 +66,7 @@ class ArrivingPages:
         self._shape = shape
         self._answer_s = answer_s
         self._addresses = np.zeros(0, ADDRESS_DTYPE)
+        self._left = False
 
     def reserve(self) -> Bringer:
         """Reserve frames for as many leading pages as there are. ``seal`` has to follow where they are OURS.
@@ -126,20 +130,34 @@ class ArrivingPages:
         hear of it, the frames end with their deadline."""
         mapped, self.rows = self._mapped, []
         raw, cut = self._addresses.tobytes(), pages * ADDRESS_BYTES
+        self._addresses = self._addresses[pages:]
         try:
-            self._give_back(raw[cut:])
+            if not self._left:
+                self._give_back(raw[cut:])
             with contextlib.suppress(Unavailable, InvalidRequest):
                 if pages:
                     reply = mapped.exchange(Op.SEAL, count=pages, body=(raw[:cut],), timeout_s=self._answer_s)
                     statuses = bytes(reply.body[:pages])
-                    self._await_saved([page for page, status in enumerate(statuses) if status == Status.BUSY])
+                    self._await_saved([page for page, status in enumerate(statuses) if status == Status.BUSY], raw)
         finally:
-            mapped.claims.release(self)
+            if not self._left:
+                mapped.claims.release(self)
 
-    def _await_saved(self, pages: list[int]) -> None:
+    def leave(self) -> Callable[[], None]:
+        """See ``transfer.transport.HeldPlaces``. ``seal`` gives no frame back then."""
+        self._left = True
+        return self._landed
+
+    def _landed(self) -> None:
+        """Nothing can land in these frames any more."""
+        self._give_back(self._addresses.tobytes())
+        self._mapped.claims.release(self)
+
+    def _await_saved(self, pages: list[int], raw: bytes) -> None:
         if pages:
             hashes = [self._keys.hashes[page] for page in pages]
-            await_saved(self._mapped, hashes, self._addresses[pages], time.monotonic() + self._answer_s)
+            addresses = np.frombuffer(raw, ADDRESS_DTYPE)[pages]
+            await_saved(self._mapped, hashes, addresses, time.monotonic() + self._answer_s)
 
     def _give_back(self, raw: bytes) -> None:
         if raw:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.client.local.brought import BroughtBefore
+from kvstore.client.local.transports import TRANSPORTS
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
@@ -28,10 +29,12 @@ from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.finding import KEPT_S, Finder
 from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.mover import PageMover
 from kvstore.transfer.peers import PeersFile, PoolView
-from kvstore.transfer.pulling import Places, pull
+from kvstore.transfer.pulling import Places
 from kvstore.transfer.reading import ReadRequest, WantedChain, pages_per_request
 from kvstore.transfer.tcp import SILENCE_S
+from kvstore.transfer.transport import HeldPlaces, LateBytes
 
 READ_S: Final = 5.0  # for what one get brings from other nodes
 LOSS_S: Final = 1.0  # of that it waits so long for nodes that do not answer, however many there are
@@ -116,6 +119,7 @@ class Elsewhere:
         self._lock = threading.Lock()
         self._links: PeerLinks | None = None
         self._finder: Finder | None = None
+        self._mover: PageMover | None = None
 
     @property
     def alone(self) -> bool:
@@ -143,10 +147,16 @@ class Elsewhere:
             return finder.find(keys.hashes, pages, until_s, without, closed)
 
     def read(
-        self, chain: WantedChain, keys: Keys, rows: Places, pages: int, patience: Patience | None = None
+        self,
+        chain: WantedChain,
+        keys: Keys,
+        rows: Places,
+        pages: int,
+        patience: Patience | None = None,
+        held: HeldPlaces | None = None,
     ) -> Brought:
-        """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change, but not once
-        this has returned."""
+        """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change: once this has
+        returned only where they are ``held``, and left."""
         brought, failed, patience = Brought(), set[str](), patience or Patience()
         limit = min(len(keys), pages + len(rows))
         while pages + brought.pages < limit and not patience.over:
@@ -156,32 +166,49 @@ class Elsewhere:
                 break
             stop = min(start + stretch.stop, limit)
             into = rows[start - pages : stop - pages]
-            if self._read(chain, stretch.node, keys[start:stop], into, patience, brought) < stop - start:
-                failed.add(stretch.node)
+            try:
+                if self._read(chain, stretch.node, keys[start:stop], into, patience, brought, held) < stop - start:
+                    failed.add(stretch.node)
+            except LateBytes:
+                break  # these rows are of no use to anybody now
         return brought
 
     def _read(
-        self, chain: WantedChain, node: str, keys: Keys, rows: Places, patience: Patience, brought: Brought
+        self,
+        chain: WantedChain,
+        node: str,
+        keys: Keys,
+        rows: Places,
+        patience: Patience,
+        brought: Brought,
+        held: HeldPlaces | None,
     ) -> int:
-        """Read these pages from one node; how many of them came."""
-        view, links, done, deadline_s = self._peers.look(), self._links, 0, patience.deadline_s
+        """Read these pages from one node; how many of them came. Raises LateBytes."""
+        view, mover, done, deadline_s = self._peers.look(), self._mover, 0, patience.deadline_s
         peer = view.peers.get(node) if view is not None else None
         step = pages_per_request(chain, keys.extras is not None)
-        with contextlib.suppress(KVStoreError):
-            while peer is not None and links is not None and done < len(keys):
+        try:
+            while peer is not None and mover is not None and done < len(keys):
                 request = ReadRequest(chain, keys[done : done + step], 0, chain.frame_class.page_bytes)
-                with patience.waiting() as silence_s, links.to(peer, deadline_s, silence_s) as connection:
-                    got = pull(connection, request, rows[done : done + step], deadline_s)
+                with patience.waiting() as silence_s:
+                    got = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, held)
                 done += got.pages
                 brought.add(Brought(got.pages, +Counter({node: got.pages}), Counter(got.tiers)))
                 if got.pages < len(request.keys):
                     break
+        except LateBytes:
+            raise
+        except KVStoreError as error:
+            log.debug("%s: %s", node, error)
         return done
 
     def close(self) -> None:
         """Close its connections."""
         with self._lock:
-            links, self._links, self._finder = self._links, None, None
+            links, mover = self._links, self._mover
+            self._links = self._finder = self._mover = None
+        if mover is not None:
+            mover.close()
         if links is not None:
             links.close()
 
@@ -189,6 +216,7 @@ class Elsewhere:
         with self._lock:
             if self._finder is None:
                 self._links = PeerLinks(view.pool, f"client of {view.node}", _credentials())
+                self._mover = PageMover(TRANSPORTS, self._links)
                 self._finder = Finder(self._peers, self._links, self._kept_s)
             return self._finder
 

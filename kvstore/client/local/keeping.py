@@ -88,7 +88,7 @@ class Keeping:
         came = Brought()
         try:
             with mapped.channel.copies:
-                came = elsewhere.read(self._chain, keys, arrival.rows, pages, patience)
+                came = elsewhere.read(self._chain, keys, arrival.rows, pages, patience, arrival)
         finally:
             arrival.seal(came.pages)
         brought.add(came)

@@ -30,7 +30,17 @@ RESTART_MAX_S: Final = 30.0
 
 SETTINGS: Final = (
     *(each.name for each in fields(ClusterConfig)),
-    *("shm_dir", "data_connections", "tls_cert", "tls_key", "tls_client_ca", "identities", "log_level", "log_format"),
+    *(
+        "shm_dir",
+        "data_connections",
+        "data_transports",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "identities",
+        "log_level",
+        "log_format",
+    ),
 )
 """What a data server is told beside the node's name and its address."""
 

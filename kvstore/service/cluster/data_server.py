@@ -20,8 +20,9 @@ from typing import Final
 from kvstore.catalog import schema
 from kvstore.catalog.schema import DataEntry
 from kvstore.client.local.node import LocalNode
+from kvstore.client.local.transports import missing_here
 from kvstore.config import NodeConfig, parse_address
-from kvstore.config.values import DATA_AUTO, DATA_NONE
+from kvstore.config.values import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO
 from kvstore.errors import InvalidRequest, NodeBusy, Unauthenticated, Unavailable
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
@@ -72,6 +73,7 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
         check_far(config, identities, config.data, "data")
     check_certificates(config, identities)
     ServerCertificate.of(config)
+    transports_of(config)
     return number, port
 
 
@@ -115,6 +117,18 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.serves(lambda: announce(line), life.took_s, address=address)
         life.wait_while(lambda: file.stands() and told.look())
+
+
+def transports_of(config: NodeConfig) -> dict[str, str]:
+    """By transport, why pages do not leave this node that way; "": they do. Raises InvalidRequest for unknown ones."""
+    found = missing_here()
+    wanted = [name.strip() for name in config.data_transports.split(",")]
+    if wanted == [TRANSPORTS_AUTO]:
+        return found
+    unknown = [name for name in wanted if name not in found]
+    if unknown:
+        raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(found)}, not {unknown[0]!r}")
+    return {name: why if name in wanted else "switched off" for name, why in found.items()}
 
 
 def limits_of(config: NodeConfig) -> ServerLimits:
@@ -174,6 +188,7 @@ class _Told:
             incarnation="",
             addresses=(address,),
             tls=config.tls_cert is not None,
+            transports=transports_of(config),
             host=host(),
             version=metadata.version("kvstore"),
         )

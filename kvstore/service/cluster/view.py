@@ -50,6 +50,11 @@ def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[st
     return found
 
 
+def offered_by(server: DataEntry) -> tuple[str, ...]:
+    """How pages may leave its node."""
+    return tuple(name for name, why in server.transports.items() if not why)
+
+
 class ViewKeeper:
     """Lives in the node's data server, so that a dead daemon changes nothing. One thread calls ``refresh``."""
 
@@ -62,7 +67,7 @@ class ViewKeeper:
     def refresh(self) -> None:
         """Write the file where it would say something else."""
         found = {
-            name: PoolNode(name, each.process, each.incarnation, each.addresses, each.tls)
+            name: PoolNode(name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each))
             for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view

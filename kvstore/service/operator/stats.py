@@ -21,6 +21,7 @@ from kvstore.model.replica import FRAME_ALIGN, FrameState, Tier
 from kvstore.service.node.answers import fitted
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
+from kvstore.service.operator.peer_transports import peer_transports
 from kvstore.state.frames import Extent, Segment
 from kvstore.state.node_state import NodeState
 from kvstore.state.space import Space
@@ -62,6 +63,7 @@ def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]
         **_tenants(state),
         "unclaimed_bytes": state.tenants.unclaimed(),
         "queues": _queues(node),
+        "peers": peer_transports(node.folder),
         "event_log": {"entries": node.events.entries, "overwritten": node.events.overwritten},
     }
 
