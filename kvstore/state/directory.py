@@ -153,6 +153,8 @@ class Directory:
         if len(self._removed) or len(self._added):
             gone_at, gone_low = _rows(self._removed, pages, most)
             new_at, new_low = _rows(self._added, pages, most)
+            if not len(gone_at) and not len(new_at):
+                return Listed(at, low >> 2, (low & 3).astype(np.uint8), self._names)
             stays = ~np.isin(at << 16 | low, np.concatenate([gone_at << 16 | gone_low, new_at << 16 | new_low]))
             at, low = np.concatenate([at[stays], new_at]), np.concatenate([low[stays], new_low])
             order = np.lexsort((low, at))
@@ -222,6 +224,7 @@ class Directory:
 
 
 _NONE: Final = np.zeros(0, np.uint64)
+_NOWHERE: Final = np.zeros(0, np.int64)
 
 
 def entries_told(pages: Fingerprints, marks: Marks) -> Fingerprints:
@@ -252,13 +255,13 @@ def _rows(
     entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Entries of these pages: (place among the pages, low 16 bits), by page, at most so many of each."""
+    if not len(entries):
+        return _NOWHERE, _NOWHERE
     low = entries.searchsorted(pages & _HIGH)
-    counts = entries.searchsorted(pages | _LOW, "right") - low
-    if counts.max(initial=0) <= 1:  # nobody has a page that another one has, too
-        at = counts.nonzero()[0]
-        rows = low[at]
-    else:
-        counts = np.minimum(counts, most)
-        at = np.repeat(np.arange(len(pages)), counts)
-        rows = np.arange(len(at)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+    at = (entries.take(low, mode="clip") ^ pages <= _LOW).nonzero()[0]
+    rows = low[at]
+    if (entries.take(rows + 1, mode="clip") ^ pages[at] <= _LOW).any():  # some page has two entries
+        counts = np.minimum(entries.searchsorted(pages[at] | _LOW, "right") - rows, most)
+        at = np.repeat(at, counts)
+        rows = np.arange(len(at)) + np.repeat(rows - np.cumsum(counts) + counts, counts)
     return at, (entries[rows] & _LOW).astype(np.int64)

@@ -16,17 +16,20 @@ from typing import Final
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.cost import Costs, Priors
-from engine.conductor.state.fleet import EngineFleet, EngineWork
+from engine.conductor.state.fleet import EngineFleet, EngineWork, FleetEngine
 from engine.conductor.state.instructions import Instruction
+from engine.conductor.state.names import Names
 from engine.conductor.state.options import Options, Route, RouteWish
 from engine.conductor.state.policies import make_policy, make_split
-from engine.conductor.state.prefixes import Matches, Prefixes
-from engine.conductor.state.queue import Queue, QueuedRequest
+from engine.conductor.state.prefixes import Prefixes
+from engine.conductor.state.queue import Queue, QueuedRequest, QueueRoom
 from engine.conductor.state.roles import Roles
 from kvstore.errors import TooManyCalls
 
 ATTEMPTS_MAX: Final = 4  # engines that may fail on one request
 RETRY_MIN_S: Final = 0.1
+RETRY_NOBODY_S: Final = 1.0  # while no engine is there at all
+MAKES_NO_ROOM: Final = (ev.PagesTold, ev.NodeFound, ev.NodeLost, ev.ReportAsked, ev.Silent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +100,21 @@ class ConductorState:
 
     Attributes:
         requests: those that have not ended, by number.
+        queues: of those that wait, by model.
     """
 
     def __init__(self, rules: ConductorRules) -> None:
         self.rules = rules
-        self.fleet = EngineFleet()
-        self.prefixes = Prefixes(rules.index_bytes)
+        nodes = Names()
+        self.fleet = EngineFleet(nodes)
+        self.prefixes = Prefixes(rules.index_bytes, nodes)
         self.costs = Costs(rules.priors)
-        self.queue = Queue(rules.queue_bytes)
+        self.queues: dict[str, Queue] = {}
+        self._room = QueueRoom(rules.queue_bytes)
         self.policy = make_policy(rules.policy, rules.seed)
         self.split = make_split(rules.split)
         self.roles = Roles(rules.roles_floor) if rules.roles_floor is not None else None
         self.requests: dict[int, RoutedRequest] = {}
-        self._places: dict[str, tuple[str, str]] = {}
         self._kept: list[tuple[float, int]] = []  # a heap: when a request is to be sent that has its engine already
 
     def handle(self, event: ev.ConductorEvent) -> list[Instruction]:
@@ -121,9 +126,9 @@ class ConductorState:
             case ev.EngineLost():
                 self._lost(event)
             case ev.NodeFound():
-                self._places[event.name] = event.host, event.zone
+                self.fleet.node_found(event.name, event.host, event.zone)
             case ev.NodeLost():
-                self._places.pop(event.name, None)
+                self.fleet.node_lost(event.name)
                 self.prefixes.forget(event.name)
             case ev.PagesTold():
                 self.prefixes.told(event.batch)
@@ -132,7 +137,7 @@ class ConductorState:
             case ev.Reported():
                 self.fleet.reported(event.engine, event.report, event.now_s)
             case ev.Silent():
-                self.fleet.failed(event.engine, event.now_s)
+                self.fleet.silent(event.engine)
             case ev.Arrived():
                 self._arrived(event, out)
             case ev.FirstToken():
@@ -147,57 +152,76 @@ class ConductorState:
                 self.prefixes.expire(event.now_s)
                 self._change_roles(event.now_s, out)
         self._release(event.now_s, out)
-        self._send(event.now_s, out)
+        if not isinstance(event, MAKES_NO_ROOM):
+            for model, queue in self.queues.items():
+                if len(queue):
+                    self._send(model, queue, event.now_s, out)
         return out
 
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
         if self.roles is None:
             return
-        change = self.roles.change(self.fleet.usable(now_s), now_s)
+        change = self.roles.change(list(self.fleet.engines.values()), now_s)
         if change is not None:
-            self.fleet.engines[change.engine].role = change.role  # its next report says whether it did
+            self.fleet.set_role(change.engine, change.role)
             out.append(change)
 
-    def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options:
-        """What could be done with a request now. Changes nothing."""
-        engines = self.fleet.usable(now_s)
-        fresh = [each for each in engines if each.about.name not in without]
-        return Options(wish, fresh or engines, self._matches(wish), self.costs, self._places, now_s)
+    def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options | None:
+        """What could be done with a request now; None where no engine has its model. Changes nothing."""
+        board = self.fleet.board(wish.model)
+        if board is None:
+            return None
+        at = board.usable(wish.tokens + wish.answer_max, without, now_s)
+        matches = {layout: self.prefixes.match(pages) for layout, pages in wish.pages.items()}
+        return Options(wish, board, at, matches, self.costs, self.fleet, now_s)
 
-    def _matches(self, wish: RouteWish) -> dict[str, Matches]:
-        return {layout: self.prefixes.match(pages) for layout, pages in wish.pages.items()}
+    def _route(self, options: Options) -> Route | None:
+        pair = self.policy.route(options, self.split)
+        return options.route(*pair) if pair is not None else None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _arrived(self, event: ev.Arrived, out: list[Instruction]) -> None:
         wish, now_s = self._with_rules(event.wish), event.now_s
-        options = self.options(wish, now_s)
-        route = self.policy.route(options, self.split)
-        if route is None:
-            out.append(do.Refuse(wish.number, self._why_nobody(wish), None if self.fleet.engines else 1.0))
+        board = self.fleet.board(wish.model)
+        if board is None or not board.holds(wish.tokens + wish.answer_max):
+            out.append(do.Refuse(wish.number, self._why_nobody(wish), None if self.fleet.engines else RETRY_NOBODY_S))
             return
-        cost_s = route.computing.prefill_s
-        waits_s = self.queue.ahead_s(wish.tenant, cost_s) / max(1, len(options.computing))
+        options = self.options(wish, now_s)
+        route = self._route(options) if options is not None else None
+        queue = self.queues.setdefault(wish.model, Queue(self._room))
+        cost_s = route.computing.prefill_s if route is not None else 0.0
+        if options is not None and route is not None:
+            waits_s = queue.ahead_s(wish.tenant, cost_s) / max(1, len(options.engines))
+            if self._refused_early(options, route, waits_s, out):
+                return
+        waiting = QueuedRequest(wish.number, cost_s, event.size, wish.priority)
+        try:
+            queue.add(wish.tenant, waiting)
+        except TooManyCalls as full:
+            out.append(do.Refuse(wish.number, str(full), full.retry_after_s))
+            return
+        request = self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
+        if self.roles is not None and options is not None and route is not None:
+            answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
+            self.roles.asked(cost_s, answer_s, now_s)
+        if route is not None and len(queue) == 1 and self._has_room(route):  # else those before it are looked at first
+            self._start(queue, request, route, now_s, out)
+
+    def _refused_early(self, options: Options, route: Route, waits_s: float, out: list[Instruction]) -> bool:
+        """Whether it is, since it would not meet what it wants, by prediction."""
+        wish = options.wish
         late_s = waits_s + route.first_token_s - wish.first_token_s
         if wish.first_token_s and late_s > 0:
             why = f"the first token would come after {waits_s + route.first_token_s:.2f} s"
             out.append(do.Refuse(wish.number, why, max(RETRY_MIN_S, late_s)))
-            return
+            return True
         if wish.token_s and route.answering.token_s > wish.token_s:
             retry_s = options.answer_tokens * route.answering.token_s
             why = f"tokens would come every {1e3 * route.answering.token_s:.1f} ms"
             out.append(do.Refuse(wish.number, why, max(RETRY_MIN_S, retry_s)))
-            return
-        waiting = QueuedRequest(wish.number, cost_s, event.size, wish.priority)
-        try:
-            self.queue.add(wish.tenant, waiting)
-        except TooManyCalls as full:
-            out.append(do.Refuse(wish.number, str(full), full.retry_after_s))
-            return
-        self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
-        if self.roles is not None:
-            answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
-            self.roles.asked(cost_s, answer_s, now_s)
+            return True
+        return False
 
     def _with_rules(self, wish: RouteWish) -> RouteWish:
         first_token_s = wish.first_token_s or self.rules.first_token_s
@@ -209,25 +233,29 @@ class ConductorState:
             return f"no engine has the model {wish.model!r}" if models else "no engine is there"
         return f"no engine holds {wish.tokens} tokens and an answer of {wish.answer_max}"
 
-    def _send(self, now_s: float, out: list[Instruction]) -> None:
-        """Send those that come next, as far as engines have room."""
-        while (first := self.queue.first()) is not None:
+    def _send(self, model: str, queue: Queue, now_s: float, out: list[Instruction]) -> None:
+        """Send those that come next, as far as engines of their model have room."""
+        while (first := queue.first()) is not None:
             tenant, waiting = first
             request = self.requests[waiting.number]
             wish = request.wish
             waited_s = now_s - request.arrived_s
             if wish.first_token_s and not request.generated and waited_s > wish.first_token_s:
-                self.queue.drop(tenant, waiting)
+                queue.drop(tenant, waiting)
                 del self.requests[wish.number]
                 out.append(do.Refuse(wish.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S))
                 continue
-            route = self.policy.route(self.options(wish, now_s, request.failed), self.split)
+            options = self.options(wish, now_s, request.failed)
+            route = self._route(options) if options is not None else None
             if route is None or not self._has_room(route):
                 return
-            self.queue.take(tenant, waiting)
-            self._sent(request, route, now_s)
-            heapq.heappush(self._kept, (route.computing.after_s, wish.number))
-            self._release(now_s, out)
+            self._start(queue, request, route, now_s, out)
+
+    def _start(self, queue: Queue, request: RoutedRequest, route: Route, now_s: float, out: list[Instruction]) -> None:
+        queue.take(request.wish.tenant, request.waiting)
+        self._sent(request, route, now_s)
+        heapq.heappush(self._kept, (route.computing.after_s, request.wish.number))
+        self._release(now_s, out)
 
     def _release(self, now_s: float, out: list[Instruction]) -> None:
         """Send those that were kept until now."""
@@ -251,19 +279,21 @@ class ConductorState:
         ends_s = now_s + route.first_token_s + answer * route.answering.token_s
         held = wish.tokens + int(answer)
         computing, answering = route.computing, route.answering
-        self.fleet.engines[computing.engine.about.name].add(
-            EngineWork(wish.number, computing.prefill_s, held, now_s, route.local, ends_s)
-        )
+        name, other = computing.engine.about.name, answering.engine.about.name
+        self.fleet.add(name, EngineWork(wish.number, computing.prefill_s, held, now_s, route.local, ends_s))
+        ready_s = now_s + route.first_token_s
+        has = computing.cached if computing.donor == computing.engine.about.node else computing.own
+        self._expect(computing.engine, wish, has, ready_s, now_s)
         if not route.local:
-            self.fleet.engines[answering.engine.about.name].add(EngineWork(wish.number, 0.0, held, now_s, True, ends_s))
-        for engine in {
-            computing.engine.about.name: computing.engine,
-            answering.engine.about.name: answering.engine,
-        }.values():
-            pages = wish.pages.get(engine.about.layout)
-            if pages is not None and engine.about.node:
-                own = computing.own // engine.about.page_tokens if engine is computing.engine else 0
-                self.prefixes.expect(engine.about.node, pages[own:], now_s + route.first_token_s, now_s)
+            self.fleet.add(other, EngineWork(wish.number, 0.0, held, now_s, True, ends_s))
+            self.fleet.leaves(name, wish.tokens * computing.engine.about.kv_bytes, now_s)
+            self._expect(answering.engine, wish, answering.own, ready_s, now_s)
+
+    def _expect(self, engine: FleetEngine, wish: RouteWish, has: int, ready_s: float, now_s: float) -> None:
+        """Its node will have all of the prompt, of which it has ``has`` tokens, or will have them anyway."""
+        pages = wish.pages.get(engine.about.layout)
+        if pages is not None and engine.about.node:
+            self.prefixes.expect(engine.about.node, pages[has // engine.about.page_tokens :], ready_s, now_s)
 
     def _first_token(self, event: ev.FirstToken) -> None:
         request = self.requests.get(event.number)
@@ -275,11 +305,12 @@ class ConductorState:
         ends_s = event.now_s + answer * route.answering.token_s
         self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)
         self.costs.took(route.computing.engine, wish.tokens, event.cached, event.prefill_s)
+        self.fleet.write(route.computing.engine)
 
     def _ended(self, event: ev.Ended) -> None:
         request = self.requests.pop(event.number, None)
         if request is not None:
-            self.fleet.ended(event.number, request.engines, event.now_s)
+            self.fleet.ended(event.number, request.engines, event.now_s, answered=True)
             self.costs.answered(request.wish.tenant, event.tokens)
 
     def _cancelled(self, event: ev.RequestCancelled) -> None:
@@ -287,7 +318,7 @@ class ConductorState:
         if request is None:
             return
         if request.phase is RequestPhase.WAITING:
-            self.queue.drop(request.wish.tenant, request.waiting)
+            self.queues[request.wish.model].drop(request.wish.tenant, request.waiting)
         self.fleet.ended(event.number, request.engines, event.now_s)
 
     def _broke(self, event: ev.Broke, out: list[Instruction]) -> None:
@@ -315,8 +346,7 @@ class ConductorState:
             if request.phase is RequestPhase.KEPT:
                 self.fleet.ended(number, request.engines, event.now_s)
                 self._back(request)
-        self.costs.forget(event.name)
 
     def _back(self, request: RoutedRequest) -> None:
         request.phase, request.route = RequestPhase.WAITING, None
-        self.queue.back(request.wish.tenant, request.waiting)
+        self.queues[request.wish.model].back(request.wish.tenant, request.waiting)

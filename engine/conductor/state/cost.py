@@ -17,14 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
+import numpy as np
+
+from engine.conductor.state.board import Columns, Flags, Floats
 from engine.conductor.state.fleet import FleetEngine
 
 SMOOTH: Final = 0.1
 SCALE_MAX: Final = 8.0  # one engine is believed to be slower by at most that
 ANSWER_SMOOTH: Final = 0.02
+TENANTS_MAX: Final = 4096  # whose answers are remembered
 ANSWER_TOKENS: Final = 256.0  # of an answer, until some have ended
+
+Number = TypeVar("Number", float, Floats)
 
 HERE, NVME, HOST, ZONE, FAR = "here", "nvme", "host", "zone", "far"
 
@@ -51,68 +57,66 @@ class Priors:
 
 
 class Costs:
-    """Predictions, and what was learned."""
+    """Predictions, and what was learned. What takes ``columns`` predicts for all engines of them at once.
+
+    Attributes:
+        s_per_byte: see ``Priors.bytes_per_s``.
+    """
 
     def __init__(self, priors: Priors) -> None:
         self.priors = priors
-        self._scale: dict[str, float] = {}
+        self.s_per_byte = {where: 1 / speed for where, speed in priors.bytes_per_s.items()}
         self._answer_tokens: dict[str, float] = {}
 
-    def prefill_s(self, engine: FleetEngine, tokens: int, cached: int) -> float:
+    def prefills_s(self, columns: Columns, tokens: int, cached: Floats) -> Floats:
         """Computing the last ``tokens - cached`` of a prompt."""
-        priors, new = self.priors, tokens - cached
-        speed = engine.prefill_tokens_per_s or priors.prefill_tokens_per_s
-        took = priors.prefill_fixed_s + new / speed * (1 + (cached + new / 2) / priors.context_even)
-        return took * self._scale.get(engine.about.name, 1.0)
+        speed = np.where(columns.tokens_per_s > 0, columns.tokens_per_s, self.priors.prefill_tokens_per_s)
+        return self._prefill_s(tokens, cached, speed) * columns.scale
 
-    def step_s(self, engine: FleetEngine, batch: int) -> float:
+    def _prefill_s(self, tokens: int, cached: Number, speed: Number) -> Number:
+        new = tokens - cached
+        return self.priors.prefill_fixed_s + new / speed * (1 + (cached + new / 2) / self.priors.context_even)
+
+    def steps_s(self, columns: Columns, batch: Floats) -> Floats:
         """A decode step of so many sequences. What an engine reports is a step of the batch that it has now."""
         each = self.priors.step_each
-        if engine.step_s:
-            now = max(1, len(engine.ends) + engine.others_running)
-            return engine.step_s * (1 + batch * each) / (1 + now * each)
-        return self.priors.step_alone_s * (1 + batch * each)
+        now = np.maximum(1.0, columns.running + columns.others_running)
+        alone = np.where(columns.step_s > 0, columns.step_s / (1 + now * each), self.priors.step_alone_s)
+        return alone * (1 + batch * each)
 
     def token_s(self, engine: FleetEngine) -> float:
         """What one token of an answer takes of an engine whose batch is half full."""
-        batch = max(1, engine.about.batch_max // 2)
-        return self.step_s(engine, batch) / batch
+        each, batch = self.priors.step_each, max(1, engine.about.batch_max // 2)
+        alone = self.priors.step_alone_s
+        if engine.step_s:
+            alone = engine.step_s / (1 + max(1, len(engine.ends) + engine.others_running) * each)
+        return alone * (1 + batch * each) / batch
 
-    def move_s(self, size: int, where: str) -> float:
-        """Bringing so many bytes from there."""
-        return self.priors.move_s + size / self.priors.bytes_per_s[where] if size else 0.0
+    def moves_s(self, size: Floats, s_per_byte: Floats | float) -> Floats:
+        """Bringing so many bytes."""
+        return (size > 0) * self.priors.move_s + size * s_per_byte
 
-    def way(self, source: FleetEngine, target: FleetEngine) -> str:
-        """Where, for one engine, the memory of another is."""
-        return place(source.about.host, source.about.zone, target.about.host, target.about.zone)
+    def ways(self, same_host: Flags, same_zone: Flags) -> Floats:
+        """Seconds per byte, between places that are so near to each other."""
+        far = np.where(same_zone, self.s_per_byte[ZONE], self.s_per_byte[FAR])
+        return np.where(same_host, self.s_per_byte[HOST], far)
 
     # --- learned ----------------------------------------------------------------------------------------------------
 
     def took(self, engine: FleetEngine, tokens: int, cached: int, measured_s: float) -> None:
         """Computing the last ``tokens - cached`` of a prompt took so long there; 0: it is not known."""
-        if measured_s <= 0:
-            return
-        name = engine.about.name
-        scale = self._scale.get(name, 1.0)
-        ratio = measured_s / self.prefill_s(engine, tokens, cached)
-        self._scale[name] = min(SCALE_MAX, max(1 / SCALE_MAX, scale * ratio**SMOOTH))
-
-    def forget(self, name: str) -> None:
-        """An engine has gone."""
-        self._scale.pop(name, None)
+        if measured_s > 0:
+            speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
+            ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))
+            engine.scale = min(SCALE_MAX, max(1 / SCALE_MAX, engine.scale * ratio**SMOOTH))
 
     def answered(self, tenant: str, tokens: int) -> None:
         """An answer had so many tokens."""
-        before = self._answer_tokens.get(tenant, ANSWER_TOKENS)
+        before = self._answer_tokens.pop(tenant, ANSWER_TOKENS)
+        if len(self._answer_tokens) >= TENANTS_MAX:
+            del self._answer_tokens[next(iter(self._answer_tokens))]  # whose last answer is the longest ago
         self._answer_tokens[tenant] = before + ANSWER_SMOOTH * (tokens - before)
 
     def answer_tokens(self, tenant: str, tokens_max: int) -> float:
         """How many tokens the next answer to this tenant will have."""
         return min(float(tokens_max), self._answer_tokens.get(tenant, ANSWER_TOKENS))
-
-
-def place(host: str, zone: str, other_host: str, other_zone: str) -> str:
-    """How far two places are from each other."""
-    if host and host == other_host:
-        return HOST
-    return ZONE if zone and zone == other_zone else FAR

@@ -6,19 +6,25 @@ question, and says as many requests as there were at some moment between the two
 its own were there when it asked, and takes the rest for the others'. So a report that is late cannot hide what was
 decided meanwhile, and nothing is counted twice.
 
+Whether an engine is there has three sources. Its reports and the tokens that come from it are signs of life. One that
+did not answer a question is silent, and gets requests where there is no other. One that failed on a request gets none
+for a while; a report ends that, the first time, for it may have been the network.
+
 A request's life here: sent -> its first token has come (it decodes) -> ended.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Final
 
+from engine.conductor.state.board import Board
+from engine.conductor.state.names import Names
 from engine.model.request import Role
 
-AVOID_S: Final = 5.0  # an engine that did not answer gets nothing for so long, unless it reports
-SILENT_S: Final = 3.0  # an engine whose last report is older than this gets requests only if no other can
+AVOID_S: Final = 5.0  # an engine that failed on a request gets nothing for so long, and twice as long each time again
+AVOID_MAX_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,9 @@ class EngineAbout:
         batch_max: sequences that it decodes together.
         tokens_max: that fit its memory together; 0: not known.
         context_max: tokens of one sequence; 0: not known.
+        lanes: prompts that it computes at the same time, each as fast as a single one.
+        egress_bytes_per_s: of a remote cluster, that is told of here as one engine which computes prompts: what may
+            leave it; 0: it is no remote cluster. ``address`` is its conductor's.
     """
 
     name: str
@@ -50,6 +59,8 @@ class EngineAbout:
     batch_max: int = 64
     tokens_max: int = 0
     context_max: int = 0
+    lanes: int = 1
+    egress_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +113,21 @@ class FleetEngine:
         ends: of those that it answers or will answer, when that is over, by prediction; sorted.
         tokens: that these hold.
         others_waiting, others_running: requests that somebody else has sent.
-        prompts_done_s: when it will have computed what it has of ours, by prediction.
-        avoided_until_s: it did not answer, and gets nothing before.
+        prompts_done_s: when it will have computed what it has of ours, by prediction; where it computes several at
+            once, when one engine that is so much faster would have.
+        scale: how much longer prompts take there than is predicted, by what was measured.
+        tokens_per_s: of prompts, and ``step_s``: as it reports; 0: not yet.
+        heard_s: when it gave the last sign of life.
+        silent: it was asked since, and did not answer.
+        failures: requests on which it failed, one after the other.
+        avoided_until_s: it gets nothing before.
+        egress_free_s: of a remote cluster, when all that is to leave it will have left.
         asked: our requests that were there when it was asked for its next report: (waiting, running).
     """
 
     about: EngineAbout
     role: Role
-    reported_s: float
+    heard_s: float
     draining: bool = False
     works: dict[int, EngineWork] = field(default_factory=dict)
     waiting: int = 0
@@ -118,35 +136,19 @@ class FleetEngine:
     others_waiting: int = 0
     others_running: int = 0
     prompts_done_s: float = 0.0
-    avoided_until_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+    scale: float = 1.0
+    tokens_per_s: float = 0.0
     step_s: float = 0.0
+    silent: bool = False
+    failures: int = 0
+    avoided_until_s: float = 0.0
+    egress_free_s: float = 0.0
     asked: tuple[int, int] | None = None
-
-    @property
-    def prefills(self) -> bool:
-        """Whether it computes prompts for others."""
-        return self.role is not Role.DECODE
-
-    @property
-    def answers(self) -> bool:
-        """Whether it answers requests."""
-        return self.role is not Role.PREFILL
-
-    def wait_s(self, now_s: float, prompt_s: float) -> float:
-        """Until it can begin to compute a prompt that is sent now. Of others' prompts only their number is known: each
-        is taken for one that lasts ``prompt_s``.
-        """
-        return max(0.0, self.prompts_done_s - now_s) + self.others_waiting * prompt_s
-
-    def running_at(self, moment_s: float) -> int:
-        """Requests that it will answer at that moment, if nothing else is sent. Others' are taken to stay."""
-        return self.others_running + len(self.ends) - bisect_right(self.ends, moment_s)
 
     def add(self, work: EngineWork) -> None:
         """One more."""
         self.works[work.number] = work
-        self.prompts_done_s = max(self.prompts_done_s, work.sent_s) + work.prefill_s
+        self.prompts_done_s = max(self.prompts_done_s, work.sent_s) + work.prefill_s / self.about.lanes
         self.waiting += work.prefill_s > 0
         if work.decodes:
             insort(self.ends, work.ends_s)
@@ -158,7 +160,7 @@ class FleetEngine:
         if work.prefill_s:
             self.waiting -= 1
             left_s = sum(other.prefill_s for other in self.works.values() if not other.computed)
-            self.prompts_done_s = min(self.prompts_done_s, now_s + left_s)
+            self.prompts_done_s = min(self.prompts_done_s, now_s + left_s / self.about.lanes)
         if work.decodes:
             del self.ends[bisect_left(self.ends, work.ends_s)]
             work.ends_s = ends_s
@@ -179,47 +181,127 @@ class EngineFleet:
 
     Attributes:
         engines: by name.
+        nodes: numbers of nodes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Names) -> None:
         self.engines: dict[str, FleetEngine] = {}
+        self.nodes = nodes
+        self._where = Names()  # hosts and zones
+        self._places: dict[int, tuple[int, int]] = {}  # of a node: its host and zone
+        self._boards: dict[str, Board] = {}  # by model
+
+    # --- who there is -----------------------------------------------------------------------------------------------
 
     def found(self, about: EngineAbout, role: Role, now_s: float) -> None:
         """An engine is there, or says something else of itself. Its requests stay."""
         known = self.engines.get(about.name)
         if known is None:
             self.engines[about.name] = FleetEngine(about, role, now_s)
+        elif (known.about, known.role) == (about, role):
+            return
         else:
             known.about, known.role = about, role
+        self._boards.clear()
 
     def lost(self, name: str) -> list[int]:
         """An engine has gone. Returns the requests that it had to do with."""
         engine = self.engines.pop(name, None)
+        self._boards.clear()
         return list(engine.works) if engine is not None else []
+
+    def node_found(self, name: str, host: str, zone: str) -> None:
+        """A node is there."""
+        self._places[self.nodes.number(name)] = self._where.number(host), self._where.number(zone)
+
+    def node_lost(self, name: str) -> None:
+        """It is not."""
+        self._places.pop(self.nodes.number(name), None)
+
+    def place(self, node: int) -> tuple[int, int]:
+        """Numbers of its host and zone."""
+        return self._places.get(node, (-1, -1))
+
+    def board(self, model: str) -> Board | None:
+        """The engines of this model; None where there are none."""
+        if model not in self._boards:
+            engines = [engine for engine in self.engines.values() if engine.about.model == model]
+            if not engines:
+                return None
+            self._boards[model] = Board(engines, self.nodes, self._where)
+        return self._boards[model]
+
+    @property
+    def models(self) -> list[str]:
+        """That some engine has."""
+        return sorted({engine.about.model for engine in self.engines.values()})
+
+    def write(self, engine: FleetEngine) -> None:
+        """It has changed: so does the board."""
+        board = self._boards.get(engine.about.model)
+        if board is not None:
+            board.write(engine)
+
+    # --- what it says of itself -------------------------------------------------------------------------------------
 
     def asking(self, name: str) -> None:
         """It is asked for a report now."""
-        engine = self.engines[name]
-        engine.asked = engine.waiting, len(engine.ends)
+        engine = self.engines.get(name)
+        if engine is not None:
+            engine.asked = engine.waiting, len(engine.ends)
 
     def reported(self, name: str, report: LoadReport, now_s: float) -> None:
-        """It has answered. One that answers again is avoided no longer."""
+        """It has answered."""
         engine = self.engines.get(name)
         if engine is None or engine.asked is None:
             return
         waiting, running = engine.asked
         engine.others_waiting = max(0, report.waiting - max(waiting, engine.waiting))
         engine.others_running = max(0, report.running - max(running, len(engine.ends)))
-        engine.role, engine.draining, engine.reported_s = report.role, report.draining, now_s
-        engine.prefill_tokens_per_s = report.prefill_tokens_per_s or engine.prefill_tokens_per_s
+        engine.role, engine.draining, engine.heard_s, engine.silent = report.role, report.draining, now_s, False
+        engine.tokens_per_s = report.prefill_tokens_per_s or engine.tokens_per_s
         engine.step_s = report.step_s or engine.step_s
-        engine.asked, engine.avoided_until_s = None, 0.0
+        engine.asked = None
+        if engine.failures <= 1:
+            engine.avoided_until_s = 0.0
+        self.write(engine)
 
-    def failed(self, name: str, now_s: float) -> None:
-        """It did not answer."""
+    def silent(self, name: str) -> None:
+        """It was asked, and did not answer in time."""
         engine = self.engines.get(name)
         if engine is not None:
-            engine.asked, engine.avoided_until_s = None, now_s + AVOID_S
+            engine.asked, engine.silent = None, True
+            self.write(engine)
+
+    def failed(self, name: str, now_s: float) -> None:
+        """It failed on a request. Those that had been sent before and fail with it are one failure."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        engine.asked = None
+        if engine.avoided_until_s <= now_s:
+            engine.failures += 1
+            engine.avoided_until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2 ** min(8, engine.failures - 1))
+        self.write(engine)
+
+    def set_role(self, name: str, role: Role) -> None:
+        """It was told to do something else. Its next report says whether it did."""
+        self.engines[name].role = role
+        self.write(self.engines[name])
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, work: EngineWork) -> None:
+        """A request is on its way there."""
+        self.engines[name].add(work)
+        self.write(self.engines[name])
+
+    def leaves(self, name: str, size: int, now_s: float) -> None:
+        """So much of KV is to leave it; that counts where it is a remote cluster."""
+        engine = self.engines[name]
+        if engine.about.egress_bytes_per_s:
+            engine.egress_free_s = max(engine.egress_free_s, now_s) + size / engine.about.egress_bytes_per_s
+            self.write(engine)
 
     def first_token(self, number: int, names: tuple[str, ...], now_s: float, ends_s: float) -> None:
         """A request's prompt is computed: an engine that only computed it has done its part."""
@@ -228,22 +310,17 @@ class EngineFleet:
                 engine.computed(work, now_s, ends_s)
             else:
                 engine.remove(work, now_s)
+            engine.failures, engine.heard_s, engine.silent = 0, now_s, False
+            self.write(engine)
 
-    def ended(self, number: int, names: tuple[str, ...], now_s: float) -> None:
-        """A request is over, whatever became of it."""
+    def ended(self, number: int, names: tuple[str, ...], now_s: float, *, answered: bool = False) -> None:
+        """A request is over, whatever became of it; where it was ``answered``, that is a sign of life."""
         for engine, work in self._at(number, names):
             engine.remove(work, now_s)
+            if answered:
+                engine.heard_s, engine.silent = now_s, False
+            self.write(engine)
 
     def _at(self, number: int, names: tuple[str, ...]) -> list[tuple[FleetEngine, EngineWork]]:
         found = [self.engines[name] for name in names if name in self.engines]
         return [(engine, engine.works[number]) for engine in found if number in engine.works]
-
-    def usable(self, now_s: float) -> list[FleetEngine]:
-        """Engines that requests can go to, in the order of their names. Silent ones only where all are silent."""
-        open_to = [
-            engine
-            for _, engine in sorted(self.engines.items())
-            if not engine.draining and engine.avoided_until_s <= now_s
-        ]
-        heard = [engine for engine in open_to if now_s - engine.reported_s <= SILENT_S]
-        return heard or open_to

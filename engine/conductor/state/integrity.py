@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from engine.conductor.state.board import Board, Columns
 from engine.conductor.state.conductor_state import ConductorState, RequestPhase
+from engine.conductor.state.names import Names
 
 
 def check(state: ConductorState) -> None:
     """A request is in the queue or at its engines, and they know of no other."""
     waiting = [number for number, one in state.requests.items() if one.phase is RequestPhase.WAITING]
-    assert len(state.queue) == len(waiting), (len(state.queue), waiting)
+    assert sum(map(len, state.queues.values())) == len(waiting), (state.queues, waiting)
     there: dict[str, set[int]] = {}
     for number, request in state.requests.items():
         assert request.wish.number == number and (request.route is None) == (request.phase is RequestPhase.WAITING), (
@@ -24,3 +26,9 @@ def check(state: ConductorState) -> None:
         assert engine.ends == sorted(work.ends_s for work in works if work.decodes), name
         assert engine.tokens == sum(work.tokens for work in works if work.decodes), name
         assert engine.others_waiting >= 0 and engine.others_running >= 0, name
+    for model in state.fleet.models:
+        board = state.fleet.board(model)
+        assert board is not None
+        fresh = Board(board.engines, state.fleet.nodes, Names())
+        changing = slice(0, Columns.CHANGING)
+        assert (board.columns.values[changing] == fresh.columns.values[changing]).all(), model

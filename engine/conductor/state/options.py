@@ -8,23 +8,30 @@ For every pair of an engine that computes the prompt and one that answers::
 What is moved in comes while the request waits. A hand-off goes layer by layer during the prefill, so only what is
 longer than that, and the last layer, is seen. Two further terms are not the request's own: what it costs those that
 already run there, since a chunk of a prompt makes their step longer, and so does one more sequence in their batch.
+
+A remote cluster is an engine that computes prompts, several at a time, and whose hand-off goes through what may leave
+it: behind what is to leave it already, and not at all where that is more than ``EGRESS_BURST_S`` of it.
+
+All engines are looked at together: an option is a place in arrays, and becomes an object when it is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Final
 
-from engine.conductor.state.cost import HERE, NVME, Costs, place
-from engine.conductor.state.fleet import FleetEngine
-from engine.conductor.state.prefixes import Donor, Matches
+import numpy as np
+
+from engine.conductor.state.board import Board, Flags, Floats, Places, running_at
+from engine.conductor.state.cost import HERE, NVME, Costs
+from engine.conductor.state.fleet import EngineFleet, FleetEngine
+from engine.conductor.state.prefixes import Matches
 from kvstore.model.span import Fingerprints
 
-DONORS: Final = 3  # nodes from which a longer prefix could come, the longest first
 WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: somebody may come who needs it
 LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
+EGRESS_BURST_S: Final = 2.0  # see the top
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +91,14 @@ class Answering:
     """An engine that could answer.
 
     Attributes:
+        own: tokens of the prompt that its own node has now.
         batch: sequences that it would decode together, this one among them.
         token_s: its step then.
         harm_s: seconds that the others lose together while this answer lasts.
     """
 
     engine: FleetEngine
+    own: int
     batch: int
     token_s: float
     harm_s: float
@@ -121,110 +130,168 @@ class Route:
 
 
 class Options:
-    """What could be done with one request.
+    """What could be done with one request. A place in an array is an engine's, in the order of their names.
 
     Args:
-        engines: that may get it.
-        places: host and zone of every node.
+        at: engines of the board that may get it.
+        matches: of the prompt, by layout.
 
     Attributes:
-        computing: every engine, as one that computes the prompt; sorted by when it would be ready.
-        answering: every engine that answers; sorted by its step.
+        engines: the same.
+        own, upper: of the prompt, tokens that the engine's own node has now, and has in its memory.
+        own_prefill_s: the prompt's computation, had only the engine's own node any of it.
+        cached, donor, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: as of ``Computing``; ``donor``: a node's
+            number, or -1.
+        batch, token_s, answer_harm_s: as of ``Answering``; of no meaning where an engine does not answer.
+        prefills, answers: places of engines that compute prompts for others, and of those that answer.
         answer_tokens: that the answer will have, by prediction.
     """
 
     def __init__(
         self,
         wish: RouteWish,
-        engines: list[FleetEngine],
+        board: Board,
+        at: Places,
         matches: Mapping[str, Matches],
         costs: Costs,
-        places: Mapping[str, tuple[str, str]],
+        fleet: EngineFleet,
         now_s: float,
     ) -> None:
         self.wish = wish
-        self._costs = costs
-        self._places = places
-        self._now_s = now_s
+        self.costs = costs
+        self.now_s = now_s
+        self._fleet = fleet
+        self.engines, self.columns = board.take(at)
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
-        fit = [engine for engine in engines if _fits(engine, wish)]
-        self.computing = sorted((self._computing(each, matches) for each in fit), key=attrgetter("ready_s"))
-        horizon_s = now_s + (self.computing[0].ready_s if self.computing else 0.0)
-        answering = (self._answering(each, horizon_s) for each in fit if each.answers)
-        self.answering = sorted(answering, key=attrgetter("token_s"))
+        columns = self.columns
+        full = (columns.egress > 0) & (columns.egress_free_s - now_s > EGRESS_BURST_S)
+        self.prefills = ((columns.prefills > 0) & ~full).nonzero()[0]
+        self.answers = columns.answers.nonzero()[0]
+        found = [(matches[layout], number) for number, layout in enumerate(board.layouts) if layout in matches]
+        self._compute(found)
+        horizon_s = now_s + (float(self.ready_s.min()) if len(self.engines) else 0.0)
+        others = running_at(self.engines, columns, np.full(len(self.engines), horizon_s))
+        self.batch = others + 1
+        self.token_s = costs.steps_s(columns, self.batch)
+        self.answer_harm_s = (self.token_s - costs.steps_s(columns, others)) * others * self.answer_tokens
 
-    def route(self, computing: Computing, answering: Answering) -> Route:
+    # --- the computation of the prompt ------------------------------------------------------------------------------
+
+    def _compute(self, found: list[tuple[Matches, int]]) -> None:
+        columns, costs, last = self.columns, self.costs, self.wish.tokens - 1  # the last token is computed in any case
+        nodes = columns.node.astype(np.int64)
+        pages = np.zeros(len(nodes))
+        upper = pages
+        for matches, layout in found:
+            mine = columns.layout == layout
+            pages, upper = pages + matches.told[nodes] * mine, upper + matches.upper[nodes] * mine
+        self._page_bytes = columns.page_tokens * columns.kv_bytes
+        self._pages = pages
+        self.own = self.cached = np.minimum(pages * columns.page_tokens, last)
+        self.upper = np.minimum(upper * columns.page_tokens, last)
+        self.move_s = costs.moves_s(upper * self._page_bytes, costs.s_per_byte[HERE])
+        self.move_s = self.move_s + costs.moves_s((pages - upper) * self._page_bytes, costs.s_per_byte[NVME])
+        self.own_prefill_s = self.prefill_s = costs.prefills_s(columns, self.wish.tokens, self.cached)
+        wait_s = np.maximum(0.0, columns.prompts_done_s - self.now_s - (1 - 1 / columns.lanes) * self.prefill_s)
+        self.wait_s = wait_s + columns.others_waiting * self.prefill_s
+        self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
+        for matches, layout in found:
+            self._bring(matches, columns.layout == layout, nodes)
+        self.harm_s = self.prefill_s * running_at(self.engines, columns, self.now_s + self.wait_s)
+        self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
+
+    def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
+        """Where it pays, a longer prefix is waited for at its own node, or comes from another one."""
+        columns, costs, own_move_s = self.columns, self.costs, self.move_s
+        best_s = np.maximum(self.wait_s, self.move_s) + (1 + WORK_PRICE) * self.prefill_s
+
+        def bring(
+            may: Flags, node: Places | int, pages: Places | int, ready_s: Floats | float, moves_s: Floats
+        ) -> None:
+            nonlocal best_s
+            longer = np.minimum(pages * columns.page_tokens, self.wish.tokens - 1)
+            brought_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
+            rest_s = costs.prefills_s(columns, self.wish.tokens, longer)
+            total_s = np.maximum(self.wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
+            better = may & (total_s < best_s)
+            if better.any():
+                best_s = np.where(better, total_s, best_s)
+                self.move_s, self.prefill_s = (
+                    np.where(better, brought_s, self.move_s),
+                    np.where(better, rest_s, self.prefill_s),
+                )
+                self.cached, self.donor = np.where(better, longer, self.cached), np.where(better, node, self.donor)
+                self.after_s = np.where(better, ready_s, self.after_s)
+
+        mine = mine & (columns.egress == 0)
+        soon = matches.soon[nodes]
+        may = mine & (soon > self._pages)
+        if may.any():
+            bring(may, nodes, soon, matches.soon_s[nodes], np.zeros(len(nodes)))
+        for donor in matches.donors:
+            may = mine & (nodes != donor.node) & (donor.pages > self._pages)
+            if may.any():
+                host, zone = self._fleet.place(donor.node)
+                way = costs.ways((columns.host == host) & (host >= 0), (columns.zone == zone) & (zone >= 0))
+                moves_s = costs.moves_s((donor.pages - self._pages) * self._page_bytes, way)
+                bring(may, donor.node, donor.pages, donor.ready_s, moves_s)
+
+    # --- pairs ------------------------------------------------------------------------------------------------------
+
+    def tails_s(self, computing: Places, answering: Places) -> Floats:
+        """Of hand-offs from these engines to those, what nothing hides; the arrays are spread over each other."""
+        columns = self.columns
+        host, zone = columns.host[computing], columns.zone[computing]
+        way = self.costs.ways(
+            (host == columns.host[answering]) & (host >= 0), (zone == columns.zone[answering]) & (zone >= 0)
+        )
+        size = self.wish.tokens * columns.kv_bytes[computing]
+        egress = columns.egress[computing]
+        if egress.any():
+            way = np.where(egress > 0, 1 / np.maximum(1.0, egress), way)
+        moves_s = self.costs.moves_s(size, way)
+        tails_s = np.maximum(moves_s - self.prefill_s[computing], moves_s / LAYERS)
+        if egress.any():
+            behind_s = columns.egress_free_s[computing] - self.now_s  # until what is to leave before it has left
+            late_s = behind_s + moves_s - self.ready_s[computing]
+            tails_s = np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
+        return tails_s
+
+    def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
+        """Of these pairs, see ``Route.total_s``."""
+        own_s = (self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s)[computing] + tails_s
+        return own_s + (self.answer_tokens * self.token_s + self.answer_harm_s)[answering]
+
+    # --- as objects -------------------------------------------------------------------------------------------------
+
+    def route(self, computing: int, answering: int) -> Route:
         """These two together."""
-        tail_s = 0.0
-        if computing.engine is not answering.engine:
-            size = self.wish.tokens * computing.engine.about.kv_bytes
-            moves_s = self._costs.move_s(size, self._costs.way(computing.engine, answering.engine))
-            tail_s = max(moves_s - computing.prefill_s, moves_s / LAYERS)
-        own_s = computing.ready_s + tail_s + self.answer_tokens * answering.token_s
-        harm_s = computing.harm_s + answering.harm_s + WORK_PRICE * computing.prefill_s
-        return Route(computing, answering, tail_s, own_s + harm_s)
+        one, other = np.array([computing]), np.array([answering])
+        tails_s = self.tails_s(one, other) if computing != answering else np.zeros(1)
+        total_s = float(self.totals_s(one, other, tails_s)[0])
+        return Route(self.computing(computing), self.answering(answering), float(tails_s[0]), total_s)
 
-    def own_prefill_s(self, computing: Computing) -> float:
-        """The prompt's computation, had only the engine's own node any of it."""
-        return self._costs.prefill_s(computing.engine, self.wish.tokens, computing.own)
+    def computing(self, at: int) -> Computing:
+        """This engine, as one that computes."""
+        donor = int(self.donor[at])
+        return Computing(
+            self.engines[at],
+            int(self.cached[at]),
+            int(self.own[at]),
+            self._fleet.nodes.names[donor] if donor >= 0 else "",
+            float(self.after_s[at]),
+            float(self.wait_s[at]),
+            float(self.move_s[at]),
+            float(self.prefill_s[at]),
+            float(self.harm_s[at]),
+        )
 
-    def prefill_speed(self, engine: FleetEngine) -> float:
-        """Tokens per second."""
-        return engine.prefill_tokens_per_s or self._costs.priors.prefill_tokens_per_s
-
-    def local(self, computing: Computing) -> Route | None:
-        """One engine for both; None where it does not answer."""
-        found = next((each for each in self.answering if each.engine is computing.engine), None)
-        return self.route(computing, found) if found is not None else None
-
-    def _computing(self, engine: FleetEngine, matches: Mapping[str, Matches]) -> Computing:
-        costs, about, wish = self._costs, engine.about, self.wish
-        found = matches.get(about.layout)
-        page = about.page_tokens
-        own = found.pages.get(about.node, 0) if found is not None else 0
-        upper = found.upper.get(about.node, 0) if found is not None else 0
-        last = wish.tokens - 1  # the last token is computed in any case
-        cached, donor = min(own * page, last), ""
-        page_bytes = page * about.kv_bytes
-        move_s = costs.move_s(upper * page_bytes, HERE) + costs.move_s((own - upper) * page_bytes, NVME)
-        prefill_s = costs.prefill_s(engine, wish.tokens, cached)
-        wait_s = engine.wait_s(self._now_s, prefill_s)
-        best, bring_s = max(wait_s, move_s) + (1 + WORK_PRICE) * prefill_s, move_s
-        after_s = 0.0
-        for other in _donors(found, own, about.node):
-            longer = min(other.pages * page, last)
-            brought_s = move_s + max(0.0, other.ready_s - self._now_s)
-            if other.node != about.node:
-                way = place(about.host, about.zone, *self._places.get(other.node, ("", "")))
-                brought_s += costs.move_s((other.pages - own) * page_bytes, way)
-            rest_s = costs.prefill_s(engine, wish.tokens, longer)
-            total_s = max(wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
-            if total_s < best:
-                best, bring_s, prefill_s = total_s, brought_s, rest_s
-                cached, donor, after_s = longer, other.node, other.ready_s
-        harm_s = prefill_s * engine.running_at(self._now_s + wait_s)
-        kept = min(own * page, last)
-        return Computing(engine, cached, kept, donor, after_s, wait_s, bring_s, prefill_s, harm_s)
-
-    def _answering(self, engine: FleetEngine, moment_s: float) -> Answering:
-        others = engine.running_at(moment_s)
-        token_s = self._costs.step_s(engine, others + 1)
-        harm_s = (token_s - self._costs.step_s(engine, others)) * others * self.answer_tokens
-        return Answering(engine, others + 1, token_s, harm_s)
-
-
-def _fits(engine: FleetEngine, wish: RouteWish) -> bool:
-    """Whether it could ever hold the request."""
-    about, tokens = engine.about, wish.tokens + wish.answer_max
-    if about.model != wish.model or (about.context_max and tokens > about.context_max):
-        return False
-    return not about.tokens_max or tokens <= about.tokens_max
-
-
-def _donors(found: Matches | None, own: int, node: str) -> list[Donor]:
-    """Who has, or will have, more of the prompt than its own node has now; that one itself first."""
-    if found is None:
-        return []
-    mine = found.soon.get(node)
-    others = [donor for donor in found.donors[:DONORS] if donor.node != node]
-    return [donor for donor in ([mine] if mine is not None else []) + others if donor.pages > own]
+    def answering(self, at: int) -> Answering:
+        """This engine, as one that answers."""
+        return Answering(
+            self.engines[at],
+            int(self.own[at]),
+            int(self.batch[at]),
+            float(self.token_s[at]),
+            float(self.answer_harm_s[at]),
+        )

@@ -13,14 +13,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
 import xxhash
 
-from engine.conductor.state.options import Answering, Computing, Options, Route
+from engine.conductor.state.board import Floats, Places
+from engine.conductor.state.options import Options
 from kvstore.errors import InvalidRequest
 
 BEST: Final = 6  # engines of each kind whose pairs are tried
@@ -31,41 +32,34 @@ DYNAMO_LOCAL_SHARE: Final = 0.7
 
 
 class Policy:
-    """Chooses a pair. A policy says which engine computes; by default the soonest step answers.
+    """Chooses a pair. A policy says which engine computes; by default the smallest batch answers.
 
-    Args:
-        draw: the only source of chance.
+    The same request is routed again for as long as it waits, so nothing here changes by being asked.
     """
 
     name = ""
 
-    def __init__(self, draw: random.Random) -> None:
-        self.draw = draw
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """Of these, at least one, who computes the prompt."""
         raise NotImplementedError
 
-    def route(self, options: Options, split: Split) -> Route | None:
+    def route(self, options: Options, split: Split) -> tuple[int, int] | None:
         """Who computes and who answers; None where nobody can."""
-        if not options.answering:
-            return None
-        local = [each for each in options.computing if each.engine.answers]
-        away = [each for each in options.computing if each.engine.prefills]
         apart = split(options)
-        if away and apart is not False:
-            chosen = self.computing(options, away)
-            if apart or not chosen.engine.answers:
-                others = [each for each in options.answering if each.engine is not chosen.engine]
-                if others:
-                    return options.route(chosen, self.answering(options, others))
-        if not local:
+        if apart is not False and len(options.prefills):
+            chosen = self.computing(options, options.prefills)
+            others = options.answers[options.answers != chosen]
+            if len(others) and (apart or chosen not in options.answers):
+                return chosen, int(others[options.batch[others].argmin()])
+            if chosen in options.answers:
+                return chosen, chosen
+        if not len(options.answers):
             return None
-        return options.local(self.computing(options, local))
-
-    def answering(self, options: Options, fit: list[Answering]) -> Answering:
-        """Of these, at least one, who answers."""
-        return min(fit, key=lambda each: (each.batch, each.token_s, each.engine.about.name))
+        chosen = self.computing(options, options.answers)
+        return chosen, chosen
 
 
 Split = Callable[[Options], bool | None]
@@ -77,32 +71,28 @@ class KvCentric(Policy):
 
     name = "kv-centric"
 
-    def route(self, options: Options, split: Split) -> Route | None:
+    def route(self, options: Options, split: Split) -> tuple[int, int] | None:
         """See ``Policy.route``."""
-        apart = split(options)
-        pairs: list[Route] = []
-        if apart is not True:
-            pairs += filter(None, map(options.local, self._local(options)))
-        if apart is not False:
-            away = [each for each in options.computing if each.engine.prefills][:BEST]
-            pairs += [
-                options.route(one, other)
-                for one in away
-                for other in self._answering(options)
-                if one.engine is not other.engine
-            ]
-        if not pairs:
-            pairs += filter(None, map(options.local, self._local(options)))
-        return min(pairs, key=_total, default=None)
-
-    @staticmethod
-    def _local(options: Options) -> list[Computing]:
-        answering = [each for each in options.computing if each.engine.answers]
-        return sorted(answering, key=lambda each: each.ready_s + each.harm_s)[: 2 * BEST]
-
-    @staticmethod
-    def _answering(options: Options) -> list[Answering]:
-        return sorted(options.answering, key=lambda each: each.token_s * options.answer_tokens + each.harm_s)[:BEST]
+        apart, answers = split(options), options.answers
+        if not len(answers):
+            return None
+        best: tuple[float, int, int] | None = None
+        if apart is not False and len(options.prefills):
+            computing = _smallest(options.prefills, options.ready_s + options.harm_s)
+            answering = _smallest(answers, options.token_s * options.answer_tokens + options.answer_harm_s)
+            one_each, other_each = computing[:, None], answering[None, :]
+            tails_s = options.tails_s(one_each, other_each)
+            tails_s[one_each == other_each] = np.inf  # those come below
+            totals = options.totals_s(one_each, other_each, tails_s)
+            one, other = divmod(int(totals.argmin()), len(answering))
+            if totals[one, other] < np.inf:
+                best = float(totals[one, other]), int(computing[one]), int(answering[other])
+        if apart is not True or best is None:
+            totals = options.totals_s(answers, answers, 0.0)
+            at = int(totals.argmin())
+            if best is None or totals[at] <= best[0]:
+                return int(answers[at]), int(answers[at])
+        return best[1:]
 
 
 class Random(Policy):
@@ -110,9 +100,9 @@ class Random(Policy):
 
     name = "random"
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return self.draw.choice(fit)
+        return int(fit[_drawn(options.wish.number.to_bytes(8, "little"), self.seed, len(fit))])
 
 
 class RoundRobin(Policy):
@@ -120,14 +110,9 @@ class RoundRobin(Policy):
 
     name = "round-robin"
 
-    def __init__(self, draw: random.Random) -> None:
-        super().__init__(draw)
-        self._turn = -1
-
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        self._turn += 1
-        return sorted(fit, key=_name)[self._turn % len(fit)]
+        return int(fit[options.wish.number % len(fit)])
 
 
 class LeastLoad(Policy):
@@ -135,19 +120,19 @@ class LeastLoad(Policy):
 
     name = "least-load"
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return min(fit, key=lambda each: (each.wait_s, _name(each)))
+        return int(fit[options.wait_s[fit].argmin()])
 
 
 class LongestPrefix(Policy):
-    """Most of the prompt."""
+    """Most of the prompt; of equal ones the shortest wait."""
 
     name = "longest-prefix"
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return min(fit, key=lambda each: (-each.own, each.wait_s, _name(each)))
+        return int(fit[np.lexsort((options.wait_s[fit], -options.own[fit]))[0]])
 
 
 class OwnCache(Policy):
@@ -155,9 +140,9 @@ class OwnCache(Policy):
 
     name = "own-cache"
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return min(fit, key=lambda each: (each.wait_s + options.own_prefill_s(each), _name(each)))
+        return int(fit[(options.wait_s + options.own_prefill_s)[fit].argmin()])
 
 
 class DynamoLinear(Policy):
@@ -165,15 +150,12 @@ class DynamoLinear(Policy):
 
     name = "dynamo-linear"
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return min(fit, key=lambda each: (self._blocks(options, each), _name(each)))
-
-    @staticmethod
-    def _blocks(options: Options, each: Computing) -> float:
-        engine, page = each.engine, each.engine.about.page_tokens
-        speed = options.prefill_speed(engine)
-        return (each.wait_s * speed + options.wish.tokens - each.own) / page + engine.tokens / page
+        columns = options.columns
+        speed = np.where(columns.tokens_per_s > 0, columns.tokens_per_s, options.costs.priors.prefill_tokens_per_s)
+        blocks = (options.wait_s * speed + options.wish.tokens - options.own + columns.tokens) / columns.page_tokens
+        return int(fit[blocks[fit].argmin()])
 
 
 class DualMap(Policy):
@@ -181,16 +163,15 @@ class DualMap(Policy):
 
     name = "dualmap"
 
-    def computing(self, options: Options, fit: list[Computing]) -> Computing:
+    def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        by_name = sorted(fit, key=_name)
         pages = next(iter(options.wish.pages.values()), None)
         if pages is None or not len(pages):
-            return min(fit, key=lambda each: (each.ready_s, _name(each)))
+            return int(fit[options.ready_s[fit].argmin()])
         first = pages[:DUALMAP_PAGES].tobytes()
-        one, other = (by_name[xxhash.xxh3_64_intdigest(first, seed) % len(by_name)] for seed in (1, 2))
-        warm, cold = (one, other) if one.own >= other.own else (other, one)
-        return warm if warm.ready_s <= DUALMAP_LATE * cold.ready_s else cold
+        one, other = (int(fit[_drawn(first, self.seed + which, len(fit))]) for which in (1, 2))
+        warm, cold = (one, other) if options.own[one] >= options.own[other] else (other, one)
+        return warm if options.ready_s[warm] <= DUALMAP_LATE * options.ready_s[cold] else cold
 
 
 def never(options: Options) -> bool | None:
@@ -205,8 +186,8 @@ def always(options: Options) -> bool | None:
 
 def threshold(options: Options) -> bool | None:
     """Two engines where much is left to compute (NVIDIA Dynamo's rule and figures)."""
-    left = options.wish.tokens - max((each.cached for each in options.computing if each.engine.answers), default=0)
-    return left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * options.wish.tokens
+    left = options.wish.tokens - options.cached[options.answers].max(initial=0)
+    return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * options.wish.tokens)
 
 
 def cost(options: Options) -> bool | None:
@@ -231,7 +212,7 @@ def make_policy(name: str, seed: int) -> Policy:
     """
     if name not in POLICIES:
         raise InvalidRequest("policy", f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
-    return POLICIES[name](random.Random(seed))
+    return POLICIES[name](seed)
 
 
 def make_split(name: str) -> Split:
@@ -245,9 +226,13 @@ def make_split(name: str) -> Split:
     return SPLITS[name]
 
 
-def _name(each: Computing) -> str:
-    return each.engine.about.name
+def _smallest(fit: Places, values: Floats) -> Places:
+    """Of these engines the ``BEST`` with the smallest values, in their order."""
+    if len(fit) <= BEST:
+        return fit
+    return np.sort(fit[values[fit].argsort(kind="stable")[:BEST]])
 
 
-def _total(route: Route) -> tuple[float, str, str]:
-    return route.total_s, route.computing.engine.about.name, route.answering.engine.about.name
+def _drawn(what: bytes, seed: int, count: int) -> int:
+    """A number below ``count``, by chance; the same for the same."""
+    return xxhash.xxh3_64_intdigest(what, seed) % count

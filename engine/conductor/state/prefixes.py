@@ -4,11 +4,19 @@ Nodes tell in streams, as they tell the owners of the directory (``kvstore.state
 any node confirms it: the pages that a request is going to store are taken for stored, for ``EXPECTED_S``, at the node
 of the engine that computes them. So a burst of equal prompts follows the first one instead of being spread.
 
+A page's fingerprint stands for all pages before it, too. So of two chains that are equal at one place everything before
+is equal, and what is expected is found by the first page of its chain alone.
+
+A node stores no page without the one before it, so whether it has a page tells of all before; where one is lost all the
+same, that is found out like any other error below.
+
+Nodes are numbered from 0 on, in the order in which they were first heard of; answers are arrays over these numbers.
 Nothing here is trusted. A page that is not there any more costs a wrong choice: the engine finds out and computes it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -16,49 +24,59 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from engine.conductor.state.names import Names
 from kvstore.model.replica import Tier
 from kvstore.model.span import Fingerprints
-from kvstore.state.directory import GONE, TIERS, Directory, Listed, Told
+from kvstore.state.directory import TIERS, Directory, Told
 
 EXPECTED_S: Final = 30.0
 EXPECTED_MAX: Final = 1 << 18  # pages; those decided first go first
-LOOK_PAGES: Final = 64  # looked up at once; twice as many each time somebody has all of them
+EXPECTED_SAME: Final = 4  # chains with the same first page that are expected at one node; those decided first go first
+STRIDE: Final = 16  # every so many pages are looked for first
 NODES_MAX: Final = 1024  # of which one page may be known
+DONORS: Final = 3  # nodes from which a longer prefix could come, the longest first
 
 _DRAM: Final = TIERS.index(Tier.DRAM)
-
-
-@dataclass(frozen=True, slots=True)
-class Matches:
-    """What nodes have of one prompt, in pages from its first one on.
-
-    Attributes:
-        pages: of each node that has any, the longest prefix that it has whole.
-        upper: how many pages of that prefix lie in its DRAM or HBM; the others lie on NVMe.
-        soon: of nodes that are to get a longer one.
-        donors: who has a prefix, or will have, the longest first.
-    """
-
-    pages: dict[str, int]
-    upper: dict[str, int]
-    soon: dict[str, Donor]
-    donors: list[Donor]
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Donor:
     """A node has so many pages of a prompt, or will have them at ``ready_s``; 0: now."""
 
-    node: str
+    node: int
     pages: int
     ready_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """What nodes have of one prompt, in pages from its first one on.
+
+    The arrays have one more place than there are nodes, with 0 in it: that of an engine without a node, -1.
+
+    Attributes:
+        told: of each node, the longest prefix that it has whole.
+        upper: how many pages of that prefix lie in its DRAM or HBM; the others lie on NVMe.
+        soon, soon_s: what a node will have that is to get a longer one, else 0; and the moment when it will.
+        donors: who has most, or will have, the longest first; ``DONORS`` of them.
+    """
+
+    told: Counts
+    upper: Counts
+    soon: Counts
+    soon_s: npt.NDArray[np.float64]
+    donors: list[Donor]
+
+
+@dataclass(slots=True, eq=False)
 class _Expected:
+    """Pages that a node will have at ``ready_s``."""
+
     until_s: float
-    node: str
-    pages: Fingerprints
+    node: int
+    pages: list[int]
+    ready_s: float
 
 
 class Prefixes:
@@ -66,83 +84,137 @@ class Prefixes:
 
     Args:
         bytes_max: memory for what nodes tell.
+        nodes: their numbers.
     """
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, nodes: Names) -> None:
+        self._names = nodes
         self._told = Directory(bytes_max)
-        self._expected = Directory(16 * EXPECTED_MAX)
+        self._streams: list[str] = []  # the directory's names of them, and ...
+        self._nodes = np.zeros(0, np.int64)  # ... the nodes' numbers in their order
+        self._expected: dict[int, list[_Expected]] = {}  # by the first page, the newest last
         self._waits: deque[_Expected] = deque()
-        self._waiting = 0
-        self._numbers: dict[str, int] = {}  # of a node, the next batch of what is expected there
-        self._ready: dict[tuple[str, int], float] = {}  # by the first page that is expected
+        self._waiting = 0  # pages
 
     def __len__(self) -> int:
         return len(self._told)
 
     def told(self, batch: Told) -> int:
         """A node's batch. Returns the number that is wanted next, or ``directory.AGAIN``."""
+        self._names.number(batch.node)
         return self._told.told(batch)
 
     def forget(self, node: str) -> None:
         """The node has gone, and with it what it had and what it was to get."""
         self._told.forget(node)
-        self._expected.forget(node)
-        self._numbers.pop(node, None)
+        number = self._names.number(node)
+        stays: deque[_Expected] = deque()
+        for waits in self._waits:
+            if waits.node == number:
+                self._drop(waits)
+            else:
+                stays.append(waits)
+        self._waits = stays
+
+    # --- what is expected -------------------------------------------------------------------------------------------
 
     def expect(self, node: str, pages: Fingerprints, ready_s: float, now_s: float) -> None:
-        """A request that was sent to an engine of this node will have stored these pages there by then."""
+        """A request that was sent to an engine of this node will have stored these pages there by then.
+
+        ``pages``: those that the node has not, and is not expected to have, up to the end of the prompt.
+        """
         if len(pages):
-            self._ready.setdefault((node, int(pages[0])), ready_s)
-            self._change(node, pages, _DRAM)
-            self._waits.append(_Expected(now_s + EXPECTED_S, node, pages))
+            waits = _Expected(now_s + EXPECTED_S, self._names.number(node), pages.tolist(), ready_s)
+            same = self._expected.setdefault(waits.pages[0], [])
+            mine = [each for each in same if each.node == waits.node]
+            if len(mine) >= EXPECTED_SAME:
+                same.remove(mine[0])
+            same.append(waits)
+            self._waits.append(waits)
             self._waiting += len(pages)
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
         """What should have been told by now is not expected any longer."""
         while self._waits and (self._waits[0].until_s <= now_s or self._waiting > EXPECTED_MAX):
-            late = self._waits.popleft()
-            self._waiting -= len(late.pages)
-            self._ready.pop((late.node, int(late.pages[0])), None)
-            if late.node in self._numbers:
-                self._change(late.node, late.pages, _DRAM | GONE)
+            self._drop(self._waits.popleft())
 
-    def _change(self, node: str, pages: Fingerprints, mark: int) -> None:
-        number = self._numbers.get(node, 0)
-        marks = np.full(len(pages), mark, np.uint8)
-        self._numbers[node] = self._expected.told(Told(node, 0, number, pages, marks, whole=number == 0))
+    def _drop(self, waits: _Expected) -> None:
+        self._waiting -= len(waits.pages)
+        same = self._expected.get(waits.pages[0], [])
+        if waits in same:
+            same.remove(waits)
+            if not same:
+                del self._expected[waits.pages[0]]
 
-    def match(self, pages: Fingerprints) -> Matches:
-        """How much of a prompt every node has. ``pages``: fingerprints of its full pages, in order."""
-        names = sorted({*self._told.nodes, *self._expected.nodes})
-        held = np.zeros(len(names), np.int64)  # pages, with those that are expected
-        upper, told = held.copy(), held.copy()
-        looked, step = 0, LOOK_PAGES
-        while names and looked < len(pages) and held.max() == looked:
-            part = pages[looked : looked + step]
-            has = _held(self._told.find(part, NODES_MAX), names, len(part))
-            soon = _held(self._expected.find(part, NODES_MAX), names, len(part)) | has
-            has = np.where(told == looked, np.logical_and.accumulate(has > 0), False) * has
-            told += (has > 0).sum(axis=0)
-            upper += (has > 1).sum(axis=0)
-            held += np.where(held == looked, np.logical_and.accumulate(soon > 0).sum(axis=0), 0)
-            looked += len(part)
-            step *= 2
-        there = {names[at]: int(told[at]) for at in np.flatnonzero(told)}
-        later: dict[str, Donor] = {}
-        for at in np.flatnonzero(held > told):
-            ready_s = self._ready.get((names[at], int(pages[told[at]])))
-            if ready_s is not None:
-                later[names[at]] = Donor(names[at], int(held[at]), ready_s)
-        donors = [*(Donor(name, count) for name, count in there.items()), *later.values()]
+    # --- matching ---------------------------------------------------------------------------------------------------
+
+    def match(self, prompt: Fingerprints) -> Matches:
+        """How much of a prompt every node has. ``prompt``: fingerprints of its full pages, in order."""
+        told = np.zeros(len(self._names) + 1, np.int64)
+        upper = told.copy()
+        # Every STRIDE-th page first; then, where each node's last one of those is, those between it and the next.
+        probes = np.arange(STRIDE - 1, len(prompt), STRIDE)
+        if len(probes):
+            self._look(prompt, probes, np.zeros(len(probes), np.int64), STRIDE, told, upper)
+        starts = np.unique(told)[:, None]
+        between = (starts + np.arange(STRIDE - 1)).ravel()
+        inside = between < len(prompt)
+        self._look(prompt, between[inside], np.repeat(starts, STRIDE - 1)[inside], 1, told, upper)
+        soon = self._soon(prompt, told) if self._expected else {}
+        longest = [number for number in (-told[:-1]).argsort(kind="stable")[:DONORS].tolist() if told[number]]
+        donors = [*(Donor(number, int(told[number])) for number in longest), *soon.values()]
         donors.sort(key=lambda donor: (-donor.pages, donor.ready_s))
-        return Matches(there, {names[at]: int(upper[at]) for at in np.flatnonzero(upper)}, later, donors)
+        pages, moments = np.zeros(len(told), np.int64), np.zeros(len(told))
+        for donor in soon.values():
+            pages[donor.node], moments[donor.node] = donor.pages, donor.ready_s
+        return Matches(told, upper, pages, moments, donors[:DONORS])
+
+    def _look(
+        self, prompt: Fingerprints, places: Counts, starts: Counts, stride: int, told: Counts, upper: Counts
+    ) -> None:
+        """Add what nodes have at these places of the prompt, for those of them that have all up to the start."""
+        listed = self._told.find(prompt[places], NODES_MAX)
+        if not len(listed.pages):
+            return
+        if listed.names is not self._streams:
+            self._streams = listed.names
+            self._nodes = np.array([self._names.number(name) for name in listed.names], np.int64)
+        nodes = self._nodes[listed.nodes]
+        mine = (told[nodes] == starts[listed.pages]).nonzero()[0]
+        mine = mine[nodes[mine].astype(np.int16).argsort(kind="stable")]  # by node, and by page and tier as before
+        nodes, at = nodes[mine], places[listed.pages[mine]]
+        first = np.ones(len(nodes), bool)  # a page that is in two tiers counts once, in the upper one
+        first[1:] = (nodes[1:] != nodes[:-1]) | (at[1:] != at[:-1])
+        nodes, at = nodes[first], at[first]
+        # Its first page follows the start, and each one the page before it.
+        steps = (at - told[nodes]) // stride
+        prefix = steps == np.arange(len(nodes)) - nodes.searchsorted(nodes)
+        in_memory = listed.tiers[mine][first] <= _DRAM
+        upper += stride * np.bincount(nodes[prefix & in_memory & (upper[nodes] == told[nodes])], minlength=len(upper))
+        told += stride * np.bincount(nodes[prefix], minlength=len(told))
+
+    def _soon(self, pages: Fingerprints, told: Counts) -> dict[int, Donor]:
+        """Nodes that will have more of the prompt than they have."""
+        chain = pages.tolist()
+        soon: dict[int, Donor] = {}
+        for start in [place for place, page in enumerate(chain) if page in self._expected]:
+            for waits in self._expected[chain[start]]:
+                before = soon.get(waits.node)
+                has, ready_s = (before.pages, before.ready_s) if before is not None else (int(told[waits.node]), 0.0)
+                if has < start:
+                    continue
+                end = start + _common(chain[start:], waits.pages)
+                if end > has:
+                    soon[waits.node] = Donor(waits.node, end, max(ready_s, waits.ready_s))
+                elif end == has and before is not None and waits.ready_s < before.ready_s:
+                    soon[waits.node] = Donor(waits.node, end, waits.ready_s)
+        return soon
 
 
-def _held(listed: Listed, names: list[str], pages: int) -> npt.NDArray[np.uint8]:
-    """Of every page and node: 0 the node does not have the page, 1 on NVMe, 3 in its memory."""
-    held = np.zeros((pages, len(names)), np.uint8)
-    place = {name: at for at, name in enumerate(names)}
-    nodes = np.array([place.get(name, 0) for name in listed.names], np.int64)  # a name that is free is in no row
-    np.bitwise_or.at(held, (listed.pages, nodes[listed.nodes]), np.where(listed.tiers <= _DRAM, 3, 1).astype(np.uint8))
-    return held
+def _common(one: list[int], other: list[int]) -> int:
+    """How many pages two chains have in common, from the first on; where they differ once they differ for good."""
+    length = min(len(one), len(other))
+    if one[length - 1] == other[length - 1]:
+        return length
+    return bisect_left(range(length), True, key=lambda place: one[place] != other[place])

@@ -4,7 +4,8 @@ Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): a request's start
 time and the end of the tenant's last request; its end is that much later as it costs, in seconds of an engine. The
 smallest start tag goes first, and becomes the virtual time. So a tenant that floods the queue delays others by what it
 has under way, and no more; one that comes back after a pause has saved up nothing. Priorities order the requests of one
-tenant alone: who claims them for everything gains nothing over others.
+tenant alone: who claims them for everything gains nothing over others. Every model has its own queue, since its engines
+are no use to requests for another one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Of one tenant: its requests, by priority, and the end tag of the last one that has left the queue."""
+    """Of one tenant: its requests, by priority, and the end tag of the last one that has left the line."""
 
     end_s: float = 0.0
     lines: dict[int, deque[QueuedRequest]] = field(default_factory=dict)
@@ -39,20 +40,20 @@ class _Tenant:
 
 
 class Queue:
-    """All that wait.
+    """Requests that wait for the engines of one model.
 
     Args:
-        bytes_max: that they may keep together. Half of it is any one tenant's at most, while there are others.
+        room: of all queues.
     """
 
-    def __init__(self, bytes_max: int) -> None:
-        self._max = bytes_max
+    def __init__(self, room: QueueRoom) -> None:
+        self._room = room
         self._now_s = 0.0  # virtual
         self._tenants: dict[str, _Tenant] = {}
-        self._size = 0
+        self._count = 0
 
     def __len__(self) -> int:
-        return sum(len(line) for tenant in self._tenants.values() for line in tenant.lines.values())
+        return self._count
 
     def add(self, tenant: str, waiting: QueuedRequest) -> None:
         """One more, behind those of its tenant and priority.
@@ -60,29 +61,29 @@ class Queue:
         Raises:
             TooManyCalls: there is no room for it.
         """
+        self._room.take(tenant, waiting.size)
         known = self._tenants.get(tenant)
-        theirs = known.size if known is not None else 0
-        if self._size + waiting.size > self._max or theirs + waiting.size > self._max // 2:
-            raise TooManyCalls(f"{theirs} bytes of prompts of {tenant} wait already", retry_after_s=1.0)
         if known is None:
             known = self._tenants[tenant] = _Tenant(self._now_s)
         known.lines.setdefault(waiting.priority, deque()).append(waiting)
-        self._count(known, waiting, 1)
+        self._counted(known, waiting, 1)
 
     def back(self, tenant: str, waiting: QueuedRequest) -> None:
         """One that left the queue goes on in front: the engine that had it failed. It costs its tenant nothing more."""
+        self._room.take(tenant, waiting.size, over=True)
         known = self._tenants.setdefault(tenant, _Tenant(self._now_s))
-        known.end_s -= waiting.cost_s
+        known.end_s = max(self._now_s, known.end_s) - waiting.cost_s
         known.lines.setdefault(waiting.priority, deque()).appendleft(waiting)
-        self._count(known, waiting, 1)
+        self._counted(known, waiting, 1)
 
     def first(self) -> tuple[str, QueuedRequest] | None:
         """Who is next; it stays in the queue."""
-        waiting = [name for name, tenant in self._tenants.items() if tenant.lines]
-        if not waiting:
-            return None
-        tenant = min(waiting, key=lambda name: (max(self._now_s, self._tenants[name].end_s), name))
-        return tenant, self._tenants[tenant].first()
+        best: tuple[float, str] | None = None
+        for name, tenant in self._tenants.items():
+            if tenant.lines:
+                start = max(self._now_s, tenant.end_s), name
+                best = start if best is None or start < best else best
+        return (best[1], self._tenants[best[1]].first()) if best is not None else None
 
     def take(self, tenant: str, waiting: QueuedRequest) -> None:
         """The one that ``first`` gave leaves, to be served."""
@@ -98,12 +99,14 @@ class Queue:
         line.remove(waiting)
         if not line:
             del known.lines[waiting.priority]
-        self._count(known, waiting, -1)
-        # A tenant without requests is forgotten once others have caught up with it, or nobody waits.
-        alone = not len(self)
-        for name in [name for name, each in self._tenants.items() if not each.lines]:
-            if alone or self._tenants[name].end_s <= self._now_s:
-                del self._tenants[name]
+        self._counted(known, waiting, -1)
+        self._room.give(tenant, waiting.size)
+        if (
+            not known.lines
+        ):  # a tenant without requests is forgotten once others have caught up with it, or nobody waits
+            for name in [name for name, each in self._tenants.items() if not each.lines]:
+                if not self._count or self._tenants[name].end_s <= self._now_s:
+                    del self._tenants[name]
 
     def ahead_s(self, tenant: str, cost_s: float) -> float:
         """Seconds of engines that are served before a new request of this tenant.
@@ -116,7 +119,44 @@ class Queue:
         others = (each.cost_s for each in self._tenants.values() if each is not known)
         return mine_s + sum(min(other, mine_s + cost_s) for other in others)
 
-    def _count(self, known: _Tenant, waiting: QueuedRequest, sign: int) -> None:
+    def _counted(self, known: _Tenant, waiting: QueuedRequest, sign: int) -> None:
         known.size += sign * waiting.size
-        known.cost_s += sign * waiting.cost_s
-        self._size += sign * waiting.size
+        known.cost_s = max(0.0, known.cost_s + sign * waiting.cost_s)
+        self._count += sign
+
+
+class QueueRoom:
+    """Bytes that requests may keep together while they wait.
+
+    Any one tenant may have as much as there is free (the dynamic threshold of Choudhury and Hahne, 1998): half of it
+    where it is alone, a third each where two want all of it, and so on; there is always some for one more.
+
+    Args:
+        bytes_max: so many.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._max = bytes_max
+        self._size = 0
+        self._tenants: dict[str, int] = {}
+
+    def take(self, tenant: str, size: int, *, over: bool = False) -> None:
+        """For one more request; ``over``: it was here before, and is let in again in any case.
+
+        Raises:
+            TooManyCalls: there is no room for it.
+        """
+        theirs = self._tenants.get(tenant, 0)
+        if not over and theirs + size > self._max - self._size - size:
+            raise TooManyCalls(f"{theirs} bytes of prompts of {tenant} wait already", retry_after_s=1.0)
+        self._tenants[tenant] = theirs + size
+        self._size += size
+
+    def give(self, tenant: str, size: int) -> None:
+        """It waits no longer."""
+        left = self._tenants[tenant] - size
+        self._size -= size
+        if left:
+            self._tenants[tenant] = left
+        else:
+            del self._tenants[tenant]

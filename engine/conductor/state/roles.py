@@ -51,8 +51,9 @@ class Roles:
     def change(self, engines: list[FleetEngine], now_s: float) -> SetRole | None:
         """Which engine does something else from now on."""
         self._fade(now_s)
-        prompts = [engine for engine in engines if engine.role is Role.PREFILL]
-        answers = [engine for engine in engines if engine.role is Role.DECODE]
+        ours = [engine for engine in engines if not engine.about.egress_bytes_per_s and not engine.draining]
+        prompts = [engine for engine in ours if engine.role is Role.PREFILL]
+        answers = [engine for engine in ours if engine.role is Role.DECODE]
         both = len(prompts) + len(answers)
         if both < 2 * self._floor or now_s - self._changed_s < CHANGE_S:
             return None

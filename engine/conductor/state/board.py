@@ -1,0 +1,161 @@
+"""Board: what a decision looks at of every engine of one model, in columns: one operation looks at all engines.
+
+What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` writes it here whenever it changes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.conductor.state.names import Names
+from engine.model.request import Role
+
+if TYPE_CHECKING:
+    from engine.conductor.state.fleet import FleetEngine
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
+"""Of engines in a board, or in what was taken of it."""
+
+SILENT_S: Final = 3.0  # an engine that was last heard of longer ago gets requests only if no other can
+
+
+class Columns:
+    """Columns, with a place for each engine. Numbers of things, and yes and no, are floats here as well.
+
+    Attributes:
+        prompts_done_s, others_waiting, others_running, tokens, scale, tokens_per_s, step_s, egress_free_s: see
+            ``FleetEngine``.
+        running: our requests that it answers or will answer.
+        open_s: the moment from which on it may get requests; never where it drains.
+        heard_s: when it was last heard of; never where it did not answer.
+        prefills, answers: what it does.
+        node, layout, host, zone: numbers; -1: none, or not known.
+        page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress: see ``EngineAbout``.
+    """
+
+    CHANGING = 13  # columns that come first; the others are what the engine says of itself
+
+    def __init__(self, values: Floats) -> None:
+        self.values = values
+        (
+            self.prompts_done_s,
+            self.others_waiting,
+            self.others_running,
+            self.running,
+            self.tokens,
+            self.scale,
+            self.tokens_per_s,
+            self.step_s,
+            self.open_s,
+            self.heard_s,
+            self.prefills,
+            self.answers,
+            self.egress_free_s,
+            self.node,
+            self.layout,
+            self.host,
+            self.zone,
+            self.page_tokens,
+            self.kv_bytes,
+            self.batch_max,
+            self.tokens_max,
+            self.context_max,
+            self.lanes,
+            self.egress,
+        ) = values
+
+
+class Board:
+    """The engines of one model.
+
+    Attributes:
+        engines: in the order of their names.
+        layouts: of all of them.
+    """
+
+    def __init__(self, engines: list[FleetEngine], nodes: Names, where: Names) -> None:
+        self.engines = sorted(engines, key=lambda engine: engine.about.name)
+        self.layouts = sorted({engine.about.layout for engine in engines})
+        self._places = {engine.about.name: place for place, engine in enumerate(self.engines)}
+        abouts = [engine.about for engine in self.engines]
+        fixed = [
+            (
+                nodes.number(about.node),
+                self.layouts.index(about.layout),
+                where.number(about.host),
+                where.number(about.zone),
+                about.page_tokens,
+                about.kv_bytes,
+                about.batch_max,
+                about.tokens_max or math.inf,
+                about.context_max or math.inf,
+                about.lanes,
+                about.egress_bytes_per_s,
+            )
+            for about in abouts
+        ]
+        changing = [self._row(engine) for engine in self.engines]
+        self._all = np.arange(len(self.engines))
+        self.columns = Columns(np.concatenate([np.array(changing).T, np.array(fixed, np.float64).T]))
+
+    def write(self, engine: FleetEngine) -> None:
+        """It has changed."""
+        self.columns.values[: Columns.CHANGING, self._places[engine.about.name]] = self._row(engine)
+
+    @staticmethod
+    def _row(engine: FleetEngine) -> tuple[float, ...]:
+        return (
+            engine.prompts_done_s,
+            engine.others_waiting,
+            engine.others_running,
+            len(engine.ends),
+            engine.tokens,
+            engine.scale,
+            engine.tokens_per_s,
+            engine.step_s,
+            math.inf if engine.draining else engine.avoided_until_s,
+            -math.inf if engine.silent else engine.heard_s,
+            engine.role is not Role.DECODE,
+            engine.role is not Role.PREFILL,
+            engine.egress_free_s,
+        )
+
+    def holds(self, tokens: int) -> bool:
+        """Whether some engine could ever hold a sequence of so many tokens."""
+        return bool(((tokens <= self.columns.context_max) & (tokens <= self.columns.tokens_max)).any())
+
+    def usable(self, tokens: int, without: tuple[str, ...], now_s: float) -> Places:
+        """Engines that a request of so many tokens can go to now.
+
+        Those that are silent, and those that the request should do ``without``, only where there is no other.
+        """
+        columns = self.columns
+        fit = (tokens <= columns.tokens_max) & (tokens <= columns.context_max) & (columns.open_s <= now_s)
+        good = fit & (columns.heard_s >= now_s - SILENT_S)
+        if without:
+            good[[self._places[name] for name in without if name in self._places]] = False
+        if good.all():
+            return self._all
+        for choice in (good, fit):
+            if (columns.answers[choice] > 0).any():
+                return choice.nonzero()[0]
+        return fit.nonzero()[0]
+
+    def take(self, at: Places) -> tuple[list[FleetEngine], Columns]:
+        """These engines, and their columns."""
+        if at is self._all:
+            return self.engines, self.columns
+        return [self.engines[place] for place in at.tolist()], Columns(self.columns.values[:, at])
+
+
+def running_at(engines: list[FleetEngine], columns: Columns, moments_s: Floats) -> Floats:
+    """Requests that each engine answers at its moment, if nothing else is sent. Others' are taken to stay."""
+    ended = [bisect_right(engine.ends, moment_s) for engine, moment_s in zip(engines, moments_s.tolist(), strict=True)]
+    return columns.others_running + columns.running - np.array(ended, np.float64)
