@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.conductor.state.names import Names
+from engine.conductor.state.fleet import FleetEngine
+from engine.conductor.state.names import NumberedNames
 from engine.model.request import Role
-
-if TYPE_CHECKING:
-    from engine.conductor.state.fleet import FleetEngine
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -80,7 +78,7 @@ class Board:
         layouts: of all of them.
     """
 
-    def __init__(self, engines: list[FleetEngine], nodes: Names, where: Names) -> None:
+    def __init__(self, engines: list[FleetEngine], nodes: NumberedNames, where: NumberedNames) -> None:
         self.engines = sorted(engines, key=lambda engine: engine.about.name)
         self.layouts = sorted({engine.about.layout for engine in engines})
         self._places = {engine.about.name: place for place, engine in enumerate(self.engines)}

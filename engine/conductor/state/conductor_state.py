@@ -16,9 +16,10 @@ from typing import Final
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.cost import Costs, Priors
-from engine.conductor.state.fleet import EngineFleet, EngineWork, FleetEngine
+from engine.conductor.state.engine_fleet import EngineFleet
+from engine.conductor.state.fleet import EngineWork, FleetEngine
 from engine.conductor.state.instructions import Instruction
-from engine.conductor.state.names import Names
+from engine.conductor.state.names import NumberedNames
 from engine.conductor.state.options import Options, Route, RouteWish
 from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefixes import Prefixes
@@ -105,7 +106,7 @@ class ConductorState:
 
     def __init__(self, rules: ConductorRules) -> None:
         self.rules = rules
-        nodes = Names()
+        nodes = NumberedNames()
         self.fleet = EngineFleet(nodes)
         self.prefixes = Prefixes(rules.index_bytes, nodes)
         self.costs = Costs(rules.priors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.conductor.state.board import Board, Columns
 from engine.conductor.state.conductor_state import ConductorState, RequestPhase
-from engine.conductor.state.names import Names
+from engine.conductor.state.names import NumberedNames
 
 
 def check(state: ConductorState) -> None:
@@ -29,6 +29,6 @@ def check(state: ConductorState) -> None:
     for model in state.fleet.models:
         board = state.fleet.board(model)
         assert board is not None
-        fresh = Board(board.engines, state.fleet.nodes, Names())
+        fresh = Board(board.engines, state.fleet.nodes, NumberedNames())
         changing = slice(0, Columns.CHANGING)
         assert (board.columns.values[changing] == fresh.columns.values[changing]).all(), model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Names:
+class NumberedNames:
     """Numbers for names, in the order in which they come; -1 for the empty one.
 
     Attributes:

@@ -25,7 +25,8 @@ import numpy as np
 
 from engine.conductor.state.board import Board, Flags, Floats, Places, running_at
 from engine.conductor.state.cost import HERE, NVME, Costs
-from engine.conductor.state.fleet import EngineFleet, FleetEngine
+from engine.conductor.state.engine_fleet import EngineFleet
+from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.prefixes import Matches
 from kvstore.model.span import Fingerprints
 

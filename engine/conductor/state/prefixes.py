@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.conductor.state.names import Names
+from engine.conductor.state.names import NumberedNames
 from kvstore.model.replica import Tier
 from kvstore.model.span import Fingerprints
 from kvstore.state.directory import TIERS, Directory, Told
@@ -87,7 +87,7 @@ class Prefixes:
         nodes: their numbers.
     """
 
-    def __init__(self, bytes_max: int, nodes: Names) -> None:
+    def __init__(self, bytes_max: int, nodes: NumberedNames) -> None:
         self._names = nodes
         self._told = Directory(bytes_max)
         self._streams: list[str] = []  # the directory's names of them, and ...
