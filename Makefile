@@ -55,7 +55,7 @@ $(VENV)/.engine: pyproject.toml constraints.txt
 	@$(make-venv)
 	$(PIP_INSTALL) setuptools
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) --no-build-isolation -e '.[engine]'
+	$(PIP_INSTALL) --no-build-isolation -e '.[engine,http]'
 	@touch $@
 
 # The same and what tests and checks need.

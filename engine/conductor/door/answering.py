@@ -1,0 +1,148 @@
+"""Answering: the parts of one or several answers become one reply, streamed or whole.
+
+Several answers run side by side. Of those to one prompt the first goes ahead until it draws: then its prompt's pages
+are there for the others. Nothing is queued here: a part is sent before the next one of its answer is asked for, so a
+client that reads slowly holds up its own answers and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from engine.conductor.door.errors import refusal_of
+from engine.conductor.door.replies import Choice, OpenAIReply, error_event
+from engine.conductor.shell.answers import Answered, AnswerPart, Answers, Ask, Drawn, Routed
+from kvstore.errors import DeadlineExceeded, KVStoreError
+
+SLACK_S = 5.0  # what an answer may take beyond its deadline, which its engine keeps
+
+Take = Callable[[int, AnswerPart], Awaitable[None]]
+"""Given the number of an answer and a part of it, one at a time."""
+
+
+class EventSink(Protocol):
+    """Where events go."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has had something."""
+        ...
+
+    async def send(self, events: bytes) -> None:
+        """Send these; waits until the connection has room."""
+        ...
+
+
+async def answer_all(answers: Answers, asks: Sequence[Ask], per_prompt: int, take: Take) -> None:
+    """Have all of them answered. The first error ends the others. Cancelling ends all.
+
+    Raises:
+        KVStoreError: what the first one failed with.
+    """
+    if len(asks) == 1:
+        await _answer(answers, 0, asks[0], take)
+        return
+    drew = [asyncio.Event() for _ in asks[::per_prompt]]
+    turn = asyncio.Lock()
+
+    async def take_in_turn(index: int, part: AnswerPart) -> None:
+        async with turn:
+            await take(index, part)
+        if not isinstance(part, Routed):
+            drew[index // per_prompt].set()
+
+    async def follow(index: int, ask: Ask) -> None:
+        if index % per_prompt:
+            await drew[index // per_prompt].wait()
+        await _answer(answers, index, ask, take_in_turn)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, ask in enumerate(asks):
+                group.create_task(follow(index, ask))
+    except* KVStoreError as errors:
+        raise _first(errors) from None
+
+
+def _first(errors: BaseException) -> BaseException:
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors
+
+
+async def _answer(answers: Answers, index: int, ask: Ask, take: Take) -> None:
+    async with aclosing(answers.answer(ask)) as parts:
+        async for part in parts:
+            await take(index, part)
+
+
+async def reply_whole(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply) -> bytes:
+    """The reply when all of it is there. Raises KVStoreError."""
+
+    async def take(index: int, part: AnswerPart) -> None:
+        choice = reply.choices[index]
+        match part:
+            case Routed() if asks[index].explain:
+                reply.routes.append({"index": index, "route": part.document})
+            case Drawn():
+                choice.texts.append(part.text)
+            case Answered():
+                choice.texts.append(part.text)
+                choice.ended(part)
+
+    await _in_time(answer_all(answers, asks, reply.per_prompt, take), asks[0].deadline_s)
+    return reply.whole()
+
+
+async def reply_streamed(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply, stream: EventSink) -> None:
+    """The reply event by event. Nothing is sent before a first token is there: until then errors have a status.
+
+    Raises:
+        KVStoreError: before anything was sent; afterwards the last event tells of it.
+    """
+    held: list[bytes] = []  # a few: where answers go
+    opened: set[int] = set()
+
+    async def take(index: int, part: AnswerPart) -> None:
+        choice: Choice = reply.choices[index]
+        match part:
+            case Routed():
+                if asks[index].explain:
+                    held.append(reply.routed(index, part))
+                return
+            case Drawn():
+                events = reply.drawn(index, part.text) if part.text else b""
+            case Answered():
+                choice.ended(part)
+                events = reply.drawn(index, part.text) if part.text else b""
+                events += reply.ended(index)
+        if index not in opened:
+            opened.add(index)
+            events = reply.opening(index) + events
+        if held:
+            events = b"".join((*held, events))
+            held.clear()
+        if events:
+            await stream.send(events)
+
+    try:
+        await _in_time(answer_all(answers, asks, reply.per_prompt, take), asks[0].deadline_s)
+    except KVStoreError as error:
+        if not stream.begun:
+            raise
+        await stream.send(error_event(refusal_of(error).document))
+    else:
+        await stream.send(reply.closing())
+
+
+async def _in_time(work: Awaitable[None], deadline_s: float) -> None:
+    try:
+        async with asyncio.timeout(deadline_s + SLACK_S) as limit:
+            await work
+    except TimeoutError:
+        if limit.expired():
+            raise DeadlineExceeded("the answer did not come to its end within its deadline") from None
+        raise

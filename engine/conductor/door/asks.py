@@ -1,0 +1,58 @@
+"""Asks: what one request wants, as a conductor is asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.conductor.door.errors import invalid
+from engine.conductor.door.prompts import Tokens
+from engine.conductor.door.wanted import SEED_MAX, Wanted
+from engine.conductor.shell.answers import Ask, ServedModel
+from kvstore.serving.identities import ALL_SALTS, Identity
+
+
+def salt_of(caller: Identity, wanted: Wanted) -> str | None:
+    """Under which its pages lie: the one it names, else the one that the key is for. Raises PermissionDenied."""
+    if wanted.salt is not None:
+        caller.check_salt(wanted.salt)
+        return wanted.salt
+    if ALL_SALTS in caller.salts:
+        return None
+    if len(caller.salts) == 1:
+        return next(iter(caller.salts))
+    if caller.name in caller.salts:
+        return caller.name
+    raise invalid("kvstore.salt", "is missing: this key may use several, or none", "missing_required_parameter")
+
+
+def asks_of(
+    id: str, wanted: Wanted, model: ServedModel, prompts: list[Tokens], tenant: str, salt: str | None
+) -> list[Ask]:
+    """One for each answer. Raises Refusal where a prompt and its answer are more than the model's context."""
+    asks: list[Ask] = []
+    for tokens in prompts:
+        room = model.context_tokens - len(tokens)
+        max_tokens = wanted.max_tokens if wanted.max_tokens is not None else max(1, room)
+        if max_tokens > room:
+            what = f"{len(tokens)} tokens and {max_tokens} more are beyond the context of {model.context_tokens}"
+            param = "messages" if wanted.is_chat else "prompt"
+            raise invalid(param, what, "context_length_exceeded")
+        for number in range(wanted.n):
+            seed = (wanted.sampling.seed + number) % (SEED_MAX + 1)
+            asks.append(
+                Ask(
+                    request_id=f"{id}-{len(asks)}",
+                    model=model.name,
+                    tokens=tokens,
+                    sampling=replace(wanted.sampling, max_tokens=max_tokens, seed=seed),
+                    tenant=tenant,
+                    salt=salt,
+                    adapter=wanted.adapter,
+                    priority=wanted.priority,
+                    first_token_s=wanted.first_token_s,
+                    token_s=wanted.token_s,
+                    deadline_s=wanted.deadline_s,
+                    explain=wanted.explain,
+                )
+            )
+    return asks

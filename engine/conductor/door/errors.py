@@ -1,0 +1,87 @@
+"""Errors as clients of OpenAI's API expect them: a status, and a document that names the parameter.
+
+::
+
+    {"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    OutOfSpace,
+    PermissionDenied,
+    TooManyCalls,
+    Unauthenticated,
+)
+
+INVALID, KEY, DENIED = "invalid_request_error", "authentication_error", "permission_error"
+LIMITED, SERVER = "rate_limit_error", "server_error"
+RENAMED = {"sampling.": "", "tokens": "prompt"}  # a field of an engine's request -> the client's name for it
+
+
+class Refusal(Exception):
+    """What a client is told in place of an answer. ``status``: of HTTP."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        """That go with it. ``Retry-After`` has whole seconds; OpenAI's clients look at ``retry-after-ms`` first."""
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+            self.headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * retry_after_s)))
+        self.document: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    @property
+    def body(self) -> bytes:
+        """As it travels."""
+        return json.dumps(self.document).encode()
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> Refusal:
+    """The client's mistake, in that parameter."""
+    return Refusal(400, INVALID, message if param is None else f"{param}: {message}", param=param, code=code)
+
+
+def refusal_of(error: KVStoreError) -> Refusal:
+    """What a client is told of an error inside."""
+    match error:
+        case InvalidRequest():
+            param = error.field
+            for inner, outer in RENAMED.items():
+                param = param.replace(inner, outer, 1) if param.startswith(inner) else param
+            code = "context_length_exceeded" if "context" in error.reason else "invalid_value"
+            return invalid(param, error.reason, code)
+        case Unauthenticated():
+            return Refusal(401, KEY, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
+        case PermissionDenied():
+            return Refusal(403, DENIED, str(error), code="permission_denied")
+        case TooManyCalls():
+            return Refusal(429, LIMITED, str(error), code="overloaded", retry_after_s=error.retry_after_s)
+        case OutOfSpace():
+            return Refusal(503, SERVER, str(error), code="out_of_space", retry_after_s=1.0)
+        case DeadlineExceeded():
+            return Refusal(504, SERVER, str(error), code="deadline_exceeded")
+    return Refusal(503, SERVER, str(error), code="unavailable", retry_after_s=1.0)
+
+
+def internal() -> Refusal:
+    """Our own bug: the log tells more, the client only that."""
+    return Refusal(500, SERVER, "the server failed at this request: its log tells more", code="internal_error")

@@ -1,0 +1,48 @@
+"""Opening: checks what is configured, and makes the door. The web framework is loaded here, where there is a door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from engine.conductor.shell.answers import Answers
+from kvstore.config import parse_address
+from kvstore.config.daemon import DaemonConfig
+from kvstore.errors import InvalidRequest
+from kvstore.serving.certificates import ServerCertificate
+from kvstore.serving.http import Route
+from kvstore.serving.identities import Identities
+from kvstore.serving.reach import check_certificates, check_far, numeric
+from kvstore.transfer.tcp import is_loopback
+
+if TYPE_CHECKING:
+    from engine.conductor.door.server import HttpDoor, HttpPatience
+
+
+def open_door(
+    config: DaemonConfig,
+    identities: Identities,
+    answers: Answers,
+    routes: Mapping[str, Route],
+    patience: HttpPatience | None = None,
+) -> HttpDoor:
+    """The door at ``config.http``; it is still to be started, on the event loop of ``answers``.
+
+    Raises:
+        InvalidRequest: "http": it is beyond loopback without TLS or keys, or the extra is not installed; or the
+            certificate cannot be used.
+    """
+    assert config.http is not None
+    host, port = parse_address(config.http, "http")
+    number = numeric(host, config.http, "http")[0]
+    if not is_loopback(number):
+        check_far(config, identities, config.http, "http")
+    check_certificates(config, identities)
+    try:
+        from engine.conductor.door.server import HttpDoor
+    except ModuleNotFoundError as error:
+        raise InvalidRequest("http", f"needs {error.name}: pip install 'kvstore[http]'") from None
+    certificate = ServerCertificate.of(config)
+    tls = certificate.for_sockets() if certificate is not None else None
+    shown = f"[{number}]" if ":" in number else number
+    return HttpDoor(answers, f"{shown}:{port}", identities, tls, routes, patience)

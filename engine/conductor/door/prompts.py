@@ -1,0 +1,84 @@
+"""PromptMaker: texts and chats become tokens, in threads, for models by name.
+
+The event loop never waits for a tokenizer. Threads are few, and what waits for them is bounded by the bytes of bodies
+that the door holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.conductor.door.errors import invalid
+from engine.conductor.door.wanted import Wanted
+from engine.conductor.shell.answers import ServedModel
+from engine.text.chat import PromptTokenizer, prompt_tokenizer
+
+THREADS: Final = 2
+MODELS_MAX: Final = 64  # whose tokenizers are kept
+
+Tokens = npt.NDArray[np.uint32]
+Value = TypeVar("Value")
+
+
+class PromptMaker:
+    """Makes tokens of what is wanted. ``close`` when nobody asks any more. Of the event loop alone."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "kvstore-door")
+        self._loaded: OrderedDict[tuple[str, str | None], asyncio.Future[PromptTokenizer]] = OrderedDict()
+
+    def close(self) -> None:
+        """Let the threads go; what they are at goes on to its end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def tokens(self, wanted: Wanted, model: ServedModel) -> list[Tokens]:
+        """Of each prompt, in order; of a chat one.
+
+        Raises:
+            Refusal: the model has no chat template, or a prompt is empty.
+            InvalidRequest: the template refuses the messages, or the tokenizer cannot be read.
+        """
+        if wanted.is_chat:
+            tokenizer = await self._tokenizer(model)
+            if not tokenizer.has_template:
+                reason = f"{model.name} has no chat template: ask /v1/completions"
+                raise invalid("messages", reason, "no_chat_template")
+            return [_array(await self.run(partial(tokenizer.chat, wanted.messages)), "messages")]
+        found = []
+        for prompt in wanted.prompts:
+            if isinstance(prompt, str):
+                tokenizer = await self._tokenizer(model)
+                found.append(_array(await self.run(partial(tokenizer.text, prompt)), "prompt"))
+            else:
+                found.append(prompt)
+        return found
+
+    async def _tokenizer(self, model: ServedModel) -> PromptTokenizer:
+        """Loaded once; whoever comes meanwhile waits for the same."""
+        where = model.name, model.path
+        found = self._loaded.get(where)
+        if found is None or (found.done() and found.exception() is not None):
+            loop = asyncio.get_running_loop()
+            found = self._loaded[where] = loop.run_in_executor(self._threads, prompt_tokenizer, model.path)
+            while len(self._loaded) > MODELS_MAX:
+                self._loaded.popitem(last=False)
+        self._loaded.move_to_end(where)
+        return await asyncio.shield(found)  # who goes away meanwhile stops nobody else's
+
+    async def run(self, work: Callable[[], Value]) -> Value:
+        """Do ``work`` in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _array(ids: list[int], param: str) -> Tokens:
+    if not ids:
+        raise invalid(param, "is empty")
+    return np.array(ids, np.uint32)

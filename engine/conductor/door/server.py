@@ -1,0 +1,295 @@
+"""HttpDoor: OpenAI's HTTP API in front of a conductor, on the event loop of the conductor.
+
+What a client can make it hold is bounded: connections by number, headers and bodies by bytes and by the time they may
+take, replies by what its connection takes (an answer's next part is asked for when the last one is sent). A client that
+has gone ends its request at once; one that takes nothing for ``STALL_S`` is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import ssl
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from engine.conductor.door.answering import reply_streamed, reply_whole
+from engine.conductor.door.asks import asks_of, salt_of
+from engine.conductor.door.connection import JSON, DoorServer, HttpReply
+from engine.conductor.door.errors import INVALID, LIMITED, Refusal, refusal_of
+from engine.conductor.door.prompts import PromptMaker
+from engine.conductor.door.replies import Choice, OpenAIReply, model_document, models_document
+from engine.conductor.door.tally import GONE, DoorTally
+from engine.conductor.door.wanted import Wanted, parse_json, read_wanted
+from engine.conductor.shell.answers import Answers, ServedModel
+from kvstore.config import parse_address
+from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated
+from kvstore.serving.gate import TOKEN_BYTES_MAX
+from kvstore.serving.http import Route
+from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
+from kvstore.serving.shares import Shares
+
+BODY_BYTES_MAX: Final = 8 << 20
+BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as bytes held until it is tokens,
+BODY_COPIES: Final = 4  # as often as this: its bytes, the document, its texts, their tokens
+BODIES_BYTES: Final = 256 << 20  # that bodies hold, all together
+BODIES_SHARE: Final = 0.5  # of it, for one tenant
+REQUESTS_MAX: Final = 1024
+HEADERS_S: Final = 20.0  # for a request to begin and its headers to come; also how long a connection may be idle
+BODY_S: Final = 30.0
+WAIT_S: Final = 2.0  # for room to hold a body
+STALL_S: Final = 20.0
+RETRY_S: Final = 0.5
+GRACE_S: Final = 2.0  # for requests under way when the daemon ends
+BACKLOG: Final = 1024
+
+ANSWERS: Final = {"/v1/completions": False, "/v1/chat/completions": True}  # path -> whether it is a chat
+MODELS: Final = "/v1/models"
+OPERATORS: Final = ("/metrics",)  # where keys are asked for
+
+log = logging.getLogger("kvstore.conductor")
+
+
+@dataclass(frozen=True)
+class HttpPatience:
+    """How long a client may take, in seconds. The defaults are what is served with."""
+
+    headers_s: float = HEADERS_S
+    body_s: float = BODY_S
+    stall_s: float = STALL_S
+
+
+class HttpDoor:
+    """Serves from ``start`` to ``stop``. Belongs to one event loop.
+
+    Args:
+        address: HOST:PORT, checked by ``open_door``.
+        tls: None: in clear.
+        routes: what else is served by GET, such as /metrics.
+
+    Attributes:
+        tally: what has happened, for metrics.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        address: str,
+        identities: Identities,
+        tls: ssl.SSLContext | None,
+        routes: Mapping[str, Route],
+        patience: HttpPatience | None = None,
+    ) -> None:
+        self.tally = DoorTally()
+        self._answers = answers
+        self._address = address
+        self._identities = identities
+        self._tls = tls
+        self._routes = routes
+        self._patience = patience or HttpPatience()
+        self._prompts = PromptMaker()
+        self._held = Shares("bodies", "bodies", BODIES_BYTES, int(BODIES_BYTES * BODIES_SHARE), BODIES_BYTES)
+        self._began_s = int(time.time())
+        self._server: DoorServer | None = None
+        self._listening: asyncio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT really listened on."""
+        assert self._listening is not None, "it is started"
+        host, port = self._listening.sockets[0].getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen. Raises InvalidRequest where the address cannot be had."""
+        host, port = parse_address(self._address, "http")
+        self._server = DoorServer(self._serve, self.tally, self._patience.headers_s)
+        handshake_s = self._patience.headers_s if self._tls is not None else None
+        try:
+            self._listening = await asyncio.get_running_loop().create_server(
+                self._server, host, port, ssl=self._tls, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
+            )
+        except OSError as error:
+            raise InvalidRequest("http", f"cannot listen on {self._address}: {error.strerror}") from None
+
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Listen no more; requests under way have ``grace_s``, then they are ended. Does nothing before ``start``."""
+        if self._listening is not None and self._server is not None:
+            self._listening.close()
+            self._server.pre_shutdown()
+            await self._server.shutdown(grace_s)
+        self._prompts.close()
+
+    # --- one request ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path if request.path in (*ANSWERS, MODELS, *self._routes) else "other"
+        code = 500  # our own bug, which aiohttp takes to ``handle_error``
+        self.tally.requests_here += 1
+        try:
+            response = await self._reply(request)
+            code = response.status
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            code = GONE
+            raise
+        finally:
+            self.tally.requests_here -= 1
+            self.tally.ended[path, code] += 1
+
+    async def _reply(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = HttpReply(request, self._patience.stall_s, self.tally)
+        try:
+            try:
+                return await self._route(request, connection)
+            except KVStoreError as error:
+                raise refusal_of(error) from None
+        except Refusal as refusal:
+            headers = refusal.headers | ({"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {})
+            return await connection.whole(refusal.body, JSON, refusal.status, headers)
+
+    async def _route(self, request: web.BaseRequest, connection: HttpReply) -> web.StreamResponse:
+        path = request.path
+        if path in ANSWERS:
+            _check_method(request, "POST")
+            return await self._answer(request, connection, ANSWERS[path])
+        if path in self._routes:
+            _check_method(request, "GET", "HEAD")
+            if path in OPERATORS:
+                self._caller(request).check_operator()
+            status, kind, text = self._routes[path]()
+            return await connection.whole(text.encode(), kind, status)
+        if path == MODELS or path.startswith(f"{MODELS}/"):
+            _check_method(request, "GET", "HEAD")
+            self._caller(request)
+            return await connection.whole(json.dumps(self._models(path)).encode(), JSON)
+        shown = unquote(path)[:200].encode("ascii", "replace").decode()
+        raise Refusal(404, INVALID, f"there is nothing at {request.method} {shown}", code="unknown_url")
+
+    def _models(self, path: str) -> dict[str, Any]:
+        if path == MODELS:
+            return models_document(sorted({model.name for model in self._answers.models()}), self._began_s)
+        return model_document(self._model(path.removeprefix(f"{MODELS}/")).name, self._began_s)
+
+    def _model(self, name: str) -> ServedModel:
+        found = next((model for model in self._answers.models() if model.name == name), None)
+        if found is None:
+            raise Refusal(404, INVALID, f"there is no model {name!r} here", param="model", code="model_not_found")
+        return found
+
+    async def _answer(self, request: web.BaseRequest, connection: HttpReply, is_chat: bool) -> web.StreamResponse:
+        began_s = time.monotonic()
+        caller = self._caller(request)
+        if self.tally.requests_here > REQUESTS_MAX:
+            reason = f"{REQUESTS_MAX} requests are under way"
+            raise Refusal(429, LIMITED, reason, code="overloaded", retry_after_s=RETRY_S)
+        async with self._body(request, caller) as body:
+            read = partial(_read, is_chat)
+            wanted = await self._prompts.run(partial(read, body)) if len(body) > BODY_BYTES_FREE else read(body)
+            model = self._model(wanted.model)
+            salt = salt_of(caller, wanted)
+            prompts = await self._prompts.tokens(wanted, model)
+            del body
+        id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        asks = asks_of(id, wanted, model, prompts, caller.name, salt)
+        choices = [Choice() for _ in asks]
+        reply = OpenAIReply(id, int(time.time()), model.name, is_chat, wanted.n, wanted.include_usage, choices)
+        connection.headers["x-request-id"] = id
+        connection.on_begin = lambda: self.tally.first_token.add(time.monotonic() - began_s)
+        connection.check = partial(self._identities.check, caller)
+        if not wanted.stream:
+            return await connection.whole(await reply_whole(self._answers, asks, reply), JSON)
+        await reply_streamed(self._answers, asks, reply, connection)
+        return await connection.end()
+
+    # --- who, and what they send ------------------------------------------------------------------------------------
+
+    def _caller(self, request: web.BaseRequest) -> Identity:
+        """Whose key it is. Raises Unauthenticated."""
+        if not self._identities.asked_for:
+            return LOCAL
+        said = request.headers.getall("Authorization", [])
+        token = None
+        if said:
+            scheme, _, rest = said[0].partition(" ")
+            token = rest.strip()
+            if len(said) != 1 or scheme.lower() != "bearer" or not 0 < len(token) <= TOKEN_BYTES_MAX:
+                raise Unauthenticated(UNKNOWN)
+        return self._identities.find(token, _certificate_names(request))
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: web.BaseRequest, caller: Identity) -> AsyncIterator[bytes]:
+        """The request's body. A large one is memory that all requests share, until the block ends."""
+        length = _check_body(request)
+        taken = 0
+        try:
+            if length > BODY_BYTES_FREE:
+                taken = await self._held.take(BODY_COPIES * length, WAIT_S, caller)
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0  # it was no part of the reply
+            body = bytearray()
+            try:
+                async with asyncio.timeout(self._patience.body_s):
+                    while chunk := await request.content.readany():
+                        body += chunk
+                        if len(body) > BODY_BYTES_MAX:
+                            raise _too_large()
+                        if BODY_COPIES * len(body) > max(taken, BODY_COPIES * BODY_BYTES_FREE):  # of unknown length
+                            taken += await self._held.take(BODY_COPIES * len(body), WAIT_S, caller, taken)
+            except TimeoutError:
+                raise Refusal(408, INVALID, "the body did not come in time", code="request_timeout") from None
+            yield bytes(body)
+        finally:
+            if taken:
+                self._held.give(taken, caller)
+
+
+# --- What a request says -----------------------------------------------------------------------------------------
+
+
+def _read(is_chat: bool, body: bytes) -> Wanted:
+    return read_wanted(parse_json(body), is_chat)
+
+
+def _check_method(request: web.BaseRequest, *methods: str) -> None:
+    if request.method not in methods:
+        reason = f"{request.path} takes {' and '.join(methods)}"
+        raise Refusal(405, INVALID, reason, code="method_not_allowed", headers={"Allow": ", ".join(methods)})
+
+
+def _check_body(request: web.BaseRequest) -> int:
+    """Its length; 0: unknown. A web page elsewhere cannot send JSON to us without asking first, which we do not answer.
+
+    Raises:
+        Refusal: it is too large, compressed, or no JSON.
+    """
+    if request.content_type != JSON:
+        raise Refusal(415, INVALID, f"Content-Type must be {JSON}", code="unsupported_media_type")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Refusal(415, INVALID, "bodies are taken uncompressed", code="unsupported_content_encoding")
+    length = request.content_length or 0
+    if length > BODY_BYTES_MAX:
+        raise _too_large()
+    return length
+
+
+def _too_large() -> Refusal:
+    return Refusal(413, INVALID, f"the body has more than {BODY_BYTES_MAX} bytes", code="request_too_large")
+
+
+def _certificate_names(request: web.BaseRequest) -> list[str]:
+    shown = request.transport.get_extra_info("peercert") if request.transport is not None else None
+    if not shown:
+        return []
+    common = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
+    return [*common, *(value for _, value in shown.get("subjectAltName", ()))]
