@@ -19,12 +19,16 @@ from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, result
 from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import Stage, settle, wait_for
+from kvstore.catalog import schema
+from kvstore.catalog.schema import NodeEntry
 from kvstore.client.connect import connect
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.elsewhere import Elsewhere
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
+from kvstore.config.daemon import ClusterConfig
 from kvstore.model.prefix import Keys
+from kvstore.serving.membership import Membership
 from kvstore.state.directory import Directory, Told
 from kvstore.tier.data_file import find_data_server
 from kvstore.tier.folder import NodeFolder
@@ -39,12 +43,17 @@ DEADLINE_S = 30.0
 PAIRS = 20  # of a node in a cluster and one that is in none
 
 
-@contextmanager
-def pool(stage: Stage, scene: ExitStack, dram_bytes: Sequence[int]) -> Iterator[list[Daemon]]:
-    """Nodes of one pool, whose catalog is a file; each with as much memory."""
+def catalog(stage: Stage, scene: ExitStack) -> str:
+    """A catalog in a file, gone with ``scene``."""
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-catalog-", dir=stage.settings.dir))
     scene.callback(shutil.rmtree, folder, ignore_errors=True)
-    settings = {"catalog": f"file:{folder / 'catalog'}"}
+    return f"file:{folder / 'catalog'}"
+
+
+@contextmanager
+def pool(stage: Stage, scene: ExitStack, dram_bytes: Sequence[int], url: str = "") -> Iterator[list[Daemon]]:
+    """Nodes of one pool, whose catalog is a file; each with as much memory."""
+    settings = {"catalog": url or catalog(stage, scene)}
     yield [stage.daemon(scene, size, settings=settings) for size in dram_bytes]
 
 
@@ -134,7 +143,7 @@ def directory(stage: Stage, name: str, bar: Bar) -> list[Result]:
         for number, start in enumerate(range(0, pages, BATCH)):
             part = keys[start : start + BATCH]
             told = Told("a", 1, number, part, np.ones(len(part), np.uint8))
-            owner.told(unpack_announce(pack_announce(told)))
+            owner.told(unpack_announce(pack_announce(told, 0))[0])
         rates.append(pages / (time.perf_counter() - began_s))
         sizes.append(owner.nbytes / len(owner))
     return [
@@ -151,17 +160,22 @@ def announce(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     rates = []
     with ExitStack() as scene:
         room = stage.settings.extent_bytes
-        daemon = scene.enter_context(pool(stage, scene, [room]))[0]
+        url, number = catalog(stage, scene), schema.new_process()
+        daemon = scene.enter_context(pool(stage, scene, [room], url))[0]
+        teller = Membership(ClusterConfig(catalog=url))  # owners take in what a node of the pool tells
+        teller.start(NodeEntry(name="bench", process=number, incarnation=number))
+        scene.callback(teller.stop)
         connection = scene.enter_context(closing(data_connection(daemon)))
         for turn in range(stage.settings.rounds):
             began_s = time.perf_counter()
-            for number, start in enumerate(range(0, pages, BATCH)):
+            for batch, start in enumerate(range(0, pages, BATCH)):
                 part = keys[start : start + BATCH]
-                body = pack_announce(Told("bench", 1 + turn, number, part, np.ones(len(part), np.uint8), number == 0))
+                told = Told("bench", 1 + turn, batch, part, np.ones(len(part), np.uint8), batch == 0)
+                body = pack_announce(told, int(number, 16))
                 deadline_s = time.monotonic() + DEADLINE_S
                 reply = connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
-                if unpack_announced(reply) != number + 1:
-                    raise BenchFailed(f"batch {number} was not taken in")
+                if unpack_announced(reply) != batch + 1:
+                    raise BenchFailed(f"batch {batch} was not taken in")
             rates.append(pages / (time.perf_counter() - began_s))
     return [result(name, Kind.RATE, rates, bar=bar, details={"entries": pages})]
 

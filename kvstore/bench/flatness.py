@@ -13,18 +13,21 @@ import numpy as np
 
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
+from kvstore.model.replica import KEY_BYTES
 from kvstore.model.span import fingerprints, spans_of
 from kvstore.state.announcing import Announcing, Entries, pause_s
 from kvstore.state.directory import Directory
 from kvstore.state.placement import Placement
 from kvstore.state.searching import Search
 from kvstore.transfer.find_messages import pack_announce, pack_announced, pack_find, pack_found
+from kvstore.transfer.reading import Whose
 from kvstore.transfer.wire import HEAD
 
 FEW, MANY = 2, 64
 PUTS_PER_S = 40  # of each node
 PAGES = (8, 160)  # of a conversation, whose first page is everybody's
 TURNS = 2
+WHOSE = Whose(bytes(KEY_BYTES), "tenant", "")
 GETS = 3000
 
 
@@ -70,7 +73,7 @@ class CountedPool:
             while (batch := its.batch(owner)) is not None:
                 wanted = self.directories[owner].told(batch)
                 its.answered(owner, batch, wanted)
-                self._count("put", pack_announce(batch), pack_announced(wanted))
+                self._count("put", pack_announce(batch, 0), pack_announced(wanted))
 
     def get(self) -> None:
         """A node looks for the pages of a conversation beyond the first one, which all nodes have."""
@@ -80,7 +83,7 @@ class CountedPool:
             for each in questions:
                 found = self.directories[each.owner].find(each.pages)
                 search.answered(each, found)
-                self._count("get", pack_find(each.pages), pack_found(found))
+                self._count("get", pack_find(WHOSE, each.pages), pack_found(found))
                 self.asked[each.owner] += 1
         self.counts["gets"] += 1
         if sum(each.stop for each in search.found()) != len(keys) - 1:

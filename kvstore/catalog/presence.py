@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Final
 
@@ -28,6 +29,7 @@ class Presence:
         self._catalog = catalog
         self._ttl_s = ttl_s
         self._wanted: dict[str, bytes] = {}
+        self._lasting: dict[str, bytes] = {}
         self._written: dict[str, list[bytes]] = {}  # what we may have written under a key: the last two values
         self._taken: set[str] = set()  # what somebody else had when we last looked
         self._session: Session | None = None
@@ -43,17 +45,20 @@ class Presence:
         """When the catalog last renewed our session, by ``boot_s``; 0 without one."""
         return self._session.renewed_s if self._session is not None else 0.0
 
-    async def start(self, entries: dict[str, bytes], former: bytes = b"") -> None:
+    async def start(
+        self, entries: dict[str, bytes], former: bytes = b"", lasting: dict[str, bytes] | None = None
+    ) -> None:
         """Publish for the first time.
 
         Args:
+            lasting: what is published where there is nothing under that key, and stays when we leave.
             former: what a process that is known to be dead published under these keys: that is replaced at once.
 
         Raises:
             NodeBusy: another process that is alive has one of these keys. Nothing of ours stays.
             Unavailable: the catalog does not answer.
         """
-        self._wanted = dict(entries)
+        self._wanted, self._lasting = dict(entries), dict(lasting or {})
         self._written = {key: [former] for key in entries if former}
         try:
             await self._publish_all()
@@ -71,8 +76,12 @@ class Presence:
             except (Unavailable, Taken) as error:
                 log.warning("%s is published later: %s", key, error)
 
+    def keep(self, key: str, value: bytes) -> None:
+        """This is published as ``lasting`` from now on: somebody else was faster."""
+        self._lasting[key] = value
+
     async def close(self) -> None:
-        """Take everything back."""
+        """Take everything back, but for what lasts."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -111,6 +120,9 @@ class Presence:
                 self._session = None
             self._session = await self._catalog.open_session(self._ttl_s)
             self._written = {key: values[-1:] for key, values in self._written.items()}
+        for key, value in self._lasting.items():
+            with contextlib.suppress(Taken):
+                await self._catalog.publish(key, value, only_if=0)
         for key in self._wanted:
             await self._publish(key, self._session)
 

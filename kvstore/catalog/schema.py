@@ -5,6 +5,7 @@
     /kvstore/v1/POOL/nodes/NAME       a node that serves
     /kvstore/v1/POOL/engines/NAME     an engine that serves
     /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
+    /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and nobody's
 
 Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
 process that wrote it, so that nobody takes another's entry for its own. Fields that a reader does not know are ignored,
@@ -24,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 from kvstore.catalog.base import Entry
 from kvstore.errors import InvalidRequest
+from kvstore.model.pool_secret import SECRET_BYTES
 
 VERSION: Final = 1
 NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,64}")
@@ -145,6 +147,26 @@ def decode(kind: type[Value], entry: Entry) -> Value | None:
         log.warning("%s is skipped: %s", entry.key[:200], str(error)[:200])
         return None
     return value
+
+
+def secret_key(pool: str) -> str:
+    """Where the pool's secret is."""
+    return f"{prefix(pool)}secret"
+
+
+def new_secret() -> bytes:
+    """One that nobody has, as it is published."""
+    return json.dumps({"v": VERSION, "secret": secrets.token_hex(SECRET_BYTES)}, separators=(",", ":")).encode()
+
+
+def decode_secret(value: bytes) -> bytes | None:
+    """The secret in that entry; None where it makes no sense."""
+    try:
+        found = json.loads(value)
+        secret = bytes.fromhex(found["secret"])
+        return secret if found["v"] == VERSION and len(secret) == SECRET_BYTES else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def decode_all(kind: type[Value], entries: Iterable[Entry]) -> list[Value]:

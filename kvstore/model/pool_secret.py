@@ -36,6 +36,17 @@ def tag_of(secret: bytes, root: bytes) -> bytes:
     return hashlib.blake2b(root, key=secret, digest_size=TAG_BYTES, person=b"kvstore.tag").digest()
 
 
+@lru_cache(maxsize=4096)
+def veil_of(secret: bytes, root: bytes) -> int:
+    """What the directory of a pool mixes (xor) into the fingerprints of a root's pages.
+
+    Owners do so for whoever asks, by the root that they name and may read. ``secret`` is known to nodes alone, so
+    nobody can ask under one root for pages of another one: what would hit them differs by two veils.
+    """
+    digest = hashlib.blake2b(root, key=secret, digest_size=8, person=b"kvstore.veil").digest()
+    return int.from_bytes(digest, "little")
+
+
 def tagged(links: list[bytes], tag: bytes) -> list[bytes]:
     """Keys of pages with these hashes of the chain. Keys that have the tag already stay as they are."""
     if len(links) < ARRAY_PAGES:

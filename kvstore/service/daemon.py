@@ -87,7 +87,8 @@ def _run(
             api.start()
             life.on_hangup(api.reload)
         if membership is not None:
-            _join(membership, _entry(config, node, api), NodeFolder.at(node.folder))
+            mine = _entry(config, node, api)
+            _join(membership, mine, NodeFolder.at(node.folder))
             life.at_end(membership.stop)
         else:
             peers.forget(NodeFolder.at(node.folder))
@@ -95,7 +96,7 @@ def _run(
             where = f", data on {sender.start()}"
             life.at_end(sender.stop)
         if membership is not None:
-            dispatcher.admin.calls["heard"] = _announce(config, node, life)
+            dispatcher.admin.calls["heard"] = _announce(config, node, membership, mine, life)
     except (InvalidRequest, NodeBusy, Unavailable):
         _end_serving(node, api, control, background, life)
         raise
@@ -139,15 +140,15 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
     )
 
 
-def _announce(config: NodeConfig, node: Node, life: Life) -> Call:
+def _announce(config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life) -> Call:
     """Tell the pool from now on which pages the node has; the admin call that says whether the pool knows."""
     links = PeerLinks(config.pool, config.name, credentials_of(os.environ))
     peers_file = PeersFile(node.folder)
-    announcer = Announcer(node, config.name, peers_file, links)
+    announcer = Announcer(node, config.name, mine.process, membership, peers_file, links)
     announcer.start()
     life.at_end(links.close)
     life.at_end(announcer.stop)
-    return Heard(node, config.name, peers_file, links).look
+    return Heard(node, config.name, membership, peers_file, links).look
 
 
 def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder) -> None:

@@ -40,6 +40,8 @@ class Membership:
         self._config = config
         self._on_change: Callable[[], None] = lambda: None
         self._known: dict[str, Entry] = {}  # replaced, never changed: readers have no lock
+        self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._known, []
+        self._secret: bytes | None = None
         self._heard_s = 0.0
         self._catalog: Catalog | None = None
         self._presence: Presence | None = None
@@ -97,7 +99,16 @@ class Membership:
 
     def nodes(self) -> list[NodeEntry]:
         """Nodes of the pool, ourselves among them, by name."""
-        return schema.decode_all(NodeEntry, self._below(NodeEntry))
+        known, nodes = self._nodes
+        if known is not self._known:  # for those who ask with every message
+            known, nodes = self._known, schema.decode_all(NodeEntry, self._below(NodeEntry))
+            self._nodes = known, nodes
+        return nodes
+
+    @property
+    def secret(self) -> bytes | None:
+        """The pool's secret, as nodes agreed on; None: not known yet."""
+        return self._secret
 
     def engines(self) -> list[EngineEntry]:
         """Engines of the pool, ourselves among them, by name."""
@@ -114,7 +125,9 @@ class Membership:
     async def _start(self, catalog: Catalog, mine: schema.Published, former: bytes) -> None:
         await catalog.start()
         self._presence = Presence(catalog, self._config.catalog_ttl_s)
-        await self._presence.start({schema.key_of(self._config.pool, mine): schema.encode(mine)}, former)
+        pool = self._config.pool
+        lasting = {} if isinstance(mine, EngineEntry) else {schema.secret_key(pool): schema.new_secret()}
+        await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, lasting)
         first = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(catalog, first), name="catalog watch")
         await first.wait()
@@ -136,8 +149,16 @@ class Membership:
                     known.pop(key, None)
                 known.update({each.key: each for each in update.entries})
                 self._known, self._heard_s = known, boot_s()
+                self._learn_secret(known.get(schema.secret_key(self._config.pool)))
                 first.set()
                 self._on_change()
+
+    def _learn_secret(self, entry: Entry | None) -> None:
+        """The one that stands; a catalog that was made anew gets back the one we know."""
+        secret = schema.decode_secret(entry.value) if entry is not None else None
+        if secret is not None and entry is not None and self._presence is not None:
+            self._secret = secret
+            self._presence.keep(entry.key, entry.value)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

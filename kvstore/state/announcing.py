@@ -13,11 +13,12 @@ The caller follows the node's event log. It has to know the moment at which ``du
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.model.span import Fingerprints
 from kvstore.state.directory import AGAIN, GONE, Marks, Told
@@ -41,6 +42,30 @@ class Entries(NamedTuple):
     spans: Fingerprints
     fingerprints: Fingerprints
     marks: Marks
+
+
+def settled(pages: Entries, changes: Entries) -> Entries:
+    """What is there of ``pages``, in any order and some of them twice, after these changes, which came one by one."""
+    touched = np.isin(pages.fingerprints, changes.fingerprints)
+    last = dict[tuple[int, int], tuple[int, int]]()
+    for some in (part_of(pages, touched), changes):
+        for span, page, mark in zip(*(column.tolist() for column in some), strict=True):
+            last[page, mark & ~GONE] = span, mark
+    stays = [(span, page, mark) for (page, _), (span, mark) in last.items() if not mark & GONE]
+    spans, prints, marks = zip(*stays, strict=True) if stays else ((), (), ())
+    after = Entries(np.array(spans, np.uint64), np.array(prints, np.uint64), np.array(marks, np.uint8))
+    return joined([part_of(pages, ~touched), after])
+
+
+def part_of(pages: Entries, which: npt.NDArray[np.bool_]) -> Entries:
+    """Some of them."""
+    return Entries(pages.spans[which], pages.fingerprints[which], pages.marks[which])
+
+
+def joined(parts: Sequence[Entries]) -> Entries:
+    """One after another."""
+    spans, prints, marks = zip(*parts, strict=True)
+    return Entries(np.concatenate(spans), np.concatenate(prints), np.concatenate(marks))
 
 
 @dataclass(slots=True)

@@ -108,7 +108,7 @@ class Unindex:
     tier: Tier = Tier.DRAM
     kind: str = field(default="evicted", compare=False)  # or dropped: what page events tell
     reason: str = field(default="space", compare=False)
-    roots: list[bytes] | None = field(default=None, compare=False)  # of each page, where that is known
+    roots: list[bytes] = field(default_factory=list, compare=False)  # of each page
     spans: list[int] = field(default_factory=list, compare=False)  # of each page
 
 

@@ -184,6 +184,7 @@ class Objects:
             parent = space.find(keys[keys.index(gone[-1]) + 1]) if gone[-1] != keys[-1] else None
             if parent is not None:
                 space.unhold(parent)
+            roots = [space.root_of(address) for address in addresses]
             space.retire(addresses, out)
             spans = spans_at(space.segment, addresses)
-            out.append(ev.Unindex(gone, space.tier, "dropped", "deleted", spans=spans))
+            out.append(ev.Unindex(gone, space.tier, "dropped", "deleted", roots, spans))

@@ -344,9 +344,10 @@ class Pages:
 
         ``held`` are pages that something hangs on beside their children, one entry per hold.
         """
+        roots = [self.holdings.roots[self.segment.extents[number].owner[frame]].root for number, frame, _ in family]
         self.retire(list(family), out)
         spans = spans_at(self.segment, family)
-        out.append(ev.Unindex(list(family.values()), self.tier, "dropped", reason, spans=spans))
+        out.append(ev.Unindex(list(family.values()), self.tier, "dropped", reason, roots, spans))
         self.recount([address for address in held if self.sealed(address)])
 
     def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
@@ -370,8 +371,7 @@ class Pages:
         snapshots = self.records.snapshots()
         for snapshot in snapshots:  # what this event decided is not in the records yet
             extent = self.segment.extents[snapshot.extent]
-            generations = np.frombuffer(extent.generation, np.uint64)
-            states = np.frombuffer(extent.state, np.uint8)
+            generations, states = np.frombuffer(extent.generation, np.uint64), np.frombuffer(extent.state, np.uint8)
             snapshot.words = generations << np.uint64(8) | states
         links = closure.link(snapshots)
         counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent)).tolist()

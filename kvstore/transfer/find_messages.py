@@ -2,50 +2,73 @@
 
 ::
 
-    FIND       fingerprints u64[]
+    FIND       fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8 |
+               fingerprints u64[]
     FOUND      names u16, rows u32 | per name: length u8, UTF-8 | pages u32[rows] | nodes u16[rows] | tiers u8[rows]
-    ANNOUNCE   stream u64, number u64, pages u32, whole u8, length of the node's name u8 | name | fingerprints u64[] |
-               marks u8[]
+    ANNOUNCE   number of the node's daemon u64, stream u64, number u64, pages u32, whole u8, length of the node's name
+               u8 | name | fingerprints u64[] | marks u8[]
     ANNOUNCED  number wanted next i64; -1: another stream
     LIST       entry from which on u64 | UTF-8 of the node's name
     LISTED     entries u64[], see ``directory.entries_told``; fewer than ``LISTED_MAX``: these are the last
 
-A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody.
+A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody. Fingerprints of ANNOUNCE
+and LISTED are veiled by their root (``model.pool_secret.veil_of``), which only nodes can do. Those of FIND are not: the
+owner veils them by the root that the caller names, after it has seen that the caller may read it.
 """
 
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
+from kvstore.model.replica import KEY_BYTES
 from kvstore.model.span import Fingerprints
 from kvstore.state.directory import GONE, TIERS, Listed, Told
+from kvstore.transfer.reading import Whose
 from kvstore.transfer.wire import WireError
 
 FIND_PAGES_MAX: Final = 1 << 16
 NAME_BYTES_MAX: Final = 64
 LISTED_MAX: Final = 1 << 16
 _FOUND: Final = struct.Struct("<HI")
-_ANNOUNCE: Final = struct.Struct("<QQIBB")
+_FIND: Final = struct.Struct(f"<{KEY_BYTES}sHH")
+_ANNOUNCE: Final = struct.Struct("<QQQIBB")
 _ANNOUNCED: Final = struct.Struct("<q")
 _LIST: Final = struct.Struct("<Q")
 
 Body = bytes | bytearray | memoryview
 
 
-def pack_find(pages: Fingerprints) -> bytes:
+@lru_cache(maxsize=256)
+def _pack_whose(whose: Whose) -> bytes:
+    """What FIND begins with."""
+    salt, adapter = whose.salt.encode(), whose.adapter.encode()
+    return _FIND.pack(whose.fingerprint, len(salt), len(adapter)) + salt + adapter
+
+
+def pack_find(whose: Whose, pages: Fingerprints) -> bytes:
     """The body of FIND."""
     assert len(pages) <= FIND_PAGES_MAX
-    return pages.astype("<u8", copy=False).tobytes()
+    return _pack_whose(whose) + pages.astype("<u8", copy=False).tobytes()
 
 
-def unpack_find(body: Body) -> Fingerprints:
-    """The fingerprints in a FIND. Raises WireError where it makes no sense."""
-    if len(body) % 8 or len(body) > 8 * FIND_PAGES_MAX:
-        raise WireError(f"find: {len(body)} bytes are no fingerprints, or more than {FIND_PAGES_MAX}")
-    return np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
+def unpack_find(body: Body) -> tuple[Whose, Fingerprints]:
+    """Whose pages a FIND asks for, and their fingerprints. Raises WireError where it makes no sense."""
+    try:
+        fingerprint, salt_bytes, adapter_bytes = _FIND.unpack_from(body)
+        at = _FIND.size + salt_bytes
+        salt = bytes(body[_FIND.size : at]).decode()
+        adapter = bytes(body[at : at + adapter_bytes]).decode()
+    except (struct.error, ValueError) as error:
+        raise WireError(f"find: {error}") from None
+    size = len(body) - at - adapter_bytes
+    if size < 0 or size % 8 or size > 8 * FIND_PAGES_MAX:
+        raise WireError(f"find: {size} bytes are no fingerprints, or more than {FIND_PAGES_MAX}")
+    pages = np.frombuffer(body, "<u8", size // 8, at + adapter_bytes).astype(np.uint64, copy=False)
+    return Whose(fingerprint, salt, adapter), pages
 
 
 def pack_found(found: Listed) -> bytes:
@@ -79,17 +102,17 @@ def unpack_found(body: Body, asked: int) -> Listed:
     return Listed(pages, nodes, tiers, names)
 
 
-def pack_announce(told: Told) -> bytes:
-    """The body of ANNOUNCE."""
+def pack_announce(told: Told, daemon: int) -> bytes:
+    """The body of ANNOUNCE. ``daemon``: the number that the node's entry in the catalog has."""
     name = told.node.encode()
-    head = _ANNOUNCE.pack(told.stream, told.number, len(told.marks), told.whole, len(name))
+    head = _ANNOUNCE.pack(daemon, told.stream, told.number, len(told.marks), told.whole, len(name))
     return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
 
 
-def unpack_announce(body: Body) -> Told:
-    """The batch in an ANNOUNCE. Raises WireError where it makes no sense."""
+def unpack_announce(body: Body) -> tuple[Told, int]:
+    """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError where it makes no sense."""
     try:
-        stream, number, pages, whole, size = _ANNOUNCE.unpack_from(body)
+        daemon, stream, number, pages, whole, size = _ANNOUNCE.unpack_from(body)
         at = _ANNOUNCE.size + size
         if not 0 < size <= NAME_BYTES_MAX or len(body) != at + 9 * pages:
             raise ValueError(f"{len(body)} bytes")
@@ -100,7 +123,7 @@ def unpack_announce(body: Body) -> Told:
         raise WireError(f"announce: {error}") from None
     if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
         raise WireError("announce: names a tier that there is not")
-    return Told(node, stream, number, fingerprints, marks, bool(whole))
+    return Told(node, stream, number, fingerprints, marks, bool(whole)), daemon
 
 
 def pack_announced(wanted: int) -> bytes:

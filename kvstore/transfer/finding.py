@@ -20,6 +20,7 @@ from kvstore.state.searching import Question, Search, Stretch
 from kvstore.transfer.find_messages import FIND_PAGES_MAX, pack_find, unpack_found
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolView
+from kvstore.transfer.reading import Whose
 from kvstore.transfer.wire import FrameKind, WireError
 
 OWNER_S: Final = 0.3  # for an owner to answer
@@ -45,11 +46,18 @@ class Finder:
         self._kept: OrderedDict[tuple[bytes, int], tuple[float, list[Stretch]]] = OrderedDict()
 
     def find(
-        self, keys: list[bytes], first: int, deadline_s: float, without: Collection[str] = (), closed: bool = True
+        self,
+        whose: Whose,
+        keys: list[bytes],
+        first: int,
+        deadline_s: float,
+        without: Collection[str] = (),
+        closed: bool = True,
     ) -> list[Stretch]:
         """Where the pages of a chain are, from page ``first`` on: as far as some other node has each.
 
         Args:
+            whose: it is; owners tell who may read it.
             keys: of the chain from its root.
             deadline_s: of ``time.monotonic()``; it waits no longer than ``OWNER_S`` for each owner of a span, either.
             without: nodes that are not to be named.
@@ -65,7 +73,7 @@ class Finder:
             return found
         nodes = {name for name in view.peers if name != view.node and name not in without}
         search = Search(self._placement(view), keys, first, nodes, closed, self._turn)
-        self._ask(search, view, min(deadline_s, now_s + OWNERS * OWNER_S))
+        self._ask(whose, search, view, min(deadline_s, now_s + OWNERS * OWNER_S))
         found = search.found()
         if not without:
             self._keep(name, now_s + self._kept_s, found)
@@ -85,10 +93,10 @@ class Finder:
             self._placed = view, placement
         return placement
 
-    def _ask(self, search: Search, view: PoolView, deadline_s: float) -> None:
+    def _ask(self, whose: Whose, search: Search, view: PoolView, deadline_s: float) -> None:
         silent = {name for name, peer in view.peers.items() if self._links.dead(peer)}
         while questions := search.ask(silent):
-            for question, told in zip(questions, self._round(view, questions, deadline_s), strict=True):
+            for question, told in zip(questions, self._round(whose, view, questions, deadline_s), strict=True):
                 if told is None:
                     silent.add(question.owner)
                 else:
@@ -96,7 +104,7 @@ class Finder:
             if time.monotonic() >= deadline_s:
                 return
 
-    def _round(self, view: PoolView, questions: list[Question], deadline_s: float) -> list[Listed | None]:
+    def _round(self, whose: Whose, view: PoolView, questions: list[Question], deadline_s: float) -> list[Listed | None]:
         """Ask all of these at the same time; None: no answer."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
         answers: list[Listed | None] = [None] * len(questions)
@@ -105,7 +113,7 @@ class Finder:
             for at, question in enumerate(questions):
                 with contextlib.suppress(KVStoreError):
                     connection = open_links.enter_context(self._links.to(view.peers[question.owner], until_s))
-                    number = connection.send(FrameKind.FIND, pack_find(question.pages), deadline_s=until_s)
+                    number = connection.send(FrameKind.FIND, pack_find(whose, question.pages), deadline_s=until_s)
                     under_way.append((at, connection, number))
             for at, connection, number in under_way:
                 try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -43,23 +44,29 @@ Sums = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class WantedChain:
-    """Whose pages: all that a node needs to find and prove them beside their keys.
+class Whose:
+    """Whose pages: what their root is made of. ``fingerprint``: of the layout."""
+
+    fingerprint: bytes
+    salt: str
+    adapter: str
+
+    @cached_property
+    def root(self) -> bytes:
+        """16 bytes that start every chain of theirs."""
+        return root_of(self.fingerprint, self.salt, self.adapter)
+
+
+@dataclass(frozen=True)
+class WantedChain(Whose):
+    """The same, and all else that a node needs to find and prove pages beside their keys.
 
     Attributes:
         closed: whether a stored page has its parents stored, so that a search may skip some (full attention).
     """
 
-    fingerprint: bytes
-    salt: str
-    adapter: str
     frame_class: FrameClass
     closed: bool
-
-    @property
-    def root(self) -> bytes:
-        """16 bytes that start it."""
-        return root_of(self.fingerprint, self.salt, self.adapter)
 
 
 @dataclass(frozen=True)

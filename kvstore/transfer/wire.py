@@ -56,12 +56,12 @@ class FrameKind(IntEnum):
     READ = 16
     RANGE = 17
     END = 18
-    FIND = 32
-    FOUND = 33
-    ANNOUNCE = 34
+    FOUND = 33  # 32 and 34 were FIND and ANNOUNCE of versions whose owners could not tell whose pages are
     ANNOUNCED = 35
     LIST = 36
     LISTED = 37
+    FIND = 38
+    ANNOUNCE = 39
     CHECK = 40
     CHECKED = 41
     PULL = 48

@@ -24,7 +24,10 @@ from kvstore.transfer.find_messages import (
     unpack_list,
     unpack_listed,
 )
+from kvstore.transfer.reading import Whose
 from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
+
+WHOSE = Whose(bytes(range(16)), "tenant", "ädapter")
 
 
 def some(draw: random.Random) -> tuple[np.ndarray, Listed, Told]:
@@ -48,13 +51,15 @@ def some(draw: random.Random) -> tuple[np.ndarray, Listed, Told]:
 @pytest.mark.parametrize("seed", range(20))
 def test_messages_arrive_as_they_were(seed: int) -> None:
     pages, found, told = some(random.Random(seed))
-    assert unpack_find(pack_find(pages)).tolist() == pages.tolist()
+    assert unpack_find(pack_find(WHOSE, pages))[1].tolist() == pages.tolist()
+    assert unpack_find(memoryview(pack_find(WHOSE, pages)))[0] == WHOSE
     again = unpack_found(pack_found(found), len(pages))
     for name in ("pages", "tiers"):
         assert getattr(again, name).tolist() == getattr(found, name).tolist()
     assert [again.names[node] for node in again.nodes] == [found.names[node] for node in found.nodes]
     assert len(again.names) == len(set(found.nodes.tolist())), "nobody is named who is in no row"
-    batch = unpack_announce(memoryview(pack_announce(told)))
+    batch, daemon = unpack_announce(memoryview(pack_announce(told, told.stream)))
+    assert daemon == told.stream
     assert (batch.node, batch.stream, batch.number, batch.whole) == ("node", told.stream, told.number, told.whole)
     assert batch.fingerprints.tolist() == pages.tolist() and batch.marks.tolist() == told.marks.tolist()
     assert [unpack_announced(pack_announced(wanted)) for wanted in (-1, 0, 1 << 40)] == [-1, 0, 1 << 40]
@@ -70,8 +75,8 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
     for _ in range(4000):
         pages, found, told = some(draw)
         for unpack, body in (
-            (unpack_announce, pack_announce(told)),
-            (unpack_find, pack_find(pages)),
+            (unpack_announce, pack_announce(told, 1)),
+            (unpack_find, pack_find(WHOSE, pages)),
             (partial(unpack_found, asked=len(pages)), pack_found(found)),
             (unpack_list, pack_list(told.node, told.stream)),
             (unpack_listed, pack_listed(entries_told(told.fingerprints, told.marks))),
@@ -90,15 +95,15 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
             except WireError:
                 refused += 1
                 continue
-            if isinstance(got, Told):
-                directory.told(got)
-            elif isinstance(got, Listed):
+            if isinstance(got, Listed):
                 assert all(got.names[node] is not None for node in got.nodes.tolist())
-            elif isinstance(got, tuple):
+            elif unpack is unpack_announce:
+                directory.told(got[0])
+            elif unpack is unpack_list:
                 assert len(directory.entries_of(*got, 10)) <= 10
-            else:
-                directory.find(got)
+            elif unpack is unpack_find:
+                directory.find(got[1])
     assert 1000 < refused < 18_000
     with contextlib.suppress(WireError):
-        unpack_find(bytes(BODY_MAX[FrameKind.FIND]))
+        unpack_find(bytes(BODY_MAX[FrameKind.FIND]))  # no salt, no adapter, and more pages than that
         raise AssertionError("more pages than one may ask for")

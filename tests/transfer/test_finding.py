@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 
 import kvstore
 from kvstore import Layout, Store
+from kvstore.catalog import schema
 from kvstore.catalog.base import boot_s
 from kvstore.catalog.schema import DataEntry, NodeEntry
-from kvstore.errors import NodeUnavailable
+from kvstore.errors import NodeUnavailable, PermissionDenied
 from kvstore.model.replica import Tier
+from kvstore.model.span import fingerprints
 from kvstore.service.cluster import directory_shell, heard
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
@@ -32,6 +35,7 @@ from kvstore.transfer.find_messages import pack_announce, unpack_announced
 from kvstore.transfer.finding import Finder
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
+from kvstore.transfer.reading import Whose
 from kvstore.transfer.server import Server
 from kvstore.transfer.wire import FrameKind, Hello
 from tests.helpers.inside import node_of
@@ -40,6 +44,7 @@ from tests.helpers.processes import wait_until
 LAYOUT = Layout(model="found", layers=1, kv_heads=1, head_dim=8, dtype="float16", page_tokens=8)
 
 
+WHOSE = Whose(LAYOUT.fingerprint, "", "")
 LABELS: dict[str, str] = {}  # what tests call the nodes
 
 
@@ -59,13 +64,15 @@ class Members:
 
     def __init__(self) -> None:
         self.servers: dict[str, DataEntry] = {}
+        self.daemons: dict[str, NodeEntry] = {}
+        self.secret: bytes | None = b"s" * 16
 
     @property
     def heard_s(self) -> float:
         return boot_s()
 
     def nodes(self) -> list[NodeEntry]:
-        return []
+        return list(self.daemons.values())
 
     def data_servers(self) -> list[DataEntry]:
         return list(self.servers.values())
@@ -84,7 +91,9 @@ class Machine:
         self.view = ViewKeeper(folder, "pool", members)
         self.links = PeerLinks("pool", self.name)
         self.peers = PeersFile(folder.path)
-        self.announcer = Announcer(self.node, self.name, self.peers, self.links)
+        number, incarnation = schema.new_process(), f"{self.node.incarnation:016x}"
+        members.daemons[self.name] = NodeEntry(name=self.name, process=number, incarnation=incarnation)
+        self.announcer = Announcer(self.node, self.name, number, members, self.peers, self.links)
         self.ending = threading.Event()
         self.watching = threading.Thread(target=self.watch)
         self.watching.start()
@@ -95,6 +104,7 @@ class Machine:
 
     def serve(self) -> None:
         self.directory = DirectoryShell(1 << 20, self.peers)
+        self.directory.members = self.members
         self.server = Server(self.name, self.directory.handlers, admit)
         address = self.server.start("127.0.0.1", 0)
         self.members.servers[self.name] = DataEntry(
@@ -115,7 +125,7 @@ class Machine:
 
     def find(self, tokens: np.ndarray) -> list[Stretch]:
         self.finder._kept.clear()
-        return self.finder.find(self.cache.keys(tokens).hashes, 0, time.monotonic() + 30)
+        return self.finder.find(WHOSE, self.cache.keys(tokens).hashes, 0, time.monotonic() + 30)
 
     def watch(self) -> None:
         while not self.ending.wait(0.02):
@@ -244,7 +254,7 @@ def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> Non
     wait_until("the owners know", lambda: shape(machines["c"].find(prompt(6, 20))) == [("a", 0, 20)], 30)
     for machine in machines.values():
         machine.stop_serving()
-    assert shape(finder.find(keys, 0, time.monotonic() + 30)) == [("a", 0, 20)]
+    assert shape(finder.find(WHOSE, keys, 0, time.monotonic() + 30)) == [("a", 0, 20)]
     assert machines["c"].find(prompt(6, 20)) == []
 
 
@@ -253,6 +263,73 @@ def test_only_nodes_announce(machines: dict[str, Machine], monkeypatch: pytest.M
     machines["a"].put(prompt(7, 5))
     wait_until("a was refused", lambda: machines["a"].announcer.counters["failed"] > 0, 30)
     assert machines["c"].find(prompt(7, 5)) == []
+
+
+def announced(machine: Machine, told: Told, daemon: int) -> int:
+    """What that machine's directory answers to a batch."""
+    peer = PoolNode(machine.name, "p", "", machine.members.servers[machine.name].addresses)
+    within_s = time.monotonic() + 30
+    with machine.links.to(peer, within_s) as connection:
+        reply = connection.call(
+            FrameKind.ANNOUNCE, pack_announce(told, daemon), reply=FrameKind.ANNOUNCED, deadline_s=within_s
+        )
+    return unpack_announced(reply)
+
+
+def test_nobody_announces_for_another_node(machines: dict[str, Machine]) -> None:
+    """An operator, too: the number of the node's daemon is in the catalog, and in no file that clients read."""
+    a, b = machines["a"], machines["b"]
+    b.put(prompt(12, 5))
+    wait_until("the owners know", lambda: shape(machines["c"].find(prompt(12, 5))) == [("b", 0, 5)], 30)
+    known = b.members.daemons[b.name].process
+    false = Told(b.name, 1 << 40, 0, np.arange(9, dtype=np.uint64), np.ones(9, np.uint8), True)
+    for daemon in (0, int(a.members.daemons[a.name].process, 16)):
+        with pytest.raises(PermissionDenied, match="itself"):
+            announced(a, false, daemon)
+    with pytest.raises(PermissionDenied, match="nobody"):
+        announced(a, replace(false, node="nobody"), int(known, 16))
+    assert shape(machines["c"].find(prompt(12, 5))) == [("b", 0, 5)]
+    assert known not in (a.node.folder / "peers").read_text()
+
+
+def test_a_tenant_finds_pages_under_its_own_salts_alone(
+    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks under a salt that is his own learns nothing of another's, whatever fingerprints he names."""
+    a, c, tokens = machines["a"], machines["c"], prompt(13, 6)
+    pages = np.zeros((6, LAYOUT.page_bytes), np.uint8)
+    theirs = a.store.cache(LAYOUT, salt="theirs")
+    theirs.put(tokens, pages, wait=True)
+    mine, others = (Whose(LAYOUT.fingerprint, salt, "") for salt in ("mine", "theirs"))
+    keys = theirs.keys(tokens).hashes
+
+    def found(whose: Whose) -> list[tuple[str, int, int]]:
+        c.finder._kept.clear()
+        return shape(c.finder.find(whose, keys, 0, time.monotonic() + 30))
+
+    wait_until("the owners know", lambda: found(others) == [("a", 0, 6)], 30)
+
+    def check_salt(self: Anyone, salt: str) -> None:
+        if salt != "mine":
+            raise PermissionDenied(salt)
+
+    monkeypatch.setattr(Anyone, "check_salt", check_salt)
+    assert found(others) == [] and found(mine) == []
+    for machine in machines.values():  # it asks all owners for any page under its own root
+        low = np.uint64(0xFFFF)
+        asked = fingerprints(b"".join(keys))
+        assert not np.isin(machine.directory._directory._table | low, asked | low).any()
+
+
+def test_a_pool_that_draws_another_secret_tells_all_anew(machines: dict[str, Machine]) -> None:
+    long = prompt(14, 40)
+    machines["a"].put(long)
+    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 40)], 30)
+    machines["a"].members.secret = b"t" * 16
+    machines["b"].put(long[: 3 * LAYOUT.page_tokens])
+    wait_until("all is told anew", lambda: shape(machines["c"].find(long)) == [("a", 0, 40)], 30)
+    machines["a"].members.secret = None
+    assert machines["c"].find(long) == []
 
 
 def test_a_node_is_told_which_owners_do_not_know_it(
@@ -264,7 +341,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     a, b = machines["a"], machines["b"]
     a.put(prompt(11, 100))
     b.put(prompt(11, 70))
-    look = heard.Heard(a.node, a.name, a.peers, a.links).look
+    look = heard.Heard(a.node, a.name, a.members, a.peers, a.links).look
 
     def owners() -> dict[str, dict[str, Any]]:
         return dict(look({})["owners"])
@@ -292,14 +369,9 @@ def test_a_node_is_told_which_owners_do_not_know_it(
 
 
 def test_who_is_not_listed_is_not_remembered(machines: dict[str, Machine]) -> None:
-    directory, links = machines["a"].directory, machines["b"].links
-    peer = PoolNode(machines["a"].name, "p", "", machines["a"].members.servers[machines["a"].name].addresses)
+    machines["a"].members.daemons["somebody"] = NodeEntry(name="somebody", process=f"{1:016x}", incarnation="")
     none = Told("somebody", 1, 7, np.zeros(0, np.uint64), np.zeros(0, np.uint8))  # in the middle of a stream
-    with links.to(peer, time.monotonic() + 30) as connection:
-        reply = connection.call(
-            FrameKind.ANNOUNCE, pack_announce(none), reply=FrameKind.ANNOUNCED, deadline_s=time.monotonic() + 30
-        )
-    assert unpack_announced(reply) == AGAIN and "somebody" not in directory._heard_s
+    assert announced(machines["a"], none, 1) == AGAIN and "somebody" not in machines["a"].directory._heard_s
 
 
 def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:
@@ -329,15 +401,15 @@ def test_chains_that_are_not_closed_are_pieced_together(machines: dict[str, Mach
 
     def found(without: set[str]) -> list[tuple[str, int, int]]:
         finder._kept.clear()
-        return shape(finder.find(keys, 0, time.monotonic() + 30, without, closed=False))
+        return shape(finder.find(WHOSE, keys, 0, time.monotonic() + 30, without, closed=False))
 
     wait_until("both owners of every page know", lambda: entries(machines) == 2 * (40 + 70), 30)
     assert found(set()) == [("b", 0, 70)]
     assert found({machines["b"].name}) == [("a", 0, 40)]
     for end in (1, 2, 3, 40, 41, 69):  # a closed one, whichever page it ends at
         finder._kept.clear()
-        assert [each.stop for each in finder.find(keys[:end], 0, time.monotonic() + 30)] == [end]
-        alone = finder.find(keys[:end], 0, time.monotonic() + 30, {machines["b"].name})
+        assert [each.stop for each in finder.find(WHOSE, keys[:end], 0, time.monotonic() + 30)] == [end]
+        alone = finder.find(WHOSE, keys[:end], 0, time.monotonic() + 30, {machines["b"].name})
         assert [each.stop for each in alone] == [min(end, 40)]
 
 

@@ -58,7 +58,7 @@ class Named(Elsewhere):
     """All of them have all pages, one after another."""
 
     def seek(
-        self, keys: Any, pages: int, closed: bool, without: Collection[str] = (), patience: Patience | None = None
+        self, chain: Any, keys: Any, pages: int, without: Collection[str] = (), patience: Patience | None = None
     ) -> list[Stretch]:
         view = self._peers.look()
         assert view is not None

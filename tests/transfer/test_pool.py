@@ -56,7 +56,7 @@ def test_another_replica_is_read_where_one_fails(pool: Pool) -> None:
     pool.known("c", 2)
     cache = pool.stores["c"].cache(SMALL)
     assert isinstance(cache, LocalCache) and cache.node.elsewhere is not None
-    others = partial(cache.node.elsewhere.seek, chain(2, PAGES), 0, True, {"a"})
+    others = partial(cache.node.elsewhere.seek, cache._wanted, chain(2, PAGES), 0, {"a"})
     wait_until("b's are found, too", lambda: [each.stop for each in others()] == [PAGES - 5], 60)
     with stopped(pool.data_server("a")):
         began_s = time.monotonic()

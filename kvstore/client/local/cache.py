@@ -97,7 +97,7 @@ class LocalCache(PrefixCache):
     def elsewhere(self, keys: Keys, pages: int) -> list[Stretch]:
         """Where the pages after the first ``pages`` are, as far as other nodes of the pool have them."""
         elsewhere = self._node.elsewhere
-        return elsewhere.seek(keys, pages, self._closed) if elsewhere is not None else []
+        return elsewhere.seek(self._wanted, keys, pages) if elsewhere is not None else []
 
     def _match_with(self, found: list[Stretch], pages: int, asked: int, below: Mapping[Tier, int]) -> Match:
         """What is found when these pages of other nodes follow the first ``pages``."""

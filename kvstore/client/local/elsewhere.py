@@ -128,14 +128,18 @@ class Elsewhere:
         return view is None or len(view.peers) < 2
 
     def seek(
-        self, keys: Keys, pages: int, closed: bool, without: Collection[str] = (), patience: Patience | None = None
+        self,
+        chain: WantedChain,
+        keys: Keys,
+        pages: int,
+        without: Collection[str] = (),
+        patience: Patience | None = None,
     ) -> list[Stretch]:
         """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
 
         Of keys that do not begin at the root nobody knows the spans.
 
         Args:
-            closed: see ``WantedChain``.
             without: nodes that are not to be named.
             patience: of the call that this is for.
         """
@@ -144,7 +148,7 @@ class Elsewhere:
             return []
         finder = self._finder or self._begin(view)
         with (patience or Patience()).asking() as until_s:
-            return finder.find(keys.hashes, pages, until_s, without, closed)
+            return finder.find(chain, keys.hashes, pages, until_s, without, chain.closed)
 
     def read(
         self,
@@ -161,7 +165,7 @@ class Elsewhere:
         limit = min(len(keys), pages + len(rows))
         while pages + brought.pages < limit and not patience.over:
             start = pages + brought.pages
-            stretch = next(iter(self.seek(keys, start, chain.closed, failed, patience)), None)
+            stretch = next(iter(self.seek(chain, keys, start, failed, patience)), None)
             if stretch is None:
                 break
             stop = min(start + stretch.stop, limit)

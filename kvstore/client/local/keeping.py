@@ -57,7 +57,7 @@ class Keeping:
         if mapped is None or not heard_from(mapped):  # nothing could be stored, and nobody may wait for that
             return False
         pages = self._stored(mapped, keys)
-        found = elsewhere.seek(keys, pages, self._chain.closed, (), patience) if pages < len(keys) else []
+        found = elsewhere.seek(self._chain, keys, pages, (), patience) if pages < len(keys) else []
         if not found:
             return False
         wanted = mapped.in_pool(keys[pages : pages + found[-1].stop])

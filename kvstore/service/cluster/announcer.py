@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any, Final
 
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
 from kvstore.service.node.page_feed import PageFeed
 from kvstore.state.announcing import Announcing, pause_s
@@ -32,12 +33,17 @@ class Announcer:
     """From ``start`` to ``stop``.
 
     Args:
+        daemon: the number that our entry in the catalog has: by it owners know that it is we who tell.
+        members: what the catalog tells.
         peers: who there is. A node whose own data server is not among them has nothing to tell: nobody could read it.
     """
 
-    def __init__(self, node: Node, name: str, peers: PeersFile, links: PeerLinks) -> None:
+    def __init__(
+        self, node: Node, name: str, daemon: str, members: Members, peers: PeersFile, links: PeerLinks
+    ) -> None:
         self._node = node
-        self._name = name
+        self._daemon = int(daemon, 16)
+        self._members = members
         self._peers = peers
         self._links = links
         self._announcing = Announcing(name, lambda: secrets.randbits(63))
@@ -71,7 +77,10 @@ class Announcer:
             self._stopping.wait(sent / PAGES_PER_S if its.queued else pause_s(len(its.owners)))
 
     def _follow(self, view: PoolView | None) -> None:
-        self._announcing.members(view.peers if view is not None and view.lists(self._node.incarnation) else ())
+        secret = self._members.secret
+        listed = view is not None and secret is not None and view.lists(self._node.incarnation)
+        self._announcing.members(view.peers if listed and view is not None else ())
+        self._feed.veil(secret)
         self._feed.follow()
 
     def _tell(self, view: PoolView) -> int:
@@ -91,7 +100,7 @@ class Announcer:
         deadline_s = time.monotonic() + ANSWER_S
         try:
             with self._links.to(peer, deadline_s) as connection:
-                body = pack_announce(batch)
+                body = pack_announce(batch, self._daemon)
                 reply = connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
                 wanted = unpack_announced(reply)
         except KVStoreError as error:

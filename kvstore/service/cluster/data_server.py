@@ -112,7 +112,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         address = server.start(*where)
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
-        told = _Told(config, node, server.process, address)
+        told = _Told(config, node, directory, server.process, address)
         life.at_end(told.stop)
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.serves(lambda: announce(line), life.took_s, address=address)
@@ -178,9 +178,12 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
 class _Told:
     """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait."""
 
-    def __init__(self, config: NodeConfig, node: LocalNode, process: str, address: str) -> None:
+    def __init__(
+        self, config: NodeConfig, node: LocalNode, directory: DirectoryShell, process: str, address: str
+    ) -> None:
         self._config = config
         self._node = node
+        self._directory = directory
         self._entry = DataEntry(
             name=f"{config.name}.{os.getpid():x}",
             process=process,
@@ -231,7 +234,7 @@ class _Told:
                 logs.event(log, logging.WARNING, "not in the catalog yet", reason=str(error))
                 self._stopping.wait(PUBLISH_RETRY_S)
                 continue
-            self._membership = membership
+            self._membership = self._directory.members = membership
             self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
             if self._entry is not entry:
                 membership.update(self._entry)

@@ -8,8 +8,12 @@ import time
 from collections.abc import Collection
 from typing import Any, Final
 
+import numpy as np
+
 from kvstore.catalog.base import boot_s
 from kvstore.errors import PermissionDenied
+from kvstore.model.pool_secret import veil_of
+from kvstore.service.cluster.view import Members
 from kvstore.state.directory import AGAIN, Directory
 from kvstore.transfer.base import Exchange, Handler
 from kvstore.transfer.find_messages import (
@@ -34,13 +38,17 @@ class DirectoryShell:
     Args:
         bytes_max: see ``Directory``.
         peers: who there is. What others told is forgotten when they leave.
+
+    Attributes:
+        members: what the catalog tells; None until it does: nobody is told or asked anything until then.
     """
 
     def __init__(self, bytes_max: int, peers: PeersFile) -> None:
+        self.members: Members | None = None
         self._directory = Directory(bytes_max)
         self._peers = peers
         self._lock = threading.Lock()
-        self._members: Collection[str] = ()
+        self._listed: Collection[str] = ()
         self._looked_s = 0.0
         self._heard_s: dict[str, float] = {}  # node -> when it last told something
 
@@ -55,18 +63,23 @@ class DirectoryShell:
         }
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer FIND."""
-        pages = unpack_find(body)
+        """Answer FIND. Raises PermissionDenied where these pages are not the caller's."""
+        whose, pages = unpack_find(body)
+        exchange.caller.check_salt(whose.salt)
+        secret = self.members.secret if self.members is not None else None
+        veil = np.uint64(veil_of(secret, whose.root)) if secret is not None else None
         with self._lock:
             self._look()
-            found = self._directory.find(pages)
+            found = self._directory.find(pages ^ veil if veil is not None else pages[:0])
         exchange.reply(FrameKind.FOUND, pack_found(found))
 
     def announce(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer ANNOUNCE. Raises PermissionDenied where the caller is no node's."""
-        if not exchange.caller.operator:
-            raise PermissionDenied("only nodes and operators may announce pages")
-        told = unpack_announce(body)
+        """Answer ANNOUNCE. Raises PermissionDenied where the caller is not that node."""
+        told, daemon = unpack_announce(body)
+        nodes = self.members.nodes() if self.members is not None else []
+        its = next((each.process for each in nodes if each.name == told.node), "")
+        if not exchange.caller.operator or its != f"{daemon:016x}":
+            raise PermissionDenied(f"only {told.node[:80]} itself may announce its pages, as the catalog lists it")
         with self._lock:
             self._look()
             wanted = self._directory.told(told)
@@ -118,7 +131,7 @@ class DirectoryShell:
         members = view.peers.keys() if view is not None else ()
         for name in self._directory.nodes:
             silent = now_s > self._heard_s.get(name, 0.0) + SILENT_S
-            if name not in members and (silent or name in self._members):
+            if name not in members and (silent or name in self._listed):
                 self._directory.forget(name)
                 self._heard_s.pop(name, None)
-        self._members = tuple(members)
+        self._listed = tuple(members)

@@ -14,8 +14,9 @@ import numpy as np
 
 from kvstore.errors import KVStoreError
 from kvstore.model.span import Fingerprints
+from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
-from kvstore.service.node.page_feed import pages_of
+from kvstore.service.node.page_dump import dump
 from kvstore.state.announcing import Entries
 from kvstore.state.directory import entries_told
 from kvstore.state.placement import Placement
@@ -50,9 +51,10 @@ class OwnerKnows:
 class Heard:
     """For one node's daemon. ``look`` may be called from any thread."""
 
-    def __init__(self, node: Node, name: str, peers: PeersFile, links: PeerLinks) -> None:
+    def __init__(self, node: Node, name: str, members: Members, peers: PeersFile, links: PeerLinks) -> None:
         self._node = node
         self._name = name
+        self._members = members
         self._peers = peers
         self._links = links
 
@@ -62,8 +64,8 @@ class Heard:
         Raises:
             Unavailable: the node is stopping.
         """
-        view = self._peers.look()
-        if view is None or not view.lists(self._node.incarnation):
+        view, secret = self._peers.look(), self._members.secret
+        if view is None or secret is None or not view.lists(self._node.incarnation):
             return {
                 "owners": {},
                 "reason": "the catalog lists no data server of this node: it tells nobody what it has",
@@ -73,7 +75,10 @@ class Heard:
         for look in range(LOOKS):
             if look:
                 time.sleep(BETWEEN_S)
-            pages = self._node.look(pages_of)
+            dumped = dump(self._node, secret)
+            if dumped is None:
+                return {"owners": {}, "reason": "more happens to its pages than can be followed"}
+            pages = dumped[1]
             for name, mine in placement.owned(pages.spans).items():
                 if look and name not in differs:
                     continue

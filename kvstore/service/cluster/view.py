@@ -24,6 +24,11 @@ class Members(Protocol):
         """When the catalog last told something."""
         ...
 
+    @property
+    def secret(self) -> bytes | None:
+        """The pool's secret, see ``model.pool_secret.veil_of``; None: not known yet."""
+        ...
+
     def nodes(self) -> list[NodeEntry]:
         """The nodes whose daemons live."""
         ...

@@ -59,7 +59,7 @@ class PageEvent(NamedTuple):
         reason: of evicted "space", "reclaim" (its extent was given up), "request" or "quota"; of dropped what
             did not hold, or "deleted"; of sealed "found" where a start found the page on NVMe; of cleared "start".
         keys: 16 bytes each.
-        roots: of each page; one alone is of all of them; None where the decision does not know.
+        roots: of each page; one alone is of all of them.
         spans: of each page, see ``model.span``.
     """
 
@@ -69,11 +69,11 @@ class PageEvent(NamedTuple):
     tier: Tier
     reason: str
     keys: list[bytes]
-    roots: list[bytes] | None = None
+    roots: list[bytes]
     spans: Sequence[int] = ()
 
 
-_Entry = tuple[int, int, str, Tier, str, bytes, bytes | None, "array[int]"]
+_Entry = tuple[int, int, str, Tier, str, bytes, bytes, "array[int]"]
 """A ``PageEvent`` whose keys, roots and spans lie end to end: objects of their own would take four times the memory."""
 
 
@@ -132,21 +132,25 @@ class EventLog:
         tier: Tier,
         reason: str,
         keys: list[bytes],
-        roots: list[bytes] | None = None,
+        roots: Sequence[bytes] = (),
         spans: Sequence[int] = (),
     ) -> None:
         """One thing happened to these pages. ``roots``: as in ``PageEvent``."""
         if len(keys) > EVENT_PAGES_MAX:
             for start in range(0, len(keys), EVENT_PAGES_MAX):
                 part = slice(start, start + EVENT_PAGES_MAX)
-                some = roots[part] if roots is not None and len(roots) > 1 else roots
+                some = roots[part] if len(roots) > 1 else roots
                 self.append(kind, tier, reason, keys[part], some, spans[part])
             return
         seq = self._next
         if seq - self._first == SLOTS:
             self._forget()
-        whose = b"".join(roots) if roots is not None else None
-        self._ring[seq % SLOTS] = (*(seq, time.time_ns(), kind, tier, reason), b"".join(keys), whose, array("Q", spans))
+        self._ring[seq % SLOTS] = (
+            *(seq, time.time_ns(), kind, tier, reason),
+            b"".join(keys),
+            b"".join(roots),
+            array("Q", spans),
+        )
         self._next = seq + 1
         if not self._staged:
             self.last = seq
@@ -205,8 +209,7 @@ class EventLog:
                 continue
             if events and pages + _pages_in(entry) > pages_max:
                 break
-            roots = _split(entry[6]) if entry[6] is not None else None
-            events.append(PageEvent(*entry[:5], _split(entry[5]), roots, entry[7]))
+            events.append(PageEvent(*entry[:5], _split(entry[5]), _split(entry[6]), entry[7]))
             pages += _pages_in(entry)
             seq += 1
         return events, seq - 1, lost
@@ -227,15 +230,14 @@ class EventLog:
 
         Where there is more than one, ``whose`` has for each key its tenant's place in that list, -1 where unknown.
         """
-        roots = event.roots or []
-        salts = {root: self.salt_of(root)[:TENANT_CHARS_MAX] for root in dict.fromkeys(roots)}
+        salts = {root: self.salt_of(root)[:TENANT_CHARS_MAX] for root in dict.fromkeys(event.roots)}
         tenants = list(dict.fromkeys(salts.values()))[:TENANTS_MAX]
         told = {**event._asdict(), "tier": str(event.tier), "keys": [key.hex() for key in event.keys]}
         del told["roots"], told["spans"]
         told["tenants"] = tenants
         if len(tenants) > 1:
             places = {salt: place for place, salt in enumerate(tenants)}
-            told["whose"] = [places.get(salts[root], -1) for root in roots]
+            told["whose"] = [places.get(salts[root], -1) for root in event.roots]
         return told
 
 

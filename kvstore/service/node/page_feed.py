@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-import numpy as np
-
-from kvstore.model.replica import FrameState
-from kvstore.model.span import fingerprint, fingerprints
-from kvstore.service.node.event_log import CLEARED, STORED, PageEvent
+from kvstore.service.node.event_log import CLEARED
 from kvstore.service.node.node import Node
-from kvstore.service.node.performer import Performer
-from kvstore.state.announcing import Announcing, Entries
-from kvstore.state.directory import GONE, TIERS
-from kvstore.state.node_state import NodeState
+from kvstore.service.node.page_dump import dump, entries
+from kvstore.state.announcing import Announcing
 
 EVENTS: Final = 1000  # taken in at a time
 
@@ -27,6 +21,13 @@ class PageFeed:
         self._announcing = announcing
         self._after = node.events.last
         self._counters = counters
+        self._secret: bytes | None = None
+
+    def veil(self, secret: bytes | None) -> None:
+        """From now on fingerprints are veiled by this secret of the pool, see ``veil_of``; None: they are not."""
+        if secret != self._secret:
+            self._secret = secret
+            self._announcing.lost()
 
     def follow(self) -> None:
         """Take in what happened to pages, and where that is not enough, all of them.
@@ -38,7 +39,10 @@ class PageFeed:
         if not its.wants_pages:
             self._take_in(self._node.events.last)
             return
-        until, pages = self._node.look(lambda performer, state: (performer.events.last, pages_of(performer, state)))
+        dumped = dump(self._node, self._secret)
+        if dumped is None:  # more happened meanwhile than the log keeps
+            return
+        until, pages = dumped
         self._take_in(until)
         its.dumped(pages)
         self._counters["dumps"] += 1
@@ -53,30 +57,6 @@ class PageFeed:
                 self._counters["lost"] += lost
             told = [event for event in events if event.keys]
             if told:
-                self._announcing.changed(_entries(told))
+                self._announcing.changed(entries(told, self._secret))
             if not events and not lost:
                 return
-
-
-def _entries(events: list[PageEvent]) -> Entries:
-    """What these events say."""
-    marks = [
-        np.full(len(event.keys), TIERS.index(event.tier) | (0 if event.kind in STORED else GONE), np.uint8)
-        for event in events
-    ]
-    spans = np.concatenate([np.array(event.spans, np.uint64) for event in events])
-    pages = np.array([fingerprint(key) for event in events for key in event.keys], np.uint64)
-    return Entries(spans, pages, np.concatenate(marks))
-
-
-def pages_of(performer: Performer, state: NodeState) -> Entries:
-    """All pages of a node that holds still."""
-    spans, pages, marks = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)], [np.zeros(0, np.uint8)]
-    for tier, space in state.spaces.items():
-        for number, extent in space.segment.extents.items():
-            sealed = np.flatnonzero(np.frombuffer(extent.state, np.uint8) == FrameState.SEALED)
-            table = performer.tables[number]
-            pages.append(fingerprints(table.rows[sealed, table.fmt.key].tobytes()))
-            spans.append(np.frombuffer(extent.span, np.uint64)[sealed])
-            marks.append(np.full(len(sealed), TIERS.index(tier), np.uint8))
-    return Entries(np.concatenate(spans), np.concatenate(pages), np.concatenate(marks))

@@ -23,6 +23,7 @@ from kvstore.transfer.find_messages import (
     unpack_find,
     unpack_found,
 )
+from kvstore.transfer.reading import Whose
 
 if TYPE_CHECKING:
     from tests.helpers.worlds.cluster_world import ClusterWorld
@@ -32,6 +33,7 @@ TTL_S: Final = 1.5  # of a session in the catalog
 SILENT_S: Final = 3.0  # see ``directory_shell``
 LOG_EVENTS: Final = 4  # that a node keeps for its announcer
 DIRECTORY_BYTES: Final = 1 << 16
+WHOSE: Final = Whose(bytes(16), "", "")
 
 Call = tuple[str, int, Callable[["SimNode"], Any]]
 """To a node, as long as its data server is this process: what it does, and so what it answers."""
@@ -132,7 +134,7 @@ class SimNode:
             batch = self.announcing.batch(owner, idle=idle)
             if batch is not None and owner in self.view:
                 sent.append((owner, batch))
-        bodies = [pack_announce(batch) for _, batch in sent]
+        bodies = [pack_announce(batch, 0) for _, batch in sent]
         calls = [
             (owner, self.view[owner], lambda node, body=body: node.hear(body))
             for (owner, _), body in zip(sent, bodies, strict=True)
@@ -151,7 +153,7 @@ class SimNode:
     def hear(self, body: bytes) -> bytes:
         """Answer ANNOUNCE."""
         self.look()
-        told = unpack_announce(body)
+        told, _ = unpack_announce(body)
         self.heard_s[told.node] = self.world.now_s
         wanted = self.directory.told(told)
         assert self.directory.nbytes <= DIRECTORY_BYTES, "an owner's memory is bounded"
@@ -160,7 +162,7 @@ class SimNode:
     def find(self, body: bytes) -> bytes:
         """Answer FIND."""
         self.look()
-        return pack_found(self.directory.find(unpack_find(body)))
+        return pack_found(self.directory.find(unpack_find(body)[1]))
 
     def look(self) -> None:
         """As ``DirectoryShell`` does."""
@@ -186,7 +188,7 @@ class SimNode:
             search = Search(Placement(self.view), keys, pages, nodes, True, self.world.draw.randrange(9))
             silent = set[str]()
             while questions := search.ask(silent):
-                bodies = [pack_find(each.pages) for each in questions]
+                bodies = [pack_find(WHOSE, each.pages) for each in questions]
                 answers = yield [
                     (each.owner, self.view.get(each.owner, 0), lambda node, body=body: node.find(body))
                     for each, body in zip(questions, bodies, strict=True)

@@ -1,0 +1,126 @@
+"""A node's pages as its announcer tells them, seen some frames at a time while the node goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Layout, Store
+from kvstore.service.node import page_dump
+from kvstore.service.node.node import Node
+from kvstore.service.node.performer import Performer
+from kvstore.state.announcing import Entries
+from kvstore.state.node_state import NodeState
+from tests.helpers.inside import node_of
+
+SECRET = b"s" * 16
+PAGE_TOKENS = 8
+
+
+def layout(width: int) -> Layout:
+    return Layout(model="dumped", layers=1, kv_heads=1, head_dim=width, dtype="float16", page_tokens=PAGE_TOKENS)
+
+
+def put(store: Store, seed: int, pages: int, width: int = 512) -> None:
+    content = np.zeros((pages, layout(width).page_bytes), np.uint8)
+    store.cache(layout(width), salt=f"tenant-{seed % 3}").put(prompt(seed, pages), content, wait=True)
+
+
+def get(store: Store, seed: int, pages: int) -> None:
+    out = np.zeros((pages, layout(512).page_bytes), np.uint8)
+    store.cache(layout(512), salt=f"tenant-{seed % 3}").get(prompt(seed, pages), out)
+
+
+def prompt(seed: int, pages: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, pages * PAGE_TOKENS).astype(np.uint32)
+
+
+def told(dumped: tuple[int, Entries] | None) -> set[tuple[int, int, int]]:
+    assert dumped is not None
+    return set(zip(*(column.tolist() for column in dumped[1]), strict=True))
+
+
+class Between:
+    """A node to which something happens after each look at it."""
+
+    def __init__(self, node: Node, happens: Iterator[Callable[[], object]]) -> None:
+        self._node, self._happens = node, happens
+        self.events = node.events
+        self.looks = 0
+
+    def look(self, at: Callable[..., Any]) -> Any:
+        seen = self._node.look(at)
+        self.looks += 1
+        next(self._happens, lambda: None)()
+        return seen
+
+
+def moved(node: Node) -> int:
+    return node.look(lambda performer, state: sum(each.counters["pages_moved"] for each in state.spaces.values()))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages come, go and move; what is told at the end is what a node that holds still has."""
+    monkeypatch.setattr(page_dump, "SLICE_FRAMES", 64)
+    draw = np.random.default_rng(seed)
+    with closing(kvstore.open(dram="16MiB", eviction="lru")) as store:
+        node: Any = node_of(store)._ends.embedded
+        for number in range(12):
+            put(store, number, int(draw.integers(20, 100)))
+
+        def happens() -> Iterator[Callable[[], object]]:
+            for number in range(100, 100 + int(draw.integers(4, 12))):
+                yield lambda number=number: put(store, number, int(draw.integers(1, 60)))
+                yield lambda: store.evict(pages=int(draw.integers(1, 90)))
+                if number % 3 == 0:  # another class needs an extent: what is in one of ours moves, or leaves
+                    yield lambda number=number: put(store, number, 40, width=1024)
+
+        between: Any = Between(node.node, itertools.islice(happens(), 12))
+        seen = page_dump.dump(between, SECRET)
+        quiet = page_dump.dump(node.node, SECRET)
+        assert seen is not None and quiet is not None
+        assert between.looks > 12 and seen[0] == quiet[0], "nothing happened after the last look"
+        assert told(seen) == told(quiet) and told(quiet)
+
+
+def test_a_page_that_only_moved_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of an extent that was still to be looked at, into one that had been."""
+    begin = page_dump._begin
+
+    def last_first(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
+        newest, extents = begin(performer, state)
+        return newest, extents[::-1]
+
+    monkeypatch.setattr(page_dump, "_begin", last_first)
+    with closing(kvstore.open(dram="16MiB", eviction="lru")) as store:
+        node: Any = node_of(store)._ends.embedded
+        for number in range(210):
+            put(store, number, 5)
+        for number in range(0, 210, 2):  # every other one is used again
+            get(store, number, 5)
+        store.evict(pages=400)
+        assert not moved(node.node)
+        for wait in range(1, 15):  # another class takes an extent, when so many have been looked at
+            needs_room = [*[lambda: None] * wait, lambda wait=wait: put(store, 500 + wait, 15, width=1024)]
+            between: Any = Between(node.node, iter(needs_room))
+            seen, quiet = page_dump.dump(between, SECRET), page_dump.dump(node.node, SECRET)
+            assert told(seen) == told(quiet)
+        assert moved(node.node)
+
+
+def test_a_log_that_has_forgotten_is_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(kvstore.open(dram="8MiB")) as store:
+        node: Any = node_of(store)._ends.embedded
+        put(store, 1, 50)
+
+        assert told(page_dump.dump(node.node, SECRET))
+        monkeypatch.setattr("kvstore.service.node.event_log.PAGES_MAX", 3)
+        between: Any = Between(node.node, iter([lambda: put(store, 2, 9)]))
+        assert page_dump.dump(between, SECRET) is None
