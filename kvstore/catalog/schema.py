@@ -95,6 +95,7 @@ class DataEntry:
         incarnation: of that node's DRAM segment, 16 hex digits.
         addresses: HOST:PORT of its data connections, best first.
         tls: whether they are encrypted.
+        tls_name: what its certificate names, where that is not the address.
         transports: by name, why pages do not leave the node that way, "" where they do.
     """
 
@@ -104,6 +105,7 @@ class DataEntry:
     incarnation: str
     addresses: tuple[str, ...] = ()
     tls: bool = False
+    tls_name: str = ""
     transports: dict[str, str] = field(default_factory=lambda: {"tcp": ""})
     host: str = ""
     version: str = ""

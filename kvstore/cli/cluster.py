@@ -7,7 +7,7 @@ import json
 import os
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from kvstore import config as configuration
@@ -72,6 +72,8 @@ def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
 def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) -> DataConnection:
     """A connection to a data server, with the credentials of the environment. Raises as ``DataConnection.open``."""
     ours = credentials_of(os.environ)
+    if server.tls and not ours.server_name:
+        ours = replace(ours, server_name=server.tls_name)
     hello = Hello(pool=pool, node=server.node, caller=caller, token=ours.token, process=server.process)
     if not server.addresses:
         raise NodeUnavailable(f"{server.node}: its data server has no address")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -71,6 +73,41 @@ class ServerCertificate:
                 raise InvalidRequest("tls_client_ca", f"{self.client_ca} cannot be used ({error})") from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+    def name_for(self, address: str, host: str) -> str | None:
+        """By which name others are to know a server at this address, which was given as ``host``: "" where the
+        certificate names the address; else the host where it names that, or the first one that it names. None: others
+        would not trust it, since it names none of them or does not hold."""
+        names = self._names()
+        if address in names:
+            return ""
+        known = [name for name in (host, *names) if name in names and "*" not in name]
+        if known:
+            return known[0]
+        return host if any(_matches(name, host) for name in names) else None
+
+    def _names(self) -> list[str]:
+        """Alternative names in the certificate: it is shown to ourselves: only then Python tells what is in it."""
+        ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        ours.load_cert_chain(self.cert, self.key, password="")
+        theirs.check_hostname = False
+        theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        theirs.load_verify_locations(self.cert)
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server, client = ours.wrap_bio(there, back, server_side=True), theirs.wrap_bio(back, there)
+        try:
+            for end in (client, server, client):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError:
+            return []
+        found: Any = client.getpeercert() or {}
+        return [str(value) for _, value in found.get("subjectAltName", ())]
+
+
+def _matches(name: str, host: str) -> bool:
+    """Whether a name such as *.example stands for that host."""
+    return name.startswith("*.") and host.partition(".")[2] == name[2:]
 
 
 def _pem(path: Path, field_name: str) -> bytes:

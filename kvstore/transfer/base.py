@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from kvstore.transfer.stream import Buffer
@@ -62,12 +63,18 @@ Handler = Callable[[Exchange, memoryview], None]
 connection goes on. Several threads call it at a time, one per connection. The body is reused when it returns."""
 
 
+def read_token(path: str) -> str:
+    """The token in that file. Raises OSError."""
+    return Path(path).read_text(encoding="latin-1").strip()
+
+
 @dataclass(frozen=True)
 class DialCredentials:
     """How a client shows who it is, and what it trusts. Never part of a message or a repr.
 
     Attributes:
-        token: "" for none.
+        token: "" for none; where it is in a file, what that held at first.
+        token_file: "" for none. It is read for every connection: a token may be replaced while we run.
         ca, cert, key: paths of PEM files; TLS is used where one of them, or ``server_name``, is given.
         server_name: what the server's certificate names, where that is not the address's host.
     """
@@ -77,6 +84,17 @@ class DialCredentials:
     cert: str = ""
     key: str = ""
     server_name: str = ""
+    token_file: str = ""
+
+    @property
+    def token_now(self) -> str:
+        """The token, as its file has it now; while that cannot be read, as it was at first."""
+        if not self.token_file:
+            return self.token
+        try:
+            return read_token(self.token_file)
+        except OSError:
+            return self.token
 
     @property
     def tls(self) -> bool:

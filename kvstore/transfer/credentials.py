@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from kvstore.errors import InvalidRequest
-from kvstore.transfer.base import DialCredentials
+from kvstore.transfer.base import DialCredentials, read_token
 
 
 def credentials_of(env: Mapping[str, str]) -> DialCredentials:
@@ -16,11 +15,12 @@ def credentials_of(env: Mapping[str, str]) -> DialCredentials:
     Raises:
         InvalidRequest: the token's file cannot be read; names the variable.
     """
-    token = env.get("KVSTORE_TOKEN", "")
-    if not token and env.get("KVSTORE_TOKEN_FILE"):
+    token, file = env.get("KVSTORE_TOKEN", ""), env.get("KVSTORE_TOKEN_FILE", "")
+    file = file if not token else ""
+    if file:
         try:
-            token = Path(env["KVSTORE_TOKEN_FILE"]).read_text(encoding="latin-1").strip()
+            token = read_token(file)
         except OSError as error:
             raise InvalidRequest("KVSTORE_TOKEN_FILE", f"cannot be read: {error.strerror}") from None
     paths = {name: env.get(f"KVSTORE_TLS_{name.upper()}", "") for name in ("ca", "cert", "key")}
-    return DialCredentials(token=token, **paths)
+    return DialCredentials(token=token, token_file=file, **paths)

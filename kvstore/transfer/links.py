@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls, Unavailable
+from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls, Unauthenticated, Unavailable
 from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.peers import PoolNode
 from kvstore.transfer.tcp import SILENCE_S, DataConnection
@@ -48,8 +48,8 @@ class PeerLinks:
     """
 
     def __init__(self, pool: str, caller: str, credentials: DialCredentials | None = None) -> None:
-        self._hello = Hello(pool=pool, caller=caller, token=credentials.token if credentials else "")
-        self._credentials = credentials
+        self._hello = Hello(pool=pool, caller=caller)
+        self._credentials = credentials or DialCredentials()
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[float, DataConnection]]] = {}  # by process of the server
         self._dead: dict[str, _Dead] = {}  # by process of the server
@@ -81,7 +81,10 @@ class PeerLinks:
         except KVStoreError as error:
             if connection is not None and isinstance(error, WireError):
                 connection.broken = True  # we are in the middle of something that makes no sense
-            if (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
+            if connection is not None and isinstance(error, Unauthenticated):
+                connection.broken = True  # our token was replaced: the next connection shows the new one
+                self._drop(peer)
+            elif (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
                 self.lost(peer)
                 # Who is away may be back soon; who refuses us is set up otherwise than we are.
                 level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
@@ -107,8 +110,10 @@ class PeerLinks:
     def _open(self, peer: PoolNode, deadline_s: float) -> DataConnection:
         if not peer.addresses:
             raise NodeUnavailable(f"{peer.name}: has no address")
-        hello = replace(self._hello, node=peer.name, process=peer.process)
-        return DataConnection.open(peer.addresses[0], hello, self._credentials, tls=peer.tls, deadline_s=deadline_s)
+        ours = self._credentials
+        hello = replace(self._hello, node=peer.name, process=peer.process, token=ours.token_now)
+        ours = replace(ours, server_name=peer.tls_name) if peer.tls and not ours.server_name else ours
+        return DataConnection.open(peer.addresses[0], hello, ours, tls=peer.tls, deadline_s=deadline_s)
 
     def _take(self, peer: PoolNode) -> DataConnection | None:
         """One that is open; those that were idle for long, which the server may have closed, are closed."""
@@ -142,12 +147,17 @@ class PeerLinks:
         now_s = time.monotonic()
         with self._lock:
             self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))
-            idle = self._idle.pop(peer.process, [])
             start, self._probing = not self._probing and not self._closed.is_set(), True
-        for _, connection in idle:
-            connection.close()
+        self._drop(peer)
         if start:
             threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
+
+    def _drop(self, peer: PoolNode) -> None:
+        """Close the connections to it that nobody uses."""
+        with self._lock:
+            idle = self._idle.pop(peer.process, [])
+        for _, connection in idle:
+            connection.close()
 
     def _probe(self) -> None:
         """Ask the dead from time to time, as long as there are any."""

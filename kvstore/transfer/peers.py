@@ -32,6 +32,7 @@ class PoolNode:
         addresses: HOST:PORT of its data server, best first.
         tls: whether connections to it are encrypted.
         transports: how pages may leave it.
+        tls_name: what its certificate names; "": the address.
     """
 
     name: str
@@ -40,6 +41,7 @@ class PoolNode:
     addresses: tuple[str, ...] = ()
     tls: bool = False
     transports: tuple[str, ...] = ("tcp",)
+    tls_name: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unauthenticated
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import LOCAL
@@ -94,6 +94,55 @@ def test_a_connection_on_which_nonsense_came_is_not_used_again(links: PeerLinks)
     with pytest.raises(WireError, match="where page 0 was due"), links.to(peer, later()) as connection:
         pull(connection, request, rows, later())
     assert connection.broken and links.dead(peer)
+    server.stop()
+
+
+def test_a_token_that_was_replaced_is_taken_up(tmp_path: Path) -> None:
+    """The file is read for every connection; the one that showed the old token costs one call, and nobody is dead."""
+    valid = ["first"]
+
+    def known(hello: Hello, names: Sequence[str]) -> Caller:
+        if hello.token not in valid:
+            raise Unauthenticated("who is that?")
+        return LOCAL
+
+    file = tmp_path / "token"
+    file.write_text("first\n")
+    links = PeerLinks("p", "test", credentials_of({"KVSTORE_TOKEN_FILE": str(file)}))
+    server = Server("n", {}, known)
+    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+    ping(links, peer)
+    file.write_text("second\n")
+    valid[:] = ["second"]
+    with pytest.raises(Unauthenticated):
+        ping(links, peer)
+    ping(links, peer)
+    file.unlink()
+    ping(links, peer)  # on the connection that is open
+    links.close()
+    server.stop()
+
+
+def test_a_certificate_is_known_by_the_name_that_the_catalog_says(tmp_path: Path) -> None:
+    """Peers dial an address; the certificate may name a host instead."""
+    certificates = Certificates(tmp_path, names=("node",))
+    files = [Path(certificates.path(name)) for name in ("node.pem", "node.key", "ca.pem")]
+    certificate = ServerCertificate(files[0], files[1])
+    assert certificate.name_for("127.0.0.1", "") == certificate.name_for("127.0.0.1", "other") == "node.example"
+    assert (
+        ServerCertificate(*(Path(certificates.path(f"server.{end}")) for end in ("pem", "key"))).name_for(
+            "127.0.0.1", "localhost"
+        )
+        == ""
+    )
+    server = Server("n", {}, admit, tls=certificate.for_sockets())
+    address = server.start("127.0.0.1", 0)
+    links = PeerLinks("p", "test", DialCredentials(ca=str(files[2])))
+    ping(links, PoolNode("n", "p", "", (address,), tls=True, tls_name="node.example"))
+    for wrong in ("", "other.example"):
+        with pytest.raises(NodeUnavailable, match="certificate"):
+            ping(links, PoolNode("n", f"q{wrong}", "", (address,), tls=True, tls_name=wrong))
+    links.close()
     server.stop()
 
 

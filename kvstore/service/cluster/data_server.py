@@ -77,6 +77,11 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     return number, port
 
 
+def host_of(config: NodeConfig) -> str:
+    """What ``--data`` calls the host; "" where it names none."""
+    return parse_address(config.data, "data")[0] if config.data not in (DATA_AUTO, DATA_NONE) else ""
+
+
 def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = False) -> None:
     """Serve the pages of the node ``config.name`` until SIGTERM or SIGINT, or until the node's folder is gone.
 
@@ -110,9 +115,14 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
             process=process,
         )
         address = server.start(*where)
+        name = certificate.name_for(where[0], host_of(config)) if certificate is not None else ""
+        if name is None:
+            logs.event(
+                log, logging.WARNING, "others will not trust its certificate", cert=config.tls_cert, address=address
+            )
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
-        told = _Told(config, node, directory, server.process, address)
+        told = _Told(config, node, directory, server.process, address, name or "")
         life.at_end(told.stop)
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.serves(lambda: announce(line), life.took_s, address=address)
@@ -179,7 +189,13 @@ class _Told:
     """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait."""
 
     def __init__(
-        self, config: NodeConfig, node: LocalNode, directory: DirectoryShell, process: str, address: str
+        self,
+        config: NodeConfig,
+        node: LocalNode,
+        directory: DirectoryShell,
+        process: str,
+        address: str,
+        tls_name: str,
     ) -> None:
         self._config = config
         self._node = node
@@ -191,6 +207,7 @@ class _Told:
             incarnation="",
             addresses=(address,),
             tls=config.tls_cert is not None,
+            tls_name=tls_name,
             transports=transports_of(config),
             host=host(),
             version=metadata.version("kvstore"),

@@ -72,7 +72,9 @@ class ViewKeeper:
     def refresh(self) -> None:
         """Write the file where it would say something else."""
         found = {
-            name: PoolNode(name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each))
+            name: PoolNode(
+                name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each), each.tls_name
+            )
             for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view
