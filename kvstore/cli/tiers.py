@@ -52,6 +52,14 @@ def of_peers(stats: Mapping[str, Any]) -> dict[str, object]:
     return {f"pages from {name}": transports_text(about) for name, about in stats.get("peers", {}).items()}
 
 
+def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
+    """How telling other nodes of the pool goes, where there is a pool."""
+    told = stats.get("announcing")
+    if told is None:
+        return {}
+    return {"tells": told["fault"] or f"{told['owners']} nodes what it has, {told['queued']} pages to go"}
+
+
 def transports_text(about: Mapping[str, str]) -> str:
     """Which are live, and why others are not."""
     live = ", ".join(name for name, why in about.items() if not why) or "no way"

@@ -26,6 +26,7 @@ from kvstore.service.operator.watch import Watch
 from kvstore.service.upkeep.background import Background
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.serving import lifecycle, tracing
+from kvstore.serving.http import readyz
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host, reachable
 from kvstore.tier.folder import NodeFolder
@@ -96,7 +97,7 @@ def _run(
             where = f", data on {sender.start()}"
             life.at_end(sender.stop)
         if membership is not None:
-            dispatcher.admin.calls["heard"] = _announce(config, node, membership, mine, life)
+            _announce(config, node, membership, mine, life, dispatcher.admin.calls)
     except (InvalidRequest, NodeBusy, Unavailable):
         _end_serving(node, api, control, background, life)
         raise
@@ -140,15 +141,21 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
     )
 
 
-def _announce(config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life) -> Call:
-    """Tell the pool from now on which pages the node has; the admin call that says whether the pool knows."""
+def _announce(
+    config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life, calls: dict[str, Call]
+) -> None:
+    """Tell the pool from now on which pages the node has. Admin calls say how that goes, and whether the pool knows."""
     links = PeerLinks(config.pool, config.name, credentials_of(os.environ))
     peers_file = PeersFile(node.folder)
     announcer = Announcer(node, config.name, mine.process, membership, peers_file, links)
     announcer.start()
+    if life.http is not None:
+        life.http.routes["/readyz"] = readyz(life.ready, lambda: announcer.status()["fault"])
     life.at_end(links.close)
     life.at_end(announcer.stop)
-    return Heard(node, config.name, membership, peers_file, links).look
+    stats = calls["stats"]
+    calls["stats"] = lambda request: {**stats(request), "announcing": announcer.status()}
+    calls["heard"] = Heard(node, config.name, membership, peers_file, links).look
 
 
 def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder) -> None:

@@ -117,14 +117,23 @@ class HttpServer(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
 
+def readyz(ready: threading.Event, fault: Callable[[], str] = lambda: "") -> Route:
+    """Whether it serves. ``fault``: what it says beside that where something is wrong and it serves all the same."""
+
+    def answer() -> tuple[int, str, str]:
+        if not ready.is_set():
+            return 503, "text/plain", "starting\n"
+        wrong = fault()
+        return 200, "text/plain", f"ready, but {wrong}\n" if wrong else "ready\n"
+
+    return answer
+
+
 def routes(ready: threading.Event) -> dict[str, Route]:
     """What every daemon answers from the beginning."""
 
-    def readyz() -> tuple[int, str, str]:
-        return (200, "text/plain", "ready\n") if ready.is_set() else (503, "text/plain", "starting\n")
-
     return {
         "/healthz": lambda: (200, "text/plain", "ok\n"),
-        "/readyz": readyz,
+        "/readyz": readyz(ready),
         "/metrics": lambda: (503, "text/plain", "starting\n"),  # until there is something to count
     }

@@ -40,6 +40,7 @@ class Life:
     """A daemon that runs.
 
     Attributes:
+        ready: it serves.
         http: what answers /healthz, /readyz and /metrics, where that is configured.
         hurried: the daemon was told to end once more: it should not take its time.
     """
@@ -49,7 +50,7 @@ class Life:
         self.hurried = threading.Event()
         self.ends = contextlib.ExitStack()
         self._log = log
-        self._ready = ready
+        self.ready = ready
         self._stopped = threading.Event()
         self._began_s = time.monotonic()
 
@@ -68,7 +69,7 @@ class Life:
 
     def serves(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
         """It is ready: say so to those who ask, to whoever started it, and to the log."""
-        self._ready.set()
+        self.ready.set()
         announce()
         logs.event(self._log, logging.INFO, "ready", took_s=round(took_s, 3), **fields)
 
@@ -92,7 +93,7 @@ class Life:
 
     def retires(self) -> None:
         """Say to those who ask that it is not ready any more."""
-        self._ready.clear()
+        self.ready.clear()
 
     def told_to_end(self) -> None:
         """A signal came."""

@@ -21,11 +21,12 @@ from kvstore.catalog.schema import DataEntry, NodeEntry
 from kvstore.errors import NodeUnavailable, PermissionDenied
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints
-from kvstore.service.cluster import directory_shell, heard
+from kvstore.service.cluster import announcer, directory_shell, heard
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.view import ViewKeeper, serving
 from kvstore.service.node.node import Node
+from kvstore.serving.http import readyz
 from kvstore.state.directory import AGAIN, TIERS, Told
 from kvstore.state.searching import Stretch
 from kvstore.tier.folder import NodeFolder
@@ -319,6 +320,25 @@ def test_a_tenant_finds_pages_under_its_own_salts_alone(
         low = np.uint64(0xFFFF)
         asked = fingerprints(b"".join(keys))
         assert not np.isin(machine.directory._directory._table | low, asked | low).any()
+
+
+def test_a_node_says_that_it_tells_nobody_any_more(
+    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = machines["a"]
+    assert a.announcer.status()["fault"] == ""
+    ready = threading.Event()
+    ready.set()
+    answer = readyz(ready, lambda: a.announcer.status()["fault"])
+    assert answer()[:1] + answer()[2:] == (200, "ready\n")
+    release = threading.Event()
+    monkeypatch.setattr(announcer, "STUCK_S", 0.5)
+    monkeypatch.setattr(a.announcer, "_follow", lambda view: release.wait(60))
+    wait_until("it says so", lambda: "have not been told" in a.announcer.status()["fault"], 60)
+    assert answer()[0] == 200 and answer()[2].startswith("ready, but others have not")
+    monkeypatch.undo()
+    release.set()
+    wait_until("it goes on", lambda: a.announcer.status()["fault"] == "", 60)
 
 
 def test_a_pool_that_draws_another_secret_tells_all_anew(machines: dict[str, Machine]) -> None:

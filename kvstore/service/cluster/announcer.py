@@ -25,12 +25,13 @@ IDLE_S: Final = 1.0  # an owner that was told nothing for so long is told that
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
+STUCK_S: Final = 30.0  # a turn takes so long where something hangs: owners have a second each, and dead ones none
 
 log = logging.getLogger("kvstore.cluster")
 
 
 class Announcer:
-    """From ``start`` to ``stop``.
+    """From ``start`` to ``stop``. Where its thread fails the daemon ends, as with every one. Status says if it hangs.
 
     Args:
         daemon: the number that our entry in the catalog has: by it owners know that it is we who tell.
@@ -47,6 +48,7 @@ class Announcer:
         self._peers = peers
         self._links = links
         self._announcing = Announcing(name, lambda: secrets.randbits(63))
+        self._turn_s = time.monotonic()
         self._told_s: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -64,11 +66,19 @@ class Announcer:
             self._thread.join(STOP_S)
 
     def status(self) -> dict[str, Any]:
-        """What waits to be told, and what was."""
-        return {"queued": self._announcing.queued, "owners": len(self._announcing.owners), **self.counters}
+        """What waits to be told, and what was; how long ago it last looked for news, and what that means."""
+        ago_s = time.monotonic() - self._turn_s
+        return {
+            "queued": self._announcing.queued,
+            "owners": len(self._announcing.owners),
+            "turn_ago_s": round(ago_s, 3),
+            "fault": f"others have not been told what it has for {ago_s:.0f} s" if ago_s > STUCK_S else "",
+            **self.counters,
+        }
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            self._turn_s = time.monotonic()
             view = self._peers.look()
             with contextlib.suppress(Unavailable):  # the node is stopping
                 self._follow(view)
