@@ -16,11 +16,7 @@ from engine.conductor.state.fleet import LoadReport
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
 from kvstore.errors import InvalidRequest
-from tests.helpers.fleet import LAYOUT, PAGE, World, about, pages_of, wish, world
-
-
-def engines_of(made: World) -> list[str]:
-    return [send.route.computing.engine.about.name for _, send in made.sends]
+from tests.helpers.fleet import LAYOUT, PAGE, about, engines_of, pages_of, wish, world
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:

@@ -28,7 +28,8 @@ TOKENS_PER_S = 8000.0
 FEW = 50  # requests; with more of them integrity is checked after every so many events
 CHECKED_EVERY = 20
 NOTICED_S = 1.0  # after so long a request at an engine that is dead or hangs is known to be broken
-DRAM = 1  # mark of a page, see ``kvstore.state.directory``
+DRAM, NVME = 1, 2  # marks of a page, see ``kvstore.state.directory``
+COPY_BYTES_PER_S = 3e9
 
 
 def pages_of(*parts: int) -> Fingerprints:
@@ -50,8 +51,8 @@ def wish(
 
 def about(name: str, **how: object) -> EngineAbout:
     """An engine."""
-    said: dict[str, object] = {"node": f"node-{name}", "zone": "z", "batch_max": 64, **how}
-    return EngineAbout(name=name, address=name, model="m", layout=LAYOUT, page_tokens=PAGE, kv_bytes=1 << 17, **said)  # type: ignore[arg-type]
+    said: dict[str, object] = {"model": "m", "node": f"node-{name}", "zone": "z", "batch_max": 64, **how}
+    return EngineAbout(name=name, address=name, layout=LAYOUT, page_tokens=PAGE, kv_bytes=1 << 17, **said)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -80,6 +81,7 @@ class World:
     first: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
     wishes: dict[int, RouteWish] = field(default_factory=dict)
+    orders: list[do.CopyPrefix | do.PrefetchPrefix] = field(default_factory=list)
     computed_pages: int = 0
 
     def __post_init__(self) -> None:
@@ -146,6 +148,9 @@ class World:
                     self.refused[instruction.number] = instruction
                 case do.LoseRequest():
                     self.given_up.append(instruction.number)
+                case do.CopyPrefix() | do.PrefetchPrefix():
+                    self.orders.append(instruction)
+                    self._perform(instruction)
                 case do.SetRole():
                     self.engines[instruction.engine].role = instruction.role
                     self.roles.append((self.now_s, instruction))
@@ -157,6 +162,24 @@ class World:
         """A request comes."""
         self.wishes[wish.number] = wish
         self.tell(ev.Arrived(self.now_s, wish, 4 * wish.tokens))
+
+    def _perform(self, order: do.CopyPrefix | do.PrefetchPrefix) -> None:
+        """A node does what it is told, as fast as memory allows."""
+        pages = self.wishes[order.number].pages[order.layout][: order.pages]
+
+        def done() -> None:
+            self.holds(order.node.removeprefix("node-"), pages)
+            self.tell(ev.OrderEnded(self.now_s, order.order))
+
+        self.after(order.size / COPY_BYTES_PER_S, done)
+
+    def holds(self, name: str, pages: Fingerprints, mark: int = DRAM) -> None:
+        """The engine's node has these pages now, and tells of them."""
+        engine = self.engines[name]
+        engine.held.update(pages.tolist())
+        told = Told(f"node-{name}", 1, engine.told, pages, np.full(len(pages), mark, np.uint8))
+        engine.told += 1
+        self.tell(ev.PagesTold(self.now_s, told))
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
@@ -198,12 +221,7 @@ class World:
             self.after(NOTICED_S, lambda: self._broken(number, attempt, name, 0))
             return
         pages = self.state.requests[number].wish.pages[LAYOUT]
-        new = np.array([page for page in pages.tolist() if page not in engine.held], np.uint64)
-        engine.held.update(new.tolist())
-        self.tell(
-            ev.PagesTold(self.now_s, Told(f"node-{name}", 1, engine.told, new, np.full(len(new), DRAM, np.uint8)))
-        )
-        engine.told += 1
+        self.holds(name, np.array([page for page in pages.tolist() if page not in engine.held], np.uint64))
         if number not in self.state.requests:
             return
         self.first.setdefault(number, self.now_s)
@@ -233,3 +251,8 @@ def world(engines: int = 0, roles: str = "", **rules: object) -> World:
     for number, letter in enumerate(roles or "b" * engines):
         made.add(f"e{number}", letters[letter])
     return made
+
+
+def engines_of(made: World) -> list[str]:
+    """Who computed, in the order in which requests were sent."""
+    return [send.route.computing.engine.about.name for _, send in made.sends]

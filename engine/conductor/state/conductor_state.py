@@ -17,10 +17,12 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.cost import Costs, Priors
 from engine.conductor.state.engine_fleet import EngineFleet
+from engine.conductor.state.explaining import Explained, explained, unexplained
 from engine.conductor.state.fleet import EngineWork, FleetEngine
 from engine.conductor.state.instructions import Instruction
 from engine.conductor.state.names import NumberedNames
 from engine.conductor.state.options import Options, Route, RouteWish
+from engine.conductor.state.orders import Orders
 from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefixes import Prefixes
 from engine.conductor.state.queue import Queue, QueuedRequest, QueueRoom
@@ -42,6 +44,7 @@ class ConductorRules:
         window_s: of prompts, what an engine has before it: beyond that requests wait here, where a fair share counts.
         queue_bytes: of requests that wait here.
         index_bytes: of what nodes tell of their pages.
+        orders_bytes_per_s, orders_bytes_max: see ``Orders``.
         roles_floor: engines of each role that are left in it; None: roles are left as they are.
         first_token_s, token_s: what requests are to meet that say nothing themselves; 0: nothing.
         seed: of all chance.
@@ -52,6 +55,8 @@ class ConductorRules:
     window_s: float = 4.0
     queue_bytes: int = 256 << 20
     index_bytes: int = 1 << 30
+    orders_bytes_per_s: float = 1e9
+    orders_bytes_max: int = 1 << 30
     roles_floor: int | None = None
     first_token_s: float = 0.0
     token_s: float = 0.0
@@ -112,6 +117,7 @@ class ConductorState:
         self.costs = Costs(rules.priors)
         self.queues: dict[str, Queue] = {}
         self._room = QueueRoom(rules.queue_bytes)
+        self.orders = Orders(rules.orders_bytes_per_s, rules.orders_bytes_max)
         self.policy = make_policy(rules.policy, rules.seed)
         self.split = make_split(rules.split)
         self.roles = Roles(rules.roles_floor) if rules.roles_floor is not None else None
@@ -149,6 +155,10 @@ class ConductorState:
                 self._cancelled(event)
             case ev.Broke():
                 self._broke(event, out)
+            case ev.LeadershipTold():
+                self.orders.leads = event.leads
+            case ev.OrderEnded():
+                self.orders.ended(event.order)
             case ev.Ticked():
                 self.prefixes.expire(event.now_s)
                 self._change_roles(event.now_s, out)
@@ -190,12 +200,13 @@ class ConductorState:
             return
         options = self.options(wish, now_s)
         route = self._route(options) if options is not None else None
-        queue = self.queues.setdefault(wish.model, Queue(self._room))
         cost_s = route.computing.prefill_s if route is not None else 0.0
         if options is not None and route is not None:
-            waits_s = queue.ahead_s(wish.tenant, cost_s) / max(1, len(options.engines))
-            if self._refused_early(options, route, waits_s, out):
+            late = self._late(options, route)
+            if late is not None:
+                out.append(do.Refuse(wish.number, *late))
                 return
+        queue = self.queues.setdefault(wish.model, Queue(self._room))
         waiting = QueuedRequest(wish.number, cost_s, event.size, wish.priority)
         try:
             queue.add(wish.tenant, waiting)
@@ -203,26 +214,45 @@ class ConductorState:
             out.append(do.Refuse(wish.number, str(full), full.retry_after_s))
             return
         request = self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
-        if self.roles is not None and options is not None and route is not None:
+        if options is None or route is None:
+            return
+        if self.roles is not None:
             answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
             self.roles.asked(cost_s, answer_s, now_s)
-        if route is not None and len(queue) == 1 and self._has_room(route):  # else those before it are looked at first
+        if len(queue) == 1 and self._has_room(route):  # else those before it are looked at first
             self._start(queue, request, route, now_s, out)
+        out += self.orders.asked(options, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)
 
-    def _refused_early(self, options: Options, route: Route, waits_s: float, out: list[Instruction]) -> bool:
-        """Whether it is, since it would not meet what it wants, by prediction."""
+    def _late(self, options: Options, route: Route) -> tuple[str, float] | None:
+        """Why a request would not meet what it wants, by prediction, and when to come back; None: it would."""
         wish = options.wish
-        late_s = waits_s + route.first_token_s - wish.first_token_s
-        if wish.first_token_s and late_s > 0:
-            why = f"the first token would come after {waits_s + route.first_token_s:.2f} s"
-            out.append(do.Refuse(wish.number, why, max(RETRY_MIN_S, late_s)))
-            return True
+        queue = self.queues.get(wish.model)
+        ahead_s = queue.ahead_s(wish.tenant, route.computing.prefill_s) if queue is not None else 0.0
+        first_s = ahead_s / max(1, len(options.engines)) + route.first_token_s
+        if wish.first_token_s and first_s > wish.first_token_s:
+            return f"the first token would come after {first_s:.2f} s", max(RETRY_MIN_S, first_s - wish.first_token_s)
         if wish.token_s and route.answering.token_s > wish.token_s:
-            retry_s = options.answer_tokens * route.answering.token_s
             why = f"tokens would come every {1e3 * route.answering.token_s:.1f} ms"
-            out.append(do.Refuse(wish.number, why, max(RETRY_MIN_S, retry_s)))
-            return True
-        return False
+            return why, max(RETRY_MIN_S, options.answer_tokens * route.answering.token_s)
+        return None
+
+    def explain(self, wish: RouteWish, now_s: float) -> Explained:
+        """What would become of a request, and why: see ``explaining``. Changes nothing."""
+        wish, names = self._with_rules(wish), (self.rules.policy, self.rules.split)
+        board, options = self.fleet.board(wish.model), self.options(wish, now_s)
+        if board is None or options is None or not board.holds(wish.tokens + wish.answer_max):
+            return unexplained(wish, f"It is refused: {self._why_nobody(wish)}.", *names)
+        route, queue = self._route(options), self.queues.get(wish.model)
+        late = self._late(options, route) if route is not None else None
+        if late is not None:
+            outcome = f"It is refused: {late[0]}; it may come back after {late[1]:.2f} s."
+        elif queue:
+            outcome = f"It waits behind {len(queue)} others."
+        elif route is None or not self._has_room(route):
+            outcome = "It waits until an engine has room."
+        else:
+            outcome = "It is sent at once."
+        return explained(options, board, route, outcome, *names)
 
     def _with_rules(self, wish: RouteWish) -> RouteWish:
         first_token_s = wish.first_token_s or self.rules.first_token_s

@@ -32,6 +32,7 @@ from kvstore.model.span import Fingerprints
 
 WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: somebody may come who needs it
 LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
+LATE_S: Final = 1e9  # more than any answer takes
 EGRESS_BURST_S: Final = 2.0  # see the top
 
 
@@ -139,7 +140,9 @@ class Options:
 
     Attributes:
         engines: the same.
-        own, upper: of the prompt, tokens that the engine's own node has now, and has in its memory.
+        matches: as given; ``layouts``: of the engines, by the number that their column has.
+        own: of the prompt, tokens that the engine's own node has now.
+        own_pages, upper_pages: the same in pages, and how many of them lie in the node's memory.
         own_prefill_s: the prompt's computation, had only the engine's own node any of it.
         cached, donor, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: as of ``Computing``; ``donor``: a node's
             number, or -1.
@@ -160,6 +163,8 @@ class Options:
     ) -> None:
         self.wish = wish
         self.costs = costs
+        self.matches = matches
+        self.layouts = board.layouts
         self.now_s = now_s
         self._fleet = fleet
         self.engines, self.columns = board.take(at)
@@ -187,9 +192,8 @@ class Options:
             mine = columns.layout == layout
             pages, upper = pages + matches.told[nodes] * mine, upper + matches.upper[nodes] * mine
         self._page_bytes = columns.page_tokens * columns.kv_bytes
-        self._pages = pages
+        self.own_pages, self.upper_pages = pages, upper
         self.own = self.cached = np.minimum(pages * columns.page_tokens, last)
-        self.upper = np.minimum(upper * columns.page_tokens, last)
         self.move_s = costs.moves_s(upper * self._page_bytes, costs.s_per_byte[HERE])
         self.move_s = self.move_s + costs.moves_s((pages - upper) * self._page_bytes, costs.s_per_byte[NVME])
         self.own_prefill_s = self.prefill_s = costs.prefills_s(columns, self.wish.tokens, self.cached)
@@ -226,15 +230,15 @@ class Options:
 
         mine = mine & (columns.egress == 0)
         soon = matches.soon[nodes]
-        may = mine & (soon > self._pages)
+        may = mine & (soon > self.own_pages)
         if may.any():
             bring(may, nodes, soon, matches.soon_s[nodes], np.zeros(len(nodes)))
         for donor in matches.donors:
-            may = mine & (nodes != donor.node) & (donor.pages > self._pages)
+            may = mine & (nodes != donor.node) & (donor.pages > self.own_pages)
             if may.any():
                 host, zone = self._fleet.place(donor.node)
                 way = costs.ways((columns.host == host) & (host >= 0), (columns.zone == zone) & (zone >= 0))
-                moves_s = costs.moves_s((donor.pages - self._pages) * self._page_bytes, way)
+                moves_s = costs.moves_s((donor.pages - self.own_pages) * self._page_bytes, way)
                 bring(may, donor.node, donor.pages, donor.ready_s, moves_s)
 
     # --- pairs ------------------------------------------------------------------------------------------------------
@@ -263,6 +267,19 @@ class Options:
         own_s = (self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s)[computing] + tails_s
         return own_s + (self.answer_tokens * self.token_s + self.answer_harm_s)[answering]
 
+    @property
+    def node_names(self) -> list[str]:
+        """Of nodes, by number."""
+        return self._fleet.nodes.names
+
+    def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats | float:
+        """What is more than any total, for those that do not meet what the request wants."""
+        wish = self.wish
+        if not wish.first_token_s and not wish.token_s:
+            return 0.0
+        late = (first_token_s > (wish.first_token_s or np.inf)) | (np.asarray(token_s) > (wish.token_s or np.inf))
+        return np.where(late, LATE_S, 0.0)
+
     # --- as objects -------------------------------------------------------------------------------------------------
 
     def route(self, computing: int, answering: int) -> Route:
@@ -279,7 +296,7 @@ class Options:
             self.engines[at],
             int(self.cached[at]),
             int(self.own[at]),
-            self._fleet.nodes.names[donor] if donor >= 0 else "",
+            self.node_names[donor] if donor >= 0 else "",
             float(self.after_s[at]),
             float(self.wait_s[at]),
             float(self.move_s[at]),

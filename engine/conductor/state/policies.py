@@ -67,7 +67,9 @@ Split = Callable[[Options], bool | None]
 
 
 class KvCentric(Policy):
-    """The pair with the soonest last token, what it costs others counted as its own."""
+    """The pair with the soonest last token, what it costs others counted as its own; of those that meet what the
+    request wants, if there are any. Of equal ones, each in its turn.
+    """
 
     name = "kv-centric"
 
@@ -78,18 +80,20 @@ class KvCentric(Policy):
             return None
         best: tuple[float, int, int] | None = None
         if apart is not False and len(options.prefills):
-            computing = _smallest(options.prefills, options.ready_s + options.harm_s)
+            computing = _smallest(options.prefills, options.ready_s + options.harm_s + options.late(options.ready_s))
             answering = _smallest(answers, options.token_s * options.answer_tokens + options.answer_harm_s)
             one_each, other_each = computing[:, None], answering[None, :]
             tails_s = options.tails_s(one_each, other_each)
             tails_s[one_each == other_each] = np.inf  # those come below
             totals = options.totals_s(one_each, other_each, tails_s)
-            one, other = divmod(int(totals.argmin()), len(answering))
+            totals = totals + options.late((options.ready_s[one_each] + tails_s), options.token_s[other_each])
+            one, other = divmod(_first(totals.ravel(), options), len(answering))
             if totals[one, other] < np.inf:
                 best = float(totals[one, other]), int(computing[one]), int(answering[other])
         if apart is not True or best is None:
             totals = options.totals_s(answers, answers, 0.0)
-            at = int(totals.argmin())
+            totals = totals + options.late(options.ready_s[answers], options.token_s[answers])
+            at = _first(totals, options)
             if best is None or totals[at] <= best[0]:
                 return int(answers[at]), int(answers[at])
         return best[1:]
@@ -122,7 +126,7 @@ class LeastLoad(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[options.wait_s[fit].argmin()])
+        return int(fit[_first(options.wait_s[fit], options)])
 
 
 class LongestPrefix(Policy):
@@ -142,7 +146,7 @@ class OwnCache(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[(options.wait_s + options.own_prefill_s)[fit].argmin()])
+        return int(fit[_first((options.wait_s + options.own_prefill_s)[fit], options)])
 
 
 class DynamoLinear(Policy):
@@ -155,7 +159,7 @@ class DynamoLinear(Policy):
         columns = options.columns
         speed = np.where(columns.tokens_per_s > 0, columns.tokens_per_s, options.costs.priors.prefill_tokens_per_s)
         blocks = (options.wait_s * speed + options.wish.tokens - options.own + columns.tokens) / columns.page_tokens
-        return int(fit[blocks[fit].argmin()])
+        return int(fit[_first(blocks[fit], options)])
 
 
 class DualMap(Policy):
@@ -167,7 +171,7 @@ class DualMap(Policy):
         """See ``Policy.computing``."""
         pages = next(iter(options.wish.pages.values()), None)
         if pages is None or not len(pages):
-            return int(fit[options.ready_s[fit].argmin()])
+            return int(fit[_first(options.ready_s[fit], options)])
         first = pages[:DUALMAP_PAGES].tobytes()
         one, other = (int(fit[_drawn(first, self.seed + which, len(fit))]) for which in (1, 2))
         warm, cold = (one, other) if options.own[one] >= options.own[other] else (other, one)
@@ -231,6 +235,12 @@ def _smallest(fit: Places, values: Floats) -> Places:
     if len(fit) <= BEST:
         return fit
     return np.sort(fit[values[fit].argsort(kind="stable")[:BEST]])
+
+
+def _first(values: Floats, options: Options) -> int:
+    """Where the smallest value is; of several equal ones another for every request."""
+    smallest = (values == values.min()).nonzero()[0]
+    return int(smallest[options.wish.number % len(smallest)])
 
 
 def _drawn(what: bytes, seed: int, count: int) -> int:

@@ -153,11 +153,12 @@ class Prefixes:
         """How much of a prompt every node has. ``prompt``: fingerprints of its full pages, in order."""
         told = np.zeros(len(self._names) + 1, np.int64)
         upper = told.copy()
-        # Every STRIDE-th page first; then, where each node's last one of those is, those between it and the next.
+        # Every STRIDE-th page first; then those between the last one of them that a node has, or has in its memory,
+        # and the next.
         probes = np.arange(STRIDE - 1, len(prompt), STRIDE)
         if len(probes):
             self._look(prompt, probes, np.zeros(len(probes), np.int64), STRIDE, told, upper)
-        starts = np.unique(told)[:, None]
+        starts = np.unique((told, upper))[:, None]
         between = (starts + np.arange(STRIDE - 1)).ravel()
         inside = between < len(prompt)
         self._look(prompt, between[inside], np.repeat(starts, STRIDE - 1)[inside], 1, told, upper)
@@ -180,19 +181,15 @@ class Prefixes:
         if listed.names is not self._streams:
             self._streams = listed.names
             self._nodes = np.array([self._names.number(name) for name in listed.names], np.int64)
-        nodes = self._nodes[listed.nodes]
-        mine = (told[nodes] == starts[listed.pages]).nonzero()[0]
-        mine = mine[nodes[mine].astype(np.int16).argsort(kind="stable")]  # by node, and by page and tier as before
-        nodes, at = nodes[mine], places[listed.pages[mine]]
-        first = np.ones(len(nodes), bool)  # a page that is in two tiers counts once, in the upper one
-        first[1:] = (nodes[1:] != nodes[:-1]) | (at[1:] != at[:-1])
-        nodes, at = nodes[first], at[first]
-        # Its first page follows the start, and each one the page before it.
-        steps = (at - told[nodes]) // stride
-        prefix = steps == np.arange(len(nodes)) - nodes.searchsorted(nodes)
-        in_memory = listed.tiers[mine][first] <= _DRAM
-        upper += stride * np.bincount(nodes[prefix & in_memory & (upper[nodes] == told[nodes])], minlength=len(upper))
-        told += stride * np.bincount(nodes[prefix], minlength=len(told))
+        order = self._nodes[listed.nodes].astype(np.int16).argsort(kind="stable")  # by node, and by page as before
+        nodes, asked = self._nodes[listed.nodes[order]], listed.pages[order]
+        in_memory = listed.tiers[order] <= _DRAM
+        for known, rows in ((told, np.ones(len(order), bool)), (upper, in_memory)):
+            rows = rows & (known[nodes] == starts[asked])
+            rows[1:] &= (nodes[1:] != nodes[:-1]) | (asked[1:] != asked[:-1]) | ~rows[:-1]  # in two tiers: once
+            mine, steps = nodes[rows], (places[asked[rows]] - starts[asked[rows]]) // stride
+            prefix = steps == np.arange(len(mine)) - mine.searchsorted(mine)  # each follows the one before it
+            known += stride * np.bincount(mine[prefix], minlength=len(known))
 
     def _soon(self, pages: Fingerprints, told: Counts) -> dict[int, Donor]:
         """Nodes that will have more of the prompt than they have."""

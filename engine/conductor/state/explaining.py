@@ -1,0 +1,154 @@
+"""Explaining: every candidate of a decision with its terms, what was chosen, and why, in plain words."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from engine.conductor.state.board import SILENT_S, Board
+from engine.conductor.state.fleet import FleetEngine
+from engine.conductor.state.options import Options, Route, RouteWish
+
+Explained = dict[str, object]
+DIGITS: Final = 6  # of seconds
+
+
+def explained(options: Options, board: Board, route: Route | None, outcome: str, policy: str, split: str) -> Explained:
+    """A document about a decision: the request, every engine of its model, the choice.
+
+    Args:
+        board: of all engines of the model.
+        outcome: what becomes of the request, in a sentence.
+    """
+    rows = [_candidate(options, place, route) for place in range(len(options.engines))]
+    rows.sort(key=lambda row: (_best(row), str(row["engine"])))
+    taken = {engine.about.name for engine in options.engines}
+    out = [engine for engine in board.engines if engine.about.name not in taken]
+    return {
+        **_asked(options.wish),
+        "policy": policy,
+        "split": split,
+        "outcome": outcome,
+        "chosen": _chosen(route) if route is not None else None,
+        "why": _why(options, route, rows, policy),
+        "candidates": rows,
+        "left_out": [
+            {"engine": engine.about.name, "why": _why_not(engine, options.wish, options.now_s)} for engine in out
+        ],
+    }
+
+
+def unexplained(wish: RouteWish, outcome: str, policy: str, split: str) -> Explained:
+    """The same of a request that no engine could ever answer."""
+    rest: Explained = {"chosen": None, "why": outcome, "candidates": [], "left_out": []}
+    return {**_asked(wish), "policy": policy, "split": split, "outcome": outcome, **rest}
+
+
+def _asked(wish: RouteWish) -> Explained:
+    pages = {layout: len(found) for layout, found in sorted(wish.pages.items())}
+    asked = {"model": wish.model, "tenant": wish.tenant, "tokens": wish.tokens, "answer_max": wish.answer_max}
+    return {"request": {**asked, "pages": pages, "first_token_s": wish.first_token_s, "token_s": wish.token_s}}
+
+
+def _candidate(options: Options, place: int, route: Route | None) -> Explained:
+    """One engine: what it would do as the one that computes, beside its best partner, and as the one that answers."""
+    computing, about = options.computing(place), options.engines[place].about
+    pairs = [options.route(place, other) for other in _partners(options, place)]
+    best = min(pairs, key=lambda pair: (pair.total_s, pair.answering.engine.about.name), default=None)
+    part = ""
+    if route is not None:
+        computes, answers = route.computing.engine.about.name, route.answering.engine.about.name
+        both = about.name == computes == answers
+        part = "both" if both else {computes: "computes", answers: "answers"}.get(about.name, "")
+    found: Explained = {
+        "engine": about.name,
+        "role": str(options.engines[place].role),
+        "part": part,
+        "own_tokens": computing.own,
+        "memory_tokens": int(options.upper_pages[place]) * about.page_tokens,
+        "nvme_tokens": int(options.own_pages[place] - options.upper_pages[place]) * about.page_tokens,
+        "cached_tokens": computing.cached,
+        "donor": computing.donor,
+        "wait_s": _round(computing.wait_s),
+        "move_s": _round(computing.move_s),
+        "prefill_s": _round(computing.prefill_s),
+        "ready_s": _round(computing.ready_s),
+        "harm_s": _round(computing.harm_s),
+    }
+    if place in options.answers:
+        answering = options.answering(place)
+        found |= {"batch": answering.batch, "token_s": _round(answering.token_s)}
+        found |= {"answer_harm_s": _round(answering.harm_s)}
+    if best is not None:
+        found["best"] = _chosen(best)
+    return found
+
+
+def _partners(options: Options, place: int) -> list[int]:
+    """The engines that could answer what this one computes: itself, and the others' best."""
+    partners = [place] if place in options.answers else []
+    if place in options.prefills:
+        others = options.answers[options.answers != place]
+        if len(others):
+            tails_s = options.tails_s(np.array([place]), others)
+            partners.append(int(others[options.totals_s(np.array([place]), others, tails_s).argmin()]))
+    return partners
+
+
+def _chosen(route: Route) -> Explained:
+    return {
+        "computes": route.computing.engine.about.name,
+        "answers": route.answering.engine.about.name,
+        "first_token_s": _round(route.first_token_s),
+        "token_s": _round(route.answering.token_s),
+        "tail_s": _round(route.tail_s),
+        "total_s": _round(route.total_s),
+    }
+
+
+def _best(row: Explained) -> float:
+    best = row.get("best")
+    return float(best["total_s"]) if isinstance(best, dict) else math.inf
+
+
+def _why(options: Options, route: Route | None, rows: list[Explained], policy: str) -> str:
+    if route is None:
+        return "No engine can take it now." if not rows else "No engine that answers can take it now."
+    computing, wish = route.computing, options.wish
+    name, other = computing.engine.about.name, route.answering.engine.about.name
+    who = f"{name} computes and answers" if route.local else f"{name} computes and {other} answers"
+    has = f"{computing.cached} of {wish.tokens} tokens need no computation"
+    if computing.donor == computing.engine.about.node and computing.donor:
+        has += ", some of which are being computed there"
+    elif computing.donor:
+        has += f", some of which come from {computing.donor}"
+    waits = f"it can begin after {max(computing.wait_s, computing.move_s):.3f} s and takes {computing.prefill_s:.3f} s"
+    hands = "" if route.local else f"; {route.tail_s:.3f} s of the hand-off are not hidden"
+    said = f"{who}: {has}; {waits}{hands}; the first token comes after {route.first_token_s:.3f} s."
+    others = [row for row in rows if not row["part"] and "best" in row]
+    if not others:
+        return f"{said} There is no other candidate."
+    more_s = _best(others[0]) - route.total_s
+    better = "costs" if more_s >= 0 else f"would cost less, but {policy} does not look at that:"
+    return f"{said} With {others[0]['engine']} to compute it, the whole answer {better} {more_s:+.3f} s."
+
+
+def _why_not(engine: FleetEngine, wish: RouteWish, now_s: float) -> str:
+    about, tokens = engine.about, wish.tokens + wish.answer_max
+    if (about.context_max and tokens > about.context_max) or (about.tokens_max and tokens > about.tokens_max):
+        return f"it never holds {tokens} tokens"
+    if engine.draining:
+        return "it drains"
+    if engine.avoided_until_s > now_s:
+        return f"it failed on a request; it is tried again in {engine.avoided_until_s - now_s:.1f} s"
+    if engine.silent:
+        return "it did not answer when it was asked for its load"
+    if now_s - engine.heard_s > SILENT_S:
+        return f"it was last heard of {now_s - engine.heard_s:.1f} s ago"
+    return "the request failed there before"
+
+
+def _round(seconds: float) -> float:
+    return round(seconds, DIGITS)

@@ -1,0 +1,158 @@
+"""A conductor's decisions that hold when engines are in trouble, explain themselves, and are ahead of requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.conductor.state import events as ev
+from engine.conductor.state import instructions as do
+from engine.conductor.state.fleet import LoadReport
+from engine.model.request import Role
+from tests.helpers.fleet import NVME, PAGE, World, engines_of, pages_of, wish, world
+
+
+def test_a_request_waits_for_engines_of_its_own_model_alone() -> None:
+    """Nobody stands behind a request for a model whose engines are all away."""
+    made = world(1)
+    made.add("other", model="other")
+    made.tell(ev.Broke(0.0, 999, "other", 0))
+    made.arrive(wish(1, pages_of(1), model="other"))  # type: ignore[arg-type]
+    made.arrive(wish(2, pages_of(2)))
+    assert engines_of(made) == ["e0"] and not made.refused
+    made.settle()
+    assert set(made.done) == {1, 2}
+
+
+def test_engines_that_are_silent_are_better_than_none() -> None:
+    """All reports fail, and tokens come all the same: nobody is refused, and nobody waits for nothing."""
+    made = world(3, first_token_s=5.0)
+    for number in range(30):
+        for name in made.engines:
+            made.tell(ev.ReportAsked(made.now_s, name))
+            made.tell(ev.Silent(made.now_s, name))
+        made.arrive(wish(number, pages_of(number)))
+        made.run(made.now_s + 0.5)
+    made.settle()
+    assert len(made.done) == 30 and not made.refused
+
+
+def test_an_engine_that_hangs_gets_nothing_while_others_answer() -> None:
+    made = world(3)
+    made.tell(ev.ReportAsked(0.0, "e1"))
+    made.tell(ev.Silent(0.0, "e1"))
+    for number in range(12):
+        made.arrive(wish(number, pages_of(number)))
+    made.settle()
+    assert set(engines_of(made)) == {"e0", "e2"}
+
+
+def test_an_engine_that_fails_again_is_avoided_longer() -> None:
+    """It answers when it is asked for its load, and no request."""
+    made = world(2)
+    made.engines["e1"].up = False
+    for number in range(100):
+        for name in made.engines:
+            report = LoadReport(role=Role.BOTH)
+            made.tell(ev.ReportAsked(made.now_s, name))
+            made.tell(ev.Reported(made.now_s, name, report))
+        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 20))))
+        made.run(made.now_s + 0.6)
+    made.settle()
+    assert len(made.done) == 100 and engines_of(made).count("e1") <= 8
+
+
+def test_one_that_meets_what_is_wanted_goes_before_one_that_is_done_sooner() -> None:
+    """A warm engine would have the whole answer sooner, and its first token too late."""
+    made = world(1, split="never")
+    for number in range(6):
+        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 60)), answer=2000))
+    made.add("e1")
+    made.tell(ev.ReportAsked(0.0, "e1"))
+    made.tell(ev.Reported(0.0, "e1", LoadReport(role=Role.BOTH, step_s=0.1)))
+    slow = wish(50, pages_of(*range(900, 930)), answer=2000)
+    quick = wish(51, pages_of(*range(900, 930)), answer=2000, first_token_s=1.0)
+    chosen = [made.state.explain(each, made.now_s)["chosen"] for each in (slow, quick)]
+    assert [each["answers"] for each in chosen] == ["e0", "e1"], chosen  # type: ignore[index]
+    assert chosen[1]["first_token_s"] < 1.0 < chosen[0]["first_token_s"]  # type: ignore[index]
+
+
+def test_a_decision_explains_itself() -> None:
+    """All candidates, what was chosen and why; the same again, and nothing is changed by it."""
+    made = world(roles="pbd")
+    pages = pages_of(*range(40))
+    made.holds("e1", pages)
+    made.add("small", context_max=100)
+    made.tell(ev.Broke(made.now_s, 999, "e2", 0))
+    asked = wish(2, np.concatenate([pages, pages_of(99)]))
+    first = made.state.explain(asked, made.now_s)
+    assert first == made.state.explain(asked, made.now_s)
+    rows = {row["engine"]: row for row in first["candidates"]}  # type: ignore[attr-defined]
+    assert set(rows) == {"e0", "e1"} and rows["e1"]["own_tokens"] == 40 * PAGE
+    assert {row["engine"]: row["why"] for row in first["left_out"]} == {  # type: ignore[attr-defined]
+        "e2": "it failed on a request; it is tried again in 5.0 s",
+        "small": f"it never holds {asked.tokens + asked.answer_max} tokens",
+    }
+    assert str(first["outcome"]) == "It is sent at once." and f"{40 * PAGE} of {asked.tokens} tokens" in str(
+        first["why"]
+    )
+    made.arrive(asked)
+    ((_, sent),) = made.sends
+    route = sent.route
+    chosen = first["chosen"]
+    assert chosen["computes"] == route.computing.engine.about.name  # type: ignore[index]
+    assert chosen["total_s"] == pytest.approx(route.total_s, abs=1e-5)  # type: ignore[index]
+    nobody = made.state.explain(wish(3, pages_of(1), model="other"), made.now_s)  # type: ignore[arg-type]
+    assert "'other'" in str(nobody["outcome"]) and not nobody["candidates"]
+    made.settle()
+
+
+def _crowd(leads: bool, **rules: object) -> World:
+    """Prompts with one beginning, more than the engine that has it can take, and nothing to pull it with."""
+    made = world(3, **rules)
+    made.tell(ev.LeadershipTold(0.0, leads))
+    shared = pages_of(*range(100))
+    made.holds("e0", shared)
+    for number in range(40):
+        made.arrive(wish(number, np.concatenate([shared, pages_of(*range(500 + 20 * number, 515 + 20 * number))])))
+        made.run(made.now_s + 0.02)
+    made.settle()
+    assert len(made.done) == 40
+    return made
+
+
+def test_a_hot_prefix_is_copied_by_the_leader() -> None:
+    made = _crowd(leads=True, policy="longest-prefix")
+    assert {order.node for order in made.orders} == {"node-e1", "node-e2"} and len(made.orders) == 2
+    for order in made.orders:
+        assert isinstance(order, do.CopyPrefix) and order.source == "node-e0"
+        assert order.pages == 100 and order.size == 100 * PAGE * (1 << 17)
+    assert len(set(engines_of(made))) == 3
+    assert not _crowd(leads=False, policy="longest-prefix").orders
+
+
+def test_orders_keep_to_their_budget() -> None:
+    size = 100 * PAGE * (1 << 17)
+    assert len(_crowd(leads=True, policy="longest-prefix", orders_bytes_per_s=size / 100.0).orders) == 1
+    made = world(1)
+    given = made.state.orders._give
+    assert [given("n", page, 1 << 29, 0.0) for page in range(3)] == [1, 2, None], "two fill what may be under way"
+    made.tell(ev.OrderEnded(0.5, 1))
+    assert given("n", 1, 1 << 20, 0.5) is None, "the same is under way"
+    assert given("n", 9, 1 << 20, 0.5) == 3
+    assert given("n", 8, 1 << 29, 40.0) == 4, "what was never told to have ended is forgotten"
+
+
+def test_what_a_waiting_request_needs_comes_from_nvme_meanwhile() -> None:
+    made = world(1, window_s=0.2)
+    made.tell(ev.LeadershipTold(0.0, True))
+    pages = pages_of(*range(30))
+    made.holds("e0", pages[:10])
+    made.holds("e0", pages[10:], NVME)
+    for number in range(3):
+        made.arrive(wish(number, pages_of(*range(100 * number + 1000, 100 * number + 1060))))
+    made.arrive(wish(9, pages))
+    (order,) = made.orders
+    assert isinstance(order, do.PrefetchPrefix) and (order.number, order.node, order.pages) == (9, "node-e0", 30)
+    assert order.size == 20 * PAGE * (1 << 17)
+    made.settle()
