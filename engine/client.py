@@ -98,7 +98,7 @@ class EngineClient:
             token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
         self._timeout_s = timeout_s
-        self._endpoint = endpoint(_url(address), self._credentials, os.environ)
+        self._endpoint = endpoint(url_of(address), self._credentials, os.environ)
         self._remote = _RemoteEngine(self._endpoint, timeout_s)
         self._data_port = 0  # as the engine said last
 
@@ -261,7 +261,7 @@ class EngineClient:
         return EngineClient(address, **vars(self._credentials), timeout_s=self._timeout_s)
 
 
-def _url(address: str) -> str:
+def url_of(address: str) -> str:
     """``HOST:PORT`` and ``unix:/PATH``, as engines print them, as ``kvstore.connect`` has them."""
     if address.startswith("unix:"):
         return f"kv+unix://{address.removeprefix('unix:')}"

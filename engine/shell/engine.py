@@ -204,7 +204,7 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
         steps = self.performer.sides.steps
-        return describe(self.model, self.arena, self.pool, self.door, self.state, self.prefills, steps)
+        return describe(self.config, self.model, self.arena, self.pool, self.door, self.state, self.prefills, steps)
 
     def set_role(self, role: Role) -> None:
         """Accept other requests from now on; ends a drain."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from engine.compute.models import Model
+from engine.config import EngineConfig
 from engine.memory.arena import Arena
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
@@ -15,7 +17,14 @@ from engine.state.sequence import Phase
 
 
 def describe(
-    model: Model, arena: Arena, pool: Pool, door: Door, state: EngineState, prefills: Prefills, side_steps: int
+    config: EngineConfig,
+    model: Model,
+    arena: Arena,
+    pool: Pool,
+    door: Door,
+    state: EngineState,
+    prefills: Prefills,
+    side_steps: int,
 ) -> dict[str, Any]:
     """The document of ``Engine.status``. Any thread: it only looks."""
     found = [state.roster.sequences.get(number) for number in list(door.known.values())]
@@ -25,10 +34,16 @@ def describe(
         "draining": door.draining,
         "model": model.name,
         "device": str(model.device),
-        "layout": {"fingerprint": arena.layout.fingerprint.hex(), "page_tokens": arena.layout.page_tokens},
+        "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
+        "layout": {
+            "fingerprint": arena.layout.fingerprint.hex(),
+            "page_tokens": arena.layout.page_tokens,
+            "page_bytes": arena.layout.page_bytes,
+        },
         "context_tokens_max": model.context_tokens_max,
         "frames": {"total": arena.frames_total, "free": arena.frames_free},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
+        "batch_max": config.batch_max,
         "prefills_held": len(prefills),
         "side_steps": side_steps,
         "speeds": {

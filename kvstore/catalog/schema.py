@@ -6,6 +6,8 @@
     /kvstore/v1/POOL/engines/NAME     an engine that serves
     /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
     /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and nobody's
+    /kvstore/v1/POOL/conductors/NAME  a conductor that serves
+    /kvstore/v1/POOL/leader           the name of the conductor that gives orders
 
 Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
 process that wrote it, so that nobody takes another's entry for its own. Fields that a reader does not know are ignored,
@@ -111,9 +113,28 @@ class DataEntry:
     version: str = ""
 
 
-Published = NodeEntry | EngineEntry | DataEntry
-Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry)
-_FOLDERS: Final = {NodeEntry: "nodes", EngineEntry: "engines", DataEntry: "data"}
+@dataclass(frozen=True, kw_only=True)
+class ConductorEntry:
+    """A conductor that serves.
+
+    Attributes:
+        addresses: HOST:PORT of its gRPC API, best first.
+        http: HOST:PORT of its HTTP door; empty: it has none.
+        policy: by which it routes.
+    """
+
+    name: str
+    process: str
+    addresses: tuple[str, ...] = ()
+    http: str = ""
+    policy: str = ""
+    host: str = ""
+    version: str = ""
+
+
+Published = NodeEntry | EngineEntry | DataEntry | ConductorEntry
+Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry, ConductorEntry)
+_FOLDERS: Final = {NodeEntry: "nodes", EngineEntry: "engines", DataEntry: "data", ConductorEntry: "conductors"}
 
 
 def prefix(pool: str) -> str:
@@ -124,6 +145,11 @@ def prefix(pool: str) -> str:
 def folder(pool: str, kind: type[Any]) -> str:
     """What every key of entries of that kind begins with."""
     return f"{prefix(pool)}{_FOLDERS[kind]}/"
+
+
+def leader_key(pool: str) -> str:
+    """Where the conductor that gives orders says so."""
+    return f"{prefix(pool)}leader"
 
 
 def key_of(pool: str, value: Published) -> str:

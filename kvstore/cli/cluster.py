@@ -13,7 +13,7 @@ from typing import Any, Final
 from kvstore import config as configuration
 from kvstore.catalog import schema
 from kvstore.catalog.connect import to_catalog
-from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
+from kvstore.catalog.schema import ConductorEntry, DataEntry, EngineEntry, NodeEntry
 from kvstore.cli.output import bytes_text, duration_text, print_json, print_table
 from kvstore.cli.tiers import transports_text
 from kvstore.errors import KVStoreError, NodeUnavailable
@@ -23,16 +23,19 @@ from kvstore.transfer.wire import FrameKind, Hello, WireError
 
 ASK_S: Final = 1.0
 
+Pool = tuple[list[NodeEntry], list[EngineEntry], list[DataEntry], list[ConductorEntry]]
+
 
 def cluster(url: str, pool: str, as_json: bool) -> None:
     """Print the members of a pool."""
-    nodes, engines, servers = asyncio.run(members_of(url, pool))
+    nodes, engines, servers, conductors = asyncio.run(members_of(url, pool))
     servers.sort(key=lambda each: each.name)
     told = {each.name: _asked(each, pool) for each in servers}
     if as_json:
         members = {
             "nodes": [asdict(each) for each in nodes],
             "engines": [asdict(each) for each in engines],
+            "conductors": [asdict(each) for each in conductors],
             "data": [{**asdict(each), "directory": told[each.name]} for each in servers],
         }
         print_json({"catalog": url, "pool": pool, "members": members})
@@ -42,21 +45,24 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
         ("engine", each.name, each.host, _first(each.addresses), f"{each.role}, {each.model} on {each.device}")
         for each in engines
     ]
+    rows += [("conductor", each.name, each.host, _first(each.addresses), each.policy) for each in conductors]
     rows += [("data", each.name, each.host, _first(each.addresses), _knows(each, told[each.name])) for each in servers]
     print_table(("member", "name", "host", "address", "what"), rows)
 
 
-async def members_of(url: str, pool: str) -> tuple[list[NodeEntry], list[EngineEntry], list[DataEntry]]:
+async def members_of(url: str, pool: str) -> Pool:
     """Who is in a pool; of data servers the newest last. Raises Unavailable where the catalog does not answer."""
     access = configuration.load().node  # the environment says how to prove ourselves to etcd
     async with to_catalog(url, access) as catalog:
         nodes = await catalog.listing(schema.folder(pool, NodeEntry))
         engines = await catalog.listing(schema.folder(pool, EngineEntry))
         servers = await catalog.listing(schema.folder(pool, DataEntry))
+        conductors = await catalog.listing(schema.folder(pool, ConductorEntry))
     return (
         schema.decode_all(NodeEntry, nodes.entries),
         schema.decode_all(EngineEntry, engines.entries),
         schema.decode_all(DataEntry, sorted(servers.entries, key=lambda each: each.revision)),
+        schema.decode_all(ConductorEntry, conductors.entries),
     )
 
 

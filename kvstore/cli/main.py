@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, str] = {
 SHORT_HELP: Mapping[str, str] = {
     "bench": "Measure this machine's limits and how near the store comes.",
     "completion": "Print the script by which a shell completes this command.",
+    "conductor": "Run a conductor: it sends each request where it is answered soonest.",
     "config": "Show the resolved configuration and where each value comes from.",
     "data": "Serve the pages of a node of this machine to other nodes.",
     "demo": "Start a node and two engines, ask them; show what is reused.",

@@ -54,7 +54,7 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
     Raises:
         Unavailable: the catalog does not answer.
     """
-    nodes, _, entries = asyncio.run(members_of(url, pool))
+    nodes, _, entries, _ = asyncio.run(members_of(url, pool))
     read_from = serving(nodes, entries)
     servers = [read_from[name] for name in sorted(read_from)]
     with ThreadPoolExecutor(min(ASKED_AT_A_TIME, len(servers)) or 1) as threads:

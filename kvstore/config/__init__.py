@@ -79,7 +79,7 @@ _ENV_NOT_CONFIG = (
     *("KVSTORE_NODE", "KVSTORE_TOKEN", "KVSTORE_TOKEN_FILE", "KVSTORE_TLS_CA"),
     "KVSTORE_FAILPOINT",  # a test's fault to inject
 )
-_ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_")  # an engine's settings are its own
+_ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_", "KVSTORE_CONDUCTOR_")  # settings of others
 
 
 # --- The tree ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from kvstore.config.values import Parser
 from kvstore.errors import InvalidRequest
 
-SECTIONS = ("node", "engine")
+SECTIONS = ("node", "engine", "conductor")
 """Tables that a file may have, each read by its own program."""
 
 

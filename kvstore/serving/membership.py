@@ -12,16 +12,18 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from kvstore.catalog import schema
-from kvstore.catalog.base import Catalog, Entry, boot_s
+from kvstore.catalog.base import Catalog, Entry, Session, boot_s
 from kvstore.catalog.connect import check_url, to_catalog
+from kvstore.catalog.election import elect
 from kvstore.catalog.presence import Presence
 from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
 from kvstore.config.daemon import ClusterConfig
-from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.serving import logs
 
 START_S: Final = 20.0
 STOP_S: Final = 8.0
+LEAD_LOOK_S: Final = 0.25
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -48,6 +50,8 @@ class Membership:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._watching: asyncio.Task[None] | None = None
+        self._leading: asyncio.Task[None] | None = None
+        self._lead: Session | None = None
 
     def start(self, mine: schema.Published, on_change: Callable[[], None] = lambda: None, former: bytes = b"") -> None:
         """Publish ``mine``, and know everybody else when this returns.
@@ -77,6 +81,17 @@ class Membership:
         if self._presence is not None:
             work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
             asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def lead(self, name: str) -> None:
+        """Take part in the election of the pool's leader from now on; ``leads`` says whether we are."""
+        assert self._catalog is not None, "it is started"
+        work = self._lead_always(self._catalog, name.encode())
+        self._loop.call_soon_threadsafe(lambda: setattr(self, "_leading", self._loop.create_task(work)))
+
+    @property
+    def leads(self) -> bool:
+        """Whether we lead the pool now: nobody else can."""
+        return self._lead is not None and self._lead.alive
 
     def stop(self) -> None:
         """Leave at once, in the eyes of others too."""
@@ -132,10 +147,27 @@ class Membership:
         self._watching = asyncio.create_task(self._watch(catalog, first), name="catalog watch")
         await first.wait()
 
+    async def _lead_always(self, catalog: Catalog, value: bytes) -> None:
+        while True:
+            session: Session | None = None
+            with contextlib.suppress(Unavailable):
+                try:
+                    session = await catalog.open_session(self._config.catalog_ttl_s)
+                    await elect(catalog, schema.leader_key(self._config.pool), value, session)
+                    self._lead = session
+                    while session.alive:
+                        await asyncio.sleep(LEAD_LOOK_S)
+                finally:
+                    self._lead = None
+                    if session is not None:
+                        await session.close()
+            await asyncio.sleep(LEAD_LOOK_S)
+
     async def _stop(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in (self._watching, self._leading):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._presence is not None:
             await self._presence.close()
         if self._catalog is not None:

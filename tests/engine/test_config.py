@@ -15,28 +15,16 @@ from engine.api.metrics import METRICS
 from engine.config import EngineConfig, load, parse_engines
 from engine.model.request import Grain, Role, Source, Timing
 from kvstore import config as node_config
-from kvstore.cli.settings import default_text
 from kvstore.config.reading import declared
 from kvstore.errors import InvalidRequest
 from kvstore.serving.metric_table import table_text
-from tests.helpers.settings import docstrings
+from tests.helpers.settings import docstrings, settings_table, table_in, with_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 SETTINGS = declared(EngineConfig)
 
 
-def settings_table() -> str:
-    """The table of docs/engines.md."""
-    about = docstrings(EngineConfig)
-    rows = [
-        f"| `{name}` | {f'`{default}`' if default else ''} | {about[name]} |"
-        for name, setting in SETTINGS.items()
-        for default in [default_text(setting, getattr(EngineConfig, name))]
-    ]
-    return "\n".join(["| setting | default | |", "|---|---|---|", *rows])
-
-
-TABLES = {"settings": settings_table, "metrics": partial(table_text, METRICS)}
+TABLES = {"settings": partial(settings_table, EngineConfig), "metrics": partial(table_text, METRICS)}
 
 
 def test_flags_go_before_the_environment_before_the_file(tmp_path: Path) -> None:
@@ -125,14 +113,11 @@ def test_every_setting_has_a_word_about_it() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_every_setting_and_metric(name: str) -> None:
-    _, begin, rest = PAGE.read_text().partition(f"<!-- {name} -->\n")
-    assert begin
-    assert rest.partition("\n<!-- end -->")[0] == TABLES[name](), "run `python -m tests.engine.test_config`"
+    assert table_in(PAGE.read_text(), name) == TABLES[name](), "run `python -m tests.engine.test_config`"
 
 
 if __name__ == "__main__":
     page = PAGE.read_text()
     for name, make in TABLES.items():
-        before, begin, rest = page.partition(f"<!-- {name} -->\n")
-        page = before + begin + make() + "\n<!-- end -->" + rest.partition("\n<!-- end -->")[2]
+        page = with_table(page, name, make())
     PAGE.write_text(page)

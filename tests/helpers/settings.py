@@ -6,7 +6,8 @@ import ast
 import inspect
 import textwrap
 
-from kvstore.config.reading import Settings
+from kvstore.cli.settings import default_text
+from kvstore.config.reading import Settings, declared
 
 
 def docstrings(kind: type[Settings]) -> dict[str, str]:
@@ -20,3 +21,27 @@ def docstrings(kind: type[Settings]) -> dict[str, str]:
                 assert isinstance(field.target, ast.Name)
                 found[field.target.id] = " ".join(str(text.value.value).split())
     return found
+
+
+def settings_table(kind: type[Settings]) -> str:
+    """All of them as a table of the docs."""
+    about = docstrings(kind)
+    rows = [
+        f"| `{name}` | {f'`{default}`' if default else ''} | {about[name]} |"
+        for name, setting in declared(kind).items()
+        for default in [default_text(setting, getattr(kind, name))]
+    ]
+    return "\n".join(["| setting | default | |", "|---|---|---|", *rows])
+
+
+def table_in(page: str, name: str) -> str:
+    """The table between the marks of that name in a page of the docs."""
+    _, begin, rest = page.partition(f"<!-- {name} -->\n")
+    assert begin
+    return rest.partition("\n<!-- end -->")[0]
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """The page with this table between the marks of that name."""
+    before, begin, rest = page.partition(f"<!-- {name} -->\n")
+    return before + begin + table + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]

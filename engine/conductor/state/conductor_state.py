@@ -138,7 +138,8 @@ class ConductorState:
                 self.fleet.node_lost(event.name)
                 self.prefixes.forget(event.name)
             case ev.PagesTold():
-                self.prefixes.told(event.batch)
+                if self.prefixes.told(event.batch) != event.batch.number + 1:
+                    out.append(do.FollowAnew(event.batch.node))
             case ev.ReportAsked():
                 self.fleet.asking(event.engine)
             case ev.Reported():

@@ -43,6 +43,13 @@ class LoseRequest(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class FollowAnew(Instruction):
+    """A batch of what this node tells is missing: ask it for a new stream, which begins with everything."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetRole(Instruction):
     """Tell an engine to do something else from now on. What is under way there is finished as it began."""
 

@@ -1,0 +1,30 @@
+"""``kvstore conductor`` runs one; ``kvstore route`` asks one where a prompt would go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from engine.conductor import config as configuration
+from engine.conductor.config import ConductorConfig
+from kvstore.cli.output import say
+from kvstore.cli.settings import with_settings
+
+
+@click.command()
+@with_settings(ConductorConfig)
+def conductor(path: str | None, as_json: bool, **flags: Any) -> None:
+    """Run a conductor until SIGTERM: it sends each request where it is answered soonest.
+
+    It finds engines and nodes through --catalog, or is given them with --engine. Prints one line when it serves. Each
+    setting may also stand in the file under [conductor], or in the environment (KVSTORE_CONDUCTOR_POLICY=kv-centric).
+    docs/conductor.md explains them.
+    """
+    settings, _ = configuration.load(path, flags=flags)
+    from engine.conductor import daemon  # only here: it loads gRPC
+
+    def announce(said: daemon.ConductorReady) -> None:
+        say(as_json, daemon.described(said), said.line)
+
+    daemon.serve(settings, announce)

@@ -1,0 +1,107 @@
+"""The configuration of a conductor: one frozen tree, read once at the edge, as a node's is (``kvstore.config``).
+
+A value comes from, strongest first: a flag of ``kvstore conductor``, the environment (``KVSTORE_CONDUCTOR_POLICY``), a
+file (``policy = "kv-centric"`` under ``[conductor]``), the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.conductor.state.conductor_state import ConductorRules
+from engine.conductor.state.policies import POLICIES, SPLITS
+from engine.config import parse_engines
+from kvstore.config.daemon import DaemonConfig, listen, require
+from kvstore.config.reading import read, setting
+from kvstore.config.values import parse_count, parse_number, parse_size, parse_text
+
+ENV_PREFIX = "KVSTORE_CONDUCTOR_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorConfig(DaemonConfig):
+    """One conductor. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
+
+    engine: tuple[str, ...] = setting(
+        (),
+        parse_engines,
+        "An engine beside those of the catalog; may repeat.",
+        metavar="ADDRESS",
+        repeats=True,
+    )
+    """Engines beside those that the catalog lists."""
+    policy: str = setting("kv-centric", parse_text, "Who computes and who answers.", metavar="|".join(POLICIES))
+    """Who computes a prompt and who answers it: see below."""
+    split: str = setting("cost", parse_text, "When two engines share a request.", metavar="|".join(SPLITS))
+    """When one engine computes a prompt and another one answers: cost (where sooner), never, always, threshold."""
+    name: str = setting("conductor", parse_text, "What it is called in logs and metrics.")
+    """What it is called in logs and, with a number of its process, in the catalog."""
+    listen: tuple[str, ...] = listen("127.0.0.1:0")
+    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
+    salt: str = setting("", parse_text, "Of requests that name none.", default_shown="")
+    """The salt of requests that name none."""
+    window_s: float = setting(4.0, parse_number, "Seconds of prompts that an engine has before it at most.")
+    """Seconds of prompts that an engine has before it at most; others wait here, where tenants share fairly."""
+    queue: int = setting(256 << 20, parse_size, "Memory of requests that wait here.", metavar="SIZE")
+    """Memory of requests that wait here; no tenant has more than half of it."""
+    index: int = setting(1 << 30, parse_size, "Memory of what nodes tell of their pages.", metavar="SIZE")
+    """Memory of what nodes tell of their pages: 8 bytes a page."""
+    roles_floor: int = setting(0, parse_count, "Engines that keep each role; 0: roles are left as they are.")
+    """How many engines keep each role when roles follow the load; 0: roles are left as they are."""
+    first_token_s: float = setting(0.0, parse_number, "The latest first token, of requests that name none; 0: none.")
+    """Seconds until the first token, of requests that name none: what would miss it is refused at once; 0: none."""
+    token_s: float = setting(0.0, parse_number, "The longest step between tokens, of requests that name none; 0: none.")
+    """The longest time between two tokens, in seconds, of requests that name none; 0: none."""
+    request_s_max: float = setting(3600.0, parse_number, "The longest a request may take.")
+    """The longest a request may take, also where its client names no deadline."""
+    rpcs_max: int = setting(1024, parse_count, "How many gRPC calls may be under way at once.")
+    """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
+    drain_s: float = setting(10.0, parse_number, "Seconds that answers under way have when it is told to end.")
+    """How long the conductor waits at its end for answers under way."""
+    seed: int = setting(0, parse_count, "Of all chance.")
+    """Of all chance: the same events lead to the same decisions."""
+
+    def __post_init__(self) -> None:
+        require("engine", bool(self.engine or self.catalog), "is missing, and so is catalog: one of them", self.engine)
+        require("policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}", self.policy)
+        require("split", self.split in SPLITS, f"must be one of {', '.join(SPLITS)}", self.split)
+        require("listen", bool(self.listen), "needs an address", self.listen)
+        self.check_daemon()
+        for name in ("window_s", "request_s_max"):
+            require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
+        for name in ("first_token_s", "token_s", "drain_s"):
+            require(name, getattr(self, name) >= 0, "must be zero or more", getattr(self, name))
+        require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
+        require("roles_floor", 0 <= self.roles_floor <= 1024, "must be from 0 to 1024", self.roles_floor)
+
+    @property
+    def rules(self) -> ConductorRules:
+        """What the decisions go by."""
+        return ConductorRules(
+            policy=self.policy,
+            split=self.split,
+            window_s=self.window_s,
+            queue_bytes=self.queue,
+            index_bytes=self.index,
+            roles_floor=self.roles_floor or None,
+            first_token_s=self.first_token_s,
+            token_s=self.token_s,
+            seed=self.seed,
+        )
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> tuple[ConductorConfig, dict[str, str]]:
+    """The configuration, and where each of its values came from.
+
+    ``env`` is ``os.environ`` when None; of ``flags`` those that are None are not given. Raises `InvalidRequest` naming
+    the setting and saying where it was read.
+    """
+    return read(ConductorConfig, "conductor", path, os.environ if env is None else env, flags or {}, ENV_PREFIX)

@@ -1,0 +1,122 @@
+"""Daemon: a conductor with its gRPC API and HTTP, from start to SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from engine.conductor.config import ConductorConfig
+from engine.conductor.shell.api import ConductorServer
+from engine.conductor.shell.metrics import ConductorMetrics
+from engine.conductor.shell.tally import ConductorTally
+from kvstore.catalog import schema
+from kvstore.catalog.schema import ConductorEntry
+from kvstore.serving import lifecycle, listening, logs
+from kvstore.serving.identities import Identities
+from kvstore.serving.lifecycle import Life
+from kvstore.serving.membership import Membership, host, reachable
+
+log = logging.getLogger("kvstore.conductor")
+
+
+@dataclass(frozen=True)
+class ConductorReady:
+    """What a conductor says of itself when it serves."""
+
+    policy: str
+    split: str
+    engines: int
+    nodes: int
+    grpc: tuple[str, ...]
+    http: str | None
+    took_s: float
+    pid: int
+
+    @property
+    def line(self) -> str:
+        """The same for people; begins with ``kvstore conductor ready``."""
+        where = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
+        what = f"policy {self.policy}, {self.engines} engines, {self.nodes} nodes"
+        return f"kvstore conductor ready: {what}, {self.took_s:.2f} s, {where}"
+
+
+def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -> None:
+    """Run a conductor until SIGTERM or SIGINT. ``announce`` is called once, when it serves.
+
+    Raises:
+        InvalidRequest: an address that cannot be had, a catalog that makes no sense; names the setting.
+        Unavailable: the catalog does not answer.
+    """
+    membership = Membership(config) if config.catalog else None
+    with lifecycle.running(config, log, "the conductor") as life:
+        listening.plan(config, Identities(config.identities))
+        life.begun(policy=config.policy)
+        _run(config, membership, life, announce)
+
+
+def _run(
+    config: ConductorConfig, membership: Membership | None, life: Life, announce: Callable[[ConductorReady], None]
+) -> None:
+    tally = ConductorTally()
+    server = ConductorServer(config, tally, lambda: membership is None or membership.leads)
+    try:
+        server.start()
+        life.on_hangup(server.reload)
+        conductor = server.conductor
+        if membership is not None:
+            _join(membership, config, server, life)
+        if life.http is not None:
+            life.http.routes["/metrics"] = ConductorMetrics(config.name, tally, conductor.status, server.calls).route
+        server.settle()
+        said = ConductorReady(
+            policy=config.policy,
+            split=config.split,
+            engines=len(conductor.members.engines),
+            nodes=len(conductor.members.nodes),
+            grpc=tuple(server.addresses),
+            http=life.http.address if life.http is not None else None,
+            took_s=round(life.took_s, 3),
+            pid=os.getpid(),
+        )
+        life.serves(lambda: announce(said), said.took_s, engines=said.engines)
+        life.wait()
+        life.retires()
+        if membership is not None:
+            membership.stop()
+        server.retire()
+        left = server.drain(config.drain_s, life.hurried)
+        if left:
+            logs.event(log, logging.WARNING, "answers did not end in time", answers=left)
+    finally:
+        if membership is not None:
+            membership.stop()
+        server.stop()
+
+
+def _join(membership: Membership, config: ConductorConfig, server: ConductorServer, life: Life) -> None:
+    process = schema.new_process()
+    mine = ConductorEntry(
+        name=f"{config.name}-{process[:8]}",
+        process=process,
+        addresses=reachable(server.addresses),
+        http=life.http.address if life.http is not None else "",
+        policy=config.policy,
+        host=host(),
+        version=metadata.version("kvstore"),
+    )
+
+    def changed() -> None:
+        server.conductor.members_told(membership.engines(), membership.nodes())
+
+    membership.start(mine, changed)
+    changed()
+    membership.lead(mine.name)
+
+
+def described(said: ConductorReady) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {"ready": True, **vars(said), "line": said.line}

@@ -1,0 +1,171 @@
+"""The gRPC API of a conductor: the calls of ``kvstore.v1.Conductor``, and their server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import grpc
+from google.protobuf import struct_pb2
+
+from engine.api.wire import request_of, salt_of, tokens_of
+from engine.conductor.config import ConductorConfig
+from engine.conductor.shell.answers import Answered, Answers, Ask, Drawn, Routed, ServedModel
+from engine.conductor.shell.conductor import Conductor
+from engine.conductor.shell.tally import ConductorTally
+from engine.model.request import Request
+from kvstore.errors import InvalidRequest
+from kvstore.pb import conductor_pb2 as pb
+from kvstore.pb import engine_pb2, store_pb2
+from kvstore.rpc.messages import document
+from kvstore.serving.gate import Call, Gate, parse
+from kvstore.serving.loop import Limits, LoopServer
+from kvstore.serving.methods import serving
+from kvstore.serving.weighing import weighed
+
+SERVICE: Final = "kvstore.v1.Conductor"
+SETTLE_S: Final = 3.0
+LOOK_S: Final = 0.05
+MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
+NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy")
+
+
+class ConductorCalls:
+    """All calls. On the event loop of ``answers``."""
+
+    def __init__(self, config: ConductorConfig, answers: Answers, status: Callable[[], Any]) -> None:
+        self._config = config
+        self._answers = answers
+        self._status = status
+
+    async def route(self, call: Call, message: bytes) -> bytes:
+        """Where a request would go now."""
+        return document(await self._answers.explain(await self._ask(call, message)))
+
+    async def submit(self, call: Call, message: bytes) -> None:
+        """Answer a prompt."""
+        ask = await self._ask(call, message)
+        async with contextlib.aclosing(self._answers.answer(ask)) as parts:
+            drawn = 0
+            with call.waits():
+                async for part in parts:
+                    match part:
+                        case Routed():
+                            reply = pb.RouteReply(route=_struct(part.document))
+                        case Drawn():
+                            reply = pb.RouteReply(tokens=_tokens(part, drawn))
+                            drawn += len(part.ids)
+                        case Answered():
+                            usage = engine_pb2.Usage(**asdict(part.usage))
+                            end = engine_pb2.Finished(reason=part.reason, text=part.text, usage=usage)
+                            reply = pb.RouteReply(finished=end)
+                    await call.send(reply.SerializeToString())
+
+    async def status(self, call: Call, message: bytes) -> bytes:
+        """What the conductor is, whom it knows, what waits."""
+        parse(store_pb2.Empty, message)
+        return document(self._status())
+
+    async def _ask(self, call: Call, message: bytes) -> Ask:
+        said = parse(pb.RouteRequest, message)
+        for name in NOT_PASSED_ON:
+            if getattr(said.request, name):
+                raise InvalidRequest(name, "is what a conductor decides, or does not pass on")
+        if said.request.retention:
+            raise InvalidRequest("retention", "is not passed on by a conductor")
+        call.caller.check_salt(salt_of(said.request, self._config.salt))
+        model = self._model(said.model)
+        request = await call.quick(self._request, call, said.request)
+        return Ask(
+            request_id=request.id,
+            model=model.name,
+            tokens=request.tokens,
+            sampling=request.sampling,
+            tenant=said.tenant or call.caller.name,
+            salt=request.salt,
+            adapter=request.adapter,
+            priority=said.priority,
+            first_token_s=said.first_token_ms / 1e3,
+            token_s=said.token_ms / 1e3,
+            deadline_s=request.deadline_s,
+            explain=said.explain,
+        )
+
+    def _model(self, name: str) -> ServedModel:
+        models = self._answers.models()
+        if not name and len(models) > 1:
+            raise InvalidRequest("model", f"is missing: one of {', '.join(each.name for each in models)}")
+        fit = [each for each in models if each.name == name or not name]
+        return fit[0] if fit else ServedModel(name, None, 0)  # the conductor says what there is
+
+    def _request(self, call: Call, said: engine_pb2.SubmitRequest) -> Request:
+        tokens = tokens_of(said)
+        if tokens is None:
+            raise InvalidRequest("text", "is not taken here: send tokens")
+        return request_of(said, tokens, self._config.salt, min(call.left_s, self._config.request_s_max))
+
+
+class ConductorServer(LoopServer):
+    """Serves from ``start`` to ``stop``; its event loop is the conductor's.
+
+    Attributes:
+        conductor: once it is started.
+    """
+
+    conductor: Conductor
+
+    def __init__(self, config: ConductorConfig, tally: ConductorTally, leads: Callable[[], bool]) -> None:
+        limits = Limits(
+            rpcs_max=config.rpcs_max,
+            call_s_max=config.request_s_max,
+            buffer_bytes=MESSAGE_BYTES_ALL,
+            streams_max=config.rpcs_max,
+        )
+        super().__init__("conductor", SERVICE, config, limits)
+        self._config = config
+        self._tally = tally
+        self._leads = leads
+
+    def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
+        self.conductor = Conductor(self._config, self._tally, self._leads)
+        calls = ConductorCalls(self._config, self.conductor, self.conductor.status)
+        unary = {"Route": calls.route, "Status": calls.status}
+        return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, {"Submit": calls.submit}))
+
+    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return (self.conductor.run(),)
+
+    def drain(self, timeout_s: float, hurried: threading.Event) -> int:
+        """Wait until answers under way have ended, or somebody is in a hurry; how many are left. No new ones come where
+        callers do as they are told by the health service."""
+        until_s = time.monotonic() + timeout_s
+        while self.conductor.under_way and time.monotonic() < until_s and not hurried.wait(LOOK_S):
+            pass
+        return self.conductor.under_way
+
+    def settle(self) -> None:
+        """Wait until everybody who is known has answered, ``SETTLE_S`` at most. Not the loop's thread."""
+        assert self._loop is not None, "it is started"
+        asyncio.run_coroutine_threadsafe(self.conductor.settled(SETTLE_S), self._loop).result(2 * SETTLE_S)
+
+    def _calls_ended(self) -> None:
+        """Calls that are cancelled end their answers themselves."""
+
+
+def _struct(value: dict[str, Any]) -> struct_pb2.Struct:
+    return struct_pb2.Struct.FromString(document(value))
+
+
+def _tokens(part: Drawn, index: int) -> engine_pb2.Tokens:
+    """Its tokens; all of the text with the last one."""
+    texts = [""] * (len(part.ids) - 1) + [part.text]
+    tokens = [
+        engine_pb2.Token(id=token, index=index + at, text=text)
+        for at, (token, text) in enumerate(zip(part.ids, texts, strict=True))
+    ]
+    return engine_pb2.Tokens(tokens=tokens)

@@ -1,0 +1,262 @@
+"""Conductor: performs what ``ConductorState`` decides. One event loop: every method but ``members_told`` belongs to it.
+
+::
+
+    FleetMembers ── found, lost, reports, pages ─▶ handle ─▶ ConductorState ─▶ instructions
+    OpenAnswer ── arrived, first token, ended, broke ─▶       │
+        ▲                                                     ▼
+        └───────── Send, Refuse, LoseRequest ──────────── perform ── SetRole, FollowAnew ──▶ engines, nodes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Final
+
+import numpy as np
+
+from engine.conductor.config import ConductorConfig
+from engine.conductor.shell.answering import OpenAnswer
+from engine.conductor.shell.answers import AnswerPart, Ask, ServedModel
+from engine.conductor.shell.members import FleetMembers, KnownEngine
+from engine.conductor.shell.tally import ConductorTally
+from engine.conductor.shell.telling import explained
+from engine.conductor.state import events as ev
+from engine.conductor.state import instructions as do
+from engine.conductor.state.conductor_state import ConductorState, RequestPhase
+from engine.conductor.state.options import RouteWish
+from engine.model.request import Role
+from kvstore.catalog.schema import EngineEntry, NodeEntry
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.model.prefix import Keys, root_of
+from kvstore.model.span import Fingerprints, fingerprints
+
+TICK_S: Final = 0.02
+ROLE_S: Final = 5.0
+COUNT_S: Final = 1.0
+LOOK_S: Final = 0.02
+HASHED_AT_ONCE: Final = 1 << 15  # tokens, in the event loop: a few milliseconds; of longer prompts in a thread
+TOKEN_BYTES: Final = 4
+
+log = logging.getLogger("kvstore.conductor")
+
+
+class Conductor:
+    """A conductor for its doors: ``Answers``.
+
+    Args:
+        leads: whether this one gives the orders of its pool now.
+
+    Attributes:
+        tally: what it has done.
+        pages: that nodes have told of, as of the last second.
+    """
+
+    def __init__(self, config: ConductorConfig, tally: ConductorTally, leads: Callable[[], bool]) -> None:
+        self.config = config
+        self.tally = tally
+        self.leads = leads
+        self.pages = 0
+        self.state = ConductorState(config.rules)
+        self.members = FleetMembers(config.engine, self.handle)
+        self.members.changed([], [])
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[ev.ConductorEvent] = deque()
+        self._handling = False
+        self._numbers = itertools.count(1)
+        self._answering: dict[int, OpenAnswer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.ConductorEvent) -> None:
+        """Decide about an event and perform what follows, which may be more events."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                began_s = time.perf_counter()
+                instructions = self.state.handle(event)
+                if isinstance(event, ev.Arrived):
+                    self.tally.decided.add(time.perf_counter() - began_s)
+                for it in instructions:
+                    self._perform(it)
+        finally:
+            self._handling = False
+
+    def _perform(self, it: do.Instruction) -> None:
+        match it:
+            case do.Send() | do.Refuse() | do.LoseRequest():
+                answering = self._answering.get(it.number)
+                if answering is not None:  # else its caller has just gone
+                    answering.told(it)
+            case do.SetRole():
+                if self.leads():  # asked again at the last moment: it may have been lost since
+                    self._later(self._set_role(it.engine, it.role))
+            case do.FollowAnew():
+                self.members.follow_anew(it.node)
+            case _:
+                raise AssertionError(f"nobody performs {it}")
+
+    async def _set_role(self, name: str, role: Role) -> None:
+        known = self.members.engines.get(name)
+        if known is None:
+            return
+        try:
+            await known.link.set_role(role, ROLE_S)
+        except KVStoreError as error:  # its next report says what role it has
+            log.warning("%s keeps its role: %s", name, error)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        led, counted_s = False, 0.0
+        try:
+            while not self.members.failed.done():
+                now_s = time.monotonic()
+                if self.leads() != led:
+                    led = not led
+                    self.handle(ev.LeadershipTold(now_s, led))
+                self.handle(ev.Ticked(now_s))
+                if now_s >= counted_s + COUNT_S:  # it brings all changes into the index
+                    self.pages, counted_s = len(self.state.prefixes), now_s
+                await asyncio.sleep(TICK_S)
+            await self.members.failed
+        finally:
+            await self.members.close()
+
+    def status(self) -> dict[str, Any]:
+        """What it is, whom it knows, what waits; plain values, ready for JSON. Any thread: it only looks."""
+        state, now_s = self.state, time.monotonic()
+        engines = {
+            name: {
+                "address": engine.about.address,
+                "model": engine.about.model,
+                "role": str(engine.role),
+                "node": engine.about.node,
+                "draining": engine.draining,
+                "waiting": engine.waiting + engine.others_waiting,
+                "running": len(engine.ends) + engine.others_running,
+                "heard_ago_s": round(now_s - engine.heard_s, 3),
+            }
+            for name, engine in sorted(state.fleet.engines.copy().items())
+        }
+        return {
+            "policy": state.rules.policy,
+            "split": state.rules.split,
+            "leads": self.leads(),
+            "engines": engines,
+            "nodes": sorted(self.members.nodes),
+            "pages": self.pages,
+            "requests": {phase.name.lower(): count for phase, count in self._phases().items()},
+            "answers": dict(self.tally.outcomes),
+        }
+
+    def _phases(self) -> dict[RequestPhase, int]:
+        counts = Counter(request.phase for request in list(self.state.requests.values()))
+        return {phase: counts[phase] for phase in RequestPhase}
+
+    def members_told(self, engines: list[EngineEntry], nodes: list[NodeEntry]) -> None:
+        """What the catalog lists now. Any thread."""
+        self._loop.call_soon_threadsafe(self.members.changed, engines, nodes)
+
+    async def settled(self, timeout_s: float) -> None:
+        """Wait until everybody who is known has answered, so that the first decision is right; at most so long."""
+        until_s = time.monotonic() + timeout_s
+        while not self.members.settled and time.monotonic() < until_s:
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have not ended. Any thread."""
+        return len(self._answering)
+
+    # --- Answers ----------------------------------------------------------------------------------------------------
+
+    def models(self) -> list[ServedModel]:
+        """See ``Answers``."""
+        found: dict[str, ServedModel] = {}
+        for known in self.members.engines.values():
+            name, context = known.about.model, known.about.context_max
+            before = found.get(name)
+            if before is None or context > before.context_tokens:
+                found[name] = ServedModel(name, known.model_path, context)
+        return [found[name] for name in sorted(found)]
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
+        """See ``Answers``."""
+        self._check(ask)
+        number = next(self._numbers)
+        wish = await self._wish(ask, number)
+        answering = self._answering[number] = OpenAnswer(self, ask, number)
+        try:
+            self.handle(ev.Arrived(time.monotonic(), wish, TOKEN_BYTES * len(ask.tokens)))
+            async with contextlib.aclosing(answering.parts()) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            await answering.end()
+            del self._answering[number]
+
+    async def explain(self, ask: Ask) -> dict[str, Any]:
+        """See ``Answers``."""
+        self._check(ask)
+        wish = await self._wish(ask, 0)
+        return explained(self.state, wish, time.monotonic())
+
+    def _check(self, ask: Ask) -> None:
+        engines = self._engines(ask.model)
+        if not engines:
+            models = [each.name for each in self.models()]
+            if not models:
+                raise NodeUnavailable("no engine is there")
+            raise InvalidRequest("model", f"{ask.model!r} is none of {', '.join(models)}")
+        if ask.tokens.dtype != np.uint32 or ask.tokens.ndim != 1 or not len(ask.tokens):
+            raise InvalidRequest("tokens", "an empty prompt, or no uint32")
+        most = max(known.about.context_max for known in engines)
+        if len(ask.tokens) + ask.sampling.max_tokens > most:
+            raise InvalidRequest("tokens", f"{len(ask.tokens)}, and {ask.sampling.max_tokens} more: {most} fit")
+
+    def _engines(self, model: str) -> list[KnownEngine]:
+        return [known for known in self.members.engines.values() if known.about.model == model]
+
+    async def _wish(self, ask: Ask, number: int) -> RouteWish:
+        kinds = {(known.about.layout, known.about.page_tokens) for known in self._engines(ask.model)}
+        salt = self.config.salt if ask.salt is None else ask.salt
+
+        def pages() -> dict[str, Fingerprints]:
+            return {layout: _pages(ask, layout, page_tokens, salt) for layout, page_tokens in kinds}
+
+        long = len(ask.tokens) * len(kinds) > HASHED_AT_ONCE
+        return RouteWish(
+            number=number,
+            tenant=ask.tenant,
+            model=ask.model,
+            pages=await asyncio.to_thread(pages) if long else pages(),
+            tokens=len(ask.tokens),
+            answer_max=ask.sampling.max_tokens,
+            priority=ask.priority,
+            first_token_s=ask.first_token_s,
+            token_s=ask.token_s,
+        )
+
+
+def _pages(ask: Ask, layout: str, page_tokens: int, salt: str) -> Fingerprints:
+    """Fingerprints of the prompt's full pages. No secret of the pool is in them: they are of the first half of keys."""
+    keys = Keys.of(ask.tokens, page_tokens, root_of(bytes.fromhex(layout), salt, ask.adapter))
+    return fingerprints(b"".join(keys.links))

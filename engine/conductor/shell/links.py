@@ -1,0 +1,135 @@
+"""Links: connections of a conductor to engines and nodes, on its event loop.
+
+Errors are those of ``kvstore.errors``, as for every client; who we are comes from the environment (``KVSTORE_TOKEN``,
+``KVSTORE_TLS_CA`` and so on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import grpc.experimental
+import numpy as np
+from google.protobuf.struct_pb2 import Struct
+
+from engine.api.wire import SERVICE as ENGINES
+from engine.client import SLACK_S, WATCH, url_of
+from engine.model.request import Role
+from kvstore.client.remote.admin import document
+from kvstore.client.remote.endpoint import GivenCredentials, endpoint
+from kvstore.client.remote.node import OPTIONS
+from kvstore.errors import KVStoreError, NodeUnavailable
+from kvstore.pb import engine_pb2, store_pb2
+from kvstore.rpc.grpc_errors import from_rpc
+from kvstore.state.directory import Told
+
+NODES: Final = "kvstore.v1.Store"
+NOT_ASYNC: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
+OPTIONS_HERE: Final = tuple((({key: value for key, value in OPTIONS if key != NOT_ASYNC}) | WATCH).items())
+
+
+class _Link:
+    """One connection. Life: made without a word -> connected by the first call -> ``retire``. Of one event loop."""
+
+    def __init__(self, service: str, address: str) -> None:
+        self.address = address
+        ours = endpoint(url_of(address), GivenCredentials(), os.environ)
+        self._service = service
+        self._metadata = (("authorization", f"Bearer {ours.token}"),) if ours.token else ()
+        self._streams, self._retired = 0, False
+        options = list(OPTIONS_HERE)
+        if ours.tls:
+            credentials = grpc.ssl_channel_credentials(ours.ca, ours.key, ours.cert)
+            self._channel = grpc.aio.secure_channel(ours.target, credentials, options)
+        else:
+            self._channel = grpc.aio.insecure_channel(ours.target, options)
+
+    async def retire(self) -> None:
+        """End the connection with the last stream under way; at once where there is none."""
+        self._retired = True
+        if not self._streams:
+            await self._channel.close()
+
+    async def _call(self, name: str, message: Any, reply: type[Any], timeout_s: float) -> Any:
+        method = self._channel.unary_unary(
+            f"/{self._service}/{name}",
+            request_serializer=type(message).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        with _named(self.address):
+            return await method(message, timeout=timeout_s, metadata=self._metadata)
+
+    async def _stream(self, name: str, message: Any, reply: type[Any], timeout_s: float) -> AsyncGenerator[Any, None]:
+        """Replies as they come. Closing it cancels the call."""
+        method = self._channel.unary_stream(
+            f"/{self._service}/{name}",
+            request_serializer=type(message).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        call = method(message, timeout=timeout_s, metadata=self._metadata)
+        self._streams += 1
+        try:
+            with _named(self.address):
+                while (said := await call.read()) is not grpc.aio.EOF:
+                    yield said
+        finally:
+            call.cancel()
+            self._streams -= 1
+            if self._retired and not self._streams:
+                await self._channel.close()
+
+
+class EngineLink(_Link):
+    """To an engine."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(ENGINES, address)
+
+    async def status(self, timeout_s: float) -> dict[str, Any]:
+        """What it is and how busy. Raises Unavailable where it does not answer."""
+        return document(await self._call("Status", store_pb2.Empty(), Struct, timeout_s))
+
+    async def set_role(self, role: Role, timeout_s: float) -> None:
+        """Change what it does."""
+        await self._call("SetRole", engine_pb2.SetRoleRequest(role=role), store_pb2.Empty, timeout_s)
+
+    def submit(
+        self, message: engine_pb2.SubmitRequest, deadline_s: float
+    ) -> AsyncGenerator[engine_pb2.SubmitReply, None]:
+        """Its answer to a request."""
+        return self._stream("Submit", message, engine_pb2.SubmitReply, deadline_s + SLACK_S)
+
+
+class NodeLink(_Link):
+    """To a node."""
+
+    def __init__(self, name: str, address: str) -> None:
+        super().__init__(NODES, address)
+        self.name = name
+
+    async def pages(self, timeout_s: float) -> AsyncGenerator[Told, None]:
+        """All its pages in batches, then what comes and goes, until the deadline nears."""
+        async with contextlib.aclosing(
+            self._stream("WatchPages", store_pb2.Empty(), store_pb2.PageBatch, timeout_s)
+        ) as batches:
+            async for batch in batches:
+                pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
+                marks = np.frombuffer(batch.marks, np.uint8)
+                if len(pages) != len(marks):
+                    raise KVStoreError(f"{self.address}: a batch of {len(pages)} pages has {len(marks)} marks")
+                yield Told(self.name, batch.stream, batch.number, pages, marks, batch.whole)
+
+
+@contextlib.contextmanager
+def _named(address: str) -> Iterator[None]:
+    """What a failed call means, with the other end named."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        meant = from_rpc(error)
+        raise (NodeUnavailable(f"{address}: {meant}") if type(meant) is NodeUnavailable else meant) from None

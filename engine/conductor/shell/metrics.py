@@ -1,0 +1,81 @@
+"""Metrics of a conductor: ``/metrics`` for Prometheus, all of them called ``kvstore_conductor_*``. ``METRICS`` is the
+list. The number of series is bounded: labels are outcomes, phases, roles and gRPC methods.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from engine.conductor.shell.tally import OUTCOMES, ConductorTally
+from engine.model.request import Role
+from kvstore.serving.metric_table import SHED_HELP, about
+from kvstore.serving.metrics import DaemonMetrics, Families
+from kvstore.serving.watching import Calls
+
+PREFIX: Final = "kvstore_conductor"
+
+_about = partial(about, PREFIX)
+
+METRICS: Final = (
+    _about("counter", "answers", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
+    _about("counter", "broken", "Times that an engine failed on an answer, which went on elsewhere or was lost."),
+    _about("counter", "prompt_tokens", "Tokens of the prompts of requests that were answered."),
+    _about("counter", "completion_tokens", "Tokens generated for them."),
+    _about("histogram", "decision_seconds", "Time of a decision about a request that arrives."),
+    _about("histogram", "ttft_seconds", "Time from a request's arrival to its first token."),
+    _about("gauge", "requests_here", "Requests by phase: waiting, kept (for a prefix), sent, decoding.", "phase"),
+    _about("gauge", "engines", "Engines that are known, by role.", "role"),
+    _about("gauge", "engines_draining", "Engines among them that take nothing new."),
+    _about("gauge", "nodes", "Nodes whose pages are followed."),
+    _about("gauge", "index_pages", "Pages that nodes have told of."),
+    _about("gauge", "leads", "1 where this conductor gives the orders of its pool."),
+    _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
+    _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
+    _about("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
+    _about("gauge", "uptime_seconds", "Time since this conductor started."),
+    _about("gauge", "process_resident_bytes", "Memory of the process that is resident."),
+    _about("counter", "process_cpu_seconds", "Processor time of the process."),
+    _about("gauge", "build_info", "1; the labels say what runs.", "version", "python", "name", "policy"),
+)
+
+
+class ConductorMetrics(DaemonMetrics):
+    """Of a conductor."""
+
+    def __init__(
+        self, name: str, tally: ConductorTally, status: Callable[[], Mapping[str, Any]], calls: Calls | None
+    ) -> None:
+        super().__init__(PREFIX, METRICS)
+        self._name = name
+        self._tally = tally
+        self._status = status
+        self._calls = calls
+        self._began_s = time.monotonic()
+
+    def add_samples(self, add: Families) -> None:
+        """See ``DaemonMetrics``."""
+        tally, status = self._tally, self._status()
+        for outcome in OUTCOMES:
+            add("answers", tally.outcomes[outcome], outcome)
+        for name in ("broken", "prompt_tokens", "completion_tokens"):
+            add(name, getattr(tally, name))
+        add.durations("decision_seconds", tally.decided)
+        add.durations("ttft_seconds", tally.ttft)
+        for phase, count in status["requests"].items():
+            add("requests_here", count, phase)
+        engines = status["engines"].values()
+        roles = Counter(engine["role"] for engine in engines)
+        for role in Role:
+            add("engines", roles[role], role)
+        add("engines_draining", sum(engine["draining"] for engine in engines))
+        add("nodes", len(status["nodes"]))
+        add("index_pages", status["pages"])
+        add("leads", status["leads"])
+        if self._calls is not None:
+            add.grpc(self._calls)
+        add.process(time.monotonic() - self._began_s, self._name, str(status["policy"]))

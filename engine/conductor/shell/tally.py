@@ -1,0 +1,26 @@
+"""ConductorTally: what a conductor has done since its start. Its event loop counts, any thread reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kvstore.serving.durations import Durations
+
+OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "refused", "failed")
+
+
+class ConductorTally:
+    """Counts.
+
+    Attributes:
+        outcomes: answers that ended, by how.
+        broken: times that an engine failed on an answer.
+        decided: what a request's decision took, at its arrival.
+        ttft: from a request's arrival to its first token.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.broken = self.prompt_tokens = self.completion_tokens = 0
+        self.decided, self.ttft = Durations(), Durations()
