@@ -61,20 +61,24 @@ class PageMover:
         """See ``Transport.read``. Raises what the last transport that was tried did."""
         with self._lock:
             names = self._plan.order(peer.process, self._fit(peer), time.monotonic())
+        found = Pulled()
         for last, name in enumerate(names, 1 - len(names)):
-            began_s = time.monotonic()
+            done, began_s = found.pages, time.monotonic()
+            rest = replace(request, keys=request.keys[done:]) if done else request
             try:
-                pulled = self._transport(name).read(peer, request, places, deadline_s, silence_s, held)
+                more = self._transport(name).read(peer, rest, places[done:], deadline_s, silence_s, held)
             except (InvalidRequest, PermissionDenied, Unauthenticated):
                 raise  # whichever way we came
             except KVStoreError as error:
                 self._failed(peer, name, error)
-                if last == 0 or isinstance(error, LateBytes):
+                if isinstance(error, LateBytes) or (last == 0 and not done):
                     raise
                 continue
-            self._moved(peer, name, request, pulled, began_s)
-            return pulled
-        raise AssertionError("the plan names a last resort")
+            self._moved(peer, name, rest, more, began_s)
+            found.add(more)
+            if found.pages == len(request.keys):
+                break
+        return found
 
     def close(self) -> None:
         """End its transports."""

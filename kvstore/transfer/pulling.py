@@ -45,6 +45,14 @@ class Pulled:
     tiers: dict[Tier, int] = field(default_factory=dict)
     touched: int = 0
 
+    def add(self, more: Pulled) -> None:
+        """What was read of the pages after these."""
+        self.touched = self.pages + more.touched
+        self.pages += more.pages
+        self.reason = more.reason
+        for tier, pages in more.tiers.items():
+            self.tiers[tier] = self.tiers.get(tier, 0) + pages
+
 
 def pull(connection: DataConnection, request: ReadRequest, rows: Places, deadline_s: float) -> Pulled:
     """Read these pages over one connection. ``send_read`` and ``receive_pages``, one after the other."""

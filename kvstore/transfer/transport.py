@@ -65,11 +65,14 @@ class TransportKind(NamedTuple):
     Attributes:
         make: the transport, for a process that reaches data servers by these links.
         missing: why this machine has it not; "" where it has.
+        guarded: whether pages travel as a data connection lets them: encrypted where it is, to whom it answers. One
+            that is not has to be named in the settings of a node.
         bytes_per_s: what it is taken for until it was measured; 0: it has to be measured first. See ``TransportPlan``.
     """
 
     make: Callable[[PeerLinks], Transport]
     missing: Callable[[], str]
+    guarded: bool = True
     bytes_per_s: float = 0.0
 
 

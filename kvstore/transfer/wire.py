@@ -11,6 +11,7 @@ their replies come; the server answers them one by one, in order, and its replie
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
     LIST -> LISTED              CHECK -> CHECKED
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
+    ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see ``lending``)
 
 Any request may get ERROR instead of its reply, or in the middle of it. Each kind's body has a bound (``BODY_MAX``), and
 no body is read before it was held against that. A frame that breaks a rule ends the connection with ERROR in words.
@@ -56,6 +57,12 @@ class FrameKind(IntEnum):
     READ = 16
     RANGE = 17
     END = 18
+    ATTACH = 20
+    ATTACHED = 21
+    LEND = 22
+    LENT = 23
+    RETURN = 24
+    RETURNED = 25
     FOUND = 33  # 32 and 34 were FIND and ANNOUNCE of versions whose owners could not tell whose pages are
     ANNOUNCED = 35
     LIST = 36
@@ -79,6 +86,12 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.READ: 1024 * KIB,
     FrameKind.RANGE: (1 << 32) - 1,  # is received in place, never as a whole: see ``reading.RangeHead``
     FrameKind.END: 64,
+    FrameKind.ATTACH: 64,
+    FrameKind.ATTACHED: 256 * KIB,
+    FrameKind.LEND: 1024 * KIB,
+    FrameKind.LENT: 1024 * KIB,
+    FrameKind.RETURN: 256 * KIB,
+    FrameKind.RETURNED: 64,
     FrameKind.FIND: 1024 * KIB,
     FrameKind.FOUND: 4096 * KIB,
     FrameKind.ANNOUNCE: 1024 * KIB,
@@ -95,7 +108,7 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
 REQUESTS: Final = frozenset(
     (
         *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
-        *(FrameKind.CHECK, FrameKind.PULL),
+        *(FrameKind.CHECK, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
     )
 )
 

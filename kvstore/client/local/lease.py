@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import time
 from collections.abc import Callable
 
@@ -11,18 +9,13 @@ from kvstore import failpoint
 from kvstore.client.lease import Lease
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import bring
-from kvstore.client.local.proof import Run, address_parts, prove
+from kvstore.client.local.proof import Run, prove
+from kvstore.client.local.run_lease import RunLease
 from kvstore.client.local.stored import known_below
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Match
-from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
+from kvstore.errors import LeaseBroken
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, Status
-from kvstore.rpc.control import NO_REPLY, Op, encode
-from kvstore.tier.header import DaemonState
-
-_OK = int(Status.OK)
-_RELEASE_S = 0.2  # a release that cannot be sent is no loss: the deadline passes by itself
 
 
 class LocalLease(Lease):
@@ -40,10 +33,8 @@ class LocalLease(Lease):
         super().__init__(layout, keys, ttl_s)
         self._node = node
         self._name = name  # tells the node whose pages these are
-        self._mapped: Mapped | None = None
+        self._kept: RunLease | None = None
         self._runs: list[Run] = []
-        self._id = secrets.randbits(63) | 1
-        self._answered = False  # no request for it is on its way: what is published would overtake that
 
     def _take(self) -> None:
         start_ns = time.monotonic_ns()
@@ -54,12 +45,12 @@ class LocalLease(Lease):
             self._keys = mapped.in_pool(self._keys)
             runs, reason = self._proven(mapped)
         if mapped is not None and runs:
-            self._mapped = mapped
-            held = self._publish(mapped, runs) or self._ask(mapped, runs)
+            self._kept = RunLease(mapped, self._ttl_ms)
+            held = self._kept.take(runs)
             if failpoint.ACTIVE:
                 failpoint.hit("client.leased")
             try:
-                runs, reason = _still(runs, held, reason)
+                runs, reason = still(runs, held, reason)
             except BaseException:
                 self.release()
                 raise
@@ -84,29 +75,15 @@ class LocalLease(Lease):
 
     def _renew(self) -> None:
         """Also after a restart of the daemon, whose leases have no names."""
-        if self._mapped is None or not self._runs:
-            return
-        message = self._mapped.exchange(Op.RENEW, a=self._id, b=self._ttl_ms)
-        if message.op != Status.OK:
-            self._ask(self._mapped, self._runs)
+        if self._kept is not None and self._runs and not self._kept.renew(self._runs):
             self.check()
 
     def release(self) -> None:
         """See ``Lease.release``."""
-        mapped, self._mapped = self._mapped, None
+        kept, self._kept = self._kept, None
         self._runs, self.pages = [], []
-        if mapped is not None:
-            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed first
-                self._say_released(mapped)
-
-    def _say_released(self, mapped: Mapped) -> None:
-        """Published where that can be: the node hears of it before it decides anything, and nobody has to wake it."""
-        publisher = mapped.channel.publisher
-        if self._answered and publisher is not None and Op.RELEASE in publisher.ops:
-            request = encode(Op.RELEASE, 0, a=self._id, flags=NO_REPLY)
-            if publisher.publish(request, [], mapped.header):
-                return
-        mapped.channel.request(Op.RELEASE, a=self._id, flags=NO_REPLY, timeout_s=_RELEASE_S)
+        if kept is not None:
+            kept.release()
 
     def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
         """Runs in DRAM, and why not more; what more is in lower tiers is brought to DRAM first."""
@@ -118,37 +95,8 @@ class LocalLease(Lease):
             runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
         return runs, reason
 
-    def _publish(self, mapped: Mapped, runs: list[Run]) -> int:
-        """Take the lease without a message; for how many pages it is, if they are unchanged now (``_still``). 0: ask.
-        See ``service.node.deciding``."""
-        publisher, parts = mapped.channel.publisher, address_parts(runs)
-        if publisher is None or Op.LEASE not in publisher.ops or len(parts) > 1:
-            return 0
-        if mapped.header.state != DaemonState.READY:
-            return 0
-        count = len(parts[0]) // ADDRESS_BYTES
-        request = encode(Op.LEASE, 0, count=count, a=self._id, b=self._ttl_ms, flags=NO_REPLY, body=parts)
-        if not publisher.publish(request, [], mapped.header) or publisher.deciding:
-            return 0  # a lease that is published and asked for as well is one lease
-        self._answered = True
-        return count
 
-    def _ask(self, mapped: Mapped, runs: list[Run]) -> int:
-        """Ask for the lease; returns for how many leading pages it was given."""
-        held, self._answered = 0, False
-        for part in address_parts(runs):
-            count = len(part) // ADDRESS_BYTES
-            message = mapped.exchange(Op.LEASE, count=count, a=self._id, b=self._ttl_ms, body=(part,))
-            statuses = bytes(message.body[:count])
-            if statuses.count(_OK) != count:
-                held += next(i for i, status in enumerate(statuses) if status != _OK)
-                break
-            held += count
-        self._answered = True
-        return held
-
-
-def _still(runs: list[Run], held: int, reason: str) -> tuple[list[Run], str]:
+def still(runs: list[Run], held: int, reason: str) -> tuple[list[Run], str]:
     """The leading part of ``runs`` that is leased (``held`` pages) and has not changed until it was."""
     kept: list[Run] = []
     for run in runs:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from kvstore.transfer import nixl_agent
+from kvstore.transfer.nixl import NixlTransport
 from kvstore.transfer.transport import TcpTransport, TransportKind
 
 TRANSPORTS: Final[Mapping[str, TransportKind]] = {
+    "nixl": TransportKind(NixlTransport, nixl_agent.missing, guarded=False),
     "tcp": TransportKind(TcpTransport, lambda: "", bytes_per_s=2e9),
 }
 """By the names under which nodes offer them in the catalog. Of two that are equally fast the first is taken."""

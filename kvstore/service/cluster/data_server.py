@@ -20,12 +20,13 @@ from typing import Final
 from kvstore.catalog import schema
 from kvstore.catalog.schema import DataEntry
 from kvstore.client.local.node import LocalNode
-from kvstore.client.local.transports import missing_here
+from kvstore.client.local.transports import TRANSPORTS, missing_here
 from kvstore.config import NodeConfig, parse_address
 from kvstore.config.values import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO
 from kvstore.errors import InvalidRequest, NodeBusy, Unauthenticated, Unavailable
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
+from kvstore.service.cluster.lend_handler import LendHandler
 from kvstore.service.cluster.read_handler import ReadHandler
 from kvstore.service.cluster.view import ViewKeeper
 from kvstore.serving import lifecycle, logs
@@ -38,6 +39,7 @@ from kvstore.tier.data_file import DataFile, DataServerAt
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Admit, Caller, Handler
+from kvstore.transfer.nixl_agent import NixlAgent
 from kvstore.transfer.peers import PeersFile
 from kvstore.transfer.server import Server, ServerLimits
 from kvstore.transfer.tcp import is_loopback
@@ -108,7 +110,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         process = schema.new_process()
         server = Server(
             config.name,
-            handlers(node, directory),
+            handlers(node, directory, transports_of(config)),
             admits(config, process),
             limits_of(config),
             tls=certificate.for_sockets() if certificate is not None else None,
@@ -134,7 +136,8 @@ def transports_of(config: NodeConfig) -> dict[str, str]:
     found = missing_here()
     wanted = [name.strip() for name in config.data_transports.split(",")]
     if wanted == [TRANSPORTS_AUTO]:
-        return found
+        named = {name for name, kind in TRANSPORTS.items() if not kind.guarded}
+        return {name: why or ("to be named in data_transports" if name in named else "") for name, why in found.items()}
     unknown = [name for name in wanted if name not in found]
     if unknown:
         raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(found)}, not {unknown[0]!r}")
@@ -148,9 +151,13 @@ def limits_of(config: NodeConfig) -> ServerLimits:
     )
 
 
-def handlers(node: LocalNode, directory: DirectoryShell) -> Mapping[FrameKind, Handler]:
-    """What a data server answers."""
-    return {FrameKind.READ: ReadHandler(node), FrameKind.CHECK: CheckHandler(node), **directory.handlers}
+def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:
+    """What a data server answers that offers these transports."""
+    found: dict[FrameKind, Handler] = {FrameKind.READ: ReadHandler(node), FrameKind.CHECK: CheckHandler(node)}
+    found |= directory.handlers
+    if not transports["nixl"]:
+        found |= LendHandler(node, lambda: NixlAgent(f"{node.name}-{secrets.token_hex(8)}")).handlers
+    return found
 
 
 def admits(config: NodeConfig, process: str) -> Admit:

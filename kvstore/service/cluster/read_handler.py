@@ -124,7 +124,7 @@ class _Reply:
             frames = slice(run.frame + first, run.frame + first + count)
             rows = extent.views[frames, request.offset : stop_byte]
             buffers: list[Buffer] = [rows.data] if rows.flags.c_contiguous else [row.data for row in rows]
-            head = pack_range(self.sent, Tier.DRAM, self._sums(run, frames))
+            head = pack_range(self.sent, Tier.DRAM, sums_for(request, run, frames))
             self._exchange.reply(FrameKind.RANGE, head, *buffers)
             words = run.words[8 * first : 8 * (first + count)]
             if extent.words[frames].tobytes() != words:
@@ -132,17 +132,6 @@ class _Reply:
                 return False
             self.sent += count
         return True
-
-    def _sums(self, run: Run, frames: slice) -> Sums:
-        """The checksums that the pages were stored with, where they tell of this range; else computed now."""
-        request, extent = self.request, run.extent
-        shape, pieces = request.chain.frame_class, request.pieces
-        layer = shape.page_bytes // shape.layers
-        whole = request.offset % layer == 0 and request.length == pieces * layer and extent.frame_class == shape
-        if whole and (extent.info[frames] & _STAMPED_BIT).all():
-            first = request.offset // layer
-            return extent.checksums[frames, first : first + pieces]
-        return sums_of(extent.views[frames, request.offset : request.offset + request.length], pieces)
 
     def send_below(self, reader: LowerReader, located: list[bytes]) -> str:
         """Send pages of a lower tier; why not all of these ("" where all)."""
@@ -183,3 +172,14 @@ class _Reply:
             self._exchange.reply(FrameKind.RANGE, head, *buffers)
             self.sent += len(some)
             self.from_below += len(some)
+
+
+def sums_for(request: ReadRequest, run: Run, frames: slice) -> Sums:
+    """The checksums that pages were stored with, where they tell of this range; else computed now."""
+    extent, shape, pieces = run.extent, request.chain.frame_class, request.pieces
+    layer = shape.page_bytes // shape.layers
+    whole = request.offset % layer == 0 and request.length == pieces * layer and extent.frame_class == shape
+    if whole and (extent.info[frames] & _STAMPED_BIT).all():
+        first = request.offset // layer
+        return extent.checksums[frames, first : first + pieces]
+    return sums_of(extent.views[frames, request.offset : request.offset + request.length], pieces)
