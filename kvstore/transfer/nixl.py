@@ -69,10 +69,15 @@ class _Chunk:
 
 
 class NixlTransport:
-    """See ``Transport``. Nodes without an agent, or memory that cannot be registered, are left to other transports."""
+    """See ``Transport``. Nodes without an agent, or memory that cannot be registered, are left to other transports.
 
-    def __init__(self, links: PeerLinks) -> None:
+    Args:
+        make: an agent of that name. Raises Unavailable.
+    """
+
+    def __init__(self, links: PeerLinks, make: Callable[[str], NixlAgent] = NixlAgent) -> None:
         self._links = links
+        self._make = make
         self._lock = threading.Lock()
         self._agent: NixlAgent | None = None
         self._attached: dict[str, _Attached] = {}  # by process of the data server
@@ -127,7 +132,7 @@ class NixlTransport:
     def _begun(self) -> NixlAgent:
         with self._lock:
             if self._agent is None:
-                self._agent = NixlAgent(f"kvstore-{os.getpid()}-{secrets.token_hex(4)}")
+                self._agent = self._make(f"kvstore-{os.getpid()}-{secrets.token_hex(4)}")
             return self._agent
 
     def _attach(self, agent: NixlAgent, peer: PoolNode, connection: DataConnection, deadline_s: float) -> _Attached:
@@ -231,7 +236,7 @@ class NixlTransport:
                     raise DeadlineExceeded(f"nixl: {chunk.pages} pages did not come in time")
                 under_way.pop(0)
                 bad = _first_bad(chunk, loan, request)
-                good = min(good, chunk.first + bad)
+                good = min(good, chunk.first + bad) if bad < chunk.pages else good
                 if chunk.block is not None:
                     for place, row in zip(places[chunk.first :], chunk.rows[:bad], strict=False):
                         copy(place, row)
