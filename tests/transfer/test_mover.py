@@ -65,8 +65,8 @@ class Moving:
     def __init__(self, other_is: float = 0.0, missing: str = "") -> None:
         self.tcp, self.other = Told(1), Told(2)
         kinds = {
-            "tcp": TransportKind(lambda links: self.tcp, lambda: "", 2e9),
-            "other": TransportKind(lambda links: self.other, lambda: missing, other_is),
+            "tcp": TransportKind(lambda links: self.tcp, lambda: "", bytes_per_s=2e9),
+            "other": TransportKind(lambda links: self.other, lambda: missing, bytes_per_s=other_is),
         }
         self.links = PeerLinks("pool", "test")
         self.mover = PageMover(kinds, self.links)
