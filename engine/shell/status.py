@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def describe(
             "fingerprint": arena.layout.fingerprint.hex(),
             "page_tokens": arena.layout.page_tokens,
             "page_bytes": arena.layout.page_bytes,
+            "fields": asdict(arena.layout),
         },
         "context_tokens_max": model.context_tokens_max,
         "frames": {"total": arena.frames_total, "free": arena.frames_free},

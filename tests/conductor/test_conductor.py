@@ -23,9 +23,11 @@ def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> 
         assert first.tokens == list(alone.tokens) and first.indices == list(range(8))
         assert first.finished.reason == "length" and first.finished.usage.completion_tokens == 8
         wait_until("its pages are told of", lambda: client.status()["pages"])
-        route = client.route(prompt(100), explain=True)
-        assert route["answers"] == first.routes[0]["answers"] and route["cached_tokens"] >= 96
-        again = client.answer(prompt(100))
+        route = client.route(prompt(100))
+        assert route["chosen"]["answers"] == first.routes[0]["answers"], route["why"]
+        assert sorted(each["own_tokens"] for each in route["candidates"]) == [0, 96]
+        again = client.answer(prompt(100), explain=True)
+        assert again.routes[0]["cached_tokens"] == 96 and len(again.routes[0]["explained"]["candidates"]) == 2
         assert again.tokens == first.tokens and sum(again.finished.usage.cached_tokens.values()) >= 96
     assert conductor.terminate() == 0
 

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.shell.telling import routed
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.conductor_state import ConductorState
 from engine.model.request import Finished, Request, Token, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.serving.gate import STALL_S
@@ -40,7 +39,6 @@ class Decides(Protocol):
 
     config: ConductorConfig
     tally: ConductorTally
-    state: ConductorState
     members: FleetMembers
 
     def handle(self, event: ev.ConductorEvent) -> None:
@@ -48,11 +46,16 @@ class Decides(Protocol):
 
 
 class OpenAnswer:
-    """Life: made -> arrived -> sent, once or more often -> ended, by itself or by ``end``."""
+    """Life: made -> arrived -> sent, once or more often -> ended, by itself or by ``end``.
 
-    def __init__(self, conductor: Decides, ask: Ask, number: int) -> None:
+    Args:
+        explained: of its decision; it is told with where it goes.
+    """
+
+    def __init__(self, conductor: Decides, ask: Ask, number: int, explained: Mapping[str, Any]) -> None:
         self._conductor = conductor
-        self._ask = ask
+        self.ask = ask
+        self._explained = {"explained": explained} if explained else {}
         self._number = number
         self._told: asyncio.Queue[Told] = asyncio.Queue(1)  # a request is told one thing at a time
         self._begun_s = time.monotonic()
@@ -87,7 +90,7 @@ class OpenAnswer:
                     self._close("failed")
                     raise NodeUnavailable(f"{it.why}{self._failure}")
                 case do.Send():
-                    yield Routed(routed(it, self._conductor.state))
+                    yield Routed({**routed(it, self._conductor.config.rules), **self._explained})
                     async with contextlib.aclosing(self._from(it)) as parts:
                         async for part in parts:
                             yield part
@@ -97,7 +100,7 @@ class OpenAnswer:
             async with asyncio.timeout(max(0.0, self._left_s())):
                 return await self._told.get()
         except TimeoutError:
-            raise DeadlineExceeded(f"no engine had room within {self._ask.deadline_s:g} s") from None
+            raise DeadlineExceeded(f"no engine had room within {self.ask.deadline_s:g} s") from None
 
     async def _from(self, it: do.Send) -> AsyncGenerator[AnswerPart, None]:
         """What one engine gives: to the end, or until it breaks."""
@@ -130,12 +133,12 @@ class OpenAnswer:
             if waited_s >= STALL_S:
                 raise DeadlineExceeded(f"nobody took the answer for {waited_s:.0f} s") from None
             if self._left_s() <= 0:
-                raise DeadlineExceeded(f"no whole answer within {self._ask.deadline_s:g} s") from None
+                raise DeadlineExceeded(f"no whole answer within {self.ask.deadline_s:g} s") from None
             for part in self._broke(name, error):
                 yield part
 
     def _request(self, it: do.Send) -> Request:
-        ask, route = self._ask, it.route
+        ask, route = self.ask, it.route
         self._attempts += 1
         salt = self._conductor.config.salt if ask.salt is None else ask.salt
         return Request(
@@ -150,7 +153,7 @@ class OpenAnswer:
         )
 
     def _left_s(self) -> float:
-        return self._begun_s + min(self._ask.deadline_s, self._conductor.config.request_s_max) - time.monotonic()
+        return self._begun_s + min(self.ask.deadline_s, self._conductor.config.request_s_max) - time.monotonic()
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
@@ -170,15 +173,15 @@ class OpenAnswer:
         tally = self._conductor.tally
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
         tally.completion_tokens += len(self._drawn)
-        tally.prompt_tokens += len(self._ask.tokens)
+        tally.prompt_tokens += len(self.ask.tokens)
         self._conductor.handle(ev.Ended(time.monotonic(), self._number, len(self._drawn)))
 
     def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """The engine has failed. Returns the end of the answer where nothing but that was missing."""
         self._conductor.tally.broken += 1
-        if 0 < self._ask.sampling.max_tokens <= len(self._drawn):
+        if 0 < self.ask.sampling.max_tokens <= len(self._drawn):
             self._answered("length")
-            return [Answered("length", "", self._usage(Usage(prompt_tokens=len(self._ask.tokens))))]
+            return [Answered("length", "", self._usage(Usage(prompt_tokens=len(self.ask.tokens))))]
         self._failure = f" ({error})"
         self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn)))
         return []
@@ -191,7 +194,7 @@ class OpenAnswer:
         """The last engine's usage, with tokens and times as they were here."""
         return replace(
             usage,
-            prompt_tokens=len(self._ask.tokens),
+            prompt_tokens=len(self.ask.tokens),
             completion_tokens=len(self._drawn),
             ttft_ms=1e3 * max(0.0, self._first_s - self._begun_s),
             gap_ms=1e3 * max(0.0, self._second_s - self._first_s),

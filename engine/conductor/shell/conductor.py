@@ -26,11 +26,11 @@ from engine.conductor.shell.answering import OpenAnswer
 from engine.conductor.shell.answers import AnswerPart, Ask, ServedModel
 from engine.conductor.shell.members import FleetMembers, KnownEngine
 from engine.conductor.shell.tally import ConductorTally
-from engine.conductor.shell.telling import explained
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.conductor_state import ConductorState, RequestPhase
 from engine.conductor.state.options import RouteWish
+from engine.conductor.state.orders import LATE_S
 from engine.model.request import Role
 from kvstore.catalog.schema import EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
@@ -104,6 +104,8 @@ class Conductor:
                     self._later(self._set_role(it.engine, it.role))
             case do.FollowAnew():
                 self.members.follow_anew(it.node)
+            case do.CopyPrefix() | do.PrefetchPrefix():
+                self._later(self._bring(it))
             case _:
                 raise AssertionError(f"nobody performs {it}")
 
@@ -115,6 +117,20 @@ class Conductor:
             await known.link.set_role(role, ROLE_S)
         except KVStoreError as error:  # its next report says what role it has
             log.warning("%s keeps its role: %s", name, error)
+
+    async def _bring(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
+        """Have a node bring pages of a request's prompt into its memory; where it cannot, nothing is lost."""
+        answering, link = self._answering.get(it.number), self.members.nodes.get(it.node)
+        layout = next((each.layout for each in self.members.engines.values() if each.about.layout == it.layout), None)
+        if answering is not None and link is not None and layout is not None and self.leads():
+            ask = answering.ask
+            salt = self.config.salt if ask.salt is None else ask.salt
+            tokens = ask.tokens[: it.pages * layout.page_tokens]
+            try:
+                await link.prefetch(layout, salt, ask.adapter, tokens, LATE_S)
+            except KVStoreError as error:
+                log.debug("%s brings nothing: %s", it.node, error)
+        self.handle(ev.OrderEnded(time.monotonic(), it.order))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -203,7 +219,8 @@ class Conductor:
         self._check(ask)
         number = next(self._numbers)
         wish = await self._wish(ask, number)
-        answering = self._answering[number] = OpenAnswer(self, ask, number)
+        explained = self.state.explain(wish, time.monotonic()) if ask.explain else {}
+        answering = self._answering[number] = OpenAnswer(self, ask, number, explained)
         try:
             self.handle(ev.Arrived(time.monotonic(), wish, TOKEN_BYTES * len(ask.tokens)))
             async with contextlib.aclosing(answering.parts()) as parts:
@@ -217,7 +234,7 @@ class Conductor:
         """See ``Answers``."""
         self._check(ask)
         wish = await self._wish(ask, 0)
-        return explained(self.state, wish, time.monotonic())
+        return self.state.explain(wish, time.monotonic())
 
     def _check(self, ask: Ask) -> None:
         engines = self._engines(ask.model)

@@ -15,9 +15,11 @@ import grpc
 import grpc.aio
 import grpc.experimental
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import SERVICE as ENGINES
+from engine.api.wire import tokens_bytes
 from engine.client import SLACK_S, WATCH, url_of
 from engine.model.request import Role
 from kvstore.client.remote.admin import document
@@ -123,6 +125,13 @@ class NodeLink(_Link):
                 if len(pages) != len(marks):
                     raise KVStoreError(f"{self.address}: a batch of {len(pages)} pages has {len(marks)} marks")
                 yield Told(self.name, batch.stream, batch.number, pages, marks, batch.whole)
+
+    async def prefetch(
+        self, layout: store_pb2.Layout, salt: str, adapter: str, tokens: npt.NDArray[np.uint32], timeout_s: float
+    ) -> None:
+        """Have it bring the pages of these tokens, whole ones, into its memory: out of its NVMe, or of other nodes'."""
+        said = store_pb2.Pages(layout=layout, salt=salt, adapter=adapter, tokens=tokens_bytes(tokens), whole_pages=True)
+        await self._call("Prefetch", store_pb2.LookupRequest(pages=said), store_pb2.LookupReply, timeout_s)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.model.request import Role
 from kvstore.catalog.schema import EngineEntry, NodeEntry
 from kvstore.errors import KVStoreError, VersionMismatch
+from kvstore.pb import store_pb2
 
 POLL_S: Final = 0.25  # between two questions to an engine
 STATUS_S: Final = 15.0  # for an answer; a lost connection is noticed sooner
@@ -39,6 +40,7 @@ class KnownEngine:
 
     about: EngineAbout
     link: EngineLink
+    layout: store_pb2.Layout
     model_path: str | None
 
 
@@ -127,12 +129,13 @@ class FleetMembers:
         try:
             about = _about(name, link.address, status, node, host)
             report = _report(status)
+            layout = store_pb2.Layout(**status["layout"]["fields"])
             path = status["model_path"]
         except (KeyError, TypeError, ValueError) as error:
             raise VersionMismatch(f"{link.address} does not say what a conductor has to know: {error!r}") from None
         known = self.engines.get(name)
         if known is None or known.about != about:
-            self.engines[name] = KnownEngine(about, link, path)
+            self.engines[name] = KnownEngine(about, link, layout, path)
             self._handle(ev.EngineFound(now_s, about, report.role))
         self._handle(ev.Reported(now_s, name, report))
 
