@@ -32,6 +32,10 @@ class BenchFailed(KVStoreError):
     """A row could not be measured, or what it measured was wrong (wrong bytes, missing pages). Not a missed bar."""
 
 
+class NotMeasured(KVStoreError):
+    """A row that this machine cannot measure: something optional is not there. No failure."""
+
+
 class Kind(StrEnum):
     """What a row's numbers are, and so which way its ratio goes."""
 

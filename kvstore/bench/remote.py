@@ -77,10 +77,13 @@ class RemoteReading:
         """What is timed; each is given a chain's number and its keys."""
 
         def ours(given: tuple[int, Keys]) -> int:
-            request = ReadRequest(self._wanted, given[1], 0, self.work.layout.page_bytes)
-            return pull(self.connection, request, self.out, time.monotonic() + BATCH_S).pages
+            return pull(self.connection, self.request(given[1]), self.out, time.monotonic() + BATCH_S).pages
 
         return {"ours": ours, "plain": self._receive(0), "plain_waitall": self._receive(socket.MSG_WAITALL)}
+
+    def request(self, keys: Keys) -> ReadRequest:
+        """For the pages of one chain."""
+        return ReadRequest(self._wanted, keys, 0, self.work.layout.page_bytes)
 
     def _receive(self, flags: int) -> Callable[[tuple[int, Keys]], None]:
         view, plain, chain_bytes = self._view, self._plain, self.work.chain_bytes
@@ -208,10 +211,11 @@ def _get(
         reading = RemoteReading(store.cache(work.layout), work, server, port, credentials)
         scene.enter_context(closing(reading))
         reading.verify()
-        return _measure(stage, reading, child, name, bar)
+        return measured(stage, reading, child, name, bar)
 
 
-def _measure(stage: Stage, reading: RemoteReading, child: Child, name: str, bar: Bar | None) -> Result:
+def measured(stage: Stage, reading: RemoteReading, child: Child, name: str, bar: Bar | None) -> Result:
+    """The line of what ``reading`` calls ours, beside the faster plain program."""
     work = reading.work
     steps = walk(work.chains, stage.settings.quick)
     seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)

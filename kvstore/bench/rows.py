@@ -22,6 +22,7 @@ from kvstore.bench import (
     lookup,
     memory,
     metrics,
+    nixl,
     nvme,
     nvme_restart,
     nvme_write,
@@ -135,6 +136,12 @@ _ROWS = (
             partial(remote.get, geometry=size),
         )
         for size, text, bar in (("2m", "2 MiB", 0.8), ("256k", "256 KiB", 0.8), ("64k", "64 KiB", 0.6))
+    ),
+    Row(
+        "remote_nixl_2m",
+        "get by NIXL from another node, 32 pages of 2 MiB / plain sockets",
+        None,
+        partial(nixl.get, geometry="2m"),
     ),
     Row(
         "remote_two_readers",

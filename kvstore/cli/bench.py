@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvstore.bench.harness import BenchFailed, Kind, Result, machine
+from kvstore.bench.harness import BenchFailed, Kind, NotMeasured, Result, machine
 from kvstore.bench.rows import Row, chosen, run
 from kvstore.bench.stage import SCRATCH_DIR, RunSettings
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table, speed_text
@@ -46,16 +46,22 @@ def bench(names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, l
     facts = machine()  # before: its load is that of the others
     results: list[Result] = []
     failed: dict[str, str] = {}
+    absent: dict[str, str] = {}
     for row, outcome in run(rows, settings):
-        if isinstance(outcome, KVStoreError):
+        if isinstance(outcome, NotMeasured):
+            absent[row.name] = str(outcome)
+        elif isinstance(outcome, KVStoreError):
             failed[row.name] = str(outcome)
         else:
             results += outcome
-        click.echo(f"{row.name}: {'failed' if row.name in failed else 'measured'}", err=True)
+        said = absent.get(row.name) or ("failed" if row.name in failed else "measured")
+        click.echo(f"{row.name}: {said}", err=True)
     if as_json:
-        print_json({"machine": facts, "settings": settings, "rows": results, "failed": failed})
+        print_json({"machine": facts, "settings": settings, "rows": results, "failed": failed, "absent": absent})
     else:
         _print(results, quick)
+        for name, why in absent.items():
+            click.echo(f"{name}: not measured, {why}")
     if failed:
         raise BenchFailed("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
 

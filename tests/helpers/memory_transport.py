@@ -46,18 +46,14 @@ class MemoryLinks:
 class MemoryConnection:
     """See ``DataConnection``. A request is answered when it is sent; its reply waits here."""
 
-    def __init__(self, owner: MemoryOwner, silence_s: float) -> None:
+    def __init__(self, owner: MemoryOwner, silence_s: float, caller: Caller = LOCAL) -> None:
+        self.caller = caller
         self.broken = False
         self.silence_s = silence_s
         self._owner = owner
         self._numbers = itertools.count(1)
         self._frames: list[tuple[FrameKind, bytes]] = []
         self._body = memoryview(b"")
-
-    @property
-    def caller(self) -> Caller:
-        """See ``Exchange``."""
-        return LOCAL
 
     def reply(self, kind: FrameKind, *body: Any) -> None:
         """See ``Exchange``."""

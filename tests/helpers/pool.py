@@ -10,6 +10,7 @@ import pytest
 
 from kvstore import Match, Store
 from kvstore.client.local import elsewhere
+from kvstore.client.local.cache import LocalCache
 from kvstore.tier.data_file import find_data_server
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import finding
@@ -48,7 +49,22 @@ class Pool:
         return match
 
     def known(self, name: str, seed: int, pages: int = PAGES) -> None:
-        wait_until(f"{name} finds all pages", lambda: self.lookup(name, seed, pages).pages == pages, 60)
+        """Wait until it finds all pages, from wherever it begins: which owner is asked, and of which spans, depends on
+        that, and owners hear of pages one after the other."""
+        cache = self.stores[name].cache(SMALL)
+        assert isinstance(cache, LocalCache) and cache.node.elsewhere is not None
+        keys, seek = chain(seed, pages), cache.node.elsewhere.seek
+
+        def found() -> bool:
+            match = self.lookup(name, seed, pages)
+            local = match.pages - sum(match.nodes.values())
+            ends = (
+                [first + each.stop for each in seek(cache._wanted, keys, first, {""})]
+                for first in range(local, pages, 8)
+            )
+            return match.pages == pages and all(pages in each for each in ends)
+
+        wait_until(f"{name} finds all pages", found, 60)
 
     def data_server(self, name: str) -> int:
         found = find_data_server(NodeFolder.at(self.machine.folder(name)))
