@@ -1,4 +1,4 @@
-"""``kvstore conductor`` runs one; ``kvstore route`` asks one where a prompt would go."""
+"""``kvstore conductor``: run a conductor."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.conductor.shell.tally import ConductorTally
 from kvstore.catalog import schema
 from kvstore.catalog.schema import ConductorEntry
 from kvstore.serving import lifecycle, listening, logs
+from kvstore.serving.http import routes
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host, reachable
@@ -52,7 +54,7 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
         Unavailable: the catalog does not answer.
     """
     membership = Membership(config) if config.catalog else None
-    with lifecycle.running(config, log, "the conductor") as life:
+    with lifecycle.running(replace(config, http=None), log, "the conductor") as life:  # HTTP is the door's
         listening.plan(config, Identities(config.identities))
         life.begun(policy=config.policy)
         _run(config, membership, life, announce)
@@ -63,14 +65,17 @@ def _run(
 ) -> None:
     tally = ConductorTally()
     server = ConductorServer(config, tally, lambda: membership is None or membership.leads)
+    ready, door = threading.Event(), None
     try:
         server.start()
         life.on_hangup(server.reload)
         conductor = server.conductor
+        if config.http is not None:
+            metrics = ConductorMetrics(config.name, tally, conductor.status, server.calls)
+            door = server.open_door({**routes(ready), "/metrics": metrics.route})
+            metrics.door = door.tally
         if membership is not None:
-            _join(membership, config, server, life)
-        if life.http is not None:
-            life.http.routes["/metrics"] = ConductorMetrics(config.name, tally, conductor.status, server.calls).route
+            _join(membership, config, server, door.address if door is not None else "")
         server.settle()
         said = ConductorReady(
             policy=config.policy,
@@ -78,17 +83,20 @@ def _run(
             engines=len(conductor.members.engines),
             nodes=len(conductor.members.nodes),
             grpc=tuple(server.addresses),
-            http=life.http.address if life.http is not None else None,
+            http=door.address if door is not None else None,
             took_s=round(life.took_s, 3),
             pid=os.getpid(),
         )
+        ready.set()
         life.serves(lambda: announce(said), said.took_s, engines=said.engines)
         life.wait()
-        life.retires()
+        ready.clear()
         if membership is not None:
             membership.stop()
         server.retire()
         left = server.drain(config.drain_s, life.hurried)
+        if door is not None:
+            server.close_door(door)
         if left:
             logs.event(log, logging.WARNING, "answers did not end in time", answers=left)
     finally:
@@ -97,13 +105,13 @@ def _run(
         server.stop()
 
 
-def _join(membership: Membership, config: ConductorConfig, server: ConductorServer, life: Life) -> None:
+def _join(membership: Membership, config: ConductorConfig, server: ConductorServer, http: str) -> None:
     process = schema.new_process()
     mine = ConductorEntry(
         name=f"{config.name}-{process[:8]}",
         process=process,
         addresses=reachable(server.addresses),
-        http=life.http.address if life.http is not None else "",
+        http=http,
         policy=config.policy,
         host=host(),
         version=metadata.version("kvstore"),

@@ -66,6 +66,7 @@ SHORT_HELP: Mapping[str, str] = {
     "pages": "List stored pages.",
     "pin": "Keep the pages of a prompt from leaving, or list what is kept.",
     "purge": "Remove what dead nodes left in shared memory.",
+    "route": "Ask a conductor where it would send a prompt, and why.",
     "serve": "Run the node daemon of this machine.",
     "simulate": "Make traces; run policies over them.",
     "status": "Show a node's capacity, use and counters.",

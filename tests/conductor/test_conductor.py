@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from urllib.request import Request, urlopen
 
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.conductor.shell.metrics import METRICS
 from tests.helpers.conductors import client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, serve_engine, spawn_engine
 from tests.helpers.processes import Machine, wait_until
@@ -16,13 +22,13 @@ def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> 
     engines = [spawn_engine(machine, node=name, role="both", **catalog) for name in ("n0", "n1")]
     alone = engines[0].wait_ready().client().generate(prompt(100), max_tokens=8, ignore_eos=True, use_pool=False)
     engines[1].wait_ready()
-    conductor = serve_conductor(machine, **catalog)
+    conductor = serve_conductor(machine, policy="longest-prefix", split="never", **catalog)  # whatever speeds are
     with client_of(conductor) as client:
         client.knows(2, 2)
         first = client.answer(prompt(100))
         assert first.tokens == list(alone.tokens) and first.indices == list(range(8))
         assert first.finished.reason == "length" and first.finished.usage.completion_tokens == 8
-        wait_until("its pages are told of", lambda: client.status()["pages"])
+        wait_until("its pages are told of", lambda: client.status()["pages"] >= 6)
         route = client.route(prompt(100))
         assert route["chosen"]["answers"] == first.routes[0]["answers"], route["why"]
         assert sorted(each["own_tokens"] for each in route["candidates"]) == [0, 96]
@@ -37,4 +43,33 @@ def test_an_engine_that_is_given_by_its_address(machine: Machine) -> None:
     conductor = serve_conductor(machine, engine=engine.address)
     with client_of(conductor) as client:
         assert client.answer(prompt(40)).finished.reason == "length"
+        by = ("--conductor", conductor.address)
+        shown = machine.run("route", *by, "--explain", "Once upon a time")
+        assert shown.returncode == 0 and "It is sent at once." in shown.stdout, shown.stderr
+        told = json.loads(machine.run("route", *by, "--json", "--tokens", "1,2,3").stdout)
+        assert told["chosen"]["answers"] == engine.address and told["request"]["tokens"] == 3
+        wrong = machine.run("route", *by, "--model", "none", "text")
+        assert wrong.returncode == 2 and wrong.stderr.startswith("kvstore: model:"), wrong.stderr
     assert conductor.terminate() == 0
+
+
+def test_the_http_door_answers_with_real_engines(machine: Machine) -> None:
+    engine = serve_engine(machine)
+    conductor = serve_conductor(machine, engine=engine.address, http="127.0.0.1:0")
+    with urlopen(f"http://{conductor.http}/v1/models", timeout=60) as reply:
+        (model,) = json.load(reply)["data"]
+    body = {"model": model["id"], "prompt": "Once upon a time", "max_tokens": 4}
+    asked = Request(f"http://{conductor.http}/v1/completions", json.dumps(body).encode(), method="POST")
+    asked.add_header("Content-Type", "application/json")
+    with urlopen(asked, timeout=60) as reply:
+        assert json.load(reply)["usage"]["completion_tokens"] > 0
+    with urlopen(f"http://{conductor.http}/readyz", timeout=60) as reply:
+        assert reply.status == 200
+    names = {family.name for family in scraped(f"http://{conductor.http}/metrics")}
+    assert names == {about.name for about in METRICS}
+    assert conductor.terminate() == 0
+
+
+def scraped(url: str) -> list[Metric]:
+    with urlopen(url, timeout=60) as reply:
+        return list(text_string_to_metric_families(reply.read().decode()))

@@ -47,7 +47,7 @@ class PromptMaker:
             InvalidRequest: the template refuses the messages, or the tokenizer cannot be read.
         """
         if wanted.is_chat:
-            tokenizer = await self._tokenizer(model)
+            tokenizer = await self.tokenizer(model)
             if not tokenizer.has_template:
                 reason = f"{model.name} has no chat template: ask /v1/completions"
                 raise invalid("messages", reason, "no_chat_template")
@@ -55,13 +55,13 @@ class PromptMaker:
         found = []
         for prompt in wanted.prompts:
             if isinstance(prompt, str):
-                tokenizer = await self._tokenizer(model)
+                tokenizer = await self.tokenizer(model)
                 found.append(_array(await self.run(partial(tokenizer.text, prompt)), "prompt"))
             else:
                 found.append(prompt)
         return found
 
-    async def _tokenizer(self, model: ServedModel) -> PromptTokenizer:
+    async def tokenizer(self, model: ServedModel) -> PromptTokenizer:
         """Loaded once; whoever comes meanwhile waits for the same."""
         where = model.name, model.path
         found = self._loaded.get(where)

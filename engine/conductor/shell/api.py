@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+import numpy as np
 from google.protobuf import struct_pb2
 
 from engine.api.wire import request_of, salt_of, tokens_of
 from engine.conductor.config import ConductorConfig
+from engine.conductor.door.opening import open_door
+from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import Answered, Answers, Ask, Drawn, Routed, ServedModel
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.tally import ConductorTally
@@ -24,12 +28,17 @@ from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.rpc.messages import document
 from kvstore.serving.gate import Call, Gate, parse
+from kvstore.serving.http import Route
 from kvstore.serving.loop import Limits, LoopServer
 from kvstore.serving.methods import serving
 from kvstore.serving.weighing import weighed
 
+if TYPE_CHECKING:
+    from engine.conductor.door.server import HttpDoor  # the framework is loaded where there is a door
+
 SERVICE: Final = "kvstore.v1.Conductor"
 SETTLE_S: Final = 3.0
+DOOR_S: Final = 10.0  # for what is done in the loop on behalf of another thread
 LOOK_S: Final = 0.05
 MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
 NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy")
@@ -38,9 +47,12 @@ NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "sourc
 class ConductorCalls:
     """All calls. On the event loop of ``answers``."""
 
-    def __init__(self, config: ConductorConfig, answers: Answers, status: Callable[[], Any]) -> None:
+    def __init__(
+        self, config: ConductorConfig, answers: Answers, prompts: PromptMaker, status: Callable[[], Any]
+    ) -> None:
         self._config = config
         self._answers = answers
+        self._prompts = prompts
         self._status = status
 
     async def route(self, call: Call, message: bytes) -> bytes:
@@ -80,7 +92,7 @@ class ConductorCalls:
             raise InvalidRequest("retention", "is not passed on by a conductor")
         call.caller.check_salt(salt_of(said.request, self._config.salt))
         model = self._model(said.model)
-        request = await call.quick(self._request, call, said.request)
+        request = await self._request(call, said.request, model)
         return Ask(
             request_id=request.id,
             model=model.name,
@@ -103,11 +115,13 @@ class ConductorCalls:
         fit = [each for each in models if each.name == name or not name]
         return fit[0] if fit else ServedModel(name, None, 0)  # the conductor says what there is
 
-    def _request(self, call: Call, said: engine_pb2.SubmitRequest) -> Request:
+    async def _request(self, call: Call, said: engine_pb2.SubmitRequest, model: ServedModel) -> Request:
+        left_s = min(call.left_s, self._config.request_s_max)
         tokens = tokens_of(said)
         if tokens is None:
-            raise InvalidRequest("text", "is not taken here: send tokens")
-        return request_of(said, tokens, self._config.salt, min(call.left_s, self._config.request_s_max))
+            tokenizer = await self._prompts.tokenizer(model)
+            tokens = np.array(await self._prompts.run(partial(tokenizer.text, said.text)), np.uint32)
+        return request_of(said, tokens, self._config.salt, left_s)
 
 
 class ConductorServer(LoopServer):
@@ -133,12 +147,32 @@ class ConductorServer(LoopServer):
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
         self.conductor = Conductor(self._config, self._tally, self._leads)
-        calls = ConductorCalls(self._config, self.conductor, self.conductor.status)
+        prompts = PromptMaker()
+        ends.callback(prompts.close)
+        calls = ConductorCalls(self._config, self.conductor, prompts, self.conductor.status)
         unary = {"Route": calls.route, "Status": calls.status}
         return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, {"Submit": calls.submit}))
 
     def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (self.conductor.run(),)
+
+    def open_door(self, routes: Mapping[str, Route]) -> HttpDoor:
+        """Answer over HTTP from now on. Not the loop's thread.
+
+        Raises:
+            InvalidRequest: see ``open_door``.
+        """
+        door = open_door(self._config, self.identities, self.conductor, routes)
+        self._wait(door.start())
+        return door
+
+    def close_door(self, door: HttpDoor) -> None:
+        """Answer over HTTP no more, when those under way have ended, or a grace is over. Not the loop's thread."""
+        self._wait(door.stop())
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None, "it is started"
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(DOOR_S)
 
     def drain(self, timeout_s: float, hurried: threading.Event) -> int:
         """Wait until answers under way have ended, or somebody is in a hurry; how many are left. No new ones come where
@@ -150,8 +184,7 @@ class ConductorServer(LoopServer):
 
     def settle(self) -> None:
         """Wait until everybody who is known has answered, ``SETTLE_S`` at most. Not the loop's thread."""
-        assert self._loop is not None, "it is started"
-        asyncio.run_coroutine_threadsafe(self.conductor.settled(SETTLE_S), self._loop).result(2 * SETTLE_S)
+        self._wait(self.conductor.settled(SETTLE_S))
 
     def _calls_ended(self) -> None:
         """Calls that are cancelled end their answers themselves."""

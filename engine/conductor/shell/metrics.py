@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
+from engine.conductor.door.tally import METRICS as DOOR_METRICS
+from engine.conductor.door.tally import DoorTally
 from engine.conductor.shell.tally import OUTCOMES, ConductorTally
 from engine.model.request import Role
 from kvstore.serving.metric_table import SHED_HELP, about
@@ -33,6 +35,7 @@ METRICS: Final = (
     _about("gauge", "nodes", "Nodes whose pages are followed."),
     _about("gauge", "index_pages", "Pages that nodes have told of."),
     _about("gauge", "leads", "1 where this conductor gives the orders of its pool."),
+    *DOOR_METRICS,
     _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
     _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
     _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
@@ -45,7 +48,11 @@ METRICS: Final = (
 
 
 class ConductorMetrics(DaemonMetrics):
-    """Of a conductor."""
+    """Of a conductor.
+
+    Attributes:
+        door: of its HTTP door, once that is open.
+    """
 
     def __init__(
         self, name: str, tally: ConductorTally, status: Callable[[], Mapping[str, Any]], calls: Calls | None
@@ -56,6 +63,7 @@ class ConductorMetrics(DaemonMetrics):
         self._status = status
         self._calls = calls
         self._began_s = time.monotonic()
+        self.door: DoorTally | None = None
 
     def add_samples(self, add: Families) -> None:
         """See ``DaemonMetrics``."""
@@ -76,6 +84,8 @@ class ConductorMetrics(DaemonMetrics):
         add("nodes", len(status["nodes"]))
         add("index_pages", status["pages"])
         add("leads", status["leads"])
+        if self.door is not None:
+            self.door.add_samples(add)
         if self._calls is not None:
             add.grpc(self._calls)
         add.process(time.monotonic() - self._began_s, self._name, str(status["policy"]))

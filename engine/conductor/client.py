@@ -1,0 +1,48 @@
+"""What a program asks a conductor over gRPC."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.struct_pb2 import Struct
+
+from engine.client import url_of
+from kvstore.client.remote.admin import document
+from kvstore.client.remote.endpoint import GivenCredentials, endpoint
+from kvstore.client.remote.node import RemoteNode
+from kvstore.pb import conductor_pb2 as pb
+from kvstore.pb import engine_pb2
+
+
+class _RemoteConductor(RemoteNode):
+    service = "/kvstore.v1.Conductor/"
+
+
+def ask_route(
+    address: str,
+    text: str,
+    tokens: Sequence[int],
+    timeout_s: float,
+    *,
+    model: str = "",
+    tenant: str = "",
+    salt: str | None = None,
+    max_tokens: int = 16,
+) -> dict[str, Any]:
+    """Where the conductor at this address would send a prompt now, and why.
+
+    Raises:
+        InvalidRequest: the prompt or the address makes no sense; names the field.
+        NodeUnavailable, DeadlineExceeded: it does not answer.
+    """
+    request = engine_pb2.SubmitRequest(
+        text=text, token_ids=tokens, salt=salt, sampling=engine_pb2.Sampling(max_tokens=max_tokens)
+    )
+    remote = _RemoteConductor(endpoint(url_of(address), GivenCredentials(), os.environ), timeout_s)
+    try:
+        said = pb.RouteRequest(request=request, model=model, tenant=tenant)
+        return document(remote.call("Route", said, Struct))
+    finally:
+        remote.close()
