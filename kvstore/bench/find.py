@@ -204,6 +204,38 @@ def converge(stage: Stage, name: str, bar: Bar) -> list[Result]:
     return [result(name, Kind.TIME, took_s, bar=bar, details={"pages": pages})]
 
 
+def join(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """An empty node joins two others, of which one has 100,000 pages: from its start until it finds them, and until it
+    has its share of the directory."""
+    stage.clear()
+    settings = stage.settings
+    work = BenchWork("4k", seed=12, chains=4 if settings.quick else 196, pages=CHAIN_PAGES)
+    room, pages = settings.extent_bytes, work.chains * work.pages
+    finds_s, shares_s = [], []
+    for _ in range(max(1, settings.rounds // 2)):
+        with ExitStack() as scene:
+            url = catalog(stage, scene)
+            daemons = scene.enter_context(pool(stage, scene, [work.total_bytes + 2 * room, room], url))
+            with PeerProcess(daemons[0].name, settings.shm_dir) as writer:
+                writer.ask("write", work=work.to_json())
+            known = [scene.enter_context(closing(data_connection(daemon))) for daemon in daemons]
+            wait_for(lambda those=known: _entries(those) == 2 * pages, "not all is told")
+            began_s = time.perf_counter()
+            daemons.append(stage.daemon(scene, room, settings={"catalog": url}))
+            cache = _without_memory(scene.enter_context(connect(daemons[-1].name)), work, daemons[-1])
+            keys = work.keys(cache, 0)
+            wait_for(lambda its=cache, keys=keys: its.lookup(keys).pages == CHAIN_PAGES, "nothing is found")
+            finds_s.append(time.perf_counter() - began_s)
+            known.append(scene.enter_context(closing(data_connection(daemons[-1]))))
+            wait_for(lambda those=known: _entries(those[-1:]) > 0 and _entries(those) == 2 * pages, "no share")
+            shares_s.append(time.perf_counter() - began_s)
+    details = {"pages": pages}
+    return [
+        result(name, Kind.TIME, finds_s, bar=bar, details=details),
+        result(f"{name}.share", Kind.TIME, shares_s, details=details),
+    ]
+
+
 def _entries(connections: Sequence[DataConnection]) -> int:
     total = 0
     for connection in connections:

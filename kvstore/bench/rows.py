@@ -178,6 +178,12 @@ _ROWS = (
         Bar(10, at_least=False, of_ratio=False, unit="s"),
         find.converge,
     ),
+    Row(
+        "join_empty",
+        "an empty node joins 100,000 pages: until it finds them; .share, of the directory",
+        None,
+        find.join,
+    ),
     Row("cluster_cost", "local get, put and lookup in a cluster / in none", _at_most(1.05), find.cost),
     Row("grpc_unary", "lookup of 32 pages over gRPC / a unary echo", None, grpc.unary),
     Row("grpc_read_2m", "get over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.read, geometry="2m")),

@@ -78,7 +78,7 @@ def throughout(machine: Machine, holds: Callable[[], None]) -> None:
         assert all(each is not None and set(each.peers) == {"a", "b"} for each in now), now
         heard_s = [each.heard_s for each in now if each is not None]
         began[:] = began or heard_s
-        return all(now_s > began_s + 2 * TTL_S for now_s, began_s in zip(heard_s, began, strict=True))
+        return all(now_s > began_s + 1.5 * TTL_S for now_s, began_s in zip(heard_s, began, strict=True))
 
     wait_until("the catalog was heard of for long", heard, 60)
 
@@ -100,7 +100,7 @@ def test_no_session_lease_or_pin_goes_by_the_wall_clock(
         return match.pages
 
     with a.cache(SMALL).lease(prompt(1, PAGES), ttl_s=600) as lease:
-        for turn, ahead_s in enumerate((DAY_S, -DAY_S, 400 * DAY_S, 0.0)):
+        for turn, ahead_s in enumerate((DAY_S, -400 * DAY_S, 0.0)):
             clock.step(ahead_s)
             a.evict(pages=1000)
             put(a, 10 + turn, PAGES)
