@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -28,7 +27,6 @@ class InstantAnswers:
         count = ask.sampling.max_tokens
         for index in range(count):
             yield Drawn((index,), f" word{index}")
-            await asyncio.sleep(0)
         cached = len(ask.tokens) // 2
         yield Answered(
             "length", "", Usage(prompt_tokens=len(ask.tokens), completion_tokens=count, cached_tokens={"dram": cached})

@@ -94,4 +94,12 @@ ROWS = (
         )
         for number, family in enumerate(("llama", "qwen3", "mla"))
     ),
+    Row("http_first", "first event of a stream through the HTTP door / a bare server", None, late("door", "first")),
+    Row("http_rate", "whole answers per second through the HTTP door / a bare server", None, late("door", "rate")),
+    Row(
+        "http_streams",
+        "events per second of 500 open streams, HTTP door / a bare server",
+        None,
+        late("door", "streams"),
+    ),
 )

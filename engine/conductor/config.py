@@ -16,7 +16,7 @@ from engine.conductor.state.policies import POLICIES, SPLITS
 from engine.config import parse_engines
 from kvstore.config.daemon import DaemonConfig, listen, require
 from kvstore.config.reading import read, setting
-from kvstore.config.values import parse_count, parse_number, parse_size, parse_text
+from kvstore.config.values import parse_address_or_none, parse_count, parse_number, parse_size, parse_text
 
 ENV_PREFIX = "KVSTORE_CONDUCTOR_"
 
@@ -39,6 +39,10 @@ class ConductorConfig(DaemonConfig):
     """When one engine computes a prompt and another one answers: cost (where sooner), never, always, threshold."""
     name: str = setting("conductor", parse_text, "What it is called in logs and metrics.")
     """What it is called in logs and, with a number of its process, in the catalog."""
+    http: str | None = setting(
+        None, parse_address_or_none, "Where OpenAI's API, /healthz, /readyz and /metrics are.", metavar="HOST:PORT"
+    )
+    """HOST:PORT of OpenAI's API, /healthz, /readyz and /metrics. Beyond loopback it needs TLS and identities."""
     listen: tuple[str, ...] = listen("127.0.0.1:0")
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
     salt: str = setting("", parse_text, "Of requests that name none.", default_shown="")

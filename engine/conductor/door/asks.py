@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from engine.conductor.door.errors import invalid
 from engine.conductor.door.prompts import Tokens
-from engine.conductor.door.wanted import SEED_MAX, Wanted
+from engine.conductor.door.wanted import CHAT_TOKENS, SEED_MAX, Wanted
 from engine.conductor.shell.answers import Ask, ServedModel
 from kvstore.serving.identities import ALL_SALTS, Identity
 
@@ -32,7 +32,7 @@ def asks_of(
     asks: list[Ask] = []
     for tokens in prompts:
         room = model.context_tokens - len(tokens)
-        max_tokens = wanted.max_tokens if wanted.max_tokens is not None else max(1, room)
+        max_tokens = wanted.max_tokens if wanted.max_tokens is not None else max(1, min(room, CHAT_TOKENS))
         if max_tokens > room:
             what = f"{len(tokens)} tokens and {max_tokens} more are beyond the context of {model.context_tokens}"
             param = "messages" if wanted.is_chat else "prompt"

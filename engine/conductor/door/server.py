@@ -147,15 +147,15 @@ class HttpDoor:
             self.tally.ended[path, code] += 1
 
     async def _reply(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = HttpReply(request, self._patience.stall_s, self.tally)
-        try:
+        with contextlib.closing(HttpReply(request, self._patience.stall_s, self.tally)) as connection:
             try:
-                return await self._route(request, connection)
-            except KVStoreError as error:
-                raise refusal_of(error) from None
-        except Refusal as refusal:
-            headers = refusal.headers | ({"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {})
-            return await connection.whole(refusal.body, JSON, refusal.status, headers)
+                try:
+                    return await self._route(request, connection)
+                except KVStoreError as error:
+                    raise refusal_of(error) from None
+            except Refusal as refusal:
+                headers = refusal.headers | ({"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {})
+                return await connection.whole(refusal.body, JSON, refusal.status, headers)
 
     async def _route(self, request: web.BaseRequest, connection: HttpReply) -> web.StreamResponse:
         path = request.path

@@ -21,7 +21,8 @@ from engine.model.request import Sampling
 CHOICES_MAX: Final = 32  # answers of one request
 STOP_MAX: Final = 4
 STOP_CHARACTERS_MAX: Final = 256
-MAX_TOKENS: Final = 16  # of a completion that says nothing; a chat may fill the model's context
+MAX_TOKENS: Final = 16  # of a completion that says nothing
+CHAT_TOKENS: Final = 1024  # of a chat that says nothing, where the context leaves so many
 SEED_MAX: Final = 2**63 - 1
 TEMPERATURE_MAX: Final = 2.0
 TEXT_MAX: Final = 256  # characters of a name
@@ -76,7 +77,7 @@ class Wanted:
     """One request, checked. ``prompts`` of a completion, ``messages`` of a chat.
 
     Attributes:
-        max_tokens: None: what the context leaves.
+        max_tokens: None: ``CHAT_TOKENS``, or what the context leaves.
         n: answers to each prompt.
         salt: None: what the caller's key says.
         explain: the response tells where the request went, and why.
