@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,12 @@ class Staging(ABC):
 
     ``send`` brings bytes out of frames, ``receive`` into them; ``count`` frames lie one after the other from ``frame``
     on. What is sent may be the frames themselves: it holds until they change.
+
+    Attributes:
+        in_place: what is sent are the frames themselves, always: what is computed there later is seen in it.
     """
+
+    in_place = False
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -51,10 +55,6 @@ class Staging(ABC):
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
         """One layer of them, ``[count, layer_bytes]``; may be strided."""
 
-    def layers(self, frame: int, count: int) -> Callable[[int], Bytes]:
-        """``send_layer`` of these frames, for who asks for one layer after the other as they are computed."""
-        return partial(self.send_layer, frame, count)
-
     def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
         """The first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``. Only those:
         what is behind them in the frame may be another tenant's.
@@ -73,6 +73,8 @@ class Staging(ABC):
 
 class HostStaging(Staging):
     """Frames that are host memory: nothing is copied on the way."""
+
+    in_place = True
 
     @contextmanager
     def receive(self, frame: int, count: int) -> Iterator[Bytes]:
@@ -95,12 +97,6 @@ class HostStaging(Staging):
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
         """See ``Staging``."""
         return self._arena.layer_rows(frame, count, layer)
-
-    def layers(self, frame: int, count: int) -> Callable[[int], Bytes]:
-        """See ``Staging``. One view is made for all layers: making one takes longer than it should between two."""
-        layout = self._arena.layout
-        shape = count, layout.layers, layout.layer_bytes
-        return self._arena.rows(frame, count).reshape(shape).swapaxes(0, 1).__getitem__
 
 
 class DeviceStaging(Staging):

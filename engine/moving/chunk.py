@@ -14,6 +14,8 @@ class Chunk:
     Life: made -> ``before`` the forward -> ``layer`` per layer from its hook -> ``after``, which seals.
     """
 
+    __slots__ = ("work", "start", "stop", "slice", "_writer", "_pool", "_progress")
+
     def __init__(self, work: Work, start: int, stop: int, pool: Pool) -> None:
         assert work.frames is not None
         self.work = work
@@ -22,6 +24,7 @@ class Chunk:
         self.slice = Slice(work.frames, start, work.tokens[start:stop])
         self._writer: ChunkWriter | None = None
         self._pool = pool
+        self._progress = work.progress
 
     @property
     def tokens(self) -> int:
@@ -39,8 +42,8 @@ class Chunk:
         """The layer's KV of this chunk is in the frames."""
         if self._writer is not None:
             self._writer.layer(layer)
-        if self.work.progress is not None:
-            self.work.progress.reached(layer, self.stop)
+        if self._progress is not None:
+            self._progress.reached(layer, self.stop)
 
     def after(self, succeeded: bool = True) -> None:
         """The forward is over."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +38,7 @@ CACHES_MAX = 1024  # of tenants and adapters, kept ready
 WRITE_TTL_S = 30.0  # of a chunk's pages; what takes longer is written with the next chunk
 
 log = logging.getLogger("kvstore.engine.pool")
+clock = time.perf_counter
 
 Rows = npt.NDArray[np.uint8]
 
@@ -261,7 +261,14 @@ def keys_to_store(cache: PrefixCache, work: Work, start: int, stop: int) -> Keys
 class ChunkWriter:
     """The pages of one chunk, layer by layer while it is computed: ``before`` the forward, ``layer`` from its hook,
     ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
+
+    Between two layers of a forward caches are cold, and a call takes ten times as long: what can be done before is.
     """
+
+    __slots__ = (
+        *("_pool", "_cache", "_work", "_staging", "_behind", "_stop", "_count", "_frames"),
+        *("_writer", "_write", "_layers", "_spent_s"),
+    )
 
     def __init__(
         self, pool: Pool, cache: PrefixCache, work: Work, start_page: int, stop_page: int, staging: Staging
@@ -273,9 +280,10 @@ class ChunkWriter:
         self._behind = start_page  # pages before the chunk
         self._stop = stop_page
         self._count = 0  # pages to be written
-        self._layers: list[Callable[[int], Rows]] = []  # per run of frames
-        self._source: Callable[[int], Rows] = self._rows  # of a layer
+        self._frames: list[tuple[int, int, int]] = []  # theirs, as ``runs`` has them
         self._writer: Writer | None = None
+        self._write: Callable[[int], None] | None = None  # a layer, while there is a writer
+        self._layers, self._spent_s = 0, 0.0  # in ``layer``
 
     def before(self) -> None:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
@@ -288,45 +296,44 @@ class ChunkWriter:
             first = max(self._behind, work.stored_pages)
             if first >= self._stop:
                 return
-            # Once per chunk: between two layers of a forward caches are cold, and each call takes ten times as long.
             assert work.frames is not None
-            frames = runs(work.frames[first : self._stop])
-            self._layers = [self._staging.layers(frame, count) for _, frame, count in frames]
-            if len(self._layers) == 1 and self._pool.codec is None:
-                self._source = self._layers[0]
+            self._frames = runs(work.frames[first : self._stop])
             self._count = self._stop - first
             keys = keys_to_store(self._cache, work, first, self._stop)
             writer = self._cache.writer(keys, ttl_s=WRITE_TTL_S)
             writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
             self._writer = writer.__enter__()
+            if self._staging.in_place and self._pool.codec is None:
+                self._write = writer.prepared([self._staging.send(frame, count) for _, frame, count in self._frames])
+            else:
+                self._write = self._send
         except KVStoreError as error:
             self._failed(error)
 
     def layer(self, layer: int) -> None:
         """One layer is in the frames: write it."""
-        writer = self._writer
-        if writer is None or self._work.frames is None:
+        write = self._write
+        if write is None:
             return
-        start_s = time.perf_counter()
+        start_s = clock()
         try:
-            writer.write_layer(layer, self._source(layer))
+            write(layer)
         except KVStoreError as error:
             self._abandon()
             self._failed(error)
-        pool = self._pool
-        pool.hook_s += time.perf_counter() - start_s
-        pool.hook_layers += 1
+        self._spent_s += clock() - start_s
+        self._layers += 1
 
-    def _rows(self, layer: int) -> Any:
-        parts = []
-        for rows_of in self._layers:
-            rows = rows_of(layer)
-            parts.append(rows if self._pool.codec is None else self._pool.codec.encode(rows))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _send(self, layer: int) -> None:
+        assert self._writer is not None
+        parts = [self._pool.encoded(self._staging.send_layer(frame, count, layer)) for _, frame, count in self._frames]
+        self._writer.write_layer(layer, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def after(self, succeeded: bool) -> None:
         """Seal, or revoke where the forward failed."""
-        writer, self._writer = self._writer, None
+        self._pool.hook_s += self._spent_s
+        self._pool.hook_layers += self._layers
+        writer, self._writer, self._write = self._writer, None, None
         if writer is None:
             return
         if not succeeded:
@@ -348,12 +355,12 @@ class ChunkWriter:
         return stored(self._cache, keys_to_store(self._cache, self._work, 0, self._stop))
 
     def _abandon(self) -> None:
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._write = self._writer, None, None
         if writer is not None:
             kind: type[BaseException] = InvalidRequest
             none: TracebackType | None = None
             writer.__exit__(kind, None, none)
 
     def _failed(self, error: KVStoreError) -> None:
-        self._writer = None
+        self._writer = self._write = None
         self._pool.failed(error)

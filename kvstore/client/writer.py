@@ -6,14 +6,16 @@ import hashlib
 import secrets
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
 import numpy as np
 
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_read
+from kvstore.client.buffers import Rows, flat_bytes, rows_to_read
 from kvstore.client.ranges import Ranges
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
@@ -116,6 +118,33 @@ class Writer(ABC):
                     self._tell_apart()
                     self._written[:, layer] = True
                 self._show(None)
+
+    def prepared(self, pages: Any) -> Callable[[int], None]:
+        """``write_layer`` without its data: ``write = writer.prepared(pages)``, and ``write(layer)`` when that layer
+        has come to lie in ``pages``. What can be done before is done now: it costs little more than its copy.
+
+        Args:
+            pages: as for ``PrefixCache.put``, ``[pages, page_bytes]`` for all pages of the keys, or of a shard its part
+                of each; or a list of such arrays, laid end to end. They stay where they are until the writer is left.
+
+        Raises:
+            InvalidRequest: pages have another size, or are not contiguous. What it returns raises as ``write_layer``.
+        """
+        return partial(self._write_prepared, self._parts(pages))
+
+    def _parts(self, pages: Any) -> list[Rows]:
+        """Each of the arrays as ``[n, layers, width]``."""
+        given = pages if isinstance(pages, list) else [pages]
+        flat = [flat_bytes(each, "pages") for each in given]
+        shard, size = self._shard, sum(each.size for each in flat)
+        if size != len(self._keys) * shard.nbytes or any(each.size % shard.nbytes for each in flat):
+            raise InvalidRequest("pages", f"have {size} bytes, {len(self._keys)} of {shard.nbytes} are expected")
+        return [shard.unpacked(each.reshape(-1, shard.nbytes)) for each in flat]
+
+    def _write_prepared(self, parts: list[Rows], layer: int) -> None:
+        self._start(layer)
+        rows = [part[:, layer - self._shard.layers[0]] for part in parts]
+        self.write_layer(layer, rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def write_page(self, page: int, data: Any) -> None:
         """Write all layers of one page: ``page_bytes``, or of a shard its heads' share of each of its layers, in order.

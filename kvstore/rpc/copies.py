@@ -36,7 +36,7 @@ class Copies:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._in_flight -= 1
-            then = self._ended()
+            then = self._ended() if self._refusal is not None else ()
         for call in then:
             call()
 

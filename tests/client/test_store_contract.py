@@ -307,6 +307,28 @@ def test_writer_in_any_order(cache: PrefixCache) -> None:
     assert writer.sealed == 0
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2), (2, 0, 1, 3), (0, 0, 1, 2, 3)], ids=str)
+def test_writer_of_pages_that_come_to_lie_somewhere(cache: PrefixCache, order: tuple[int, ...]) -> None:
+    """Some are stored already, and what is to come lies in several arrays."""
+    keys = cache.keys(tokens(7))
+    data, shape = contents(keys), (7, SMALL.layers, SMALL.layer_bytes)
+    cache.put(keys[:2], data[:2])
+    place = np.zeros_like(data)
+    with cache.writer(keys) as writer:
+        write = writer.prepared([place[:1], place[1:4].reshape(-1), place[4:]])
+        for layer in order:
+            place.reshape(shape)[:, layer] = data.reshape(shape)[:, layer]
+            write(layer)
+        for wrong in (-1, SMALL.layers):
+            with pytest.raises(InvalidRequest, match="^layer"):
+                write(wrong)
+        for pages in (place[:6], [place[:4], place[4:6], place[:0]], [place.reshape(-1)[:-1], place.reshape(-1)[-1:]]):
+            with pytest.raises(InvalidRequest, match="^pages"):
+                writer.prepared(pages)
+    assert writer.sealed == 5
+    np.testing.assert_array_equal(cache.get(keys, verify=True).data, data)
+
+
 def test_writer_by_pages(store: Store, salt: str) -> None:
     cache = store.cache(LONG, salt=salt)
     keys = cache.keys(tokens(2, layout=LONG))
@@ -343,7 +365,7 @@ def test_ranks_of_one_group_share_pages(cache: PrefixCache, ranks: int) -> None:
 @pytest.mark.parametrize("cut", [(1, 2), (2, 2), (4, 2), (8, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("layout", [SMALL, MLA], ids=["small", "mla"])
 def test_shards_of_one_group_share_pages(store: Store, salt: str, layout: Layout, cut: tuple[int, int]) -> None:
-    """Heads x layers, by layers and by pages; read as a whole and in any other cut."""
+    """Heads x layers, by layers, by pages and prepared; read as a whole and in any other cut."""
     cache = store.cache(layout, salt=salt)
     keys = cache.keys(tokens(3, layout=layout))
     data = contents(keys, layout)
@@ -354,9 +376,13 @@ def test_shards_of_one_group_share_pages(store: Store, salt: str, layout: Layout
     for shard, writer in zip(shards, writers, strict=True):
         assert not cache.lookup(keys) and not cache.get_shard(keys, **shard.cut)
         part = shard.part(data)
-        if shard.number % 2:
+        if shard.number % 3 == 1:
             for page in range(3):
                 writer.write_page(page, part[page])
+        elif shard.number % 3 == 2:
+            write = writer.prepared(np.ascontiguousarray(part).reshape(3, -1))
+            for layer in range(*shard.layers):
+                write(layer)
         else:
             for i, layer in enumerate(range(*shard.layers)):
                 writer.write_layer(layer, part[:, i])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.buffers import Rows
 from kvstore.model.replica import ADDRESS_BYTES
+from kvstore.model.shard import Shard
 from kvstore.rpc.control import BATCH_MAX
 
 
@@ -30,6 +33,17 @@ class ReservedRun:
         self.count = len(pages)
         self.first = first  # of its pages among the writer's own
         self.levels = levels  # [layers + 1, count], what it stores there after so many layers
+
+    def beside(self, shard: Shard, parts: list[Rows]) -> Iterator[tuple[list[Rows], list[Rows]]]:
+        """Of each array that has some of these pages, ``[n, layers, width]`` each, laid end to end: by layer, where in
+        our pages it goes, and where it is."""
+        first = 0
+        for part in parts:
+            low, high = max(first, self.page), min(first + len(part), self.page + self.count)
+            if low < high:
+                pages = shard.part(self.pages[low - self.page : high - self.page])
+                yield list(pages.swapaxes(0, 1)), list(part[low - first : high - first].swapaxes(0, 1))
+            first += len(part)
 
 
 def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:

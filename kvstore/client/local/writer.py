@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -203,6 +205,26 @@ class LocalWriter(Writer):
         if self._mapped is None:
             raise InvalidRequest("writer", "has no frames: the node was not there when it was entered")
         return self._mapped.channel.copies
+
+    def prepared(self, pages: Any) -> Callable[[int], None]:
+        """See ``Writer.prepared``. A layer whose turn it is costs a copy and a store of marks, per run of frames."""
+        parts = self._parts(pages)
+        pairs = [pair for span in self._spans for pair in span.beside(self._shard, parts)]
+        return partial(self._write_in_turn, pairs, parts)
+
+    def _write_in_turn(self, pairs: list[tuple[list[Rows], list[Rows]]], parts: list[Rows], layer: int) -> None:
+        copies = self._copies
+        if copies is None or layer != self._even or layer == self._layout.layers:
+            self._write_prepared(parts, layer)
+            return
+        with copies:
+            for targets, sources in pairs:
+                copy(targets[layer], sources[layer])
+            if failpoint.ACTIVE:
+                failpoint.hit("client.layer")
+            self._even = layer + 1
+            for span in self._spans:
+                span.shown[:] = span.levels[layer + 1]
 
     def _store_layer(self, start: int, rows: Rows) -> None:
         stop = start + self._shard.width
