@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, flat_bytes, rows_to_read
@@ -79,10 +80,8 @@ class Writer(ABC):
             raise InvalidRequest("writer", "was entered already: make another")
         self._entered = True
         self._reserve()
-        first, last = self._shard.layers
-        self._written = np.ones((len(self.pages_new), self._layout.layers), np.bool_)
-        if self._shard.writes:  # what others write counts as written: nobody waits for us there
-            self._written[:, first:last] = False
+        if self._even is None:
+            self._written = self._unwritten()
         if self._shard.count > 1:
             with self._storing():
                 self._show(None)
@@ -199,6 +198,9 @@ class Writer(ABC):
             LeaseBroken: over gRPC, the reservation was over; nothing is stored.
             NodeUnavailable, DeadlineExceeded: no acknowledgement; what was not sealed is revoked by its deadline.
         """
+        if kind is None and self._even == self._layout.layers:
+            self._seal()
+            return
         self._tell_apart()
         if kind is not None:
             self._revoke()
@@ -276,8 +278,16 @@ class Writer(ABC):
     def _tell_apart(self) -> None:
         """From here on ``_written`` says what is written."""
         if self._even is not None:
+            self._written = self._unwritten()
             self._written[:, : self._even] = True
             self._even = None
+
+    def _unwritten(self) -> npt.NDArray[np.bool_]:
+        """``_written`` where nothing is. What others write counts as written: nobody waits for us there."""
+        written = np.ones((len(self.pages_new), self._layout.layers), np.bool_)
+        if self._shard.writes:
+            written[:, slice(*self._shard.layers)] = False
+        return written
 
     def _place(self, page: int) -> int | None:
         """Which of the new pages this is; None: it is none of them."""

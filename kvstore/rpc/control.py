@@ -132,8 +132,13 @@ def unpack_class(number: int) -> FrameClass:
 
 def pack_addresses(addresses: Iterable[Address]) -> bytes:
     """Addresses end to end, 16 bytes each."""
-    pack = ADDRESS.pack
-    return b"".join([pack(*address) for address in addresses])
+    numbers = [number for address in addresses for number in address]
+    return _numbers(len(numbers) // 3).pack(*numbers)
+
+
+@lru_cache(maxsize=BATCH_MAX)
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct("<" + "IIQ" * count)
 
 
 def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> list[Address]:

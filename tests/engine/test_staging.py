@@ -57,7 +57,7 @@ def test_layers_go_in_and_come_out(staging: Staging) -> None:
 def test_what_is_sent_in_place_shows_what_is_computed_later(staging: Staging) -> None:
     pages, data = staging.send(0, 2), rows(2, LAYOUT.layer_bytes)
     staging.receive_layer(0, 1, data)
-    assert (pages[:, slice(*LAYOUT.byte_range(1))] == data).all() == staging.in_place
+    assert not staging.in_place or (pages[:, slice(*LAYOUT.byte_range(1))] == data).all()
 
 
 def test_a_tail_has_its_tokens_and_no_others(staging: Staging) -> None:

@@ -254,7 +254,9 @@ def still_ours(address: Address, word: int) -> bool:
 
 def _consecutive(frames: list[Address], count: int) -> int:
     """Where the first run of ``count`` consecutive frames starts; 0 where there is none."""
-    start, before = 0, frames[0]
+    start, before, last = 0, frames[0], frames[count - 1]
+    if last.extent == before.extent and last.frame - before.frame == count - 1:
+        return 0
     for place, frame in enumerate(frames):
         if frame.extent != before.extent or frame.frame - before.frame != place - start:
             start, before = place, frame

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
@@ -17,7 +18,7 @@ from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import await_saved
 from kvstore.client.local.proof import address_runs
-from kvstore.client.local.put import LocalPut
+from kvstore.client.local.put import LocalPut, frame_runs
 from kvstore.client.local.spans import ReservedRun, parts_of, unbroken
 from kvstore.client.local.stored import stored_or_published, stored_pages
 from kvstore.client.writer import Writer
@@ -36,7 +37,6 @@ from kvstore.rpc.control import (
     pack_addresses,
     pack_class,
     statuses_bytes,
-    unpack_addresses,
 )
 from kvstore.rpc.publisher import Publisher
 from kvstore.tier.host_memory import copy
@@ -72,6 +72,7 @@ class LocalWriter(Writer):
         self._copies: AbstractContextManager[None] | None = None  # around what is stored, while we have frames
         self._mapped: Mapped | None = None
         self._put: LocalPut | None = None  # which seals pages in granted frames
+        self._frames: list[Address] = []  # those
         self._until_s = 0.0  # their deadline
         self._raw = b""  # addresses of pages_new, end to end
         self._spans: list[ReservedRun] = []
@@ -114,7 +115,7 @@ class LocalWriter(Writer):
         frames = put.take(page)
         if not frames:
             return False  # RESERVE tells why
-        self._put, self._until_s = put, time.monotonic() + self._ttl_ms / 1000
+        self._put, self._frames, self._until_s = put, frames, time.monotonic() + self._ttl_ms / 1000
         self.pages_new, self._raw = list(range(page, page + len(frames))), pack_addresses(frames)
         self._begin(mapped, publisher, page)
         if failpoint.ACTIVE:
@@ -181,19 +182,27 @@ class LocalWriter(Writer):
 
     def _lay_out(self, mapped: Mapped) -> None:
         addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
-        for number, frame, first, words in address_runs(addresses, _RESERVED):
+        generations = addresses["generation"]
+        for number, frame, first, count in self._runs(addresses):
             extent = mapped.dram.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+            frames, theirs = slice(frame, frame + count), generations[first : first + count]
+            extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's
+            extent.uses.begin(frames, theirs)  # frames that were granted the node does not
+            shown = extent.uses.shown(frames, self._shard.number)
+            levels = extent.uses.levels(theirs, self._layout.layers)
+            self._spans.append(ReservedRun(extent.pages[frames], shown, self.pages_new[first], first, levels))
+
+    def _runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
+        """``(extent, first frame, first of our pages, count)`` of consecutive pages in consecutive frames."""
+        if self._put is not None:  # those that were granted are ascending, and their pages follow each other
+            for number, frame, i, j in frame_runs(self._frames):
+                yield number, frame, i, j - i
+            return
+        for number, frame, first, words in address_runs(addresses, _RESERVED):
             for i, count in unbroken(self.pages_new[first : first + len(words)]):
-                frames = slice(frame + i, frame + i + count)
-                extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's
-                generations = words[i : i + count] >> np.uint64(8)
-                extent.uses.begin(frames, generations)  # frames that were granted the node does not
-                shown = extent.uses.shown(frames, self._shard.number)
-                levels = extent.uses.levels(generations, self._layout.layers)
-                page = self.pages_new[first + i]
-                self._spans.append(ReservedRun(extent.pages[frames], shown, page, first + i, levels))
+                yield number, frame + i, first + i, count
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -266,7 +275,8 @@ class LocalWriter(Writer):
         if self._mapped is None:
             return
         if self._put is not None:
-            self._publish(self._put, unpack_addresses(raw, len(raw) // ADDRESS_BYTES))
+            frames, self._frames = self._frames, []
+            self._publish(self._put, frames)
             return
         try:
             self._seal_frames(self._mapped, raw)
@@ -326,7 +336,8 @@ class LocalWriter(Writer):
         raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
         if self._put is not None:
             self._node.check_open()
-            self._put.forfeit(unpack_addresses(raw, len(raw) // ADDRESS_BYTES))
+            frames, self._frames = self._frames, []
+            self._put.forfeit(frames)
             return
         try:
             self._give_back(raw)
