@@ -98,7 +98,8 @@ class Member:
 
 
 class Etcd:
-    """A cluster of ``members`` servers, ready; at ``host``, of the machine that ``enter`` leads to."""
+    """A cluster of ``members`` servers, ready; at ``host``, of the machine that ``enter`` leads to. ``places``: of each
+    member a host of its own, and what leads there."""
 
     def __init__(
         self,
@@ -108,8 +109,10 @@ class Etcd:
         scheme: str = "http",
         host: str = "127.0.0.1",
         enter: Sequence[str] = (),
+        places: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
-        self.members = [Member(folder, f"m{number}", flags, scheme, host, enter) for number in range(members)]
+        where = places or [(host, enter)] * members
+        self.members = [Member(folder, f"m{number}", flags, scheme, *each) for number, each in enumerate(where)]
         self.cluster = ",".join(f"{each.name}=http://{each.peer}" for each in self.members)
         for each in self.members:
             each.start(self.cluster)

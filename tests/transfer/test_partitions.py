@@ -59,24 +59,37 @@ class FarPool(Pool):
         return set(view.peers) if view is not None else set()
 
 
+ETCD = ("etcd",)
+THREE = ("etcd", "etcd2", "etcd3")
+
+
+@pytest.fixture(params=[ETCD])
+def etcds(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The machines of etcd's members."""
+    machines: tuple[str, ...] = request.param
+    return machines
+
+
 @pytest.fixture
-def network() -> Iterator[Network]:
+def network(etcds: tuple[str, ...]) -> Iterator[Network]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    made = Network(("a", "b", "c", "etcd"))
+    made = Network(("a", "b", "c", *etcds))
     yield made
     made.close()
 
 
 @pytest.fixture
-def pool(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FarPool]:
+def pool(
+    network: Network, etcds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FarPool]:
     (tmp_path / "tls").mkdir()
     certificates = Certificates(tmp_path / "tls", addresses=tuple(map(network.address, "abc")))
     ours = {"KVSTORE_TOKEN": "op-token", "KVSTORE_TLS_CA": certificates.path("ca.pem")}
     for name, value in ours.items():
         monkeypatch.setenv(name, value)
-    etcd = Etcd(tmp_path / "etcd", host=network.address("etcd"), enter=network.enter("etcd"))
+    etcd = Etcd(tmp_path / "etcd", places=[(network.address(each), network.enter(each)) for each in etcds])
     machine = FarMachine(
         tmp_path,
         network,
@@ -89,7 +102,7 @@ def pool(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     )
     monkeypatch.setenv("KVSTORE_SHM_DIR", str(machine.shm_dir))
     try:
-        made = FarPool(machine, f"etcd://{etcd.endpoints[0]}")
+        made = FarPool(machine, "etcd://" + ",".join(etcd.endpoints))
         made.network = network
         for name, seeds in CHAINS.items():
             for seed in seeds:
@@ -140,3 +153,31 @@ def cut_one_way(pool: FarPool, network: Network) -> None:
     pool.well(HEALED_S)
     pool.stores["c"].evict(pages=1 << 20)
     pool.reads("c", 1, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("etcds", [THREE], indirect=True)
+def test_etcd_is_split(pool: FarPool, network: Network) -> None:
+    """One of three members has no link to the others. Nodes that reach all of them stay; so do those that reach just
+    the two. A node that reaches the lonely one alone is missed, goes on, and comes back."""
+    alone, others = THREE[0], THREE[1:]
+    between = [(alone, other) for other in others] + [(other, alone) for other in others]
+    for pair in between:
+        network.lose(*pair)
+    for other in others:  # b is on the lonely member's side, a on that of the two; c reaches all
+        network.lose("b", other)
+    network.lose("a", alone)
+    wait_until("b is missed", lambda: pool.members("a") == pool.members("c") == {"a", "c"}, HEALED_S)
+    assert pool.members("b") == {"a", "b", "c"}, "it knows whom it knew"
+    put(pool.stores["a"], 8, PAGES)
+    put(pool.stores["b"], 9, PAGES)
+    pool.reads("c", 8)
+    assert pool.got("b", 9) == PAGES and pool.got("b", 1) == PAGES and pool.got("c", 1) == PAGES
+    for other in others:
+        network.find("b", other)
+    network.find("a", alone)
+    wait_until("b is back, by way of the two", lambda: pool.members("a") == {"a", "b", "c"}, HEALED_S)
+    pool.reads("c", 9)
+    for pair in between:
+        network.find(*pair)
+    pool.well(HEALED_S)
+    pool.reads("a", 1, 3, 4, 5, 8, 9)
