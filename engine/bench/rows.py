@@ -19,6 +19,7 @@ IDEAL = Bar(1.2, at_least=False)
 STEP = Bar(1.15, at_least=False)
 HOOK = Bar(0.8)
 STORES = Bar(1.03, at_least=False)
+DECIDE = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 TURN = Bar(0.0002, at_least=False, of_ratio=False, unit="s")
 
 
@@ -59,6 +60,15 @@ ROWS = (
         late("neighbours", "neighbours"),
     ),
     Row("turn_64", "deciding a turn of 64 sequences / counting its tokens", TURN, late("turn", "turn", sequences=64)),
+    *(
+        Row(
+            f"route_{engines}",
+            f"a conductor's decision about a request, {engines} engines, an index of 1 M pages / looking pages up",
+            DECIDE if engines == 64 else None,
+            late("decisions", "decisions", engines=engines),
+        )
+        for engines in (16, 64, 256)
+    ),
     Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", HOOK, late("hook", "hook")),
     Row(
         "prefill_stores",

@@ -29,6 +29,7 @@ FEW = 50  # requests; with more of them integrity is checked after every so many
 CHECKED_EVERY = 20
 NOTICED_S = 1.0  # after so long a request at an engine that is dead or hangs is known to be broken
 DRAM, NVME = 1, 2  # marks of a page, see ``kvstore.state.directory``
+KV_BYTES = 1 << 17  # of a token
 COPY_BYTES_PER_S = 3e9
 
 
@@ -52,15 +53,19 @@ def wish(
 def about(name: str, **how: object) -> EngineAbout:
     """An engine."""
     said: dict[str, object] = {"model": "m", "node": f"node-{name}", "zone": "z", "batch_max": 64, **how}
-    return EngineAbout(name=name, address=name, layout=LAYOUT, page_tokens=PAGE, kv_bytes=1 << 17, **said)  # type: ignore[arg-type]
+    return EngineAbout(name=name, address=name, layout=LAYOUT, page_tokens=PAGE, kv_bytes=KV_BYTES, **said)  # type: ignore[arg-type]
 
 
 @dataclass
 class Sim:
-    """One simulated engine."""
+    """One simulated engine; or, with an egress, a remote cluster of as many as it has lanes."""
 
     role: Role
-    busy: bool = False
+    lanes: int = 1
+    egress: float = 0.0
+    leaves_s: float = 0.0  # when all that is to leave it has left
+    left: int = 0  # bytes that have
+    busy: int = 0
     line: deque[Callable[[], float]] = field(default_factory=deque)  # each returns how long it takes
     up: bool = True
     held: set[int] = field(default_factory=set)
@@ -94,9 +99,10 @@ class World:
 
     def add(self, name: str, role: Role = Role.BOTH, **how: object) -> None:
         """An engine with a node of its own joins."""
-        self.engines[name] = Sim(role)
+        said = about(name, **how)
+        self.engines[name] = Sim(role, said.lanes, said.egress_bytes_per_s)
         self.tell(ev.NodeFound(self.now_s, f"node-{name}", zone="z"))
-        self.tell(ev.EngineFound(self.now_s, about(name, **how), role))
+        self.tell(ev.EngineFound(self.now_s, said, role))
 
     def ask(self, late_s: float = 0.0) -> None:
         """Ask every engine for a report, which comes ``late_s`` later."""
@@ -201,17 +207,26 @@ class World:
             cached = min(found * PAGE, tokens - 1)
             took_s = (tokens - cached) / TOKENS_PER_S
             self.computed_pages += len(pages) - found
-            self.after(took_s, lambda: self._computed(number, attempt, name, answering, cached, took_s))
+            late_s = took_s
+            if engine.egress:  # layer by layer, behind what is to leave before it
+                size = tokens * KV_BYTES
+                engine.left += size
+                engine.leaves_s = max(engine.leaves_s, self.now_s) + size / engine.egress
+                late_s = max(took_s, engine.leaves_s - self.now_s)
+            self.after(late_s, lambda: self._computed(number, attempt, name, answering, cached, took_s))
             return took_s
 
         engine.line.append(compute)
-        if not engine.busy:
-            self._next(engine)
+        self._next(engine)
 
     def _next(self, engine: Sim) -> None:
-        engine.busy = bool(engine.line)
-        if engine.line:
-            self.after(engine.line.popleft()(), lambda: self._next(engine))
+        def free() -> None:
+            engine.busy -= 1
+            self._next(engine)
+
+        while engine.line and engine.busy < engine.lanes:
+            engine.busy += 1
+            self.after(engine.line.popleft()(), free)
 
     def _computed(self, number: int, attempt: int, name: str, answering: str, cached: int, took_s: float) -> None:
         if self._attempt.get(number) != attempt or number not in self.state.requests:

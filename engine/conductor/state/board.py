@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,6 @@ Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 """Of engines in a board, or in what was taken of it."""
 
-SILENT_S: Final = 3.0  # an engine that was last heard of longer ago gets requests only if no other can
-
 
 class Columns:
     """Columns, with a place for each engine. Numbers of things, and yes and no, are floats here as well.
@@ -32,8 +29,7 @@ class Columns:
             ``FleetEngine``.
         running: our requests that it answers or will answer.
         open_s: the moment from which on it may get requests; never where it drains.
-        heard_s: when it was last heard of; never where it did not answer.
-        prefills, answers: what it does.
+        prefills, answers: what it does. ``silent``: see ``FleetEngine``.
         node, layout, host, zone: numbers; -1: none, or not known.
         page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress: see ``EngineAbout``.
     """
@@ -52,7 +48,7 @@ class Columns:
             self.tokens_per_s,
             self.step_s,
             self.open_s,
-            self.heard_s,
+            self.silent,
             self.prefills,
             self.answers,
             self.egress_free_s,
@@ -119,7 +115,7 @@ class Board:
             engine.tokens_per_s,
             engine.step_s,
             math.inf if engine.draining else engine.avoided_until_s,
-            -math.inf if engine.silent else engine.heard_s,
+            engine.silent,
             engine.role is not Role.DECODE,
             engine.role is not Role.PREFILL,
             engine.egress_free_s,
@@ -132,11 +128,11 @@ class Board:
     def usable(self, tokens: int, without: tuple[str, ...], now_s: float) -> Places:
         """Engines that a request of so many tokens can go to now.
 
-        Those that are silent, and those that the request should do ``without``, only where there is no other.
+        Those that it should do ``without`` only where there is no other.
         """
         columns = self.columns
         fit = (tokens <= columns.tokens_max) & (tokens <= columns.context_max) & (columns.open_s <= now_s)
-        good = fit & (columns.heard_s >= now_s - SILENT_S)
+        good = fit.copy()
         if without:
             good[[self._places[name] for name in without if name in self._places]] = False
         if good.all():

@@ -129,7 +129,7 @@ class ConductorState:
         out: list[Instruction] = []
         match event:
             case ev.EngineFound():
-                self.fleet.found(event.about, event.role, event.now_s)
+                self.fleet.found(event.about, event.role)
             case ev.EngineLost():
                 self._lost(event)
             case ev.NodeFound():
@@ -143,7 +143,7 @@ class ConductorState:
             case ev.ReportAsked():
                 self.fleet.asking(event.engine)
             case ev.Reported():
-                self.fleet.reported(event.engine, event.report, event.now_s)
+                self.fleet.reported(event.engine, event.report)
             case ev.Silent():
                 self.fleet.silent(event.engine)
             case ev.Arrived():
@@ -173,7 +173,9 @@ class ConductorState:
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
         if self.roles is None:
             return
-        change = self.roles.change(list(self.fleet.engines.values()), now_s)
+        waiting = [request.waiting for request in self.requests.values() if request.phase is RequestPhase.WAITING]
+        prompts_s, answers_s = sum(each.cost_s for each in waiting), sum(each.answer_s for each in waiting)
+        change = self.roles.change(list(self.fleet.engines.values()), prompts_s, answers_s, now_s)
         if change is not None:
             self.fleet.set_role(change.engine, change.role)
             out.append(change)
@@ -201,14 +203,18 @@ class ConductorState:
             return
         options = self.options(wish, now_s)
         route = self._route(options) if options is not None else None
-        cost_s = route.computing.prefill_s if route is not None else 0.0
+        cost_s = answer_s = 0.0
         if options is not None and route is not None:
+            cost_s = route.computing.prefill_s
+            answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
+            if self.roles is not None:
+                self.roles.asked(cost_s, answer_s, now_s)
             late = self._late(options, route)
             if late is not None:
                 out.append(do.Refuse(wish.number, *late))
                 return
         queue = self.queues.setdefault(wish.model, Queue(self._room))
-        waiting = QueuedRequest(wish.number, cost_s, event.size, wish.priority)
+        waiting = QueuedRequest(wish.number, cost_s, answer_s, event.size, wish.priority)
         try:
             queue.add(wish.tenant, waiting)
         except TooManyCalls as full:
@@ -217,9 +223,6 @@ class ConductorState:
         request = self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
         if options is None or route is None:
             return
-        if self.roles is not None:
-            answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
-            self.roles.asked(cost_s, answer_s, now_s)
         if len(queue) == 1 and self._has_room(route):  # else those before it are looked at first
             self._start(queue, request, route, now_s, out)
         out += self.orders.asked(options, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)

@@ -85,8 +85,8 @@ class Costs:
         return alone * (1 + batch * each)
 
     def token_s(self, engine: FleetEngine) -> float:
-        """What one token of an answer takes of an engine whose batch is half full."""
-        each, batch = self.priors.step_each, max(1, engine.about.batch_max // 2)
+        """What one token of an answer takes of an engine whose batch is full."""
+        each, batch = self.priors.step_each, engine.about.batch_max
         alone = self.priors.step_alone_s
         if engine.step_s:
             alone = engine.step_s / (1 + max(1, len(engine.ends) + engine.others_running) * each)

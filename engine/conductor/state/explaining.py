@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.conductor.state.board import SILENT_S, Board
+from engine.conductor.state.board import Board
 from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.options import Options, Route, RouteWish
 
@@ -66,6 +66,7 @@ def _candidate(options: Options, place: int, route: Route | None) -> Explained:
         "engine": about.name,
         "role": str(options.engines[place].role),
         "part": part,
+        "silent": options.engines[place].silent,
         "own_tokens": computing.own,
         "memory_tokens": int(options.upper_pages[place]) * about.page_tokens,
         "nvme_tokens": int(options.own_pages[place] - options.upper_pages[place]) * about.page_tokens,
@@ -143,10 +144,6 @@ def _why_not(engine: FleetEngine, wish: RouteWish, now_s: float) -> str:
         return "it drains"
     if engine.avoided_until_s > now_s:
         return f"it failed on a request; it is tried again in {engine.avoided_until_s - now_s:.1f} s"
-    if engine.silent:
-        return "it did not answer when it was asked for its load"
-    if now_s - engine.heard_s > SILENT_S:
-        return f"it was last heard of {now_s - engine.heard_s:.1f} s ago"
     return "the request failed there before"
 
 

@@ -7,8 +7,8 @@ its own were there when it asked, and takes the rest for the others'. So a repor
 decided meanwhile, and nothing is counted twice.
 
 Whether an engine is there has three sources. Its reports and the tokens that come from it are signs of life. One that
-did not answer a question is silent, and gets requests where there is no other. One that failed on a request gets none
-for a while; a report ends that, the first time, for it may have been the network.
+did not answer a question is silent, and gets requests where others are much busier. One that failed on a request gets
+none for a while; a report ends that, the first time, for it may have been the network.
 
 A request's life here: sent -> its first token has come (it decodes) -> ended.
 """
@@ -111,8 +111,7 @@ class FleetEngine:
             once, when one engine that is so much faster would have.
         scale: how much longer prompts take there than is predicted, by what was measured.
         tokens_per_s: of prompts, and ``step_s``: as it reports; 0: not yet.
-        heard_s: when it gave the last sign of life.
-        silent: it was asked since, and did not answer.
+        silent: it was asked, and did not answer; there was no sign of life since.
         failures: requests on which it failed, one after the other.
         avoided_until_s: it gets nothing before.
         egress_free_s: of a remote cluster, when all that is to leave it will have left.
@@ -121,7 +120,6 @@ class FleetEngine:
 
     about: EngineAbout
     role: Role
-    heard_s: float
     draining: bool = False
     works: dict[int, EngineWork] = field(default_factory=dict)
     waiting: int = 0

@@ -32,6 +32,7 @@ from kvstore.model.span import Fingerprints
 
 WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: somebody may come who needs it
 LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
+SILENT_S: Final = 2.0  # others may be busier by so much than one that did not answer
 LATE_S: Final = 1e9  # more than any answer takes
 EGRESS_BURST_S: Final = 2.0  # see the top
 
@@ -146,6 +147,7 @@ class Options:
         own_prefill_s: the prompt's computation, had only the engine's own node any of it.
         cached, donor, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: as of ``Computing``; ``donor``: a node's
             number, or -1.
+        doubt_s: added to what an engine takes where it is chosen, not to what is predicted: it is silent.
         batch, token_s, answer_harm_s: as of ``Answering``; of no meaning where an engine does not answer.
         prefills, answers: places of engines that compute prompts for others, and of those that answer.
         answer_tokens: that the answer will have, by prediction.
@@ -171,6 +173,7 @@ class Options:
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
         columns = self.columns
         full = (columns.egress > 0) & (columns.egress_free_s - now_s > EGRESS_BURST_S)
+        self.doubt_s = SILENT_S * columns.silent
         self.prefills = ((columns.prefills > 0) & ~full).nonzero()[0]
         self.answers = columns.answers.nonzero()[0]
         found = [(matches[layout], number) for number, layout in enumerate(board.layouts) if layout in matches]

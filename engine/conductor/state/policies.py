@@ -80,18 +80,20 @@ class KvCentric(Policy):
             return None
         best: tuple[float, int, int] | None = None
         if apart is not False and len(options.prefills):
-            computing = _smallest(options.prefills, options.ready_s + options.harm_s + options.late(options.ready_s))
+            soonest = options.ready_s + options.harm_s + options.doubt_s + options.late(options.ready_s)
+            computing = _smallest(options.prefills, soonest)
             answering = _smallest(answers, options.token_s * options.answer_tokens + options.answer_harm_s)
             one_each, other_each = computing[:, None], answering[None, :]
             tails_s = options.tails_s(one_each, other_each)
             tails_s[one_each == other_each] = np.inf  # those come below
             totals = options.totals_s(one_each, other_each, tails_s)
+            totals = totals + options.doubt_s[one_each] + options.doubt_s[other_each]
             totals = totals + options.late((options.ready_s[one_each] + tails_s), options.token_s[other_each])
             one, other = divmod(_first(totals.ravel(), options), len(answering))
             if totals[one, other] < np.inf:
                 best = float(totals[one, other]), int(computing[one]), int(answering[other])
         if apart is not True or best is None:
-            totals = options.totals_s(answers, answers, 0.0)
+            totals = options.totals_s(answers, answers, 0.0) + options.doubt_s[answers]
             totals = totals + options.late(options.ready_s[answers], options.token_s[answers])
             at = _first(totals, options)
             if best is None or totals[at] <= best[0]:
@@ -126,7 +128,7 @@ class LeastLoad(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[_first(options.wait_s[fit], options)])
+        return int(fit[_first((options.wait_s + options.doubt_s)[fit], options)])
 
 
 class LongestPrefix(Policy):
@@ -146,7 +148,7 @@ class OwnCache(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[_first((options.wait_s + options.own_prefill_s)[fit], options)])
+        return int(fit[_first((options.wait_s + options.own_prefill_s + options.doubt_s)[fit], options)])
 
 
 class DynamoLinear(Policy):

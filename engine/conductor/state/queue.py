@@ -18,10 +18,16 @@ from kvstore.errors import TooManyCalls
 
 @dataclass(slots=True)
 class QueuedRequest:
-    """A request that waits. ``cost_s``: seconds of an engine, by prediction; ``size``: bytes that it keeps here."""
+    """A request that waits.
+
+    Attributes:
+        cost_s: seconds of an engine for its prompt, by prediction; ``answer_s``: for its answer.
+        size: bytes that it keeps here.
+    """
 
     number: int
     cost_s: float
+    answer_s: float
     size: int
     priority: int = 0
 

@@ -1,6 +1,7 @@
 """Roles: how many engines compute prompts for others, and how many answer, as the mix of work asks for it.
 
-Demand is counted in seconds of engines per second, of prompts and of answers, over the last ``WINDOW_S``. With ``p`` of
+Demand is counted in seconds of engines per second, of prompts and of answers: what was asked for in the last
+``WINDOW_S``, also by those who were refused, and what waits, as if it were to be done in the next. With ``p`` of
 ``n`` engines on prompts, the busier side is busy to ``max(prompts / p, answers / (n - p))``; the best ``p`` makes that
 small. One engine changes at a time, not sooner than ``CHANGE_S`` after the one before, and only where the busier side
 becomes less busy by a ``GAIN``: so a mix between two splits does not make engines go to and fro. An engine that does
@@ -16,7 +17,7 @@ from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.instructions import SetRole
 from engine.model.request import Role
 
-WINDOW_S: Final = 10.0
+WINDOW_S: Final = 5.0
 CHANGE_S: Final = 2.0
 GAIN: Final = 1.2
 BUSY: Final = 0.1  # where the busier side is busy to less, any split does
@@ -48,8 +49,8 @@ class Roles:
         self._answers_s *= left
         self._at_s = now_s
 
-    def change(self, engines: list[FleetEngine], now_s: float) -> SetRole | None:
-        """Which engine does something else from now on."""
+    def change(self, engines: list[FleetEngine], prompts_s: float, answers_s: float, now_s: float) -> SetRole | None:
+        """Which engine does something else from now on. ``prompts_s``, ``answers_s``: of those that wait."""
         self._fade(now_s)
         ours = [engine for engine in engines if not engine.about.egress_bytes_per_s and not engine.draining]
         prompts = [engine for engine in ours if engine.role is Role.PREFILL]
@@ -57,8 +58,10 @@ class Roles:
         both = len(prompts) + len(answers)
         if both < 2 * self._floor or now_s - self._changed_s < CHANGE_S:
             return None
-        best = min(range(self._floor, both - self._floor + 1), key=lambda count: self._busy(count, both))
-        now, then = self._busy(len(prompts), both), self._busy(best, both)
+        prompts_s += sum(max(0.0, engine.prompts_done_s - now_s) for engine in prompts)
+        work = self._prompts_s + prompts_s / WINDOW_S, self._answers_s + answers_s / WINDOW_S
+        best = min(range(self._floor, both - self._floor + 1), key=lambda count: _busy(*work, count, both))
+        now, then = _busy(*work, len(prompts), both), _busy(*work, best, both)
         if now < BUSY or now < GAIN * then or best == len(prompts):
             return None
         self._changed_s = now_s
@@ -68,7 +71,8 @@ class Roles:
         chosen = min(prompts, key=lambda engine: (engine.waiting, engine.about.name))
         return SetRole(chosen.about.name, Role.DECODE)
 
-    def _busy(self, prompts: int, both: int) -> float:
-        """How busy the busier side is with so many engines on prompts."""
-        sides = ((self._prompts_s, prompts), (self._answers_s, both - prompts))
-        return max(asked / count if count else (math.inf if asked else 0.0) for asked, count in sides)
+
+def _busy(prompts_s: float, answers_s: float, prompts: int, both: int) -> float:
+    """How busy the busier side is with so many engines on prompts."""
+    sides = ((prompts_s, prompts), (answers_s, both - prompts))
+    return max(asked / count if count else (math.inf if asked else 0.0) for asked, count in sides)
