@@ -129,7 +129,7 @@ class ConductorState:
         out: list[Instruction] = []
         match event:
             case ev.EngineFound():
-                self.fleet.found(event.about, event.role)
+                self.fleet.found(event.about, event.role, event.now_s)
             case ev.EngineLost():
                 self._lost(event)
             case ev.NodeFound():
@@ -143,7 +143,7 @@ class ConductorState:
             case ev.ReportAsked():
                 self.fleet.asking(event.engine)
             case ev.Reported():
-                self.fleet.reported(event.engine, event.report)
+                self.fleet.reported(event.engine, event.report, event.now_s)
             case ev.Silent():
                 self.fleet.silent(event.engine)
             case ev.Arrived():

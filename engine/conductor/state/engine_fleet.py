@@ -30,11 +30,11 @@ class EngineFleet:
 
     # --- who there is -----------------------------------------------------------------------------------------------
 
-    def found(self, about: EngineAbout, role: Role) -> None:
+    def found(self, about: EngineAbout, role: Role, now_s: float) -> None:
         """An engine is there, or says something else of itself. Its requests stay."""
         known = self.engines.get(about.name)
         if known is None:
-            self.engines[about.name] = FleetEngine(about, role)
+            self.engines[about.name] = FleetEngine(about, role, now_s)
         elif (known.about, known.role) == (about, role):
             return
         else:
@@ -87,7 +87,7 @@ class EngineFleet:
         if engine is not None:
             engine.asked = engine.waiting, len(engine.ends)
 
-    def reported(self, name: str, report: LoadReport) -> None:
+    def reported(self, name: str, report: LoadReport, now_s: float) -> None:
         """It has answered."""
         engine = self.engines.get(name)
         if engine is None or engine.asked is None:
@@ -95,7 +95,7 @@ class EngineFleet:
         waiting, running = engine.asked
         engine.others_waiting = max(0, report.waiting - max(waiting, engine.waiting))
         engine.others_running = max(0, report.running - max(running, len(engine.ends)))
-        engine.role, engine.draining, engine.silent = report.role, report.draining, False
+        engine.role, engine.draining, engine.heard_s, engine.silent = report.role, report.draining, now_s, False
         engine.tokens_per_s = report.prefill_tokens_per_s or engine.tokens_per_s
         engine.step_s = report.step_s or engine.step_s
         engine.asked = None
@@ -147,7 +147,7 @@ class EngineFleet:
                 engine.computed(work, now_s, ends_s)
             else:
                 engine.remove(work, now_s)
-            engine.failures, engine.silent = 0, False
+            engine.failures, engine.heard_s, engine.silent = 0, now_s, False
             self.write(engine)
 
     def ended(self, number: int, names: tuple[str, ...], now_s: float, *, answered: bool = False) -> None:
@@ -155,7 +155,7 @@ class EngineFleet:
         for engine, work in self._at(number, names):
             engine.remove(work, now_s)
             if answered:
-                engine.silent = False
+                engine.heard_s, engine.silent = now_s, False
             self.write(engine)
 
     def _at(self, number: int, names: tuple[str, ...]) -> list[tuple[FleetEngine, EngineWork]]:

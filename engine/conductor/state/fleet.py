@@ -111,6 +111,7 @@ class FleetEngine:
             once, when one engine that is so much faster would have.
         scale: how much longer prompts take there than is predicted, by what was measured.
         tokens_per_s: of prompts, and ``step_s``: as it reports; 0: not yet.
+        heard_s: when it gave the last sign of life.
         silent: it was asked, and did not answer; there was no sign of life since.
         failures: requests on which it failed, one after the other.
         avoided_until_s: it gets nothing before.
@@ -120,6 +121,7 @@ class FleetEngine:
 
     about: EngineAbout
     role: Role
+    heard_s: float
     draining: bool = False
     works: dict[int, EngineWork] = field(default_factory=dict)
     waiting: int = 0
