@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,9 @@ def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: An
 def test_status_health_and_reflection(shared: EngineProcess, engine: EngineClient) -> None:
     status = engine.status()
     assert (status["role"], status["model"], status["device"]) == ("both", "tiny-llama", "cpu")
-    assert status["layout"] == {"fingerprint": layout_of().fingerprint.hex(), "page_tokens": 16}
+    layout = layout_of()
+    told = {"fingerprint": layout.fingerprint.hex(), "page_tokens": 16, "page_bytes": layout.page_bytes}
+    assert status["layout"] == {**told, "fields": asdict(layout)}
     with grpc.insecure_channel(shared.address) as channel:
         asked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
         assert asked.status == health_pb2.HealthCheckResponse.SERVING
