@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import kvstore
 from engine.demo import telling
+from engine.demo.front import FrontDoor
 from engine.demo.machine import Machine
 from engine.demo.rows import DemoRow
 from engine.demo.script import Conversation, Script, ScriptTurn
@@ -52,6 +53,8 @@ class Demo:
             self._say(telling.GIBBERISH)
         self._say("")
         self._warm_up()
+        with self._machine.conductor() as address:
+            chats = FrontDoor(address, self._say).run(self._script.documents, not self._machine.plan.is_preset)
         for index, turn in enumerate(turns):
             if index == kill_at:
                 self._machine.kill_node()
@@ -66,7 +69,7 @@ class Demo:
         self._say(f"{telling.table(self.rows)}\n\n{telling.MEANING}")
         self._say(telling.tiers(tiers))
         restart = self._restart(turns)
-        return self._told(kill, tiers, restart)
+        return self._told(kill, tiers, restart) | {"chats": chats}
 
     def _warm_up(self) -> None:
         """The first forward of a process is slow, of each engine: that is not what is measured here."""

@@ -22,17 +22,18 @@ from kvstore.cli.output import bytes_text, json_option, print_json
 from kvstore.config import parse_size
 from kvstore.errors import InvalidRequest
 
-MODEL = "small-llama"
+MODEL = str(Path(__file__).resolve().parent / "kvstore-docs")  # see its README and ``engine.demo.train``
+SHOWN = "the one that comes with it"
 REQUESTS = 12
 RATE = 0.03  # requests per second of trace time: so slow that conversations come back within a few requests
 SEED = 1
-DRAM, NVME = "48MiB", "512MiB"  # 64 pages of the default model, and more than 400 of them
+DRAM, NVME = "12MiB", "512MiB"  # 56 pages of the default model, and more than 2000 of them
 SPARE_BYTES = 64 << 20  # left free in the folder of the NVMe file
 FOLDER = "/var/tmp"  # a disk, where /tmp may be memory
 
 
 @click.command()
-@click.option("--model", default=MODEL, show_default=True, help=f"A model's folder, or {', '.join(PRESETS)}.")
+@click.option("--model", default=MODEL, show_default=SHOWN, help=f"A model's folder, or {', '.join(PRESETS)}.")
 @click.option("--requests", type=click.IntRange(2), default=REQUESTS, show_default=True, help="How many are asked.")
 @click.option(
     "--nodes", type=click.IntRange(1, 9), default=1, show_default=True, help="More than one: a pool of nodes."

@@ -129,8 +129,26 @@ class Machine:
         """Start the node, for the first time or again; its line."""
         plan = self.plan
         sizes = ["--dram", str(plan.dram_bytes), "--nvme", f"{plan.nvme}:{plan.nvme_bytes}", "--demote-at", "0"]
-        self._node = self._child("the node", ["serve", "--name", plan.name, *sizes, "--log-level", "warning"])
+        cluster = ["--listen", "127.0.0.1:0", *self._catalog]  # where the conductor asks what pages it has
+        self._node = self._child("the node", ["serve", "--name", plan.name, *sizes, *cluster, "--log-level", "warning"])
         return self._node.line(NODE_START_S)
+
+    @contextmanager
+    def conductor(self) -> Iterator[str]:
+        """A conductor that knows them all, while the block runs: the address of its HTTP door."""
+        engines = ["--engine", self._socket("prefill"), "--engine", self._socket("decode")]
+        arguments = ["conductor", "--http", "127.0.0.1:0", *engines, *self._catalog, "--log-level", "error"]
+        child = self._child("the conductor", arguments)
+        try:
+            yield child.line(NODE_START_S).split("http on ")[1].split()[0]
+        finally:
+            child.ask_to_end()
+            child.wait()
+            self._children.remove(child)
+
+    @property
+    def _catalog(self) -> list[str]:
+        return ["--catalog", f"file:{self.plan.place / 'catalog'}"]
 
     def kill_node(self) -> None:
         """kill -9."""

@@ -117,7 +117,7 @@ class Script:
     def __init__(self, documents: Sequence[Document], encode: Encode) -> None:
         assert documents
         self._encode = encode
-        self._documents = documents
+        self.documents = list(documents)
         self._tokens = {document.name: encode(document.text, False) for document in documents}
         self._excerpt_tokens: dict[str, int] = {}  # of each document, by its first conversation
         self.conversations: dict[int, Conversation] = {}
@@ -140,10 +140,10 @@ class Script:
 
     def some(self, tokens: int) -> list[int]:
         """A prompt of about so many tokens, in no conversation."""
-        return self._tokens[self._documents[-1].name][-tokens:]
+        return self._tokens[self.documents[-1].name][-tokens:]
 
     def _opened(self, turn: ScriptTurn) -> Conversation:
-        document = self._documents[POPULARITY[turn.conversation % len(POPULARITY)] % len(self._documents)]
+        document = self.documents[POPULARITY[turn.conversation % len(POPULARITY)] % len(self.documents)]
         name = document.name
         head = self._encode(f"{SYSTEM}# {name}\n\n", True)
         wanted = self._excerpt_tokens.setdefault(name, max(1, turn.text_tokens - len(head)))

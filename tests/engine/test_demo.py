@@ -14,7 +14,7 @@ from engine.demo.script import Script, encoder, read_documents, turns
 from engine.simulator.trace import TraceRequest
 from tests.helpers.processes import CLI, Machine, Process, wait_until
 
-SMALL = ("--model", "tiny-llama", "--requests", "6", "--nvme", "128MiB")
+SMALL = ("--model", "tiny-llama", "--requests", "6", "--nvme", "128MiB", "--dram", "48MiB")
 RUN_S = 240.0
 START_S = 120.0  # two engines load torch, beside whatever else this machine does
 
@@ -37,6 +37,8 @@ def test_what_is_reused_survives_the_kill_and_the_restart(machine: Machine, tmp_
     before = [row for row in rows if row["phase"] != "restarted"]
     assert sum(row["dram_tokens"] for row in before) > 0 and any(row["dram_tokens"] for row in before[4:])
     assert all(row["nvme_tokens"] > row["computed_tokens"] for row in rows[6:]), "what DRAM held was saved"
+    assert len(told["chats"]) == 4 and all(chat["answer"] and chat["route"]["answers"] for chat in told["chats"])
+    assert told["chats"][1]["cached_tokens"] > 0, "the second chat begins as the first one"
     totals, tiers = told["totals"], told["tiers"]
     assert totals["prompt_tokens"] == sum(row["prompt_tokens"] for row in rows) and 0 < totals["reused_ratio"] < 1
     assert tiers["dram"]["pages"] > 0 < tiers["nvme"]["pages"]
