@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,13 +59,23 @@ def bench(names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, l
         said = absent.get(row.name) or ("failed" if row.name in failed else "measured")
         click.echo(f"{row.name}: {said}", err=True)
     if as_json:
-        print_json({"machine": facts, "settings": settings, "rows": results, "failed": failed, "absent": absent})
+        rows = _finite([asdict(each) for each in results])
+        print_json({"machine": facts, "settings": settings, "rows": rows, "failed": failed, "absent": absent})
     else:
         _print(results, quick)
         for name, why in absent.items():
             click.echo(f"{name}: not measured, {why}")
     if failed:
         raise BenchFailed("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+
+
+def _finite(value: Any) -> Any:
+    """What JSON has words for: an infinity (no prefix is long enough that reuse pays) becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list) else value
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -113,6 +113,6 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
     barred = {name for name, line in lines.items() if line["bar"]}
     ideals = {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
     assert barred == ideals | {"hook_layer", "hook_layer.chunk", "prefill_stores", "turn_64"}
-    assert lines["turn_64"]["ratio"] > 1
+    assert lines["turn_64"]["ratio"] > 0
     assert lines["prefill_stores"]["ratio"] > 0
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
