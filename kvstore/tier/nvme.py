@@ -281,7 +281,7 @@ class NvmeDevice:
             OSError: what was written since the last one must be given up; so must the device, which writes no more.
         """
         with self._sync_mutex:  # who comes second waits for the one who syncs his writes, too
-            if self._unsynced:
+            if self._unsynced or self._lost:  # lost: what somebody else's sync was to make durable, too
                 self._unsynced = False  # first: what is written meanwhile needs another
                 self._flush()
 

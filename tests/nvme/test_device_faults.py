@@ -13,7 +13,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
 from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import FileDisk, MemoryDisk
+from kvstore.tier.disk import FileDisk, MemoryDisk, aligned_buffer
 from kvstore.tier.frame_header import REASONS
 from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_table import frame_offset
@@ -209,6 +209,22 @@ def test_calls_that_fail_are_reported_and_nothing_else_changes(kind: str) -> Non
         disk.fail_reads = disk.fail_writes = disk.fail_sync = None
         disk = disk.power_loss()
         check(NvmeDevice.open(disk, "n", EXTENT_BYTES), model)
+
+
+def test_who_wrote_before_a_sync_that_failed_is_told_by_his_own() -> None:
+    """Two write side by side. The first one's sync was to make the second one's pages durable as well."""
+    disk = FaultyDisk(device_bytes(POSITIONS), seed=1)
+    device = NvmeDevice.open(disk, "n", EXTENT_BYTES)
+    device.carve(0, 1, CLASSES[0])
+    device.open_for_writing([0])
+    blank = aligned_buffer(nvme_geometry.stride_bytes(CLASSES[0]))
+    for frame in range(2):
+        device.write_run(0, frame, CLASSES[0], blank)
+    disk.fail_sync = errno.EIO
+    for _ in range(2):
+        with pytest.raises(OSError):
+            device.sync()
+        disk.fail_sync = None
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
