@@ -178,10 +178,11 @@ class CopyBatches:
         """
         source, target = batch.source, batch.target
         arrival = Arrival()
-        lost = set(failed)
+        lost, absent = set(failed), target.absent([page.key for page in batch.pages])
         for i, (page, key, root) in enumerate(zip(batch.pages, keys_of(heads), roots_of(heads), strict=True)):
             parent_key, parent = b"", None
-            wanted = i not in lost and key == page.key and source.sealed(page.source) and target.find(key) is None
+            wanted = i not in lost and key == page.key and source.sealed(page.source)
+            wanted = wanted and (i < absent or target.find(key) is None)
             if wanted:
                 parent_key = source.records.parent(*page.source[:2])
                 parent = target.find_in(root, parent_key) if parent_key != root else None
@@ -199,7 +200,8 @@ class CopyBatches:
     def end(batch: CopyBatch, unused: list[Address], out: list[ev.Instruction]) -> None:
         """Frames that came to nothing are free again, and nothing is held any more."""
         source, target = batch.source, batch.target
-        target.free(unused, out, {page.target: page.key for page in batch.pages})
+        if unused:
+            target.free(unused, out, {page.target: page.key for page in batch.pages})
         for address in batch.held:
             if source.sealed(address):
                 left = address in batch.leaves and target.find(source.records.key(*address[:2])) is not None

@@ -51,15 +51,14 @@ class Climb:
             if self._next is None:
                 break
             extent, frame, _ = self._next
-            key = records.key(extent, frame)
+            key, root, parent = records.lineage(extent, frame)
             if self._is_there(key):
                 self.anchor, self._next = key, None
-                if key not in self._down and self._lower.find_in(records.root(extent, frame), key) is None:
+                if key not in self._down and self._lower.find_in(root, key) is None:
                     self.pages.clear()  # another root's page has this key there: nothing of ours can hang on it
                 break
             self.pages.append((key, self._next))
-            parent = records.parent(extent, frame)
-            self._next = None if parent == records.root(extent, frame) else upper.find(parent)
+            self._next = None if parent == root else upper.find(parent)
         return self._next is None
 
     def still_holds(self) -> bool:

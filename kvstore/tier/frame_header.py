@@ -81,26 +81,42 @@ def pack(
     checksums: Sums,
     payload_sum: int,
 ) -> None:
-    """Write a page's header into ``out`` ``[header_bytes]``, all of it.
+    """Write a page's header into ``out`` ``[header_bytes]``, all of it. See ``packed``."""
+    place = frame_class, incarnation, address
+    header = packed(*place, identity.tobytes(), parent, info, checksums, payload_sum)
+    assert len(out) == len(header), (len(out), len(header))
+    out[:] = np.frombuffer(header, np.uint8)
+
+
+def packed(
+    frame_class: FrameClass,
+    incarnation: int,
+    address: Address,
+    identity: bytes,
+    parent: bytes,
+    info: int,
+    checksums: Sums,
+    payload_sum: int,
+) -> bytes:
+    """A page's header, ``header_bytes`` long.
 
     Args:
         incarnation: of the device the frame lies on.
-        identity: ``[48 + 4 * page_tokens]``: key, root, extra and token ids, as they stand in a DRAM record.
+        identity: ``48 + 4 * page_tokens`` bytes: key, root, extra and token ids, as they stand in a DRAM record.
         checksums: one per layer.
         payload_sum: of the page; made before the checksums are verified, it proves what they proved.
     """
     used = _used(frame_class)
     tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
-    whole = nvme_geometry.header_bytes(frame_class)
-    assert len(out) == whole and len(checksums) == frame_class.layers, "of another class"
+    assert len(checksums) == frame_class.layers, "of another class"
     assert len(identity) == tokens_end - _IDENTITY and len(parent) == KEY_BYTES, (len(identity), len(parent))
     fixed = _FIXED.pack(
         *(_MAGIC, VERSION, used, incarnation, *address),
         *(frame_class.page_tokens, frame_class.layers, parent, info, payload_sum),
     )
-    summed = b"".join((fixed, identity.tobytes(), checksums.astype("<u4", copy=False).tobytes()))
-    out[:used] = np.frombuffer(summed + _digest(summed).to_bytes(_SUM_BYTES, "little"), np.uint8)
-    out[used:] = 0
+    summed = b"".join((fixed, identity, checksums.astype("<u4", copy=False).tobytes()))
+    header = summed + _digest(summed).to_bytes(_SUM_BYTES, "little")
+    return header.ljust(nvme_geometry.header_bytes(frame_class), b"\0")
 
 
 def unpack(

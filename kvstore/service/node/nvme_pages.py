@@ -37,6 +37,7 @@ from kvstore.tier.io_threads import IoThreads
 from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices, today
 from kvstore.tier.patient_disk import is_silent
+from kvstore.tier.record import Record
 from kvstore.tier.records import ExtentTable
 
 log = logging.getLogger("kvstore.nvme")
@@ -177,42 +178,53 @@ class NvmePages(NvmeStore):
         target = tables[pages[run.start].target.extent]
         frame_class, header_bytes = target.frame_class, nvme_geometry.header_bytes(target.frame_class)
         with self._bounces.borrow(len(run) * nvme_geometry.stride_bytes(frame_class)) as buffer:
-            slots = buffer.reshape(len(run), -1)
+            slots, headers = buffer.reshape(len(run), -1), list[bytes]()
             for part in _runs([pages[i].source for i in run], frame_class):
-                first = pages[run[part.start]].source
-                frames = frames_of(tables[first.extent])[first.frame : first.frame + len(part)]
-                copy(slots[part.start : part.stop, header_bytes:], frames)
+                places = run[part.start : part.stop]
+                first = pages[places[0]].source
+                source, frames = tables[first.extent], slice(first.frame, first.frame + len(part))
+                payloads = slots[part.start : part.stop, header_bytes:]
+                copy(payloads, frames_of(source)[frames])
+                headers += self._headers(places, source, frames, payloads, pages, target, done)
             slots[:, header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
-            for slot, i in zip(slots, run, strict=True):
-                source, page = tables[pages[i].source.extent], pages[i]
-                if not self._prove(i, slot, source, page, target, done):
-                    slot[:header_bytes] = 0
+            slots[:, :header_bytes] = np.frombuffer(b"".join(headers), np.uint8).reshape(len(run), -1)
             with self._writes[self._device(pages[run.start].target, tables)]:
                 self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, slots)
 
-    def _prove(self, i: int, slot: Rows, source: ExtentTable, page: Copying, target: ExtentTable, done: Copied) -> bool:
-        """Pack the header of a page whose copy in ``slot`` is what its record says. False: it is not."""
-        frame_class, fmt, record = target.frame_class, source.fmt, source.record(page.source.frame)
-        head = nvme_geometry.header_bytes(frame_class)
-        payload = slot[head : head + frame_class.page_bytes]
-        total, sums = payload_sum(payload, frame_class), layer_sums(payload, frame_class.layers)
-        if not _is_sealed(source, page.source, page.state):  # asked after the copy: what was copied is that page
-            done.failed[i] = MOVED
-            return False
-        damage = "" if record.is_sound() else RECORD
-        if not damage and record.stamped and sums.tobytes() != record.raw[fmt.checksums]:
-            damage = DATA
-        if damage:
-            done.failed[i] = damage
-            done.damaged.append((page.source, damage))
-            return False
-        info = info_word(frame_class.page_bytes, flags=STAMPED, position=0)
-        info |= page.standing or standing_of(record.info)
-        identity = np.frombuffer(record.raw, np.uint8)[fmt.identity]
-        place = frame_class, self.devices.header_incarnation(target.position), page.target
-        frame_header.pack(slot[:head], *place, identity, record.parent, info, sums, total)
-        done.rows[i], done.checksums[i] = identity, sums
-        return True
+    def _headers(
+        self,
+        places: range,
+        source: ExtentTable,
+        frames: slice,
+        payloads: Rows,
+        pages: list[Copying],
+        target: ExtentTable,
+        done: Copied,
+    ) -> list[bytes]:
+        """The headers of pages from consecutive frames, whose copies are ``payloads``; of zeros for a page that is not
+        what its record says."""
+        frame_class, fmt, incarnation = target.frame_class, source.fmt, self.devices.header_incarnation(target.position)
+        rows = source.rows[frames].copy()
+        raws, width = rows.tobytes(), rows.shape[1]
+        views = [payload[: frame_class.page_bytes] for payload in payloads]
+        found = [(payload_sum(view, frame_class), layer_sums(view, frame_class.layers)) for view in views]
+        words = source.words[frames].tolist()  # looked at after the copy: what was copied is that page
+        done.rows[places.start : places.stop] = rows[:, fmt.identity]
+        headers = [bytes(nvme_geometry.header_bytes(frame_class))] * len(places)
+        for at, (i, word, (total, sums)) in enumerate(zip(places, words, found, strict=True)):
+            page, record = pages[i], Record(raws[at * width : (at + 1) * width], fmt)
+            if word != page.source.generation << 8 | page.state:
+                done.failed[i] = MOVED
+            elif not record.is_sound() or (record.stamped and sums.tobytes() != record.raw[fmt.checksums]):
+                done.failed[i] = DATA if record.is_sound() else RECORD
+                done.damaged.append((page.source, done.failed[i]))
+            else:
+                info = info_word(frame_class.page_bytes, flags=STAMPED, position=0)
+                info |= page.standing or standing_of(record.info)
+                place = frame_class, incarnation, page.target
+                headers[at] = frame_header.packed(*place, record.identity, record.parent, info, sums, total)
+                done.checksums[i] = sums
+        return headers
 
     # --- across: from one extent of NVMe to others ------------------------------------------------------------------
 
@@ -242,7 +254,8 @@ class NvmePages(NvmeStore):
                 if header is not None:
                     place, identity = (frame_class, incarnation, pages[i].target), identity_row(header)
                     rest = header.info, header.checksums, header.payload_sum
-                    frame_header.pack(slot[:header_bytes], *place, identity, header.parent, *rest)
+                    packed = frame_header.packed(*place, identity.tobytes(), header.parent, *rest)
+                    slot[:header_bytes] = np.frombuffer(packed, np.uint8)
             with self._writes[self._device(first.target, tables)]:
                 self.devices.write_run(target.position, first.target.frame, frame_class, slots)
 
@@ -370,8 +383,8 @@ def identity_row(header: FrameHeader) -> Rows:
     return np.frombuffer(header.key + header.root + header.extra + header.tokens.tobytes(), np.uint8)
 
 
-def _is_sealed(table: ExtentTable, address: Address, state: FrameState = FrameState.SEALED) -> bool:
-    return int(table.words[address.frame]) == address.generation << 8 | state
+def _is_sealed(table: ExtentTable, address: Address) -> bool:
+    return int(table.words[address.frame]) == address.generation << 8 | FrameState.SEALED
 
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
