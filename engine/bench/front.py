@@ -15,6 +15,7 @@ from aiohttp import web
 
 from engine.bench.instant import InstantAnswers
 from engine.conductor.door.opening import open_door
+from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.replies import DONE, Choice, OpenAIReply
 from engine.conductor.shell.answers import Answered
 from engine.model.request import Usage
@@ -40,7 +41,8 @@ def main() -> None:
 
 
 async def _door() -> None:
-    door = open_door(DaemonConfig(http="127.0.0.1:0"), Identities(None), InstantAnswers(**{MODEL: None}), {})
+    config, answers = DaemonConfig(http="127.0.0.1:0"), InstantAnswers(**{MODEL: None})
+    door = open_door(config, Identities(None), answers, {}, PromptMaker())
     await door.start()
     await _serve(int(door.address.rpartition(":")[2]))
 

@@ -185,4 +185,5 @@ def encoder(model: str | None) -> Encode:
     from transformers import AutoTokenizer  # only here: presets need none of it
 
     loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    return lambda text, first: [int(token) for token in loaded.encode(text, add_special_tokens=first)]
+    # A whole document is longer than the model's context, and needs no warning: a prompt is a part of it.
+    return lambda text, first: [int(token) for token in loaded.encode(text, add_special_tokens=first, verbose=False)]

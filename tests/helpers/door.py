@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.bench.instant import InstantAnswers
 from engine.conductor.door.opening import open_door
+from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.server import HttpDoor, HttpPatience
 from engine.conductor.shell.answers import AnswerPart, Ask, Drawn, ServedModel
 from kvstore.config.daemon import DaemonConfig
@@ -110,7 +111,8 @@ def open_doors(
     settings = DaemonConfig(**{"http": "127.0.0.1:0", **config})
     known = Identities(Path(identities) if identities else None)
     started, stop = threading.Event(), asyncio.Event()
-    door = open_door(settings, known, answers, routes or {}, patience)
+    prompts = PromptMaker()
+    door = open_door(settings, known, answers, routes or {}, prompts, patience)
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
@@ -118,6 +120,7 @@ def open_doors(
         started.set()
         await stop.wait()
         await door.stop(0.0)
+        prompts.close()
 
     def run() -> None:
         with contextlib.closing(loop):

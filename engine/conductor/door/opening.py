@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import Answers
 from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
@@ -24,6 +25,7 @@ def open_door(
     identities: Identities,
     answers: Answers,
     routes: Mapping[str, Route],
+    prompts: PromptMaker,
     patience: HttpPatience | None = None,
 ) -> HttpDoor:
     """The door at ``config.http``; it is still to be started, on the event loop of ``answers``.
@@ -45,4 +47,4 @@ def open_door(
     certificate = ServerCertificate.of(config)
     tls = certificate.for_sockets() if certificate is not None else None
     shown = f"[{number}]" if ":" in number else number
-    return HttpDoor(answers, f"{shown}:{port}", identities, tls, routes, patience)
+    return HttpDoor(answers, f"{shown}:{port}", identities, tls, routes, prompts, patience)

@@ -7,6 +7,7 @@ that the door holds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,10 @@ from engine.conductor.door.errors import invalid
 from engine.conductor.door.wanted import Wanted
 from engine.conductor.shell.answers import ServedModel
 from engine.text.chat import PromptTokenizer, prompt_tokenizer
+from kvstore.errors import InvalidRequest
 
 THREADS: Final = 2
+PREPARE_S: Final = 1.0  # how often to look for models that are new
 MODELS_MAX: Final = 64  # whose tokenizers are kept
 
 Tokens = npt.NDArray[np.uint32]
@@ -38,6 +41,21 @@ class PromptMaker:
     def close(self) -> None:
         """Let the threads go; what they are at goes on to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(self, models: Callable[[], list[ServedModel]]) -> None:
+        """Load the tokenizers of models as they come, which takes seconds, so that who asks first need not wait.
+
+        Runs until it is cancelled. Who asks for a model whose tokenizer cannot be read is told why.
+        """
+        known: list[ServedModel] = []
+        while True:
+            now = models()
+            for model in now[:MODELS_MAX]:
+                if model not in known:
+                    with contextlib.suppress(InvalidRequest):
+                        await self.tokenizer(model)
+            known = now
+            await asyncio.sleep(PREPARE_S)
 
     async def tokens(self, wanted: Wanted, model: ServedModel) -> list[Tokens]:
         """Of each prompt, in order; of a chat one.

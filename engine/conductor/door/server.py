@@ -87,6 +87,7 @@ class HttpDoor:
         identities: Identities,
         tls: ssl.SSLContext | None,
         routes: Mapping[str, Route],
+        prompts: PromptMaker,
         patience: HttpPatience | None = None,
     ) -> None:
         self.tally = DoorTally()
@@ -96,11 +97,12 @@ class HttpDoor:
         self._tls = tls
         self._routes = routes
         self._patience = patience or HttpPatience()
-        self._prompts = PromptMaker()
+        self._prompts = prompts
         self._held = Shares("bodies", "bodies", BODIES_BYTES, int(BODIES_BYTES * BODIES_SHARE), BODIES_BYTES)
         self._began_s = int(time.time())
         self._server: DoorServer | None = None
         self._listening: asyncio.Server | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -120,6 +122,7 @@ class HttpDoor:
             )
         except OSError as error:
             raise InvalidRequest("http", f"cannot listen on {self._address}: {error.strerror}") from None
+        self._preparing = asyncio.create_task(self._prompts.prepare(self._answers.models))
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Listen no more; requests under way have ``grace_s``, then they are ended. Does nothing before ``start``."""
@@ -127,7 +130,8 @@ class HttpDoor:
             self._listening.close()
             self._server.pre_shutdown()
             await self._server.shutdown(grace_s)
-        self._prompts.close()
+        if self._preparing is not None:
+            self._preparing.cancel()
 
     # --- one request ------------------------------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ class ConductorServer(LoopServer):
     """
 
     conductor: Conductor
+    _prompts: PromptMaker
 
     def __init__(self, config: ConductorConfig, tally: ConductorTally, leads: Callable[[], bool]) -> None:
         limits = Limits(
@@ -147,9 +148,9 @@ class ConductorServer(LoopServer):
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
         self.conductor = Conductor(self._config, self._tally, self._leads)
-        prompts = PromptMaker()
-        ends.callback(prompts.close)
-        calls = ConductorCalls(self._config, self.conductor, prompts, self.conductor.status)
+        self._prompts = PromptMaker()
+        ends.callback(self._prompts.close)
+        calls = ConductorCalls(self._config, self.conductor, self._prompts, self.conductor.status)
         unary = {"Route": calls.route, "Status": calls.status}
         return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, {"Submit": calls.submit}))
 
@@ -162,7 +163,7 @@ class ConductorServer(LoopServer):
         Raises:
             InvalidRequest: see ``open_door``.
         """
-        door = open_door(self._config, self.identities, self.conductor, routes)
+        door = open_door(self._config, self.identities, self.conductor, routes, self._prompts)
         self._wait(door.start())
         return door
 
