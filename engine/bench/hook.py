@@ -2,9 +2,9 @@
 
 A prompt is computed here, chunk by chunk, on one core. After each layer the forward calls a hook: ours writes the
 layer of the chunk's pages to the pool, as an engine does; the limit copies the same bytes, which are as warm, into
-pages of plain shared memory, as many calls of ``memcpy`` as there are pages. Both take turns chunk by chunk; what
-reserves frames before a chunk and seals them after it is reported beside them. Whole prompts that are written take
-turns with prompts that are not, too.
+pages of plain shared memory, as many calls of ``memcpy`` as there are pages. This process has touched either memory
+before. Both take turns chunk by chunk; what reserves frames before a chunk and seals them after it is reported beside
+them. Whole prompts that are written take turns with prompts that are not, too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from engine.moving.work import Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
+from kvstore.client.store import Store
 
 CHUNK = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 
@@ -83,6 +84,19 @@ class Prefiller:
         self.pool = Pool(store, self.layout, self.arena)
         chunk_pages = self.scale.step_tokens // self.scale.page_tokens
         self.plain = Plain(stage, 8 * chunk_pages, self.layout.page_bytes)
+        self._walk(store, chunk_pages)
+
+    def _walk(self, store: Store, pages: int) -> None:
+        """Put pages into every frame of the pool, and evict them: this process touches none for the first time later,
+        as little as it does those of the limit.
+        """
+        cache = store.cache(self.layout, salt="walk")
+        rows = np.zeros((pages, self.layout.page_bytes), np.uint8)
+        for chain in range(self.scale.dram_bytes // rows.nbytes + 1):
+            if cache.put(prompt(pages * self.scale.page_tokens, chain), rows) != pages:
+                raise BenchFailed("the pool did not take the pages that walk it")
+        while store.evict(pages=1 << 20)["pages"]:
+            pass
 
     def prompt(self, seed: int, first: int) -> tuple[Times, Times]:
         """One prompt that the pool does not know; chunks alternate between ours and the limit from ``first`` on.
