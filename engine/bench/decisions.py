@@ -95,7 +95,7 @@ class DecisionLoad:
         routed = self.state.requests.get(wish.number)
         if routed is None or routed.route is None:
             raise BenchFailed(f"a request has no route: {out}")
-        self.state.handle(ev.FirstToken(self._now_s, wish.number, 0))
+        self.state.handle(ev.FirstToken(self._now_s, wish.number))
         self.state.handle(ev.Ended(self._now_s, wish.number, 50))
         return took_s
 

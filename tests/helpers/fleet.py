@@ -240,11 +240,11 @@ class World:
         if number not in self.state.requests:
             return
         self.first.setdefault(number, self.now_s)
-        self.tell(ev.FirstToken(self.now_s, number, cached, took_s))
+        self.tell(ev.FirstToken(self.now_s, number))
         answer = self.wishes[number].answer_max
-        self.after(answer * STEP_S, lambda: self._answered(number, attempt, answering, answer))
+        self.after(answer * STEP_S, lambda: self._answered(number, attempt, answering, answer, cached, took_s))
 
-    def _answered(self, number: int, attempt: int, name: str, tokens: int) -> None:
+    def _answered(self, number: int, attempt: int, name: str, tokens: int, cached: int, took_s: float) -> None:
         if self._attempt.get(number) != attempt or number not in self.state.requests:
             return
         engine = self.engines.get(name)
@@ -252,7 +252,7 @@ class World:
             self.after(NOTICED_S, lambda: self._broken(number, attempt, name, tokens // 2))
             return
         self.done[number] = self.now_s
-        self.tell(ev.Ended(self.now_s, number, tokens))
+        self.tell(ev.Ended(self.now_s, number, tokens, cached, took_s))
 
     def _broken(self, number: int, attempt: int, name: str, generated: int) -> None:
         if self._attempt.get(number) == attempt:

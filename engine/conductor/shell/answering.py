@@ -106,7 +106,7 @@ class OpenAnswer:
         """What one engine gives: to the end, or until it breaks."""
         name = it.route.answering.engine.about.name
         known = self._conductor.members.engines.get(name)
-        sent_drawn, waited_s = len(self._drawn), 0.0
+        sent_drawn, waited_s, alone = len(self._drawn), 0.0, _alone(it)
         try:
             if known is None:
                 raise NodeUnavailable(f"{name} has just left")
@@ -116,13 +116,14 @@ class OpenAnswer:
                     tokens: list[Token] = []
                     for event in events_of(reply):
                         if isinstance(event, Finished):
-                            self._answered(event.reason)
+                            whole = event.usage.computed_tokens == len(self.ask.tokens) + sent_drawn
+                            self._answered(event.reason, event.usage.ttft_ms / 1e3 if alone and whole else 0.0)
                             yield Answered(event.reason, event.text, self._usage(event.usage))
                             return
                         assert isinstance(event, Token), event
                         tokens.append(event)
                     if tokens:
-                        self._count(it, tokens, first=len(self._drawn) == sent_drawn)
+                        self._count(tokens, first=len(self._drawn) == sent_drawn)
                         given_s = time.monotonic()
                         yield Drawn(tuple(token.id for token in tokens), "".join(token.text for token in tokens))
                         waited_s = time.monotonic() - given_s
@@ -157,7 +158,7 @@ class OpenAnswer:
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
-    def _count(self, it: do.Send, tokens: list[Token], first: bool) -> None:
+    def _count(self, tokens: list[Token], first: bool) -> None:
         now_s = time.monotonic()
         if not self._drawn:
             self._first_s = now_s
@@ -165,16 +166,16 @@ class OpenAnswer:
         if not self._second_s and len(self._drawn) + len(tokens) > 1:
             self._second_s = now_s
         if first:
-            self._conductor.handle(ev.FirstToken(now_s, self._number, it.route.computing.cached))
+            self._conductor.handle(ev.FirstToken(now_s, self._number))
         self._drawn += [token.id for token in tokens]
 
-    def _answered(self, reason: str) -> None:
+    def _answered(self, reason: str, prefill_s: float = 0.0) -> None:
         self._over = True
         tally = self._conductor.tally
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
         tally.completion_tokens += len(self._drawn)
         tally.prompt_tokens += len(self.ask.tokens)
-        self._conductor.handle(ev.Ended(time.monotonic(), self._number, len(self._drawn)))
+        self._conductor.handle(ev.Ended(time.monotonic(), self._number, len(self._drawn), 0, prefill_s))
 
     def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """The engine has failed. Returns the end of the answer where nothing but that was missing."""
@@ -199,3 +200,10 @@ class OpenAnswer:
             ttft_ms=1e3 * max(0.0, self._first_s - self._begun_s),
             gap_ms=1e3 * max(0.0, self._second_s - self._first_s),
         )
+
+
+def _alone(it: do.Send) -> bool:
+    """Whether the engine that answers computes the prompt, and has no other prompt to compute before it: the time to
+    its first token then is what the computation takes, where the engine finds nothing of the prompt."""
+    engine = it.route.computing.engine
+    return it.route.local and engine.waiting <= 1 and not engine.others_waiting

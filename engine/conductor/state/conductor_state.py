@@ -339,14 +339,16 @@ class ConductorState:
         answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
         ends_s = event.now_s + answer * route.answering.token_s
         self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)
-        self.costs.took(route.computing.engine, wish.tokens, event.cached, event.prefill_s)
-        self.fleet.write(route.computing.engine)
 
     def _ended(self, event: ev.Ended) -> None:
         request = self.requests.pop(event.number, None)
         if request is not None:
             self.fleet.ended(event.number, request.engines, event.now_s, answered=True)
             self.costs.answered(request.wish.tenant, event.tokens)
+            engine = self.fleet.engines.get(request.route.computing.engine.about.name) if request.route else None
+            if engine is not None:
+                self.costs.took(engine, request.wish.tokens, event.cached, event.prefill_s)
+                self.fleet.write(engine)
 
     def _cancelled(self, event: ev.RequestCancelled) -> None:
         request = self.requests.pop(event.number, None)

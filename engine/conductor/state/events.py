@@ -93,19 +93,20 @@ class Arrived(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(ConductorEvent):
-    """Its prompt is computed: of its tokens ``cached`` were found, and the others took ``prefill_s``; 0: not known."""
+    """Its prompt is computed."""
 
     number: int
-    cached: int
-    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended(ConductorEvent):
-    """There is a whole answer, of so many tokens."""
+    """There is a whole answer, of so many tokens. Of its prompt ``cached`` were found, and the others took
+    ``prefill_s``; 0: that is not known."""
 
     number: int
     tokens: int
+    cached: int = 0
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
