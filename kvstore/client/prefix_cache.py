@@ -45,6 +45,7 @@ class PrefixCache(ABC):
         self.page_bytes = layout.page_bytes
         self.frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._page_tokens = layout.page_tokens
+        self._whole = Shard(layout)
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class PrefixCache(ABC):
         Raises:
             InvalidRequest: as ``get``; a number of the shard makes no sense.
         """
-        shard = Shard(self.layout, rank, ranks, stage, stages)
+        shard = self._shard(rank, ranks, stage, stages)
         keys = self._asked(tokens, extras)
         target = rows_to_fill(out, shard.nbytes, len(keys), apart=True) if out is not None else None
         return self._get_shard(keys, shard, target, verify)
@@ -240,6 +241,12 @@ class PrefixCache(ABC):
         after the last one.
         """
 
+    def _shard(self, *cut: int) -> Shard:
+        """By rank, ranks, stage and stages. All of a page, which most writers write, is made once."""
+        if all(type(number) is int for number in cut) and cut == (0, 1, 0, 1):
+            return self._whole
+        return Shard(self.layout, *cut)
+
     # --- leases, and layers -----------------------------------------------------------------------------------------
 
     def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Lease:
@@ -279,7 +286,7 @@ class PrefixCache(ABC):
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s``, ``group``, or a number of the shard makes no sense.
         """
-        shard = Shard(self.layout, rank, ranks, stage, stages)
+        shard = self._shard(rank, ranks, stage, stages)
         return self._writer(shard, self._to_store(tokens, extras, retention), ttl_s, group)
 
     def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:

@@ -69,7 +69,7 @@ class MemoryCache(PrefixCache):
         """See ``PrefixCache.get``."""
         keys = self._asked(tokens, extras)
         target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
-        return self._get_shard(keys, Shard(self.layout), target, verify)
+        return self._get_shard(keys, self._whole, target, verify)
 
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None

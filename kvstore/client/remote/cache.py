@@ -40,7 +40,6 @@ class RemoteCache(PrefixCache):
 
     def __init__(self, node: RemoteNode, layout: Layout, salt: str, adapter: str) -> None:
         super().__init__(layout, salt, adapter)
-        self._whole = Shard(layout)
         self._node = node
         self._chain = pb.Pages(layout=pb.Layout(**asdict(layout)), salt=salt, adapter=adapter, whole_pages=True)
         self._puts: deque[PendingPut] = deque()
