@@ -84,7 +84,7 @@ def test_leased_views_stay_true_through_a_restart(machine: Machine) -> None:
     daemon = machine.serve("n", dram="4MiB")
     store = machine.connect("n")
     put(store, 1, 16)
-    holder = machine.worker("lease", "n", seed=1, pages=16, ttl_s=20.0)
+    holder = machine.worker("lease", "n", seed=1, pages=16, ttl_s=12.0)
     assert holder.wait_for("leased")["pages"] == 16
     daemon.kill()
     holder.tell("check")

@@ -1,6 +1,6 @@
 """kill -9 of daemon, writers and readers at hundreds of random points, with several of each running.
 
-``KVSTORE_TEST_KILLS`` sets how many kills there are (240), ``KVSTORE_TEST_SEED`` draws the pauses and the victims.
+``KVSTORE_TEST_KILLS`` sets how many kills there are (120), ``KVSTORE_TEST_SEED`` draws the pauses and the victims.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.processes import (
 
 PAGES_MIN = 100  # looked at per round, or the round shows nothing
 UNDISTURBED_S = 40.0  # that a busy machine has, after the kills, to get so far
-KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "200"))
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "120"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 ROUNDS = 6
 PAUSE_S = (0.0, 0.12)  # between kills: some hit a process that is just starting

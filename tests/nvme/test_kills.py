@@ -1,7 +1,7 @@
 """kill -9 of a node with NVMe: at every named step of moving, checkpoint, format and scan, and at random moments.
 
 DRAM holds less than half of what is stored, NVMe all of it: so nothing that was acknowledged may be missing, ever.
-``KVSTORE_TEST_KILLS`` sets how many random kills there are (200), ``KVSTORE_TEST_SEED`` draws the pauses.
+``KVSTORE_TEST_KILLS`` sets how many random kills there are (160), ``KVSTORE_TEST_SEED`` draws the pauses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.helpers.nvme.nodes import (
 from tests.helpers.nvme.nodes import PROMPT_PAGES as PAGES
 from tests.helpers.processes import Daemon, Machine, check_right, put, wait_until
 
-KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "200"))
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "160"))
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 ENOUGH_S = 40.0  # without kills, where a busy machine had stored little between them
 
