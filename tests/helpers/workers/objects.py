@@ -44,6 +44,7 @@ def main() -> None:
     with kvstore.connect(arguments["node"], timeout_s=10.0) as store:
         log("started")
         {"put": put, "replace": replace}[sys.argv[1]](store, arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an interpreter that ends would put back what kills
 
 
 if __name__ == "__main__":

@@ -506,6 +506,8 @@ def main() -> None:
     except OutOfSpace as error:
         log("full", error=str(error))
         sys.exit(4)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an interpreter that ends would put back what kills
 
 
 if __name__ == "__main__":
