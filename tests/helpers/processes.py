@@ -303,7 +303,13 @@ class Machine:
             store.close()
         for process in self.processes:
             process.kill()
-        shutil.rmtree(self.shm_dir, ignore_errors=True)
+
+        # A data server that its daemon has just started again may make its file meanwhile; it ends when that is gone.
+        def gone() -> bool:
+            shutil.rmtree(self.shm_dir, ignore_errors=True)
+            return not self.shm_dir.exists()
+
+        wait_until("the memory of its nodes is gone", gone)
 
     def _log(self, kind: str) -> Path:
         self._names[kind] += 1
