@@ -305,9 +305,10 @@ class Machine:
             process.kill()
 
         # A data server that its daemon has just started again may make its file meanwhile; it ends when that is gone.
+        # The folder itself stays where something is mounted on it.
         def gone() -> bool:
             shutil.rmtree(self.shm_dir, ignore_errors=True)
-            return not self.shm_dir.exists()
+            return not self.shm_dir.exists() or not any(self.shm_dir.iterdir())
 
         wait_until("the memory of its nodes is gone", gone)
 
