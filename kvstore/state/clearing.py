@@ -43,9 +43,17 @@ class Clearing:
         self.go_on(out)
 
     def go_on(self, out: list[ev.Instruction]) -> None:
-        """A copy has ended, or frames were erased: carry what is left, or drop the extent."""
+        """A copy has ended, or frames were erased: carry what is left, or drop the extent.
+
+        Pages that this very event has sealed, or moved, have no record yet where they are, so nobody could tell which
+        ones he lets leave: where there are some, the next ``Demote`` goes on.
+        """
         extent = self._extent
-        if extent is None or any(batch.source is self._space for batch in self._copies.carrying.values()):
+        if (
+            extent is None
+            or self._space.fresh
+            or any(batch.source is self._space for batch in self._copies.carrying.values())
+        ):
             return
         if extent.closed:
             self._end()

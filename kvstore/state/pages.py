@@ -59,7 +59,7 @@ class Pages:
         self.now_ns = 0
         # Of NVMe: has frames erased that are RETIRING, see ``Copies.start_erasing``.
         self.erase: Erasing | None = None
-        self._fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
+        self.fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
         self._standings: dict[Address, int] = {}  # of those
         self._roots: dict[Address, bytes] = {}  # of those, and of what was moved by this event
         self._moved: dict[tuple[int, int], Page] = {}  # by this very event: nothing can be read at the new place yet
@@ -67,7 +67,7 @@ class Pages:
     def begin(self, now_ns: int) -> None:
         """A new event: all earlier instructions were performed."""
         self.now_ns = now_ns
-        self._fresh.clear()
+        self.fresh.clear()
         self._standings.clear()
         self._roots.clear()
         self._moved.clear()
@@ -76,7 +76,7 @@ class Pages:
 
     def find(self, key: bytes) -> Address | None:
         """The sealed page of that key, as decided so far (this event included)."""
-        address = self._fresh.get(key)
+        address = self.fresh.get(key)
         if address is None:
             address = self.index.find(key)
         return address if address is not None and self.sealed(address) else None
@@ -96,7 +96,7 @@ class Pages:
 
     def absent(self, keys: list[bytes]) -> int:
         """How many of these keys, from the front, no sealed page has."""
-        start, fresh = 0, self._fresh
+        start, fresh = 0, self.fresh
         keys = keys[: next((i for i, key in enumerate(keys) if key in fresh), len(keys))] if fresh else keys
         while start < len(keys):
             start += self.index.absent(keys[start:])
@@ -163,7 +163,7 @@ class Pages:
         (extent.span[address.frame],) = spans_after(self.segment, parent, [key], position_of(info), extent.pool)
         extent.sealed += 1
         self.holdings.arrived(extent.owner[address.frame], extent.pool.frame_class.frame_bytes)
-        self._fresh[key] = address
+        self.fresh[key] = address
         self._standings[address] = info
         self._roots[address] = root
         if parent is not None:
@@ -210,7 +210,7 @@ class Pages:
 
     def show(self, keys: list[bytes], root: bytes, addresses: list[Address], standings: list[int]) -> None:
         """Pages of ``seal_chain`` are found by the rest of this event."""
-        self._fresh.update(zip(keys, addresses, strict=True))
+        self.fresh.update(zip(keys, addresses, strict=True))
         self._standings.update(zip(addresses, standings, strict=True))
         self._roots.update(dict.fromkeys(addresses, root))
 

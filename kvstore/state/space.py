@@ -204,7 +204,7 @@ class Space(Departures):
         self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
         if children == 0 and self.holdings.limited:
             self.listed(target, place, page)
-        self._fresh[key] = new
+        self.fresh[key] = new
         self._standings[new] = standing(page.position, page.turns, page.hint)
         self._roots[new] = root
         self._moved[target.number, place] = page

@@ -121,13 +121,13 @@ class Tiering:
 
     def demote(self, event: ev.Demote) -> list[ev.Instruction]:
         """See ``events.Demote``."""
-        again: list[ev.Instruction] = []
+        again = self._gone_on([])
         self.through.again(again)
         return again + self.pairs[event.tier].demotion.demote(event)
 
     def save_all(self, event: ev.SaveAll) -> list[ev.Instruction]:
         """See ``events.SaveAll``."""
-        return next(iter(self.pairs.values())).last_save.save(event)
+        return self._gone_on([]) + next(iter(self.pairs.values())).last_save.save(event)
 
     def prefetch(self, event: ev.Prefetch) -> list[ev.Instruction]:
         """See ``events.Prefetch``. Pages of a tier go to the one above it."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, position_of, standing, turns_of
-from kvstore.state import demotion, integrity, promotion, space
+from kvstore.state import clearing, demotion, integrity, promotion, space
 from kvstore.state import events as ev
 from kvstore.state.copying import CopyBatch
 from kvstore.state.pages import standings_of
@@ -513,6 +513,40 @@ def test_what_a_save_hangs_on_stays_in_nvme() -> None:
     fly(world)
     assert branch[1] in world.shell.nvme_index
     assert len([key for key in others if key in world.shell.nvme_index]) >= 13
+
+
+def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extent of NVMe is emptied in steps, and others take the room meanwhile: pages that have just been carried are
+    the coldest then, and have no record yet where they are now."""
+    monkeypatch.setattr(clearing, "CARRY_BYTES_MAX", 2 * STRIDE)
+    world = node(positions=6, nvme_positions=2)
+    first = [put(world, i)[0] for i in range(16)]
+    leave(world, 16)
+    second = [put(world, i)[0] for i in range(16, 32)]
+    leave(world, 16)
+    for key in (*first[8:], *second[12:]):
+        world.damage_below(key)
+    put(world, 900, frame_class=LARGE)
+    demote_all(world)
+    clears = world.state.tiering.pairs[Tier.NVME].clearing
+    (carry,) = world.shell.copies
+    assert clears.taker is not None and isinstance(carry, ev.Carry) and len(carry.pages) == 2
+    new = [put(world, i)[0] for i in range(40, 42)]
+    for key in world.shell.nvme_index.keys() - {page.key for page in carry.pages}:
+        world.use(key)
+    demote_all(world)
+    assert saves(list(world.shell.copies)) == [new], "they take what was free beside the extent"
+    while world.shell.copies or world.flights:
+        world.move_on()
+    world.check()
+    world.settle()
+    assert clears.taker is None and world.shell.nvme_index.keys() >= {*second[:12], *new}
+
+
+def demote_all(world: TieredWorld) -> None:
+    """Everything in DRAM is to leave; returns when it is decided what is copied for that."""
+    evict(world, 99)
+    demote(world)
 
 
 def test_what_nvme_has_no_room_for_leaves_as_it_is() -> None:
