@@ -9,7 +9,7 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,6 +55,7 @@ class Model:
             safetensors files as they are) and over the config. It begins with "sampled-" where the files are larger
             than ``WHOLE_BYTES_MAX``: then over their headers and a sample of their bytes.
         rope: the rope regime as text.
+        pace: of a model that is not run, but slept for; None: it is run.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Model:
     eos_ids: tuple[int, ...]
     weights_digest: str
     rope: str
+    pace: presets.Pace | None = None
 
     def layout(self, page_tokens: int) -> Layout:
         """Layout of this model's pages of so many tokens.
@@ -149,7 +151,8 @@ def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
     for parameter_name, parameter in sorted(net.named_parameters()):
         digest.update(f"{parameter_name} {list(parameter.shape)} {parameter.dtype}\n".encode())
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return _finish(net, ByteTokenizer(), device, dtype, name, f"seed-{seed}", digest.hexdigest())
+    made = _finish(net, ByteTokenizer(), device, dtype, name, f"seed-{seed}", digest.hexdigest())
+    return replace(made, pace=presets.PRESETS[name].pace)
 
 
 # --- Directories -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.compute import attention
+from engine.compute.models import Model
+from engine.compute.pacing import PacedRunner
 from engine.compute.paged_cache import Arena, Batch, PagedCache, Slice
 
 
@@ -18,6 +20,21 @@ class HasNet(Protocol):
     def net(self) -> PreTrainedModel:
         """A causal language model of transformers."""
         ...
+
+
+class Forward(Protocol):
+    """What an engine computes with: a ``Runner``, or a ``PacedRunner`` in its place."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        ...
+
+
+def runner_of(model: Model, arena: Arena) -> Forward:
+    """What runs this model over ``arena``."""
+    if model.pace is not None:
+        return PacedRunner(model.pace, model.geometry.vocab_size, arena)
+    return Runner(model, arena)
 
 
 class Runner:

@@ -10,7 +10,7 @@ import torch
 
 from engine.compute.arrivals import Arrivals, Waits
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.runner import Runner
+from engine.compute.runner import Forward
 from engine.memory.arena import Arena
 
 Done = Callable[[torch.Tensor | BaseException | None], None]
@@ -25,7 +25,7 @@ class SideBatches:
         steps: how many there were.
     """
 
-    def __init__(self, runner: Runner, arena: Arena, threads: int) -> None:
+    def __init__(self, runner: Forward, arena: Arena, threads: int) -> None:
         self._runner = runner
         self._arena = arena
         self._threads = ThreadPoolExecutor(threads, "engine-side")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from engine.compute.models import Model
-from engine.compute.runner import Runner
+from engine.compute.runner import runner_of
 from engine.config import EngineConfig
 from engine.memory.arena import Arena
 from engine.memory.lossy import codecs
@@ -100,7 +100,7 @@ class Engine:
             frozenset(model.eos_ids),
             forms,
             self.state,
-            Runner(model, self.arena),
+            runner_of(model, self.arena),
             self.arena,
             self.pool,
             self._peers,

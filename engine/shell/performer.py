@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.compute.runner import Runner
+from engine.compute.runner import Forward
 from engine.compute.side_batches import SideBatches
 from engine.config import EngineConfig
 from engine.memory.arena import Arena
@@ -52,7 +52,7 @@ class EnginePerformer:
         eos: frozenset[int],
         codecs: Mapping[str, Lossy | None],
         state: EngineState,
-        runner: Runner,
+        runner: Forward,
         arena: Arena,
         pool: Pool,
         peers: Peers,

@@ -9,7 +9,7 @@ import torch
 
 from engine.compute.arrivals import Arrivals, Waits
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.runner import Runner
+from engine.compute.runner import Forward
 from engine.compute.sampling import choose_many
 from engine.memory.arena import Arena
 from engine.model.observer import Observer
@@ -36,7 +36,7 @@ def draw(works: Sequence[Work], logits: torch.Tensor) -> list[int]:
 class StepRunner:
     """Runs what the state has put together."""
 
-    def __init__(self, runner: Runner, arena: Arena, pool: Pool, eos: frozenset[int]) -> None:
+    def __init__(self, runner: Forward, arena: Arena, pool: Pool, eos: frozenset[int]) -> None:
         self._runner = runner
         self._arena = arena
         self._pool = pool

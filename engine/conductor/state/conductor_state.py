@@ -187,7 +187,7 @@ class ConductorState:
             return None
         at = board.usable(wish.tokens + wish.answer_max, without, now_s)
         matches = {layout: self.prefixes.match(pages) for layout, pages in wish.pages.items()}
-        return Options(wish, board, at, matches, self.costs, self.fleet, now_s)
+        return Options(wish, board, at, matches, self.costs, self.fleet, now_s, self.rules.window_s)
 
     def _route(self, options: Options) -> Route | None:
         pair = self.policy.route(options, self.split)

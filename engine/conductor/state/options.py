@@ -138,6 +138,7 @@ class Options:
     Args:
         at: engines of the board that may get it.
         matches: of the prompt, by layout.
+        window_s: of prompts that an engine has before it, at most, to have room for one more.
 
     Attributes:
         engines: the same.
@@ -162,6 +163,7 @@ class Options:
         costs: Costs,
         fleet: EngineFleet,
         now_s: float,
+        window_s: float,
     ) -> None:
         self.wish = wish
         self.costs = costs
@@ -169,6 +171,7 @@ class Options:
         self.layouts = board.layouts
         self.now_s = now_s
         self._fleet = fleet
+        self._window_s = window_s
         self.engines, self.columns = board.take(at)
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
         columns = self.columns
@@ -274,6 +277,11 @@ class Options:
     def node_names(self) -> list[str]:
         """Of nodes, by number."""
         return self._fleet.nodes.names
+
+    def with_room(self, fit: Places) -> Places:
+        """Those of these engines that have room; all where none has."""
+        roomy = fit[self.wait_s[fit] <= self._window_s]
+        return roomy if len(roomy) else fit
 
     def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats | float:
         """What is more than any total, for those that do not meet what the request wants."""

@@ -3,7 +3,8 @@
 ``kv-centric`` is the default. The others are what is published elsewhere, to compare with:
 
 - ``random``, ``round-robin``, ``least-load``: look at no prefix.
-- ``longest-prefix``: the engine whose node has most of the prompt. Collapses where everybody shares the first page.
+- ``longest-prefix``: the engine whose node has most of the prompt. Where everybody shares the first page, those are
+  all of one node's engines, until they have no room.
 - ``own-cache``: the soonest first token, what other nodes have left aside.
 - ``dynamo-linear``: the smallest sum of blocks that it would have to compute and blocks that it decodes (NVIDIA
   Dynamo's KV router).
@@ -32,7 +33,8 @@ DYNAMO_LOCAL_SHARE: Final = 0.7
 
 
 class Policy:
-    """Chooses a pair. A policy says which engine computes; by default the smallest batch answers.
+    """Chooses a pair. A policy says which engine computes, of those that have room, lest requests wait behind one whose
+    engine has none; by default the smallest batch answers.
 
     The same request is routed again for as long as it waits, so nothing here changes by being asked.
     """
@@ -50,7 +52,7 @@ class Policy:
         """Who computes and who answers; None where nobody can."""
         apart = split(options)
         if apart is not False and len(options.prefills):
-            chosen = self.computing(options, options.prefills)
+            chosen = self.computing(options, options.with_room(options.prefills))
             others = options.answers[options.answers != chosen]
             if len(others) and (apart or chosen not in options.answers):
                 return chosen, int(others[options.batch[others].argmin()])
@@ -58,7 +60,7 @@ class Policy:
                 return chosen, chosen
         if not len(options.answers):
             return None
-        chosen = self.computing(options, options.answers)
+        chosen = self.computing(options, options.with_room(options.answers))
         return chosen, chosen
 
 
