@@ -106,6 +106,19 @@ def test_nobody_can_answer() -> None:
     assert made.refused[3].retry_s is None and "'other'" in made.refused[3].why
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"kv-centric"}))
+def test_nobody_waits_while_an_engine_has_room(policy: str) -> None:
+    """A policy that looks at no load draws an engine, and goes on to another one where that has no room."""
+    made = world(3, policy=policy, window_s=0.5)
+    for number in range(24):
+        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 10 + 7 * (number % 5)))))
+        if any(len(queue) for queue in made.state.queues.values()):
+            waits_s = [engine.prompts_done_s - made.now_s for engine in made.state.fleet.engines.values()]
+            assert min(waits_s) > 0.5, f"{waits_s}: there is room"
+    assert any(len(queue) for queue in made.state.queues.values()), "all were full at the end"
+    made.settle()
+
+
 def test_a_flood_of_one_tenant() -> None:
     """Costs another one what is under way, not what waits."""
     alone = world(2)
