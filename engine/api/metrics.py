@@ -35,6 +35,7 @@ METRICS: Final = (
     _about("counter", "completion_tokens", "Tokens generated for them."),
     _about("counter", "cached_tokens", "Prompt tokens whose KV was loaded from the pool.", "tier"),
     _about("counter", "computed_tokens", "Prompt tokens whose KV was computed here."),
+    _about("counter", "step_tokens", "Tokens that steps worked on, by what for: prefill, decode.", "kind"),
     _about("counter", "pool_bytes", "KV loaded from the pool, or written to it.", "direction"),
     _about("histogram", "ttft_seconds", "Time from submission to the first token."),
     _about("histogram", "gap_seconds", "Time from the first token to the second, where a hand-off may show."),
@@ -101,7 +102,22 @@ class EngineTally(Observer):
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
         """One forward."""
         self.batch_size, self.step_chunk_tokens = decoding, chunk_tokens
+        self.totals["decode_tokens"] += decoding
+        self.totals["prefill_tokens"] += chunk_tokens
         self.steps["decode" if not chunk_tokens else "mixed" if decoding else "prefill"].add(seconds)
+
+    @property
+    def done(self) -> dict[str, Any]:
+        """Tokens since the start, as ``Status`` tells them. Any thread."""
+        return {
+            "prefill_tokens": self.totals["prefill_tokens"],
+            "decode_tokens": self.totals["decode_tokens"],
+            "cached_tokens": self.cached_by_tier(),
+        }
+
+    def cached_by_tier(self) -> dict[str, int]:
+        """Prompt tokens of requests that ended, that were loaded from the pool."""
+        return dict(sorted({"dram": 0, "nvme": 0, **self.cached}.items()))
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
         """The KV of a prompt was brought here."""
@@ -140,8 +156,10 @@ class EngineMetrics(DaemonMetrics):
             add("requests", tally.outcomes[outcome], outcome)
         for name in ("prompt_tokens", "completion_tokens", "computed_tokens"):
             add(name, tally.totals[name])
-        for tier, tokens in sorted({"dram": 0, "nvme": 0, **tally.cached}.items()):
+        for tier, tokens in tally.cached_by_tier().items():
             add("cached_tokens", tokens, tier)
+        for kind in ("prefill", "decode"):
+            add("step_tokens", tally.totals[f"{kind}_tokens"], kind)
         add("pool_bytes", tally.totals["loaded_bytes"], "loaded")
         add("pool_bytes", tally.totals["written_bytes"], "written")
         for name, took in (("ttft", tally.ttft), ("gap", tally.gap), ("tpot", tally.tpot), ("handoff", tally.handoff)):

@@ -291,7 +291,7 @@ class EngineCalls:
     async def status(self, call: Call, message: bytes) -> bytes:
         """What the engine is, how busy, and how fast."""
         parse(store_pb2.Empty, message)
-        return await call.quick(lambda: document(self._engine.status()))
+        return await call.quick(lambda: document({**self._engine.status(), "done": self._tally.done}))
 
     async def set_role(self, call: Call, message: bytes) -> bytes:
         """Change what the engine does."""

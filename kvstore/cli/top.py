@@ -1,8 +1,9 @@
-"""``kvstore top``: a live view of one node."""
+"""``kvstore top``: a live view of one node, or of all members of a pool."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -22,8 +23,12 @@ import click
 import kvstore
 from kvstore.cli.node import node_option
 from kvstore.cli.output import json_option, print_json
-from kvstore.cli.top_frame import document, lines
+from kvstore.cli.top_frame import document
+from kvstore.cli.top_frame import lines as node_lines
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+
+Lines = Callable[[dict[str, Any], str, int], list[str]]
+"""A frame for people: at which time, and how wide."""
 
 INTERVAL_S = 2.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
@@ -44,28 +49,54 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     help="Seconds between two frames.",
 )
 @click.option("--once", is_flag=True, help="Print one frame, whose rates are those of one interval, and end.")
+@click.option("--catalog", metavar="URL", help="Watch a whole pool instead: file:PATH, etcd://HOST:PORT,...")
+@click.option("--pool", default="default", show_default=True, help="Which pool of that catalog.")
 @json_option
-def top(node: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+def top(node: str | None, interval_s: float, once: bool, catalog: str | None, pool: str, as_json: bool) -> None:
     """Watch a node: capacity, hits, operations and their latencies, what leaves and moves, tenants, clients, queues.
+
+    With --catalog, all nodes, engines and conductors of a pool, a line each.
 
     Rates are those of the last interval. Ends with q or Ctrl-C. Where stdout is no terminal, frames follow one another
     (with --json one document per line).
     """
     if math.isnan(interval_s):
         raise InvalidRequest("--interval", "must be seconds, not nan")
+    if catalog is not None:
+        if node is not None:
+            raise InvalidRequest("--node", "is one node; --catalog is about all of a pool")
+        _watch_pool(catalog, pool, interval_s, once, as_json)
+        return
     with kvstore.connect(node) as store:
         if once:
             before, then = store.stats(), time.monotonic()
             time.sleep(interval_s)
             frame = document(store.stats(), before, time.monotonic() - then)
-            print_json(frame) if as_json else click.echo("\n".join(lines(frame, _clock())))
+            print_json(frame) if as_json else click.echo("\n".join(node_lines(frame, _clock(), 0)))
             return
-        frames = _frames(store.stats, store.name)
-        if as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
-            _print(frames, interval_s, as_json)
-        else:
-            with _screen() as interrupted:
-                _draw(frames, interval_s, interrupted)
+        _show(_frames(store.stats, store.name), node_lines, interval_s, as_json)
+
+
+def _watch_pool(catalog: str, pool: str, interval_s: float, once: bool, as_json: bool) -> None:
+    from kvstore.cli.top_pool import PoolWatch, lines  # only here: it loads gRPC
+
+    with PoolWatch(catalog, pool) as watch:
+        first = watch.first()  # a catalog that cannot be had is an error
+        if not once:
+            _show(itertools.chain([first], watch.frames()), lines, interval_s, as_json)
+            return
+        time.sleep(interval_s)
+        frame = next(watch.frames())
+        print_json(frame) if as_json else click.echo("\n".join(lines(frame, _clock(), 0)))
+
+
+def _show(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, as_json: bool) -> None:
+    """One frame after the other, until somebody ends it."""
+    if as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        _print(frames, lines, interval_s, as_json)
+    else:
+        with _screen() as interrupted:
+            _draw(frames, lines, interval_s, interrupted)
 
 
 def _frames(stats: Callable[[], dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
@@ -82,14 +113,14 @@ def _frames(stats: Callable[[], dict[str, Any]], name: str) -> Iterator[dict[str
         before, then = now if "clients" in now else None, when
 
 
-def _print(frames: Iterator[dict[str, Any]], interval_s: float, as_json: bool) -> None:
+def _print(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, as_json: bool) -> None:
     for frame in frames:
-        click.echo(json.dumps(frame) if as_json else "\n".join([*lines(frame, _clock()), ""]))
+        click.echo(json.dumps(frame) if as_json else "\n".join([*lines(frame, _clock(), 0), ""]))
         sys.stdout.flush()
         time.sleep(interval_s)
 
 
-def _draw(frames: Iterator[dict[str, Any]], interval_s: float, interrupted: threading.Event) -> None:
+def _draw(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, interrupted: threading.Event) -> None:
     """Redraw in place until somebody presses q."""
     due = time.monotonic()
     for frame in frames:

@@ -130,14 +130,16 @@ def lines(frame: Mapping[str, Any], when: str, width: int = 0) -> list[str]:
     """The frame for people; no line longer than ``width``, where one is given."""
     head = f"kvstore top  {frame['name']}  {frame['state']}"
     if "tiers" not in frame:
-        return _cut([f"{head}  {when}", frame.get("error", "its daemon is not running; looking on")], width)
+        return cut([f"{head}  {when}", frame.get("error", "its daemon is not running; looking on")], width)
     interval_s = frame["interval_s"]
     over = (
         f"rates of the last {duration_text(interval_s)}" if interval_s is not None else "rates from the next frame on"
     )
     text = [f"{head}, up {duration_text(frame['uptime_s'])}  {when}  {over}", ""]
     text += [*_tier_table(frame["tiers"]), ""]
-    text += [f"asked     {_number(frame['pages_asked_per_s'])} pages/s; missed: {_rates_text(frame['missed_per_s'])}"]
+    text += [
+        f"asked     {number_text(frame['pages_asked_per_s'])} pages/s; missed: {_rates_text(frame['missed_per_s'])}"
+    ]
     text += [*_flow(frame["tiers"]), ""]
     text += [*_operation_table(frame["operations"]), ""]
     text += [*_tenant_table(frame["tenants"], frame["tenants_left_off"]), ""]
@@ -147,10 +149,11 @@ def lines(frame: Mapping[str, Any], when: str, width: int = 0) -> list[str]:
         f"{clients['leases']} leases, {clients['reservations']} reservations",
         f"queues    {', '.join(f'{count} {name}' for name, count in frame['queues'].items())}",
     ]
-    return _cut(text, width)
+    return cut(text, width)
 
 
-def _cut(text: Sequence[str], width: int) -> list[str]:
+def cut(text: Sequence[str], width: int) -> list[str]:
+    """The lines, none longer than ``width``, where one is given."""
     return [line[:width] for line in text] if width else list(text)
 
 
@@ -162,7 +165,7 @@ def _tier_table(tiers: Mapping[str, Any]) -> list[str]:
             bytes_text(about["used_bytes"]),
             f"{100 * about['used_bytes'] / about['capacity_bytes']:.0f} %" if about["capacity_bytes"] else "-",
             about["pages"],
-            _number(about["hit_tokens_per_s"]),
+            number_text(about["hit_tokens_per_s"]),
             "-" if about["hit_ratio"] is None else f"{about['hit_ratio']:.3f}",
             _size(about["in_bytes_per_s"]),
             _size(about["out_bytes_per_s"]),
@@ -178,19 +181,19 @@ def _flow(tiers: Mapping[str, Any]) -> list[str]:
     found = [f"left {tier} {_rates_text(about['evicted_per_s'])} pages/s" for tier, about in tiers.items()]
     for about in tiers.values():
         if "demoted_per_s" in about:
-            demoted, promoted = _number(about["demoted_per_s"]), _number(about["promoted_per_s"])
+            demoted, promoted = number_text(about["demoted_per_s"]), number_text(about["promoted_per_s"])
             found.append(f"moved     {demoted} demoted, {promoted} promoted pages/s")
     return found
 
 
 def _rates_text(rates: Mapping[str, float | None]) -> str:
     """``12.5 space, 3 request``; those that stand still are left out."""
-    return ", ".join(f"{_number(rate)} {name}" for name, rate in sorted(rates.items()) if rate) or "0"
+    return ", ".join(f"{number_text(rate)} {name}" for name, rate in sorted(rates.items()) if rate) or "0"
 
 
 def _operation_table(operations: Mapping[str, Any]) -> list[str]:
     rows = [
-        (name, _number(about["per_s"]), *(_time(about[f"p{share}_s"]) for share in PERCENTILES))
+        (name, number_text(about["per_s"]), *(_time(about[f"p{share}_s"]) for share in PERCENTILES))
         for name, about in operations.items()
     ]
     return table_text(("operation", "per s", *(f"p{share}" for share in PERCENTILES)), rows).splitlines()
@@ -217,7 +220,8 @@ def name_text(tenant: str) -> str:
     return shown if shown else "(none)"
 
 
-def _number(rate: float | None) -> str:
+def number_text(rate: float | None) -> str:
+    """A rate for people."""
     if rate is None:
         return "-"
     return f"{rate:.0f}" if rate >= 100 or rate == 0 else f"{rate:.1f}"

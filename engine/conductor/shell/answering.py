@@ -90,6 +90,7 @@ class OpenAnswer:
                     self._close("failed")
                     raise NodeUnavailable(f"{it.why}{self._failure}")
                 case do.Send():
+                    self._conductor.tally.routed += 1
                     yield Routed({**routed(it, self._conductor.config.rules), **self._explained})
                     async with contextlib.aclosing(self._from(it)) as parts:
                         async for part in parts:

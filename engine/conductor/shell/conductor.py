@@ -180,6 +180,7 @@ class Conductor:
             "nodes": sorted(self.members.nodes),
             "pages": self.pages,
             "requests": {phase.name.lower(): count for phase, count in self._phases().items()},
+            "routed": self.tally.routed,
             "answers": dict(self.tally.outcomes),
         }
 

@@ -24,6 +24,7 @@ _about = partial(about, PREFIX)
 
 METRICS: Final = (
     _about("counter", "answers", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
+    _about("counter", "routed", "Requests sent to engines; one that goes on elsewhere counts again."),
     _about("counter", "broken", "Times that an engine failed on an answer, which went on elsewhere or was lost."),
     _about("counter", "prompt_tokens", "Tokens of the prompts of requests that were answered."),
     _about("counter", "completion_tokens", "Tokens generated for them."),
@@ -70,7 +71,7 @@ class ConductorMetrics(DaemonMetrics):
         tally, status = self._tally, self._status()
         for outcome in OUTCOMES:
             add("answers", tally.outcomes[outcome], outcome)
-        for name in ("broken", "prompt_tokens", "completion_tokens"):
+        for name in ("routed", "broken", "prompt_tokens", "completion_tokens"):
             add(name, getattr(tally, name))
         add.durations("decision_seconds", tally.decided)
         add.durations("ttft_seconds", tally.ttft)

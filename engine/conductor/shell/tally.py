@@ -15,6 +15,7 @@ class ConductorTally:
 
     Attributes:
         outcomes: answers that ended, by how.
+        routed: requests that were sent to engines; one that goes on elsewhere counts again.
         broken: times that an engine failed on an answer.
         decided: what a request's decision took, at its arrival.
         ttft: from a request's arrival to its first token.
@@ -22,5 +23,5 @@ class ConductorTally:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
-        self.broken = self.prompt_tokens = self.completion_tokens = 0
+        self.routed = self.broken = self.prompt_tokens = self.completion_tokens = 0
         self.decided, self.ttft = Durations(), Durations()
