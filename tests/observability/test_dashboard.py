@@ -106,8 +106,8 @@ def of_engine(machine: Machine, tmp_path: Path) -> Scrape:
 
 
 def of_conductor(machine: Machine, tmp_path: Path) -> Scrape:
-    """Of a conductor that nobody has asked anything."""
-    return Scrape(serve_conductor(machine, http="127.0.0.1:0").http)
+    """Of a conductor that nobody has asked anything, and whose engine is not there."""
+    return Scrape(serve_conductor(machine, http="127.0.0.1:0", engine="127.0.0.1:1").http)
 
 
 SCRAPES = {"nodes": of_node, "engines": of_engine, "conductors": of_conductor}
