@@ -171,7 +171,7 @@ class HttpDoor:
             if path in OPERATORS:
                 self._caller(request).check_operator()
             status, kind, text = self._routes[path]()
-            return await connection.whole(text.encode(), kind, status)
+            return await connection.whole(text.encode(), f"{kind}; charset=utf-8", status)
         if path == MODELS or path.startswith(f"{MODELS}/"):
             _check_method(request, "GET", "HEAD")
             self._caller(request)
