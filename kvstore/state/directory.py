@@ -39,6 +39,7 @@ PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
 
 _LOW: Final = np.uint64(0xFFFF)
 _HIGH: Final = ~_LOW
+_LOW_BITS: Final = np.uint64(16)
 _TIER_BITS: Final = np.uint64(2)
 _TIER: Final = np.uint64(3)
 Marks = npt.NDArray[np.uint8]
@@ -149,17 +150,12 @@ class Directory:
         """Where these pages are, as far as is known: of each the first ``most`` entries."""
         if len(self._table) <= MERGED_MAX:
             self._merge()
-        at, low = _rows(self._table, pages, most)
+        rows = _rows(self._table, pages, most)
         if len(self._removed) or len(self._added):
-            gone_at, gone_low = _rows(self._removed, pages, most)
-            new_at, new_low = _rows(self._added, pages, most)
-            if not len(gone_at) and not len(new_at):
-                return Listed(at, low >> 2, (low & 3).astype(np.uint8), self._names)
-            stays = ~np.isin(at << 16 | low, np.concatenate([gone_at << 16 | gone_low, new_at << 16 | new_low]))
-            at, low = np.concatenate([at[stays], new_at]), np.concatenate([low[stays], new_low])
-            order = np.lexsort((low, at))
-            at, low = at[order], low[order]
-        return Listed(at, low >> 2, (low & 3).astype(np.uint8), self._names)
+            rows = _with(_without(rows, _rows(self._removed, pages, most)), _rows(self._added, pages, most))
+        low = rows.astype(np.uint16)
+        places, nodes, tiers = rows >> _LOW_BITS, low >> np.uint16(2), low & np.uint16(3)
+        return Listed(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
 
     def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
         """Of what this node has told, the first ``count`` entries from ``start`` on, as ``entries_told`` has them."""
@@ -224,7 +220,6 @@ class Directory:
 
 
 _NONE: Final = np.zeros(0, np.uint64)
-_NOWHERE: Final = np.zeros(0, np.int64)
 
 
 def entries_told(pages: Fingerprints, marks: Marks) -> Fingerprints:
@@ -251,17 +246,17 @@ def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> np
     return np.insert(entries, at[new], others[new])
 
 
-def _rows(
-    entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Entries of these pages: (place among the pages, low 16 bits), by page, at most so many of each."""
+def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> npt.NDArray[np.uint64]:
+    """Entries of these pages, at most so many of each: with a page's place among them instead of its fingerprint."""
     if not len(entries):
-        return _NOWHERE, _NOWHERE
+        return _NONE
     low = entries.searchsorted(pages & _HIGH)
     at = (entries.take(low, mode="clip") ^ pages <= _LOW).nonzero()[0]
+    if not len(at):
+        return _NONE
     rows = low[at]
     if (entries.take(rows + 1, mode="clip") ^ pages[at] <= _LOW).any():  # some page has two entries
         counts = np.minimum(entries.searchsorted(pages[at] | _LOW, "right") - rows, most)
         at = np.repeat(at, counts)
         rows = np.arange(len(at)) + np.repeat(rows - np.cumsum(counts) + counts, counts)
-    return at, (entries[rows] & _LOW).astype(np.int64)
+    return at.astype(np.uint64) << _LOW_BITS | entries[rows] & _LOW

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 """Of engines in a board, or in what was taken of it."""
+Distances = npt.NDArray[np.int64]
+"""0: on one host; 1: in one zone; 2: further."""
 
 
 class Columns:
@@ -32,6 +35,7 @@ class Columns:
         prefills, answers: what it does. ``silent``: see ``FleetEngine``.
         node, layout, host, zone: numbers; -1: none, or not known.
         page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress: see ``EngineAbout``.
+        page_bytes: of a page.
     """
 
     CHANGING = 13  # columns that come first; the others are what the engine says of itself
@@ -63,6 +67,7 @@ class Columns:
             self.context_max,
             self.lanes,
             self.egress,
+            self.page_bytes,
         ) = values
 
 
@@ -92,12 +97,18 @@ class Board:
                 about.context_max or math.inf,
                 about.lanes,
                 about.egress_bytes_per_s,
+                about.page_tokens * about.kv_bytes,
             )
             for about in abouts
         ]
         changing = [self._row(engine) for engine in self.engines]
         self._all = np.arange(len(self.engines))
         self.columns = Columns(np.concatenate([np.array(changing).T, np.array(fixed, np.float64).T]))
+        self._fits = np.minimum(self.columns.tokens_max, self.columns.context_max)
+        self._fits_max = float(self._fits.max())
+        places = [(where.number(about.host), where.number(about.zone)) for about in abouts]
+        self._apart: dict[tuple[int, int], Distances] = {}  # from the host and zone of engines and of nodes
+        self._between = np.array([self.apart(*place) for place in places])
 
     def write(self, engine: FleetEngine) -> None:
         """It has changed."""
@@ -123,7 +134,7 @@ class Board:
 
     def holds(self, tokens: int) -> bool:
         """Whether some engine could ever hold a sequence of so many tokens."""
-        return bool(((tokens <= self.columns.context_max) & (tokens <= self.columns.tokens_max)).any())
+        return tokens <= self._fits_max
 
     def usable(self, tokens: int, without: tuple[str, ...], now_s: float) -> Places:
         """Engines that a request of so many tokens can go to now.
@@ -131,7 +142,7 @@ class Board:
         Those that it should do ``without`` only where there is no other.
         """
         columns = self.columns
-        fit = (tokens <= columns.tokens_max) & (tokens <= columns.context_max) & (columns.open_s <= now_s)
+        fit = (tokens <= self._fits) & (columns.open_s <= now_s)
         good = fit.copy()
         if without:
             good[[self._places[name] for name in without if name in self._places]] = False
@@ -142,14 +153,22 @@ class Board:
                 return choice.nonzero()[0]
         return fit.nonzero()[0]
 
-    def take(self, at: Places) -> tuple[list[FleetEngine], Columns]:
-        """These engines, and their columns."""
+    def take(self, at: Places) -> tuple[list[FleetEngine], Columns, Distances]:
+        """These engines, their columns, and how far from each other they are."""
         if at is self._all:
-            return self.engines, self.columns
-        return [self.engines[place] for place in at.tolist()], Columns(self.columns.values[:, at])
+            return self.engines, self.columns, self._between
+        engines = [self.engines[place] for place in at.tolist()]
+        return engines, Columns(self.columns.values[:, at]), self._between[:, at][at]
+
+    def apart(self, host: int, zone: int) -> Distances:
+        """How far all engines are from this place."""
+        if (host, zone) not in self._apart:
+            near = np.where((self.columns.zone == zone) & (zone >= 0), 1, 2)
+            self._apart[host, zone] = np.where((self.columns.host == host) & (host >= 0), 0, near)
+        return self._apart[host, zone]
 
 
-def running_at(engines: list[FleetEngine], columns: Columns, moments_s: Floats) -> Floats:
-    """Requests that each engine answers at its moment, if nothing else is sent. Others' are taken to stay."""
-    ended = [bisect_right(engine.ends, moment_s) for engine, moment_s in zip(engines, moments_s.tolist(), strict=True)]
-    return columns.others_running + columns.running - np.array(ended, np.float64)
+def ended_at(engines: list[FleetEngine], moments_s: Iterable[float]) -> Floats:
+    """Of the requests that each engine answers, how many will have ended at its moment."""
+    ended = map(bisect_right, [engine.ends for engine in engines], moments_s)
+    return np.fromiter(ended, np.float64, len(engines))

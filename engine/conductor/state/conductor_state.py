@@ -259,8 +259,10 @@ class ConductorState:
         return explained(options, board, route, outcome, *names)
 
     def _with_rules(self, wish: RouteWish) -> RouteWish:
-        first_token_s = wish.first_token_s or self.rules.first_token_s
-        return replace(wish, first_token_s=first_token_s, token_s=wish.token_s or self.rules.token_s)
+        first_token_s, token_s = wish.first_token_s or self.rules.first_token_s, wish.token_s or self.rules.token_s
+        if (first_token_s, token_s) == (wish.first_token_s, wish.token_s):
+            return wish
+        return replace(wish, first_token_s=first_token_s, token_s=token_s)
 
     def _why_nobody(self, wish: RouteWish) -> str:
         models = {engine.about.model for engine in self.fleet.engines.values()}

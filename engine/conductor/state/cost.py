@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from engine.conductor.state.board import Columns, Flags, Floats
+from engine.conductor.state.board import Columns, Floats
 from engine.conductor.state.fleet import FleetEngine
 
 SMOOTH: Final = 0.1
@@ -60,29 +60,33 @@ class Costs:
     """Predictions, and what was learned. What takes ``columns`` predicts for all engines of them at once.
 
     Attributes:
-        s_per_byte: see ``Priors.bytes_per_s``.
+        s_per_byte: see ``Priors.bytes_per_s``; ``ways``: of moves between nodes, by their distance.
     """
 
     def __init__(self, priors: Priors) -> None:
         self.priors = priors
         self.s_per_byte = {where: 1 / speed for where, speed in priors.bytes_per_s.items()}
+        self.ways = np.array([self.s_per_byte[where] for where in (HOST, ZONE, FAR)])
         self._answer_tokens: dict[str, float] = {}
 
-    def prefills_s(self, columns: Columns, tokens: int, cached: Floats) -> Floats:
+    def speeds(self, columns: Columns) -> Floats:
+        """Tokens of a prompt per second, as engines report or, until then, as is believed."""
+        return np.where(columns.tokens_per_s > 0, columns.tokens_per_s, self.priors.prefill_tokens_per_s)
+
+    def prefills_s(self, columns: Columns, speeds: Floats, tokens: int, cached: Floats) -> Floats:
         """Computing the last ``tokens - cached`` of a prompt."""
-        speed = np.where(columns.tokens_per_s > 0, columns.tokens_per_s, self.priors.prefill_tokens_per_s)
-        return self._prefill_s(tokens, cached, speed) * columns.scale
+        return self._prefill_s(tokens, cached, speeds) * columns.scale
 
     def _prefill_s(self, tokens: int, cached: Number, speed: Number) -> Number:
-        new = tokens - cached
-        return self.priors.prefill_fixed_s + new / speed * (1 + (cached + new / 2) / self.priors.context_even)
+        context = 2 * self.priors.context_even
+        return self.priors.prefill_fixed_s + (tokens - cached) / speed * (cached / context + (1 + tokens / context))
 
-    def steps_s(self, columns: Columns, batch: Floats) -> Floats:
-        """A decode step of so many sequences. What an engine reports is a step of the batch that it has now."""
+    def steps_s(self, columns: Columns, now: Floats, *batches: Floats) -> list[Floats]:
+        """A decode step of so many sequences. What an engine reports is a step of the batch that it has ``now``."""
         each = self.priors.step_each
-        now = np.maximum(1.0, columns.running + columns.others_running)
-        alone = np.where(columns.step_s > 0, columns.step_s / (1 + now * each), self.priors.step_alone_s)
-        return alone * (1 + batch * each)
+        reported = columns.step_s / (1 + np.maximum(1.0, now) * each)
+        alone = np.where(reported > 0, reported, self.priors.step_alone_s)
+        return [alone * (1 + batch * each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
         """What one token of an answer takes of an engine whose batch is full."""
@@ -95,11 +99,6 @@ class Costs:
     def moves_s(self, size: Floats, s_per_byte: Floats | float) -> Floats:
         """Bringing so many bytes."""
         return (size > 0) * self.priors.move_s + size * s_per_byte
-
-    def ways(self, same_host: Flags, same_zone: Flags) -> Floats:
-        """Seconds per byte, between places that are so near to each other."""
-        far = np.where(same_zone, self.s_per_byte[ZONE], self.s_per_byte[FAR])
-        return np.where(same_host, self.s_per_byte[HOST], far)
 
     # --- learned ----------------------------------------------------------------------------------------------------
 

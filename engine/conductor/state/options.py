@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final
 
 import numpy as np
 
-from engine.conductor.state.board import Board, Flags, Floats, Places, running_at
+from engine.conductor.state.board import Board, Flags, Floats, Places, ended_at
 from engine.conductor.state.cost import HERE, NVME, Costs
 from engine.conductor.state.engine_fleet import EngineFleet
 from engine.conductor.state.fleet import FleetEngine
@@ -150,6 +151,7 @@ class Options:
             number, or -1.
         doubt_s: added to what an engine takes where it is chosen, not to what is predicted: it is silent.
         batch, token_s, answer_harm_s: as of ``Answering``; of no meaning where an engine does not answer.
+        answers_s: seconds of the whole answer, what others lose by it counted as its own.
         prefills, answers: places of engines that compute prompts for others, and of those that answer.
         answer_tokens: that the answer will have, by prediction.
     """
@@ -170,45 +172,51 @@ class Options:
         self.matches = matches
         self.layouts = board.layouts
         self.now_s = now_s
-        self._fleet = fleet
+        self._fleet, self._board, self._at = fleet, board, at
         self._window_s = window_s
-        self.engines, self.columns = board.take(at)
+        self.engines, self.columns, self._apart = board.take(at)
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
         columns = self.columns
-        full = (columns.egress > 0) & (columns.egress_free_s - now_s > EGRESS_BURST_S)
+        full = columns.egress_free_s - now_s > EGRESS_BURST_S  # of a remote cluster: nothing leaves the others
+        self._egress = bool(columns.egress.any())
         self.doubt_s = SILENT_S * columns.silent
-        self.prefills = ((columns.prefills > 0) & ~full).nonzero()[0]
+        self.prefills = (columns.prefills > full).nonzero()[0]
         self.answers = columns.answers.nonzero()[0]
         found = [(matches[layout], number) for number, layout in enumerate(board.layouts) if layout in matches]
-        self._compute(found)
+        running = columns.others_running + columns.running
+        self._compute(found, running)
         horizon_s = now_s + (float(self.ready_s.min()) if len(self.engines) else 0.0)
-        others = running_at(self.engines, columns, np.full(len(self.engines), horizon_s))
+        others = running - ended_at(self.engines, repeat(horizon_s))
         self.batch = others + 1
-        self.token_s = costs.steps_s(columns, self.batch)
-        self.answer_harm_s = (self.token_s - costs.steps_s(columns, others)) * others * self.answer_tokens
+        self.token_s, others_s = costs.steps_s(columns, running, self.batch, others)
+        self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
+        self._prompts_s = self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s
+        self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
 
     # --- the computation of the prompt ------------------------------------------------------------------------------
 
-    def _compute(self, found: list[tuple[Matches, int]]) -> None:
+    def _compute(self, found: list[tuple[Matches, int]], running: Floats) -> None:
         columns, costs, last = self.columns, self.costs, self.wish.tokens - 1  # the last token is computed in any case
         nodes = columns.node.astype(np.int64)
-        pages = np.zeros(len(nodes))
-        upper = pages
+        pages = upper = np.zeros(len(nodes))
+        mine = {layout: columns.layout == layout for _, layout in found}
         for matches, layout in found:
-            mine = columns.layout == layout
-            pages, upper = pages + matches.told[nodes] * mine, upper + matches.upper[nodes] * mine
-        self._page_bytes = columns.page_tokens * columns.kv_bytes
+            told, in_memory = pages + matches.told[nodes] * mine[layout], matches.upper is matches.told
+            upper = told if in_memory and upper is pages else upper + matches.upper[nodes] * mine[layout]
+            pages = told
         self.own_pages, self.upper_pages = pages, upper
         self.own = self.cached = np.minimum(pages * columns.page_tokens, last)
-        self.move_s = costs.moves_s(upper * self._page_bytes, costs.s_per_byte[HERE])
-        self.move_s = self.move_s + costs.moves_s((pages - upper) * self._page_bytes, costs.s_per_byte[NVME])
-        self.own_prefill_s = self.prefill_s = costs.prefills_s(columns, self.wish.tokens, self.cached)
+        self.move_s = costs.moves_s(upper * columns.page_bytes, costs.s_per_byte[HERE])
+        if upper is not pages:
+            self.move_s = self.move_s + costs.moves_s((pages - upper) * columns.page_bytes, costs.s_per_byte[NVME])
+        self._speeds = costs.speeds(columns)
+        self.own_prefill_s = self.prefill_s = costs.prefills_s(columns, self._speeds, self.wish.tokens, self.cached)
         wait_s = np.maximum(0.0, columns.prompts_done_s - self.now_s - (1 - 1 / columns.lanes) * self.prefill_s)
         self.wait_s = wait_s + columns.others_waiting * self.prefill_s
         self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
         for matches, layout in found:
-            self._bring(matches, columns.layout == layout, nodes)
-        self.harm_s = self.prefill_s * running_at(self.engines, columns, self.now_s + self.wait_s)
+            self._bring(matches, mine[layout], nodes)
+        self.harm_s = self.prefill_s * (running - ended_at(self.engines, (self.now_s + self.wait_s).tolist()))
         self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
 
     def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
@@ -222,7 +230,7 @@ class Options:
             nonlocal best_s
             longer = np.minimum(pages * columns.page_tokens, self.wish.tokens - 1)
             brought_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
-            rest_s = costs.prefills_s(columns, self.wish.tokens, longer)
+            rest_s = costs.prefills_s(columns, self._speeds, self.wish.tokens, longer)
             total_s = np.maximum(self.wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
             better = may & (total_s < best_s)
             if better.any():
@@ -234,7 +242,8 @@ class Options:
                 self.cached, self.donor = np.where(better, longer, self.cached), np.where(better, node, self.donor)
                 self.after_s = np.where(better, ready_s, self.after_s)
 
-        mine = mine & (columns.egress == 0)
+        if self._egress:
+            mine = mine & (columns.egress == 0)
         soon = matches.soon[nodes]
         may = mine & (soon > self.own_pages)
         if may.any():
@@ -242,9 +251,8 @@ class Options:
         for donor in matches.donors:
             may = mine & (nodes != donor.node) & (donor.pages > self.own_pages)
             if may.any():
-                host, zone = self._fleet.place(donor.node)
-                way = costs.ways((columns.host == host) & (host >= 0), (columns.zone == zone) & (zone >= 0))
-                moves_s = costs.moves_s((donor.pages - self.own_pages) * self._page_bytes, way)
+                way = costs.ways[self._board.apart(*self._fleet.place(donor.node))[self._at]]
+                moves_s = costs.moves_s((donor.pages - self.own_pages) * columns.page_bytes, way)
                 bring(may, donor.node, donor.pages, donor.ready_s, moves_s)
 
     # --- pairs ------------------------------------------------------------------------------------------------------
@@ -252,26 +260,21 @@ class Options:
     def tails_s(self, computing: Places, answering: Places) -> Floats:
         """Of hand-offs from these engines to those, what nothing hides; the arrays are spread over each other."""
         columns = self.columns
-        host, zone = columns.host[computing], columns.zone[computing]
-        way = self.costs.ways(
-            (host == columns.host[answering]) & (host >= 0), (zone == columns.zone[answering]) & (zone >= 0)
-        )
         size = self.wish.tokens * columns.kv_bytes[computing]
+        way = self.costs.ways[self._apart[computing, answering]]
+        if not self._egress:
+            moves_s = self.costs.moves_s(size, way)
+            return np.maximum(moves_s - self.prefill_s[computing], moves_s / LAYERS)
         egress = columns.egress[computing]
-        if egress.any():
-            way = np.where(egress > 0, 1 / np.maximum(1.0, egress), way)
-        moves_s = self.costs.moves_s(size, way)
+        moves_s = self.costs.moves_s(size, np.where(egress > 0, 1 / np.maximum(1.0, egress), way))
         tails_s = np.maximum(moves_s - self.prefill_s[computing], moves_s / LAYERS)
-        if egress.any():
-            behind_s = columns.egress_free_s[computing] - self.now_s  # until what is to leave before it has left
-            late_s = behind_s + moves_s - self.ready_s[computing]
-            tails_s = np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
-        return tails_s
+        behind_s = columns.egress_free_s[computing] - self.now_s  # until what is to leave before it has left
+        late_s = behind_s + moves_s - self.ready_s[computing]
+        return np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
         """Of these pairs, see ``Route.total_s``."""
-        own_s = (self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s)[computing] + tails_s
-        return own_s + (self.answer_tokens * self.token_s + self.answer_harm_s)[answering]
+        return self._prompts_s[computing] + tails_s + self.answers_s[answering]
 
     @property
     def node_names(self) -> list[str]:
@@ -283,11 +286,14 @@ class Options:
         roomy = fit[self.wait_s[fit] <= self._window_s]
         return roomy if len(roomy) else fit
 
-    def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats | float:
+    @property
+    def hurries(self) -> bool:
+        """Whether the request wants anything to be met."""
+        return self.wish.first_token_s > 0 or self.wish.token_s > 0
+
+    def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:
         """What is more than any total, for those that do not meet what the request wants."""
         wish = self.wish
-        if not wish.first_token_s and not wish.token_s:
-            return 0.0
         late = (first_token_s > (wish.first_token_s or np.inf)) | (np.asarray(token_s) > (wish.token_s or np.inf))
         return np.where(late, LATE_S, 0.0)
 

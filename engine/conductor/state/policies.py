@@ -82,21 +82,25 @@ class KvCentric(Policy):
             return None
         best: tuple[float, int, int] | None = None
         if apart is not False and len(options.prefills):
-            soonest = options.ready_s + options.harm_s + options.doubt_s + options.late(options.ready_s)
+            soonest = options.ready_s + options.harm_s + options.doubt_s
+            if options.hurries:
+                soonest = soonest + options.late(options.ready_s)
             computing = _smallest(options.prefills, soonest)
-            answering = _smallest(answers, options.token_s * options.answer_tokens + options.answer_harm_s)
+            answering = _smallest(answers, options.answers_s)
             one_each, other_each = computing[:, None], answering[None, :]
             tails_s = options.tails_s(one_each, other_each)
             tails_s[one_each == other_each] = np.inf  # those come below
             totals = options.totals_s(one_each, other_each, tails_s)
             totals = totals + options.doubt_s[one_each] + options.doubt_s[other_each]
-            totals = totals + options.late((options.ready_s[one_each] + tails_s), options.token_s[other_each])
+            if options.hurries:
+                totals = totals + options.late(options.ready_s[one_each] + tails_s, options.token_s[other_each])
             one, other = divmod(_first(totals.ravel(), options), len(answering))
             if totals[one, other] < np.inf:
                 best = float(totals[one, other]), int(computing[one]), int(answering[other])
         if apart is not True or best is None:
             totals = options.totals_s(answers, answers, 0.0) + options.doubt_s[answers]
-            totals = totals + options.late(options.ready_s[answers], options.token_s[answers])
+            if options.hurries:
+                totals = totals + options.late(options.ready_s[answers], options.token_s[answers])
             at = _first(totals, options)
             if best is None or totals[at] <= best[0]:
                 return int(answers[at]), int(answers[at])

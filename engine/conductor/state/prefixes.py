@@ -37,6 +37,7 @@ NODES_MAX: Final = 1024  # of which one page may be known
 DONORS: Final = 3  # nodes from which a longer prefix could come, the longest first
 
 _DRAM: Final = TIERS.index(Tier.DRAM)
+_BETWEEN: Final = np.arange(STRIDE - 1)
 Counts = npt.NDArray[np.int64]
 
 
@@ -151,17 +152,17 @@ class Prefixes:
 
     def match(self, prompt: Fingerprints) -> Matches:
         """How much of a prompt every node has. ``prompt``: fingerprints of its full pages, in order."""
-        told = np.zeros(len(self._names) + 1, np.int64)
-        upper = told.copy()
-        # Every STRIDE-th page first; then those between the last one of them that a node has, or has in its memory,
-        # and the next.
-        probes = np.arange(STRIDE - 1, len(prompt), STRIDE)
-        if len(probes):
-            self._look(prompt, probes, np.zeros(len(probes), np.int64), STRIDE, told, upper)
-        starts = np.unique((told, upper))[:, None]
-        between = (starts + np.arange(STRIDE - 1)).ravel()
-        inside = between < len(prompt)
-        self._look(prompt, between[inside], np.repeat(starts, STRIDE - 1)[inside], 1, told, upper)
+        # The first page and every STRIDE-th; then those between the last one of them that a node has, or has in its
+        # memory, and the next.
+        places = np.arange(-1, len(prompt), STRIDE)[: len(prompt)]
+        places[:1] = 0
+        probes = self._look(prompt[places], np.arange(len(places)), [np.zeros(len(self._names) + 1, np.int64)])
+        starts = STRIDE * np.bincount(np.concatenate(probes))[1:].nonzero()[0]
+        between = (starts[:, None] + _BETWEEN).ravel()
+        between = between[: between.searchsorted(len(prompt))]
+        known = [STRIDE * np.maximum(0, each - 1) for each in probes]
+        known = self._look(prompt[between], between, known) if len(between) else known
+        told, upper = known[0], known[-1]
         soon = self._soon(prompt, told) if self._expected else {}
         longest = [number for number in (-told[:-1]).argsort(kind="stable")[:DONORS].tolist() if told[number]]
         donors = [*(Donor(number, int(told[number])) for number in longest), *soon.values()]
@@ -171,32 +172,31 @@ class Prefixes:
             pages[donor.node], moments[donor.node] = donor.pages, donor.ready_s
         return Matches(told, upper, pages, moments, donors[:DONORS])
 
-    def _look(
-        self, prompt: Fingerprints, places: Counts, starts: Counts, stride: int, told: Counts, upper: Counts
-    ) -> None:
-        """Add what nodes have at these places of the prompt, for those of them that have all up to the start."""
-        listed = self._told.find(prompt[places], NODES_MAX)
+    def _look(self, pages: Fingerprints, places: Counts, known: list[Counts]) -> list[Counts]:
+        """What is ``known`` of nodes: how much they have, and how much of it in memory, once where that is the same.
+
+        With these pages, at these places.
+        """
+        listed = self._told.find(pages, NODES_MAX)
         if not len(listed.pages):
-            return
+            return known
         if listed.names is not self._streams:
             self._streams = listed.names
             self._nodes = np.array([self._names.number(name) for name in listed.names], np.int64)
-        order = self._nodes[listed.nodes].astype(np.int16).argsort(kind="stable")  # by node, and by page as before
-        nodes, asked = self._nodes[listed.nodes[order]], listed.pages[order]
-        in_memory = listed.tiers[order] <= _DRAM
-        for known, rows in ((told, np.ones(len(order), bool)), (upper, in_memory)):
-            rows = rows & (known[nodes] == starts[asked])
-            rows[1:] &= (nodes[1:] != nodes[:-1]) | (asked[1:] != asked[:-1]) | ~rows[:-1]  # in two tiers: once
-            mine, steps = nodes[rows], (places[asked[rows]] - starts[asked[rows]]) // stride
-            prefix = steps == np.arange(len(mine)) - mine.searchsorted(mine)  # each follows the one before it
-            known += stride * np.bincount(mine[prefix], minlength=len(known))
+        nodes, at = self._nodes[listed.nodes], places[listed.pages]
+        in_memory = listed.tiers <= _DRAM
+        if in_memory.all() and len(known) == 1:
+            return [_longer(known[0], nodes, at)]
+        upper = _longer(known[-1], nodes[in_memory], at[in_memory]) if in_memory.any() else known[-1]
+        return [_longer(known[0], nodes, at), upper]
 
     def _soon(self, pages: Fingerprints, told: Counts) -> dict[int, Donor]:
         """Nodes that will have more of the prompt than they have."""
         chain = pages.tolist()
         soon: dict[int, Donor] = {}
-        for start in [place for place, page in enumerate(chain) if page in self._expected]:
-            for waits in self._expected[chain[start]]:
+        for page in filter(self._expected.__contains__, chain):
+            start = chain.index(page)
+            for waits in self._expected[page]:
                 before = soon.get(waits.node)
                 has, ready_s = (before.pages, before.ready_s) if before is not None else (int(told[waits.node]), 0.0)
                 if has < start:
@@ -207,6 +207,15 @@ class Prefixes:
                 elif end == has and before is not None and waits.ready_s < before.ready_s:
                     soon[waits.node] = Donor(waits.node, end, waits.ready_s)
         return soon
+
+
+def _longer(known: Counts, nodes: Counts, places: Counts) -> Counts:
+    """How much each node has, with these places of nodes, in order, as far as each follows the one before it."""
+    steps = places - known[nodes]
+    mine = steps >= 0
+    follows = np.zeros((len(known), int(places[-1]) + 2), bool)
+    follows[nodes[mine], steps[mine]] = True
+    return known + follows.argmin(1)
 
 
 def _common(one: list[int], other: list[int]) -> int:
