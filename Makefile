@@ -27,9 +27,9 @@ PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
 
-# Three at a time suit two cores: a quarter of the time a test waits for a process it has started or killed.
+# Four at a time suit two cores: half of the time a test waits for a process that it has started or killed.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -rs -n 3 --dist worksteal
+	$(BIN)/python -m pytest -rs -n 4 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.nvme.faulty_disk import PowerCut
 from tests.helpers.worlds.power_world import Clock, Disks, World
 
-SEEDS = int(os.environ.get("KVSTORE_TEST_POWER_SEEDS", "60"))
+SEEDS = int(os.environ.get("KVSTORE_TEST_POWER_SEEDS", "40"))
 TOGETHER = 20  # machines of one test: to as many everything of MUST_HAPPEN happens
 LIVES, STEPS = 5, 40
 MUST_HAPPEN = (

@@ -8,5 +8,5 @@ from tests.helpers.worlds.node_machine import NodeMachine
 
 TestNode = NodeMachine.TestCase
 TestNode.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

@@ -107,5 +107,5 @@ class TieredMachine(NodeMachine):
 
 TestTieredNode = TieredMachine.TestCase
 TestTieredNode.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
