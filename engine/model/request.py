@@ -108,6 +108,8 @@ class Usage:
         prefill_engine: address of the engine that computed the prompt; "" for this one.
         prefill_cached_tokens: what that engine found, by tier.
         ttft_ms: from submission to the first token; gap_ms: from there to the second; tpot_ms: mean of all later gaps.
+        prefill_ms: of the steps that computed the prompt, here or at ``prefill_engine``, this request's part. Waits are
+            not in it: for its turn, and for what is loaded or moved.
         loaded_bytes, moved_bytes, written_bytes: read from the pool, pulled from another engine, written to the pool.
     """
 
@@ -123,6 +125,7 @@ class Usage:
     loaded_bytes: int = 0
     moved_bytes: int = 0
     written_bytes: int = 0
+    prefill_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ class HandOff:
         tail_tokens: tokens of the last page that is not full: they have no key, and travel from the arena.
         first_token: what the prompt's logits gave under the request's sampling.
         generated: state of the sampler: how many tokens it has drawn.
+        prefill_ms: of the steps that computed it.
     """
 
     request_id: str

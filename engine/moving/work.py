@@ -31,6 +31,7 @@ class Spent:
     written_bytes: int = 0
     prefill_engine: str = ""
     prefill_cached: dict[str, int] = field(default_factory=dict)
+    prefill_s: float = 0.0
 
 
 class Work:
@@ -162,4 +163,5 @@ class Work:
             loaded_bytes=spent.loaded_bytes,
             moved_bytes=spent.moved_bytes,
             written_bytes=spent.written_bytes,
+            prefill_ms=1e3 * spent.prefill_s,
         )

@@ -129,5 +129,6 @@ def _joined(here: Usage, there: Usage) -> Usage:
         loaded_bytes=here.loaded_bytes + there.loaded_bytes,
         moved_bytes=here.moved_bytes + there.moved_bytes,
         written_bytes=here.written_bytes + there.written_bytes,
+        prefill_ms=here.prefill_ms + there.prefill_ms,
         tpot_ms=there.tpot_ms,
     )

@@ -169,6 +169,7 @@ class EnginePerformer:
         if fetch is not None and fetch.admitted is not None:
             work.spent.prefill_engine = fetch.address
             work.spent.prefill_cached = dict(fetch.admitted.cached_tokens)
+            work.spent.prefill_s = fetch.handoff.prefill_ms / 1e3 if fetch.handoff is not None else 0.0
         self.handle(ev.TokenDrawn(time.monotonic(), it.sequence, work.token(it.token, self._eos)))
 
     # --- hand-offs --------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ class EnginePerformer:
             generated=work.generated + 1,
             cached_tokens=dict(work.spent.cached),
             computed_tokens=work.spent.computed,
-            prefill_ms=1e3 * (time.monotonic() - work.begun_s),
+            prefill_ms=1e3 * work.spent.prefill_s,
         )
         work.tell(Done(handoff))
 

@@ -67,7 +67,10 @@ class StepRunner:
             for chunk in chunks:
                 chunk.after(succeeded)
         seconds = time.monotonic() - start
-        observer.stepped(len(decoding), sum(chunk.tokens for chunk in chunks), seconds)
+        chunk_tokens = sum(chunk.tokens for chunk in chunks)
+        for chunk in chunks:
+            chunk.work.spent.prefill_s += (seconds - waits.waited_s) * chunk.tokens / chunk_tokens
+        observer.stepped(len(decoding), chunk_tokens, seconds)
         if waits.waited_s:
             observer.stalled(waits.waited_s)
         drawing = [(row, work) for row, work in enumerate(decoding) if work.number not in waits.missed]

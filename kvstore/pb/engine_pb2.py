@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from kvstore.pb import store_pb2 as kvstore_dot_pb_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/pb/engine.proto\x12\nkvstore.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16kvstore/pb/store.proto\"\x95\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x42\x08\n\x06_top_pB\r\n\x0b_max_tokens\"\xf7\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvstore.v1.Sampling\x12\x11\n\x04salt\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x11\n\tgenerated\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x0f\n\x07prefill\x18\n \x03(\t\x12\x13\n\x0bown_prefill\x18\x0b \x01(\x08\x12\x0f\n\x07handoff\x18\x0c \x01(\t\x12\x0e\n\x06source\x18\r \x01(\t\x12\r\n\x05grain\x18\x0e \x01(\t\x12\x0f\n\x07no_pool\x18\x0f \x01(\x08\x12\x13\n\x0b\x61llow_lossy\x18\x10 \x01(\x08\x12(\n\tretention\x18\x11 \x03(\x0b\x32\x15.kvstore.v1.RetentionB\x07\n\x05_salt\"\x90\x01\n\x0bSubmitReply\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.AcceptedH\x00\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.TokensH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.kvstore.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"E\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\"+\n\x06Tokens\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvstore.v1.Token\"0\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"J\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Usage\"\xd6\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12:\n\rcached_tokens\x18\x03 \x03(\x0b\x32#.kvstore.v1.Usage.CachedTokensEntry\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0eprefill_engine\x18\x05 \x01(\t\x12I\n\x15prefill_cached_tokens\x18\x06 \x03(\x0b\x32*.kvstore.v1.Usage.PrefillCachedTokensEntry\x12\x0f\n\x07ttft_ms\x18\x07 \x01(\x01\x12\x0e\n\x06gap_ms\x18\x08 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\t \x01(\x01\x12\x14\n\x0cloaded_bytes\x18\n \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x0b \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0c \x01(\x04\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a:\n\x18PrefillCachedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8b\x01\n\x0ePrefillRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.SubmitRequest\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Layout\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\x12\x18\n\x10\x64\x61ta_connections\x18\x04 \x01(\x08\"\x90\x01\n\x0cPrefillReply\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.AdmittedH\x00\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x14.kvstore.v1.ProgressH\x00\x12#\n\x04\x64one\x18\x03 \x01(\x0b\x32\x13.kvstore.v1.HandOffH\x00\x42\x07\n\x05\x65vent\"\xb7\x01\n\x08\x41\x64mitted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12=\n\rcached_tokens\x18\x02 \x03(\x0b\x32&.kvstore.v1.Admitted.CachedTokensEntry\x12\r\n\x05lossy\x18\x03 \x01(\x08\x12\x11\n\tdata_port\x18\x04 \x01(\r\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"0\n\x08Progress\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\"\x99\x02\n\x07HandOff\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x03(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\r\x12\x13\n\x0btail_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x11\n\tgenerated\x18\x06 \x01(\r\x12<\n\rcached_tokens\x18\x07 \x03(\x0b\x32%.kvstore.v1.HandOff.CachedTokensEntry\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r\x12\x12\n\nprefill_ms\x18\t \x01(\x01\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x1f\n\tRequestId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x05\x46ound\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x1e\n\x0eSetRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"4\n\x0eMigrateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"2\n\x0c\x44rainRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"\x1a\n\nDrainReply\x12\x0c\n\x04left\x18\x01 \x01(\r2\xd9\x03\n\x06\x45ngine\x12>\n\x06Submit\x12\x19.kvstore.v1.SubmitRequest\x1a\x17.kvstore.v1.SubmitReply0\x01\x12\x41\n\x07Prefill\x12\x1a.kvstore.v1.PrefillRequest\x1a\x18.kvstore.v1.PrefillReply0\x01\x12\x33\n\x07Release\x12\x15.kvstore.v1.RequestId\x1a\x11.kvstore.v1.Found\x12\x32\n\x06\x43\x61ncel\x12\x15.kvstore.v1.RequestId\x1a\x11.kvstore.v1.Found\x12\x34\n\x06Status\x12\x11.kvstore.v1.Empty\x1a\x17.google.protobuf.Struct\x12\x38\n\x07SetRole\x12\x1a.kvstore.v1.SetRoleRequest\x1a\x11.kvstore.v1.Empty\x12\x38\n\x07Migrate\x12\x1a.kvstore.v1.MigrateRequest\x1a\x11.kvstore.v1.Found\x12\x39\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x16.kvstore.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/pb/engine.proto\x12\nkvstore.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16kvstore/pb/store.proto\"\x95\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x42\x08\n\x06_top_pB\r\n\x0b_max_tokens\"\xf7\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12&\n\x08sampling\x18\x05 \x01(\x0b\x32\x14.kvstore.v1.Sampling\x12\x11\n\x04salt\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x11\n\tgenerated\x18\x08 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\r\x12\x0f\n\x07prefill\x18\n \x03(\t\x12\x13\n\x0bown_prefill\x18\x0b \x01(\x08\x12\x0f\n\x07handoff\x18\x0c \x01(\t\x12\x0e\n\x06source\x18\r \x01(\t\x12\r\n\x05grain\x18\x0e \x01(\t\x12\x0f\n\x07no_pool\x18\x0f \x01(\x08\x12\x13\n\x0b\x61llow_lossy\x18\x10 \x01(\x08\x12(\n\tretention\x18\x11 \x03(\x0b\x32\x15.kvstore.v1.RetentionB\x07\n\x05_salt\"\x90\x01\n\x0bSubmitReply\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.AcceptedH\x00\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.TokensH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.kvstore.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"E\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\"+\n\x06Tokens\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvstore.v1.Token\"0\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"J\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Usage\"\xea\x03\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12:\n\rcached_tokens\x18\x03 \x03(\x0b\x32#.kvstore.v1.Usage.CachedTokensEntry\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0eprefill_engine\x18\x05 \x01(\t\x12I\n\x15prefill_cached_tokens\x18\x06 \x03(\x0b\x32*.kvstore.v1.Usage.PrefillCachedTokensEntry\x12\x0f\n\x07ttft_ms\x18\x07 \x01(\x01\x12\x0e\n\x06gap_ms\x18\x08 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\t \x01(\x01\x12\x14\n\x0cloaded_bytes\x18\n \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x0b \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0c \x01(\x04\x12\x12\n\nprefill_ms\x18\r \x01(\x01\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a:\n\x18PrefillCachedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8b\x01\n\x0ePrefillRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.SubmitRequest\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Layout\x12\x0f\n\x07hold_ms\x18\x03 \x01(\r\x12\x18\n\x10\x64\x61ta_connections\x18\x04 \x01(\x08\"\x90\x01\n\x0cPrefillReply\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.AdmittedH\x00\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x14.kvstore.v1.ProgressH\x00\x12#\n\x04\x64one\x18\x03 \x01(\x0b\x32\x13.kvstore.v1.HandOffH\x00\x42\x07\n\x05\x65vent\"\xb7\x01\n\x08\x41\x64mitted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12=\n\rcached_tokens\x18\x02 \x03(\x0b\x32&.kvstore.v1.Admitted.CachedTokensEntry\x12\r\n\x05lossy\x18\x03 \x01(\x08\x12\x11\n\tdata_port\x18\x04 \x01(\r\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"0\n\x08Progress\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\"\x99\x02\n\x07HandOff\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05pages\x18\x02 \x03(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\r\x12\x13\n\x0btail_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x11\n\tgenerated\x18\x06 \x01(\r\x12<\n\rcached_tokens\x18\x07 \x03(\x0b\x32%.kvstore.v1.HandOff.CachedTokensEntry\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r\x12\x12\n\nprefill_ms\x18\t \x01(\x01\x1a\x33\n\x11\x43\x61\x63hedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x1f\n\tRequestId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x16\n\x05\x46ound\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x1e\n\x0eSetRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"4\n\x0eMigrateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"2\n\x0c\x44rainRequest\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"\x1a\n\nDrainReply\x12\x0c\n\x04left\x18\x01 \x01(\r2\xd9\x03\n\x06\x45ngine\x12>\n\x06Submit\x12\x19.kvstore.v1.SubmitRequest\x1a\x17.kvstore.v1.SubmitReply0\x01\x12\x41\n\x07Prefill\x12\x1a.kvstore.v1.PrefillRequest\x1a\x18.kvstore.v1.PrefillReply0\x01\x12\x33\n\x07Release\x12\x15.kvstore.v1.RequestId\x1a\x11.kvstore.v1.Found\x12\x32\n\x06\x43\x61ncel\x12\x15.kvstore.v1.RequestId\x1a\x11.kvstore.v1.Found\x12\x34\n\x06Status\x12\x11.kvstore.v1.Empty\x1a\x17.google.protobuf.Struct\x12\x38\n\x07SetRole\x12\x1a.kvstore.v1.SetRoleRequest\x1a\x11.kvstore.v1.Empty\x12\x38\n\x07Migrate\x12\x1a.kvstore.v1.MigrateRequest\x1a\x11.kvstore.v1.Found\x12\x39\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x16.kvstore.v1.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,37 +56,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHED']._serialized_start=936
   _globals['_FINISHED']._serialized_end=1010
   _globals['_USAGE']._serialized_start=1013
-  _globals['_USAGE']._serialized_end=1483
-  _globals['_USAGE_CACHEDTOKENSENTRY']._serialized_start=1372
-  _globals['_USAGE_CACHEDTOKENSENTRY']._serialized_end=1423
-  _globals['_USAGE_PREFILLCACHEDTOKENSENTRY']._serialized_start=1425
-  _globals['_USAGE_PREFILLCACHEDTOKENSENTRY']._serialized_end=1483
-  _globals['_PREFILLREQUEST']._serialized_start=1486
-  _globals['_PREFILLREQUEST']._serialized_end=1625
-  _globals['_PREFILLREPLY']._serialized_start=1628
-  _globals['_PREFILLREPLY']._serialized_end=1772
-  _globals['_ADMITTED']._serialized_start=1775
-  _globals['_ADMITTED']._serialized_end=1958
-  _globals['_ADMITTED_CACHEDTOKENSENTRY']._serialized_start=1372
-  _globals['_ADMITTED_CACHEDTOKENSENTRY']._serialized_end=1423
-  _globals['_PROGRESS']._serialized_start=1960
-  _globals['_PROGRESS']._serialized_end=2008
-  _globals['_HANDOFF']._serialized_start=2011
-  _globals['_HANDOFF']._serialized_end=2292
-  _globals['_HANDOFF_CACHEDTOKENSENTRY']._serialized_start=1372
-  _globals['_HANDOFF_CACHEDTOKENSENTRY']._serialized_end=1423
-  _globals['_REQUESTID']._serialized_start=2294
-  _globals['_REQUESTID']._serialized_end=2325
-  _globals['_FOUND']._serialized_start=2327
-  _globals['_FOUND']._serialized_end=2349
-  _globals['_SETROLEREQUEST']._serialized_start=2351
-  _globals['_SETROLEREQUEST']._serialized_end=2381
-  _globals['_MIGRATEREQUEST']._serialized_start=2383
-  _globals['_MIGRATEREQUEST']._serialized_end=2435
-  _globals['_DRAINREQUEST']._serialized_start=2437
-  _globals['_DRAINREQUEST']._serialized_end=2487
-  _globals['_DRAINREPLY']._serialized_start=2489
-  _globals['_DRAINREPLY']._serialized_end=2515
-  _globals['_ENGINE']._serialized_start=2518
-  _globals['_ENGINE']._serialized_end=2991
+  _globals['_USAGE']._serialized_end=1503
+  _globals['_USAGE_CACHEDTOKENSENTRY']._serialized_start=1392
+  _globals['_USAGE_CACHEDTOKENSENTRY']._serialized_end=1443
+  _globals['_USAGE_PREFILLCACHEDTOKENSENTRY']._serialized_start=1445
+  _globals['_USAGE_PREFILLCACHEDTOKENSENTRY']._serialized_end=1503
+  _globals['_PREFILLREQUEST']._serialized_start=1506
+  _globals['_PREFILLREQUEST']._serialized_end=1645
+  _globals['_PREFILLREPLY']._serialized_start=1648
+  _globals['_PREFILLREPLY']._serialized_end=1792
+  _globals['_ADMITTED']._serialized_start=1795
+  _globals['_ADMITTED']._serialized_end=1978
+  _globals['_ADMITTED_CACHEDTOKENSENTRY']._serialized_start=1392
+  _globals['_ADMITTED_CACHEDTOKENSENTRY']._serialized_end=1443
+  _globals['_PROGRESS']._serialized_start=1980
+  _globals['_PROGRESS']._serialized_end=2028
+  _globals['_HANDOFF']._serialized_start=2031
+  _globals['_HANDOFF']._serialized_end=2312
+  _globals['_HANDOFF_CACHEDTOKENSENTRY']._serialized_start=1392
+  _globals['_HANDOFF_CACHEDTOKENSENTRY']._serialized_end=1443
+  _globals['_REQUESTID']._serialized_start=2314
+  _globals['_REQUESTID']._serialized_end=2345
+  _globals['_FOUND']._serialized_start=2347
+  _globals['_FOUND']._serialized_end=2369
+  _globals['_SETROLEREQUEST']._serialized_start=2371
+  _globals['_SETROLEREQUEST']._serialized_end=2401
+  _globals['_MIGRATEREQUEST']._serialized_start=2403
+  _globals['_MIGRATEREQUEST']._serialized_end=2455
+  _globals['_DRAINREQUEST']._serialized_start=2457
+  _globals['_DRAINREQUEST']._serialized_end=2507
+  _globals['_DRAINREPLY']._serialized_start=2509
+  _globals['_DRAINREPLY']._serialized_end=2535
+  _globals['_ENGINE']._serialized_start=2538
+  _globals['_ENGINE']._serialized_end=3011
 # @@protoc_insertion_point(module_scope)

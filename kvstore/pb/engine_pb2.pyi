@@ -109,7 +109,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "computed_tokens", "prefill_engine", "prefill_cached_tokens", "ttft_ms", "gap_ms", "tpot_ms", "loaded_bytes", "moved_bytes", "written_bytes")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "computed_tokens", "prefill_engine", "prefill_cached_tokens", "ttft_ms", "gap_ms", "tpot_ms", "loaded_bytes", "moved_bytes", "written_bytes", "prefill_ms")
     class CachedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class Usage(_message.Message):
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: _containers.ScalarMap[str, int]
@@ -148,7 +149,8 @@ class Usage(_message.Message):
     loaded_bytes: int
     moved_bytes: int
     written_bytes: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., computed_tokens: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., prefill_cached_tokens: _Optional[_Mapping[str, int]] = ..., ttft_ms: _Optional[float] = ..., gap_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., loaded_bytes: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+    prefill_ms: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., computed_tokens: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., prefill_cached_tokens: _Optional[_Mapping[str, int]] = ..., ttft_ms: _Optional[float] = ..., gap_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., loaded_bytes: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request", "layout", "hold_ms", "data_connections")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import numpy as np
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.conductor.shell.metrics import METRICS
-from tests.helpers.conductors import client_of, serve_conductor
+from tests.helpers.conductors import ConductorClient, client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, serve_engine, spawn_engine
 from tests.helpers.processes import Machine, wait_until
+
+FACTOR = 10  # between what is predicted of a prompt and what is measured: a step that waits for the processor is slow
 
 
 def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> None:
@@ -35,7 +39,21 @@ def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> 
         again = client.answer(prompt(100), explain=True)
         assert again.routes[0]["cached_tokens"] == 96 and len(again.routes[0]["explained"]["candidates"]) == 2
         assert again.tokens == first.tokens and sum(again.finished.usage.cached_tokens.values()) >= 96
+        for seed in range(3):
+            for _ in range(2):
+                client.answer(prompt(400, 10 + seed))
+        for cached in (0, 400):  # a new prompt, and the same again
+            predicted_s = wait_until("its pages are told of", partial(foreseen, client, prompt(410, 20), cached))
+            measured_s = client.answer(prompt(410, 20)).finished.usage.prefill_ms / 1e3
+            assert 1 / FACTOR <= predicted_s / measured_s <= FACTOR, (cached, predicted_s, measured_s)
     assert conductor.terminate() == 0
+
+
+def foreseen(client: ConductorClient, tokens: np.ndarray, cached: int) -> float:
+    """How long the engine that is chosen will compute a prompt of which it has so much; 0: it has not."""
+    route = client.route(tokens)
+    (chosen,) = (each for each in route["candidates"] if each["engine"] == route["chosen"]["computes"])
+    return float(chosen["prefill_s"]) if chosen["own_tokens"] == cached else 0.0
 
 
 def test_an_engine_that_is_given_by_its_address(machine: Machine) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,20 +20,21 @@ from engine.conductor.shell.answers import Ask
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.model.request import Finished, Token, Usage
+from engine.conductor.state.fleet import LoadReport
+from engine.model.request import Finished, Role, Token, Usage
 from kvstore.pb import engine_pb2
-from tests.helpers.fleet import PAGE, pages_of, wish, world
+from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
 
 TOKENS = 40 * PAGE + 1
-WHOLE = Usage(prompt_tokens=TOKENS, computed_tokens=TOKENS, ttft_ms=9000.0)
+WHOLE = Usage(prompt_tokens=TOKENS, computed_tokens=TOKENS, ttft_ms=20000.0, prefill_ms=9000.0)
 
 
 class Heard:
-    """A conductor that keeps what it is told, with one engine that answers with this usage."""
+    """A conductor that keeps what it is told, with engines that answer with this usage."""
 
     def __init__(self, usage: Usage) -> None:
         self.config, self.tally = ConductorConfig(engine=("127.0.0.1:1",)), ConductorTally()
-        self.members: Any = SimpleNamespace(engines={"e0": SimpleNamespace(link=self)})
+        self.members: Any = SimpleNamespace(engines=dict.fromkeys(("e0", "e1"), SimpleNamespace(link=self)))
         self.events: list[ev.ConductorEvent] = []
         self._usage = usage
 
@@ -72,22 +75,76 @@ def test_a_slow_engine_is_known_by_its_answers() -> None:
     assert engine.scale > 1.0
 
 
+def test_what_was_found_is_known_beside_what_was_computed() -> None:
+    made = world(1)
+    made.arrive(wish(1, pages_of(*range(40))))
+    found = replace(
+        WHOLE, cached_tokens={"dram": 30 * PAGE, "nvme": 9 * PAGE}, computed_tokens=PAGE + 1, prefill_ms=20.0
+    )
+    last = ended(made.sends[0][1], found)
+    assert (last.cached, last.prefill_s) == (39 * PAGE, 0.02)
+
+
+def test_a_hand_off_teaches_of_the_engine_that_computed() -> None:
+    made = world(roles="pd", split="always")
+    made.arrive(wish(1, pages_of(*range(40))))
+    ((_, send),) = made.sends
+    assert (send.route.computing.engine.about.name, send.route.answering.engine.about.name) == ("e0", "e1")
+    there = replace(WHOLE, computed_tokens=0, prefill_engine="e0", prefill_cached_tokens={"dram": PAGE})
+    last = ended(send, there)
+    assert (last.cached, last.prefill_s) == (PAGE, 9.0)
+    made.tell(replace(last, now_s=made.now_s))
+    scales = {name: engine.scale for name, engine in made.state.fleet.engines.items()}
+    assert scales["e0"] > 1.0 == scales["e1"]
+    assert ended(send, WHOLE).prefill_s == 0.0, "it was computed by who answered, after all"
+
+
 @pytest.mark.parametrize(
-    "usage", [replace(WHOLE, computed_tokens=PAGE + 1), replace(WHOLE, computed_tokens=0, prefill_engine="e1")]
+    "usage",
+    [
+        replace(WHOLE, prefill_ms=0.0),  # an earlier version
+        replace(WHOLE, computed_tokens=PAGE + 1),  # by two engines, or nobody says where the rest was
+        replace(WHOLE, computed_tokens=0, prefill_engine="e7"),
+        replace(WHOLE, computed_tokens=0, cached_tokens={"dram": TOKENS}),
+    ],
 )
-def test_a_prompt_that_was_found_teaches_nothing(usage: Usage) -> None:
-    """How long it took to bring what was found is not known."""
+def test_what_does_not_add_up_teaches_nothing(usage: Usage) -> None:
     made = world(1)
     made.arrive(wish(1, pages_of(*range(40))))
     assert ended(made.sends[0][1], usage).prefill_s == 0.0
 
 
-def test_a_prompt_behind_others_teaches_nothing() -> None:
-    """The time to its first token is that of the others as well."""
-    made = world(1)
-    for number in (1, 2):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 40))))
-    assert ended(made.sends[1][1], WHOLE).prefill_s == 0.0
+# --- equal engines ----------------------------------------------------------------------------------------------------
+
+ENGINES, COLD = 4, 80
+
+
+def noisy(seed: int, slow: str = "") -> Counter[str]:
+    """Who computed prompts that came one by one, at engines whose speeds were measured with a noise of a tenth. One is
+    ``slow``: half as fast."""
+    draw, made = random.Random(seed), world(ENGINES, seed=seed)
+    for number in range(COLD):
+        for name in made.engines:
+            factor = draw.uniform(0.9, 1.1) * (0.5 if name == slow else 1.0)
+            report = LoadReport(role=Role.BOTH, prefill_tokens_per_s=TOKENS_PER_S * factor, step_s=STEP_S / factor)
+            made.tell(ev.ReportAsked(made.now_s, name))
+            made.tell(ev.Reported(made.now_s, name, report))
+        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 40))))
+        made.settle()
+    assert any(engine.scale != 1.0 for engine in made.state.fleet.engines.values()), "they learn"
+    return Counter(engines_of(made))
+
+
+def test_equal_engines_share_cold_prompts() -> None:
+    """None draws more than the others because it seems to be faster by what is noise."""
+    counts = noisy(1)
+    assert all(COLD / ENGINES * 0.5 <= counts[f"e{n}"] <= COLD / ENGINES * 1.5 for n in range(ENGINES)), counts
+    assert counts == noisy(1), "the same events, the same decisions"
+
+
+def test_an_engine_that_is_really_slower_gets_less() -> None:
+    counts = noisy(2, slow="e2")
+    assert counts["e2"] <= COLD / 20 and min(counts[f"e{n}"] for n in (0, 1, 3)) >= COLD / 6, counts
 
 
 def test_an_answer_of_an_engine_that_has_left_is_taken() -> None:

@@ -25,6 +25,7 @@ from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.shell.telling import routed
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
+from engine.conductor.state.options import Route
 from engine.model.request import Finished, Request, Token, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.serving.gate import STALL_S
@@ -107,7 +108,7 @@ class OpenAnswer:
         """What one engine gives: to the end, or until it breaks."""
         name = it.route.answering.engine.about.name
         known = self._conductor.members.engines.get(name)
-        sent_drawn, waited_s, alone = len(self._drawn), 0.0, _alone(it)
+        sent_drawn, waited_s = len(self._drawn), 0.0
         try:
             if known is None:
                 raise NodeUnavailable(f"{name} has just left")
@@ -117,8 +118,8 @@ class OpenAnswer:
                     tokens: list[Token] = []
                     for event in events_of(reply):
                         if isinstance(event, Finished):
-                            whole = event.usage.computed_tokens == len(self.ask.tokens) + sent_drawn
-                            self._answered(event.reason, event.usage.ttft_ms / 1e3 if alone and whole else 0.0)
+                            took = _took(it.route, event.usage, len(self.ask.tokens) + sent_drawn)
+                            self._answered(event.reason, *took)
                             yield Answered(event.reason, event.text, self._usage(event.usage))
                             return
                         assert isinstance(event, Token), event
@@ -170,13 +171,13 @@ class OpenAnswer:
             self._conductor.handle(ev.FirstToken(now_s, self._number))
         self._drawn += [token.id for token in tokens]
 
-    def _answered(self, reason: str, prefill_s: float = 0.0) -> None:
+    def _answered(self, reason: str, cached: int = 0, prefill_s: float = 0.0) -> None:
         self._over = True
         tally = self._conductor.tally
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
         tally.completion_tokens += len(self._drawn)
         tally.prompt_tokens += len(self.ask.tokens)
-        self._conductor.handle(ev.Ended(time.monotonic(), self._number, len(self._drawn), 0, prefill_s))
+        self._conductor.handle(ev.Ended(time.monotonic(), self._number, len(self._drawn), cached, prefill_s))
 
     def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """The engine has failed. Returns the end of the answer where nothing but that was missing."""
@@ -203,8 +204,15 @@ class OpenAnswer:
         )
 
 
-def _alone(it: do.Send) -> bool:
-    """Whether the engine that answers computes the prompt, and has no other prompt to compute before it: the time to
-    its first token then is what the computation takes, where the engine finds nothing of the prompt."""
-    engine = it.route.computing.engine
-    return it.route.local and engine.waiting <= 1 and not engine.others_waiting
+def _took(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
+    """Of a prompt, how much the engine that was to compute it had found, and how long it computed the others.
+
+    (0, 0) where that is not known: the prompt was computed elsewhere, or by an engine of an earlier version.
+    """
+    if route.local:
+        cached = sum(usage.cached_tokens.values())
+        right = not usage.prefill_engine and cached + usage.computed_tokens == tokens
+    else:
+        cached = sum(usage.prefill_cached_tokens.values())
+        right = usage.prefill_engine == route.computing.engine.about.address
+    return (cached, usage.prefill_ms / 1e3) if right and cached < tokens else (0, 0.0)

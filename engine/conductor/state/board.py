@@ -1,6 +1,10 @@
 """Board: what a decision looks at of every engine of one model, in columns: one operation looks at all engines.
 
 What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` writes it here whenever it changes.
+
+How fast engines are is measured, and so it is noisy. Of engines that differ by no more than that noise, one would always
+look a little faster and draw whatever comes while nobody is busy. So in ``Paces`` an engine within ``NOISE`` of the
+middle one is like it.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +29,27 @@ Distances = npt.NDArray[np.int64]
 """0: on one host; 1: in one zone; 2: further."""
 
 
+NOISE: Final = 0.25  # of what was measured
+
+
+class Paces(NamedTuple):
+    """How fast engines are, but for noise: columns. See ``FleetEngine``."""
+
+    tokens_per_s: Floats
+    scale: Floats
+    alone_s: Floats
+
+    @classmethod
+    def of(cls, columns: Columns) -> Paces:
+        """By what was measured of these engines."""
+        return cls(*(_but_for_noise(each) for each in (columns.tokens_per_s, columns.scale, columns.alone_s)))
+
+
 class Columns:
     """Columns, with a place for each engine. Numbers of things, and yes and no, are floats here as well.
 
     Attributes:
-        prompts_done_s, others_waiting, others_running, tokens, scale, tokens_per_s, step_s, egress_free_s: see
+        prompts_done_s, others_waiting, others_running, tokens, scale, tokens_per_s, alone_s, egress_free_s: see
             ``FleetEngine``.
         running: our requests that it answers or will answer.
         open_s: the moment from which on it may get requests; never where it drains.
@@ -50,7 +71,7 @@ class Columns:
             self.tokens,
             self.scale,
             self.tokens_per_s,
-            self.step_s,
+            self.alone_s,
             self.open_s,
             self.silent,
             self.prefills,
@@ -109,10 +130,15 @@ class Board:
         places = [(where.number(about.host), where.number(about.zone)) for about in abouts]
         self._apart: dict[tuple[int, int], Distances] = {}  # from the host and zone of engines and of nodes
         self._between = np.array([self.apart(*place) for place in places])
+        self._paces: Paces | None = None  # made when it is asked for
 
     def write(self, engine: FleetEngine) -> None:
         """It has changed."""
-        self.columns.values[: Columns.CHANGING, self._places[engine.about.name]] = self._row(engine)
+        columns, place = self.columns, self._places[engine.about.name]
+        pace = columns.tokens_per_s[place], columns.scale[place], columns.alone_s[place]
+        if pace != (engine.tokens_per_s, engine.scale, engine.alone_s):
+            self._paces = None
+        columns.values[: Columns.CHANGING, place] = self._row(engine)
 
     @staticmethod
     def _row(engine: FleetEngine) -> tuple[float, ...]:
@@ -124,7 +150,7 @@ class Board:
             engine.tokens,
             engine.scale,
             engine.tokens_per_s,
-            engine.step_s,
+            engine.alone_s,
             math.inf if engine.draining else engine.avoided_until_s,
             engine.silent,
             engine.role is not Role.DECODE,
@@ -160,6 +186,12 @@ class Board:
         engines = [self.engines[place] for place in at.tolist()]
         return engines, Columns(self.columns.values[:, at]), self._between[:, at][at]
 
+    def paces(self, at: Places) -> Paces:
+        """How fast these engines are, but for noise."""
+        if self._paces is None:
+            self._paces = Paces.of(self.columns)
+        return self._paces if at is self._all else Paces(*(each[at] for each in self._paces))
+
     def apart(self, host: int, zone: int) -> Distances:
         """How far all engines are from this place."""
         if (host, zone) not in self._apart:
@@ -172,3 +204,12 @@ def ended_at(engines: list[FleetEngine], moments_s: Iterable[float]) -> Floats:
     """Of the requests that each engine answers, how many will have ended at its moment."""
     ended = map(bisect_right, [engine.ends for engine in engines], moments_s)
     return np.fromiter(ended, np.float64, len(engines))
+
+
+def _but_for_noise(values: Floats) -> Floats:
+    """Those near the middle one are like it. 0: it is not known."""
+    known = np.sort(values[values > 0])
+    if not len(known):
+        return values.copy()
+    middle = known[len(known) // 2]
+    return np.where(np.abs(values - middle) <= NOISE * middle, middle, values)

@@ -112,7 +112,7 @@ class ConductorState:
     def __init__(self, rules: ConductorRules) -> None:
         self.rules = rules
         nodes = NumberedNames()
-        self.fleet = EngineFleet(nodes)
+        self.fleet = EngineFleet(nodes, rules.priors.step_each)
         self.prefixes = Prefixes(rules.index_bytes, nodes)
         self.costs = Costs(rules.priors)
         self.queues: dict[str, Queue] = {}

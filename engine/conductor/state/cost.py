@@ -10,7 +10,8 @@ that is linear in their position is that of the middle one. A decode step of a b
     step_s = alone_s * (1 + batch * each)
 
 Every engine has a scale: how much longer prompts took there than was predicted, smoothed (a geometric mean, so that one
-outlier counts little). Engines also report their own speed; that takes the place of the prior.
+outlier counts little). Engines also report their own speed; that takes the place of the prior. All of this is noisy: see
+``Paces``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from engine.conductor.state.board import Columns, Floats
+from engine.conductor.state.board import Floats, Paces
 from engine.conductor.state.fleet import FleetEngine
 
 SMOOTH: Final = 0.1
@@ -69,31 +70,27 @@ class Costs:
         self.ways = np.array([self.s_per_byte[where] for where in (HOST, ZONE, FAR)])
         self._answer_tokens: dict[str, float] = {}
 
-    def speeds(self, columns: Columns) -> Floats:
+    def speeds(self, paces: Paces) -> Floats:
         """Tokens of a prompt per second, as engines report or, until then, as is believed."""
-        return np.where(columns.tokens_per_s > 0, columns.tokens_per_s, self.priors.prefill_tokens_per_s)
+        return np.where(paces.tokens_per_s > 0, paces.tokens_per_s, self.priors.prefill_tokens_per_s)
 
-    def prefills_s(self, columns: Columns, speeds: Floats, tokens: int, cached: Floats) -> Floats:
+    def prefills_s(self, paces: Paces, speeds: Floats, tokens: int, cached: Floats) -> Floats:
         """Computing the last ``tokens - cached`` of a prompt."""
-        return self._prefill_s(tokens, cached, speeds) * columns.scale
+        return self._prefill_s(tokens, cached, speeds) * paces.scale
 
     def _prefill_s(self, tokens: int, cached: Number, speed: Number) -> Number:
         context = 2 * self.priors.context_even
         return self.priors.prefill_fixed_s + (tokens - cached) / speed * (cached / context + (1 + tokens / context))
 
-    def steps_s(self, columns: Columns, now: Floats, *batches: Floats) -> list[Floats]:
-        """A decode step of so many sequences. What an engine reports is a step of the batch that it has ``now``."""
-        each = self.priors.step_each
-        reported = columns.step_s / (1 + np.maximum(1.0, now) * each)
-        alone = np.where(reported > 0, reported, self.priors.step_alone_s)
-        return [alone * (1 + batch * each) for batch in batches]
+    def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
+        """A decode step of so many sequences."""
+        alone_s = np.where(paces.alone_s > 0, paces.alone_s, self.priors.step_alone_s)
+        return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
         """What one token of an answer takes of an engine whose batch is full."""
         each, batch = self.priors.step_each, engine.about.batch_max
-        alone = self.priors.step_alone_s
-        if engine.step_s:
-            alone = engine.step_s / (1 + max(1, len(engine.ends) + engine.others_running) * each)
+        alone = engine.alone_s or self.priors.step_alone_s
         return alone * (1 + batch * each) / batch
 
     def moves_s(self, size: Floats, s_per_byte: Floats | float) -> Floats:

@@ -16,14 +16,18 @@ AVOID_MAX_S: Final = 60.0
 class EngineFleet:
     """All engines.
 
+    Args:
+        step_each: see ``Priors``.
+
     Attributes:
         engines: by name.
         nodes: numbers of nodes.
     """
 
-    def __init__(self, nodes: NumberedNames) -> None:
+    def __init__(self, nodes: NumberedNames, step_each: float) -> None:
         self.engines: dict[str, FleetEngine] = {}
         self.nodes = nodes
+        self._step_each = step_each
         self._where = NumberedNames()  # hosts and zones
         self._places: dict[int, tuple[int, int]] = {}  # of a node: its host and zone
         self._boards: dict[str, Board] = {}  # by model
@@ -97,7 +101,8 @@ class EngineFleet:
         engine.others_running = max(0, report.running - max(running, len(engine.ends)))
         engine.role, engine.draining, engine.heard_s, engine.silent = report.role, report.draining, now_s, False
         engine.tokens_per_s = report.prefill_tokens_per_s or engine.tokens_per_s
-        engine.step_s = report.step_s or engine.step_s
+        if report.step_s:  # of the batch that it has
+            engine.alone_s = report.step_s / (1 + max(1, report.running) * self._step_each)
         engine.asked = None
         if engine.failures <= 1:
             engine.avoided_until_s = 0.0

@@ -110,7 +110,7 @@ class FleetEngine:
         prompts_done_s: when it will have computed what it has of ours, by prediction; where it computes several at
             once, when one engine that is so much faster would have.
         scale: how much longer prompts take there than is predicted, by what was measured.
-        tokens_per_s: of prompts, and ``step_s``: as it reports; 0: not yet.
+        tokens_per_s: of prompts, and ``alone_s``: a decode step, but for its sequences: by its reports; 0: not yet.
         heard_s: when it gave the last sign of life.
         silent: it was asked, and did not answer; there was no sign of life since.
         failures: requests on which it failed, one after the other.
@@ -132,7 +132,7 @@ class FleetEngine:
     prompts_done_s: float = 0.0
     scale: float = 1.0
     tokens_per_s: float = 0.0
-    step_s: float = 0.0
+    alone_s: float = 0.0
     silent: bool = False
     failures: int = 0
     avoided_until_s: float = 0.0

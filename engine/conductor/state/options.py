@@ -149,6 +149,7 @@ class Options:
         own_prefill_s: the prompt's computation, had only the engine's own node any of it.
         cached, donor, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: as of ``Computing``; ``donor``: a node's
             number, or -1.
+        speeds: of prompts, in tokens per second.
         doubt_s: added to what an engine takes where it is chosen, not to what is predicted: it is silent.
         batch, token_s, answer_harm_s: as of ``Answering``; of no meaning where an engine does not answer.
         answers_s: seconds of the whole answer, what others lose by it counted as its own.
@@ -176,7 +177,7 @@ class Options:
         self._window_s = window_s
         self.engines, self.columns, self._apart = board.take(at)
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
-        columns = self.columns
+        columns, paces = self.columns, board.paces(at)
         full = columns.egress_free_s - now_s > EGRESS_BURST_S  # of a remote cluster: nothing leaves the others
         self._egress = bool(columns.egress.any())
         self.doubt_s = SILENT_S * columns.silent
@@ -184,11 +185,12 @@ class Options:
         self.answers = columns.answers.nonzero()[0]
         found = [(matches[layout], number) for number, layout in enumerate(board.layouts) if layout in matches]
         running = columns.others_running + columns.running
+        self._paces = paces
         self._compute(found, running)
         horizon_s = now_s + (float(self.ready_s.min()) if len(self.engines) else 0.0)
         others = running - ended_at(self.engines, repeat(horizon_s))
         self.batch = others + 1
-        self.token_s, others_s = costs.steps_s(columns, running, self.batch, others)
+        self.token_s, others_s = costs.steps_s(paces, self.batch, others)
         self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
         self._prompts_s = self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
@@ -209,8 +211,8 @@ class Options:
         self.move_s = costs.moves_s(upper * columns.page_bytes, costs.s_per_byte[HERE])
         if upper is not pages:
             self.move_s = self.move_s + costs.moves_s((pages - upper) * columns.page_bytes, costs.s_per_byte[NVME])
-        self._speeds = costs.speeds(columns)
-        self.own_prefill_s = self.prefill_s = costs.prefills_s(columns, self._speeds, self.wish.tokens, self.cached)
+        self.speeds = costs.speeds(self._paces)
+        self.own_prefill_s = self.prefill_s = costs.prefills_s(self._paces, self.speeds, self.wish.tokens, self.cached)
         wait_s = np.maximum(0.0, columns.prompts_done_s - self.now_s - (1 - 1 / columns.lanes) * self.prefill_s)
         self.wait_s = wait_s + columns.others_waiting * self.prefill_s
         self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
@@ -230,7 +232,7 @@ class Options:
             nonlocal best_s
             longer = np.minimum(pages * columns.page_tokens, self.wish.tokens - 1)
             brought_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
-            rest_s = costs.prefills_s(columns, self._speeds, self.wish.tokens, longer)
+            rest_s = costs.prefills_s(self._paces, self.speeds, self.wish.tokens, longer)
             total_s = np.maximum(self.wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
             better = may & (total_s < best_s)
             if better.any():

@@ -165,8 +165,9 @@ class DynamoLinear(Policy):
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
         columns = options.columns
-        speed = np.where(columns.tokens_per_s > 0, columns.tokens_per_s, options.costs.priors.prefill_tokens_per_s)
-        blocks = (options.wait_s * speed + options.wish.tokens - options.own + columns.tokens) / columns.page_tokens
+        blocks = (
+            options.wait_s * options.speeds + options.wish.tokens - options.own + columns.tokens
+        ) / columns.page_tokens
         return int(fit[_first(blocks[fit], options)])
 
 
