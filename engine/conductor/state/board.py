@@ -2,9 +2,9 @@
 
 What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` writes it here whenever it changes.
 
-How fast engines are is measured, and so it is noisy. Of engines that differ by no more than that noise, one would always
-look a little faster and draw whatever comes while nobody is busy. So in ``Paces`` an engine within ``NOISE`` of the
-middle one is like it.
+How fast engines are is measured, and so it is noisy. Of engines that differ by no more than that noise, one would
+always look a little faster, and draw whatever comes while nobody is busy. So in ``Paces`` an engine within ``NOISE`` of
+the middle one is like it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ that is linear in their position is that of the middle one. A decode step of a b
     step_s = alone_s * (1 + batch * each)
 
 Every engine has a scale: how much longer prompts took there than was predicted, smoothed (a geometric mean, so that one
-outlier counts little). Engines also report their own speed; that takes the place of the prior. All of this is noisy: see
-``Paces``.
+outlier counts little). Engines also report their own speed; that takes the place of the prior. All of this is noisy:
+see ``Paces``.
 """
 
 from __future__ import annotations
