@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from functools import partial
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -16,7 +17,7 @@ from tests.helpers.conductors import ConductorClient, client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, serve_engine, spawn_engine
 from tests.helpers.processes import Machine, wait_until
 
-FACTOR = 10  # between what is predicted of a prompt and what is measured: a step that waits for the processor is slow
+ROUNDS, FACTOR = 7, 10  # between what is predicted of a prompt and what is measured, in most of the rounds
 
 
 def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> None:
@@ -39,13 +40,14 @@ def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> 
         again = client.answer(prompt(100), explain=True)
         assert again.routes[0]["cached_tokens"] == 96 and len(again.routes[0]["explained"]["candidates"]) == 2
         assert again.tokens == first.tokens and sum(again.finished.usage.cached_tokens.values()) >= 96
-        for seed in range(3):
-            for _ in range(2):
-                client.answer(prompt(400, 10 + seed))
-        for cached in (0, 400):  # a new prompt, and the same again
-            predicted_s = wait_until("its pages are told of", partial(foreseen, client, prompt(410, 20), cached))
-            measured_s = client.answer(prompt(410, 20)).finished.usage.prefill_ms / 1e3
-            assert 1 / FACTOR <= predicted_s / measured_s <= FACTOR, (cached, predicted_s, measured_s)
+        ratios: dict[int, list[float]] = {0: [], 400: []}
+        for seed in range(ROUNDS):
+            for cached, found in ratios.items():  # a new prompt, and the same again
+                tokens = prompt(410, 10 + seed)
+                predicted_s = wait_until("its pages are told of", partial(foreseen, client, tokens, cached))
+                found.append(predicted_s / client.answer(tokens).finished.usage.prefill_ms * 1e3)
+        middle = {cached: statistics.median(found) for cached, found in ratios.items()}
+        assert all(1 / FACTOR <= ratio <= FACTOR for ratio in middle.values()), ratios
     assert conductor.terminate() == 0
 
 
