@@ -6,6 +6,7 @@ import json
 import statistics
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -13,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.conductor.shell.metrics import METRICS
+from tests.helpers.api import address_of
 from tests.helpers.conductors import ConductorClient, client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, serve_engine, spawn_engine
 from tests.helpers.processes import Machine, wait_until
@@ -22,19 +24,23 @@ ROUNDS, FACTOR = 7, 10  # between what is predicted of a prompt and what is meas
 
 def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> None:
     catalog = {"catalog": f"file:{tmp_path / 'catalog'}", "catalog_ttl_s": "2"}
-    for name in ("n0", "n1"):
-        machine.serve(name, dram="32MiB", listen="127.0.0.1:0", **catalog)
-    engines = [spawn_engine(machine, node=name, role="both", **catalog) for name in ("n0", "n1")]
+    nodes = [machine.serve(name, dram="32MiB", listen="127.0.0.1:0", **catalog) for name in ("n0", "n1")]
+    over_grpc = f"kv://{address_of(nodes[1].output())}"
+    engines = [spawn_engine(machine, node=node, role="both", **catalog) for node in ("n0", over_grpc)]
     alone = engines[0].wait_ready().client().generate(prompt(100), max_tokens=8, ignore_eos=True, use_pool=False)
     engines[1].wait_ready()
     conductor = serve_conductor(machine, policy="longest-prefix", split="never", **catalog)  # whatever speeds are
     with client_of(conductor) as client:
-        client.knows(2, 2)
+        known = client.knows(2, 2)
+        assert sorted(each["node"] for each in known["engines"].values()) == ["n0", "n1"], "as the catalog names them"
+        engines[1].client().generate(prompt(100, 7), max_tokens=1)
+        route = wait_until("what came over gRPC is told of", partial(cached_at, client, prompt(100, 7), "n1"))
+        assert [each["own_tokens"] for each in route["candidates"] if not each["part"]] == [0]
         first = client.answer(prompt(100))
         assert first.tokens == list(alone.tokens) and first.indices == list(range(8))
         assert first.finished.reason == "length" and first.finished.usage.completion_tokens == 8
-        wait_until("its pages are told of", lambda: client.status()["pages"] >= 6)
-        route = client.route(prompt(100))
+        answered = known["engines"][first.routes[0]["answers"]]["node"]
+        route = wait_until("its pages are told of", partial(cached_at, client, prompt(100), answered))
         assert route["chosen"]["answers"] == first.routes[0]["answers"], route["why"]
         assert sorted(each["own_tokens"] for each in route["candidates"]) == [0, 96]
         again = client.answer(prompt(100), explain=True)
@@ -49,6 +55,13 @@ def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> 
         middle = {cached: statistics.median(found) for cached, found in ratios.items()}
         assert all(1 / FACTOR <= ratio <= FACTOR for ratio in middle.values()), ratios
     assert conductor.terminate() == 0
+
+
+def cached_at(client: ConductorClient, tokens: np.ndarray, node: str) -> dict[str, Any] | None:
+    """Where a prompt would go, once that is an engine of this node, which has all full pages of it."""
+    engines, route = client.status()["engines"], client.route(tokens)
+    (chosen,) = (each for each in route["candidates"] if each["part"])
+    return route if chosen["own_tokens"] == 96 and engines[chosen["engine"]]["node"] == node else None
 
 
 def foreseen(client: ConductorClient, tokens: np.ndarray, cached: int) -> float:

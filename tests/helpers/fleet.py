@@ -43,7 +43,7 @@ def pages_of(*parts: int) -> Fingerprints:
 
 
 def wish(
-    number: int, pages: Fingerprints, *, tenant: str = "t", answer: int = 20, more: int = 10, **how: float
+    number: int, pages: Fingerprints, *, tenant: str = "t", answer: int = 20, more: int = 10, **how: object
 ) -> RouteWish:
     """A request for the answer to these pages and ``more`` tokens."""
     said: dict[str, object] = {"model": "m", "tokens": PAGE * len(pages) + more, "answer_max": answer, **how}

@@ -120,7 +120,7 @@ class ConductorState:
         self.orders = Orders(rules.orders_bytes_per_s, rules.orders_bytes_max)
         self.policy = make_policy(rules.policy, rules.seed)
         self.split = make_split(rules.split)
-        self.roles = Roles(rules.roles_floor) if rules.roles_floor is not None else None
+        self._roles: dict[str, Roles] = {}  # by model, of which at least one engine is there
         self.requests: dict[int, RoutedRequest] = {}
         self._kept: list[tuple[float, int]] = []  # a heap: when a request is to be sent that has its engine already
 
@@ -171,14 +171,18 @@ class ConductorState:
         return out
 
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
-        if self.roles is None:
+        if self.rules.roles_floor is None:
             return
-        waiting = [request.waiting for request in self.requests.values() if request.phase is RequestPhase.WAITING]
-        prompts_s, answers_s = sum(each.cost_s for each in waiting), sum(each.answer_s for each in waiting)
-        change = self.roles.change(list(self.fleet.engines.values()), prompts_s, answers_s, now_s)
-        if change is not None:
-            self.fleet.set_role(change.engine, change.role)
-            out.append(change)
+        waiting = [request for request in self.requests.values() if request.phase is RequestPhase.WAITING]
+        self._roles = {model: self._roles.get(model, Roles(self.rules.roles_floor)) for model in self.fleet.models}
+        for model, roles in self._roles.items():
+            engines = [engine for engine in self.fleet.engines.values() if engine.about.model == model]
+            ours = [request.waiting for request in waiting if request.wish.model == model]
+            prompts_s, answers_s = sum(each.cost_s for each in ours), sum(each.answer_s for each in ours)
+            change = roles.change(engines, prompts_s, answers_s, now_s)
+            if change is not None:
+                self.fleet.set_role(change.engine, change.role)
+                out.append(change)
 
     def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options | None:
         """What could be done with a request now; None where no engine has its model. Changes nothing."""
@@ -207,8 +211,8 @@ class ConductorState:
         if options is not None and route is not None:
             cost_s = route.computing.prefill_s
             answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
-            if self.roles is not None:
-                self.roles.asked(cost_s, answer_s, now_s)
+            if (roles := self._roles.get(wish.model)) is not None:
+                roles.asked(cost_s, answer_s, now_s)
             late = self._late(options, route)
             if late is not None:
                 out.append(do.Refuse(wish.number, *late))

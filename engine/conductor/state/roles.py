@@ -1,4 +1,4 @@
-"""Roles: how many engines compute prompts for others, and how many answer, as the mix of work asks for it.
+"""Roles: how many engines of a model compute prompts for others, and how many answer, as the mix of work asks for it.
 
 Demand is counted in seconds of engines per second, of prompts and of answers: what was asked for in the last
 ``WINDOW_S``, also by those who were refused, and what waits, as if it were to be done in the next. With ``p`` of
@@ -24,7 +24,7 @@ BUSY: Final = 0.1  # where the busier side is busy to less, any split does
 
 
 class Roles:
-    """What was asked for lately.
+    """What was asked for lately of one model.
 
     Args:
         floor: engines that each role keeps.
