@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.conductor.foreign.settings import BackendSettings, parse_backends
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.conductor.state.policies import POLICIES, SPLITS
 from engine.config import parse_engines
@@ -33,6 +34,14 @@ class ConductorConfig(DaemonConfig):
         repeats=True,
     )
     """Engines beside those that the catalog lists."""
+    backend: tuple[BackendSettings, ...] = setting(
+        (),
+        parse_backends,
+        "A server that speaks OpenAI's API, as one more engine; may repeat.",
+        metavar="'URL tokenizer=FOLDER ...'",
+        repeats=True,
+    )
+    """Servers that speak OpenAI's API, as engines beside ours: see below."""
     policy: str = setting("kv-centric", parse_text, "Who computes and who answers.", metavar="|".join(POLICIES))
     """Who computes a prompt and who answers it: see below."""
     split: str = setting("cost", parse_text, "When two engines share a request.", metavar="|".join(SPLITS))
@@ -69,7 +78,12 @@ class ConductorConfig(DaemonConfig):
     """Of all chance: the same events lead to the same decisions."""
 
     def __post_init__(self) -> None:
-        require("engine", bool(self.engine or self.catalog), "is missing, and so is catalog: one of them", self.engine)
+        require(
+            "engine",
+            bool(self.engine or self.catalog or self.backend),
+            "is missing, as are catalog and backend",
+            self.engine,
+        )
         require("policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}", self.policy)
         require("split", self.split in SPLITS, f"must be one of {', '.join(SPLITS)}", self.split)
         require("listen", bool(self.listen), "needs an address", self.listen)

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.api.wire import replies_of
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.answering import OpenAnswer
-from engine.conductor.shell.answers import Ask
+from engine.conductor.shell.answers import Ask, Drawn
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.fleet import LoadReport
-from engine.model.request import Finished, Role, Token, Usage
-from kvstore.pb import engine_pb2
+from engine.model.request import Finished, Request, Role, Usage
+from kvstore.errors import InvalidRequest
 from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
 
 TOKENS = 40 * PAGE + 1
@@ -34,16 +33,21 @@ class Heard:
 
     def __init__(self, usage: Usage) -> None:
         self.config, self.tally = ConductorConfig(engine=("127.0.0.1:1",)), ConductorTally()
-        self.members: Any = SimpleNamespace(engines=dict.fromkeys(("e0", "e1"), SimpleNamespace(link=self)))
+        self.members: Any = SimpleNamespace(
+            engines=dict.fromkeys(("e0", "e1"), SimpleNamespace(link=self, speeds=None))
+        )
         self.events: list[ev.ConductorEvent] = []
         self._usage = usage
 
     def handle(self, event: ev.ConductorEvent) -> None:
         self.events.append(event)
 
-    async def submit(self, message: engine_pb2.SubmitRequest, within_s: float) -> AsyncGenerator[Any]:
-        for reply in replies_of([Token(5, 0, ""), Finished("length", self._usage, "")]):
-            yield reply
+    def barred(self, ask: Ask, begun: bool) -> dict[str, InvalidRequest]:
+        return {}
+
+    async def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished]:
+        yield Drawn((5,), "")
+        yield Finished("length", self._usage, "")
 
 
 def ended(send: do.Send, usage: Usage) -> ev.Ended:

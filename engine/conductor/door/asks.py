@@ -53,6 +53,7 @@ def asks_of(
                     token_s=wanted.token_s,
                     deadline_s=wanted.deadline_s,
                     explain=wanted.explain,
+                    ids=False,
                 )
             )
     return asks

@@ -3,6 +3,7 @@
 What was drawn so far goes along as part of the prompt. Token ``i`` depends on the seed, ``i`` and the logits alone, so
 another engine with the same model goes on as the first one would have, and no token comes twice. Tokens are taken from
 an engine as the reader takes them from here: who reads slowly holds up gRPC, then the engine's mailbox, never others.
+An engine that is not ours may tell no token ids: where it fails after its first token, the answer is lost.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from engine.api.wire import events_of, submit_request
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.answers import Answered, AnswerPart, Ask, Drawn, Routed
 from engine.conductor.shell.members import FleetMembers
+from engine.conductor.shell.stay import EngineStay
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.shell.telling import routed
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.options import Route
-from engine.model.request import Finished, Request, Token, Usage
+from engine.conductor.state.speeds import ObservedSpeeds
+from engine.model.request import Finished, Request, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.serving.gate import STALL_S
 
@@ -45,6 +47,9 @@ class Decides(Protocol):
     def handle(self, event: ev.ConductorEvent) -> None:
         """Decide, and perform what follows."""
 
+    def barred(self, ask: Ask, begun: bool) -> dict[str, InvalidRequest]:
+        """Engines that cannot answer it, or cannot go on with what has begun, and why."""
+
 
 class OpenAnswer:
     """Life: made -> arrived -> sent, once or more often -> ended, by itself or by ``end``.
@@ -62,6 +67,7 @@ class OpenAnswer:
         self._begun_s = time.monotonic()
         self._first_s = self._second_s = 0.0
         self._drawn: list[int] = []
+        self._tokens = 0  # as many, or more where an engine told no ids
         self._attempts = 0
         self._failure = ""
         self._over = False
@@ -108,37 +114,38 @@ class OpenAnswer:
         """What one engine gives: to the end, or until it breaks."""
         name = it.route.answering.engine.about.name
         known = self._conductor.members.engines.get(name)
-        sent_drawn, waited_s = len(self._drawn), 0.0
+        stay = EngineStay(it, self._tokens)
         try:
             if known is None:
                 raise NodeUnavailable(f"{name} has just left")
-            message = submit_request(self._request(it))
-            async with contextlib.aclosing(known.link.submit(message, self._left_s())) as replies:
-                async for reply in replies:
-                    tokens: list[Token] = []
-                    for event in events_of(reply):
-                        if isinstance(event, Finished):
-                            took = _took(it.route, event.usage, len(self.ask.tokens) + sent_drawn)
-                            self._answered(event.reason, *took)
-                            yield Answered(event.reason, event.text, self._usage(event.usage))
-                            return
-                        assert isinstance(event, Token), event
-                        tokens.append(event)
-                    if tokens:
-                        self._count(tokens, first=len(self._drawn) == sent_drawn)
-                        given_s = time.monotonic()
-                        yield Drawn(tuple(token.id for token in tokens), "".join(token.text for token in tokens))
-                        waited_s = time.monotonic() - given_s
+            async with contextlib.aclosing(known.link.answer(self._request(it), self._left_s())) as parts:
+                async for part in parts:
+                    if isinstance(part, Finished):
+                        tokens, speeds = len(self.ask.tokens) + stay.before, known.speeds
+                        took = (
+                            stay.observed(part.usage, tokens, speeds) if speeds else _took(it.route, part.usage, tokens)
+                        )
+                        self._answered(part.reason, *took)
+                        yield Answered(part.reason, part.text, self._usage(part.usage, stay))
+                        return
+                    stay.came(max(1, len(part.ids)))
+                    self._count(part, first=self._tokens == stay.before)
+                    yield part
+                    stay.given()
             raise NodeUnavailable(f"{name} ended the answer before its end")
         except InvalidRequest:
             raise
         except KVStoreError as error:
-            if waited_s >= STALL_S:
-                raise DeadlineExceeded(f"nobody took the answer for {waited_s:.0f} s") from None
+            if stay.waited_s >= STALL_S:
+                raise DeadlineExceeded(f"nobody took the answer for {stay.waited_s:.0f} s") from None
             if self._left_s() <= 0:
                 raise DeadlineExceeded(f"no whole answer within {self.ask.deadline_s:g} s") from None
-            for part in self._broke(name, error):
-                yield part
+            for end in self._broke(name, error):
+                yield end
+
+    def _took(self, route: Route, usage: Usage, stay: EngineStay, speeds: ObservedSpeeds | None) -> tuple[int, float]:
+        tokens = len(self.ask.tokens) + stay.before
+        return _took(route, usage, tokens) if speeds is None else stay.observed(usage, tokens, speeds)
 
     def _request(self, it: do.Send) -> Request:
         ask, route = self.ask, it.route
@@ -160,24 +167,25 @@ class OpenAnswer:
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
-    def _count(self, tokens: list[Token], first: bool) -> None:
-        now_s = time.monotonic()
-        if not self._drawn:
+    def _count(self, part: Drawn, first: bool) -> None:
+        now_s, count = time.monotonic(), max(1, len(part.ids))
+        if not self._tokens:
             self._first_s = now_s
             self._conductor.tally.ttft.add(now_s - self._begun_s)
-        if not self._second_s and len(self._drawn) + len(tokens) > 1:
+        if not self._second_s and self._tokens + count > 1:
             self._second_s = now_s
         if first:
             self._conductor.handle(ev.FirstToken(now_s, self._number))
-        self._drawn += [token.id for token in tokens]
+        self._tokens += count
+        self._drawn += part.ids
 
     def _answered(self, reason: str, cached: int = 0, prefill_s: float = 0.0) -> None:
         self._over = True
         tally = self._conductor.tally
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
-        tally.completion_tokens += len(self._drawn)
+        tally.completion_tokens += self._tokens
         tally.prompt_tokens += len(self.ask.tokens)
-        self._conductor.handle(ev.Ended(time.monotonic(), self._number, len(self._drawn), cached, prefill_s))
+        self._conductor.handle(ev.Ended(time.monotonic(), self._number, self._tokens, cached, prefill_s))
 
     def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """The engine has failed. Returns the end of the answer where nothing but that was missing."""
@@ -186,19 +194,26 @@ class OpenAnswer:
             self._answered("length")
             return [Answered("length", "", self._usage(Usage(prompt_tokens=len(self.ask.tokens))))]
         self._failure = f" ({error})"
-        self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn)))
+        lost = ""
+        if self._tokens > len(self._drawn):
+            lost = f"{name} failed, and nobody can go on: it told no token ids"
+        barred = self._conductor.barred(self.ask, begun=self._tokens > 0)
+        self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn), tuple(barred), lost))
         return []
 
     def _close(self, outcome: str) -> None:
         self._over = True
         self._conductor.tally.outcomes[outcome] += 1
 
-    def _usage(self, usage: Usage) -> Usage:
+    def _usage(self, usage: Usage, stay: EngineStay | None = None) -> Usage:
         """The last engine's usage, with tokens and times as they were here."""
+        completion = self._tokens
+        if stay is not None and self._tokens > len(self._drawn):  # parts were counted: it knows better
+            completion = stay.before + usage.completion_tokens
         return replace(
             usage,
             prompt_tokens=len(self.ask.tokens),
-            completion_tokens=len(self._drawn),
+            completion_tokens=completion,
             ttft_ms=1e3 * max(0.0, self._first_s - self._begun_s),
             gap_ms=1e3 * max(0.0, self._second_s - self._first_s),
         )

@@ -30,6 +30,7 @@ class Ask:
             A request that cannot meet them is refused at once.
         deadline_s: within which it is answered or fails.
         explain: whether ``Routed`` tells all candidates. It costs time.
+        ids: whether the ids of its tokens are wanted: not every engine tells them.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Ask:
     token_s: float = 0.0
     deadline_s: float = 300.0
     explain: bool = False
+    ids: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Drawn:
-    """More tokens of the answer. ``text``: what is certain by now; it may be empty."""
+    """More tokens of the answer. ``text``: what is certain by now; it may be empty. No ``ids``: they are not known."""
 
     ids: tuple[int, ...]
     text: str

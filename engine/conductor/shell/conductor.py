@@ -24,7 +24,8 @@ import numpy as np
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.answering import OpenAnswer
 from engine.conductor.shell.answers import AnswerPart, Ask, ServedModel
-from engine.conductor.shell.members import FleetMembers, KnownEngine
+from engine.conductor.shell.links import KnownEngine
+from engine.conductor.shell.members import FleetMembers
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
@@ -64,7 +65,7 @@ class Conductor:
         self.leads = leads
         self.pages = 0
         self.state = ConductorState(config.rules)
-        self.members = FleetMembers(config.engine, self.handle)
+        self.members = FleetMembers(config.engine, config.backend, tally.kv_events, self.handle)
         self.members.changed([], [])
         self._loop = asyncio.get_running_loop()
         self._events: deque[ev.ConductorEvent] = deque()
@@ -165,6 +166,7 @@ class Conductor:
                 "model": engine.about.model,
                 "role": str(engine.role),
                 "node": engine.about.node,
+                "foreign": engine.about.foreign,
                 "draining": engine.draining,
                 "waiting": engine.waiting + engine.others_waiting,
                 "running": len(engine.ends) + engine.others_running,
@@ -249,6 +251,15 @@ class Conductor:
         most = max(known.about.context_max for known in engines)
         if len(ask.tokens) + ask.sampling.max_tokens > most:
             raise InvalidRequest("tokens", f"{len(ask.tokens)}, and {ask.sampling.max_tokens} more: {most} fit")
+        barred = self.barred(ask)
+        if len(barred) == len(engines):
+            raise next(iter(barred.values()))
+
+    def barred(self, ask: Ask, begun: bool = False) -> dict[str, InvalidRequest]:
+        """See ``Decides``."""
+        salt = self.config.salt if ask.salt is None else ask.salt
+        found = {known.about.name: known.link.why_not(ask, salt, begun) for known in self._engines(ask.model)}
+        return {name: why for name, why in found.items() if why is not None}
 
     def _engines(self, model: str) -> list[KnownEngine]:
         return [known for known in self.members.engines.values() if known.about.model == model]
@@ -271,6 +282,7 @@ class Conductor:
             priority=ask.priority,
             first_token_s=ask.first_token_s,
             token_s=ask.token_s,
+            barred=tuple(self.barred(ask)),
         )
 
 

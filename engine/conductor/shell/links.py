@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -19,13 +20,16 @@ import numpy.typing as npt
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import SERVICE as ENGINES
-from engine.api.wire import tokens_bytes
+from engine.api.wire import events_of, submit_request, tokens_bytes
 from engine.client import SLACK_S, WATCH, url_of
-from engine.model.request import Role
+from engine.conductor.shell.answers import Ask, Drawn
+from engine.conductor.state.fleet import EngineAbout
+from engine.conductor.state.speeds import ObservedSpeeds
+from engine.model.request import Finished, Request, Role, Token
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
-from kvstore.errors import KVStoreError, NodeUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.rpc.grpc_errors import from_rpc
 from kvstore.state.directory import Told
@@ -33,6 +37,41 @@ from kvstore.state.directory import Told
 NODES: Final = "kvstore.v1.Store"
 NOT_ASYNC: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
 OPTIONS_HERE: Final = tuple((({key: value for key, value in OPTIONS if key != NOT_ASYNC}) | WATCH).items())
+
+
+class AnswerLink(Protocol):
+    """A connection to an engine, whatever kind it is of."""
+
+    def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished, None]:
+        """Its answer: one ``Finished`` at the end. Closing it ends the work there within a second.
+
+        Raises:
+            InvalidRequest: no engine would answer it.
+            KVStoreError: this one does not; another one may.
+        """
+
+    def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
+        """Why it cannot answer that, or go on with what has ``begun``; None: it can."""
+
+    async def set_role(self, role: Role, timeout_s: float) -> None:
+        """Change what it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEngine:
+    """An engine that has said what it is.
+
+    Attributes:
+        layout: of its pages; None: it is foreign.
+        model_path: the folder of its model's tokenizer; None: a byte is a token.
+        speeds: as observed, of one that does not report them.
+    """
+
+    about: EngineAbout
+    link: AnswerLink
+    layout: store_pb2.Layout | None
+    model_path: str | None
+    speeds: ObservedSpeeds | None = None
 
 
 class _Link:
@@ -100,11 +139,26 @@ class EngineLink(_Link):
         """Change what it does."""
         await self._call("SetRole", engine_pb2.SetRoleRequest(role=role), store_pb2.Empty, timeout_s)
 
-    def submit(
-        self, message: engine_pb2.SubmitRequest, deadline_s: float
-    ) -> AsyncGenerator[engine_pb2.SubmitReply, None]:
-        """Its answer to a request."""
-        return self._stream("Submit", message, engine_pb2.SubmitReply, deadline_s + SLACK_S)
+    def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
+        """See ``AnswerLink``."""
+        return None
+
+    async def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished, None]:
+        """See ``AnswerLink``."""
+        message = submit_request(request)
+        async with contextlib.aclosing(
+            self._stream("Submit", message, engine_pb2.SubmitReply, deadline_s + SLACK_S)
+        ) as replies:
+            async for reply in replies:
+                tokens: list[Token] = []
+                for event in events_of(reply):
+                    if isinstance(event, Finished):
+                        yield event
+                        return
+                    assert isinstance(event, Token), event
+                    tokens.append(event)
+                if tokens:
+                    yield Drawn(tuple(token.id for token in tokens), "".join(token.text for token in tokens))
 
 
 class NodeLink(_Link):

@@ -11,18 +11,22 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from engine.conductor.shell.links import EngineLink, NodeLink
+from engine.conductor.foreign.settings import BackendSettings
+from engine.conductor.shell.links import EngineLink, KnownEngine, NodeLink
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.model.request import Role
 from kvstore.catalog.schema import EngineEntry, NodeEntry
-from kvstore.errors import KVStoreError, VersionMismatch
+from kvstore.errors import InvalidRequest, KVStoreError, VersionMismatch
 from kvstore.pb import store_pb2
+
+if TYPE_CHECKING:
+    from engine.conductor.foreign.follower import BackendFollower
 
 POLL_S: Final = 0.25  # between two questions to an engine
 STATUS_S: Final = 15.0  # for an answer; a lost connection is noticed sooner
@@ -34,18 +38,12 @@ log = logging.getLogger("kvstore.conductor")
 Handle = Callable[[ev.ConductorEvent], None]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownEngine:
-    """An engine that has said what it is. ``model_path``: the folder of its model; None for a preset."""
-
-    about: EngineAbout
-    link: EngineLink
-    layout: store_pb2.Layout
-    model_path: str | None
-
-
 class FleetMembers:
     """Follows engines and nodes from ``changed`` on, until ``close``. On one event loop.
+
+    Args:
+        engines: addresses of some that no catalog lists; ``backends``: engines that are not ours.
+        counts: of their KV events, see ``KvBlocks``.
 
     Attributes:
         engines: that have said what they are, by name.
@@ -53,7 +51,9 @@ class FleetMembers:
         failed: has an exception where one of ours failed, which is a bug.
     """
 
-    def __init__(self, engines: tuple[str, ...], handle: Handle) -> None:
+    def __init__(
+        self, engines: tuple[str, ...], backends: tuple[BackendSettings, ...], counts: Counter[str], handle: Handle
+    ) -> None:
         self.engines: dict[str, KnownEngine] = {}
         self.nodes: dict[str, NodeLink] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,6 +62,16 @@ class FleetMembers:
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by kind, name and address
         self._anew: set[str] = set()
         self._heard: set[tuple[str, str, str]] = set()  # of those tasks, which have answered once
+        self._backends = self._foreign(backends, counts)
+
+    def _foreign(self, backends: tuple[BackendSettings, ...], counts: Counter[str]) -> dict[str, BackendFollower]:
+        if not backends:
+            return {}
+        try:
+            from engine.conductor.foreign.follower import BackendFollower  # only here: it loads the web framework
+        except ModuleNotFoundError as error:
+            raise InvalidRequest("backend", f"needs {error.name}: pip install 'kvstore[http,events]'") from None
+        return {each.name: BackendFollower(each, self.engines, counts, self._handle) for each in backends}
 
     @property
     def settled(self) -> bool:
@@ -80,6 +90,8 @@ class FleetMembers:
             wanted["engine", each.name, address] = partial(self._poll, each.name, address, each.node, each.host)
         for address in {*self._given} - {address for each in listed for address in each.addresses}:
             wanted["engine", address, address] = partial(self._poll, address, address, "", "")
+        for name, backend in self._backends.items():
+            wanted["backend", name, name] = partial(backend.follow, partial(self._heard.add, ("backend", name, name)))
         for key in self._tasks.keys() - wanted.keys():
             self._tasks.pop(key).cancel()
             self._heard.discard(key)
@@ -101,7 +113,10 @@ class FleetMembers:
 
     def follow_anew(self, node: str) -> None:
         """End this node's stream of pages, and begin another."""
-        self._anew.add(node)
+        if node in self._backends:
+            self._backends[node].tell_anew()
+        else:
+            self._anew.add(node)
 
     # --- engines ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from engine.conductor.door.tally import METRICS as DOOR_METRICS
 from engine.conductor.door.tally import DoorTally
 from engine.conductor.shell.tally import OUTCOMES, ConductorTally
+from engine.conductor.state.kv_blocks import KV_OUTCOMES
 from engine.model.request import Role
 from kvstore.serving.metric_table import SHED_HELP, about
 from kvstore.serving.metrics import DaemonMetrics, Families
@@ -28,6 +29,7 @@ METRICS: Final = (
     _about("counter", "broken", "Times that an engine failed on an answer, which went on elsewhere or was lost."),
     _about("counter", "prompt_tokens", "Tokens of the prompts of requests that were answered."),
     _about("counter", "completion_tokens", "Tokens generated for them."),
+    _about("counter", "kv_events", f"KV events of back ends: {', '.join(KV_OUTCOMES)}.", "outcome"),
     _about("histogram", "decision_seconds", "Time of a decision about a request that arrives."),
     _about("histogram", "ttft_seconds", "Time from a request's arrival to its first token."),
     _about("gauge", "requests_here", "Requests by phase: waiting, kept (for a prefix), sent, decoding.", "phase"),
@@ -71,6 +73,8 @@ class ConductorMetrics(DaemonMetrics):
         tally, status = self._tally, self._status()
         for outcome in OUTCOMES:
             add("answers", tally.outcomes[outcome], outcome)
+        for outcome in KV_OUTCOMES:
+            add("kv_events", tally.kv_events[outcome], outcome)
         for name in ("routed", "broken", "prompt_tokens", "completion_tokens"):
             add(name, getattr(tally, name))
         add.durations("decision_seconds", tally.decided)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from engine.conductor.state.kv_blocks import KV_OUTCOMES
 from kvstore.serving.durations import Durations
 
 OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "refused", "failed")
@@ -19,9 +20,11 @@ class ConductorTally:
         broken: times that an engine failed on an answer.
         decided: what a request's decision took, at its arrival.
         ttft: from a request's arrival to its first token.
+        kv_events: of engines that are not ours, by what became of them.
     """
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.routed = self.broken = self.prompt_tokens = self.completion_tokens = 0
+        self.kv_events: Counter[str] = Counter(dict.fromkeys(KV_OUTCOMES, 0))
         self.decided, self.ttft = Durations(), Durations()

@@ -55,7 +55,7 @@ class Columns:
         open_s: the moment from which on it may get requests; never where it drains.
         prefills, answers: what it does. ``silent``: see ``FleetEngine``.
         node, layout, host, zone: numbers; -1: none, or not known.
-        page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress: see ``EngineAbout``.
+        page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress, foreign: see ``EngineAbout``.
         page_bytes: of a page.
     """
 
@@ -89,6 +89,7 @@ class Columns:
             self.lanes,
             self.egress,
             self.page_bytes,
+            self.foreign,
         ) = values
 
 
@@ -98,11 +99,13 @@ class Board:
     Attributes:
         engines: in the order of their names.
         layouts: of all of them.
+        mixed: not any two of them can hand over to each other.
     """
 
     def __init__(self, engines: list[FleetEngine], nodes: NumberedNames, where: NumberedNames) -> None:
         self.engines = sorted(engines, key=lambda engine: engine.about.name)
         self.layouts = sorted({engine.about.layout for engine in engines})
+        self.mixed = len(self.layouts) > 1 or any(engine.about.foreign for engine in engines)
         self._places = {engine.about.name: place for place, engine in enumerate(self.engines)}
         abouts = [engine.about for engine in self.engines]
         fixed = [
@@ -119,6 +122,7 @@ class Board:
                 about.lanes,
                 about.egress_bytes_per_s,
                 about.page_tokens * about.kv_bytes,
+                about.foreign,
             )
             for about in abouts
         ]
@@ -162,13 +166,15 @@ class Board:
         """Whether some engine could ever hold a sequence of so many tokens."""
         return tokens <= self._fits_max
 
-    def usable(self, tokens: int, without: tuple[str, ...], now_s: float) -> Places:
+    def usable(self, tokens: int, barred: tuple[str, ...], without: tuple[str, ...], now_s: float) -> Places:
         """Engines that a request of so many tokens can go to now.
 
-        Those that it should do ``without`` only where there is no other.
+        Never those that are ``barred``; those that it should do ``without`` only where there is no other.
         """
         columns = self.columns
         fit = (tokens <= self._fits) & (columns.open_s <= now_s)
+        if barred:
+            fit[[self._places[name] for name in barred if name in self._places]] = False
         good = fit.copy()
         if without:
             good[[self._places[name] for name in without if name in self._places]] = False

@@ -189,7 +189,7 @@ class ConductorState:
         board = self.fleet.board(wish.model)
         if board is None:
             return None
-        at = board.usable(wish.tokens + wish.answer_max, without, now_s)
+        at = board.usable(wish.tokens + wish.answer_max, wish.barred, without, now_s)
         matches = {layout: self.prefixes.match(pages) for layout, pages in wish.pages.items()}
         return Options(wish, board, at, matches, self.costs, self.fleet, now_s, self.rules.window_s)
 
@@ -372,13 +372,20 @@ class ConductorState:
             return
         self.fleet.ended(event.number, request.engines, event.now_s)
         request.failed = (*request.failed, event.engine)
-        if len(request.failed) >= ATTEMPTS_MAX:
+        many = len(request.failed) >= ATTEMPTS_MAX
+        if event.lost or many:
             del self.requests[event.number]
-            out.append(do.LoseRequest(event.number, f"{ATTEMPTS_MAX} engines failed: {', '.join(request.failed)}"))
+            why = event.lost or f"{ATTEMPTS_MAX} engines failed: {', '.join(request.failed)}"
+            out.append(do.LoseRequest(event.number, why))
             return
         more = event.generated - request.generated
         wish = request.wish
-        request.wish = replace(wish, tokens=wish.tokens + more, answer_max=max(1, wish.answer_max - more))
+        request.wish = replace(
+            wish,
+            tokens=wish.tokens + more,
+            answer_max=max(1, wish.answer_max - more),
+            barred=event.barred or wish.barred,
+        )
         request.generated = event.generated
         self._back(request)
 

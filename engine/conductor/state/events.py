@@ -118,11 +118,18 @@ class RequestCancelled(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class Broke(ConductorEvent):
-    """The engine that answers has failed, or another that it needed. ``generated`` tokens have come until now."""
+    """The engine that answers has failed, or another that it needed. ``generated`` tokens have come until now.
+
+    Attributes:
+        barred: engines that cannot go on with it.
+        lost: why no engine can; empty: one may.
+    """
 
     number: int
     engine: str
     generated: int
+    barred: tuple[str, ...] = ()
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

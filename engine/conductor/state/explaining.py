@@ -91,7 +91,7 @@ def _partners(options: Options, place: int) -> list[int]:
     """The engines that could answer what this one computes: itself, and the others' best."""
     partners = [place] if place in options.answers else []
     if place in options.prefills:
-        others = options.answers[options.answers != place]
+        others = options.partners(place)
         if len(others):
             tails_s = options.tails_s(np.array([place]), others)
             partners.append(int(others[options.totals_s(np.array([place]), others, tails_s).argmin()]))
@@ -144,6 +144,8 @@ def _why_not(engine: FleetEngine, wish: RouteWish, now_s: float) -> str:
         return "it drains"
     if engine.avoided_until_s > now_s:
         return f"it failed on a request; it is tried again in {engine.avoided_until_s - now_s:.1f} s"
+    if about.name in wish.barred:
+        return "it cannot answer such a request"
     return "the request failed there before"
 
 

@@ -39,6 +39,8 @@ class EngineAbout:
         lanes: prompts that it computes at the same time, each as fast as a single one.
         egress_bytes_per_s: of a remote cluster, that is told of here as one engine which computes prompts: what may
             leave it; 0: it is no remote cluster. ``address`` is its conductor's.
+        foreign: no engine of ours. It computes what it answers, and has no part in a pool; ``node`` stands for its own
+            cache.
     """
 
     name: str
@@ -55,6 +57,7 @@ class EngineAbout:
     context_max: int = 0
     lanes: int = 1
     egress_bytes_per_s: float = 0.0
+    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

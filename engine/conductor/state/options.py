@@ -48,6 +48,7 @@ class RouteWish:
         tokens: of the prompt.
         answer_max: tokens that the answer may have.
         first_token_s, token_s: what it wants to meet, at most; 0: nothing.
+        barred: engines that it can never go to.
     """
 
     number: int
@@ -59,6 +60,7 @@ class RouteWish:
     priority: int = 0
     first_token_s: float = 0.0
     token_s: float = 0.0
+    barred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class Options:
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
         columns, paces = self.columns, board.paces(at)
         full = columns.egress_free_s - now_s > EGRESS_BURST_S  # of a remote cluster: nothing leaves the others
-        self._egress = bool(columns.egress.any())
+        self._egress, self._mixed = bool(columns.egress.any()), board.mixed
         self.doubt_s = SILENT_S * columns.silent
         self.prefills = (columns.prefills > full).nonzero()[0]
         self.answers = columns.answers.nonzero()[0]
@@ -250,6 +252,8 @@ class Options:
         may = mine & (soon > self.own_pages)
         if may.any():
             bring(may, nodes, soon, matches.soon_s[nodes], np.zeros(len(nodes)))
+        if self._mixed:
+            mine = mine & (columns.foreign == 0)
         for donor in matches.donors:
             may = mine & (nodes != donor.node) & (donor.pages > self.own_pages)
             if may.any():
@@ -259,8 +263,28 @@ class Options:
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
+    def partners(self, computing: int) -> Places:
+        """Engines that could answer what this one computes, without itself."""
+        columns, answers = self.columns, self.answers
+        if not self._mixed:
+            return answers[answers != computing]
+        if columns.foreign[computing]:
+            return answers[:0]
+        fit = (columns.layout[answers] == columns.layout[computing]) & (columns.foreign[answers] == 0)
+        return answers[fit & (answers != computing)]
+
     def tails_s(self, computing: Places, answering: Places) -> Floats:
-        """Of hand-offs from these engines to those, what nothing hides; the arrays are spread over each other."""
+        """Of hand-offs from these engines to those, what nothing hides; the arrays are spread over each other.
+
+        Where there can be none, since their pages differ or an engine is foreign, that is for ever.
+        """
+        tails_s, columns = self._tails_s(computing, answering), self.columns
+        if not self._mixed:
+            return tails_s
+        foreign = columns.foreign[computing] + columns.foreign[answering] > 0
+        return np.where(foreign | (columns.layout[computing] != columns.layout[answering]), np.inf, tails_s)
+
+    def _tails_s(self, computing: Places, answering: Places) -> Floats:
         columns = self.columns
         size = self.wish.tokens * columns.kv_bytes[computing]
         way = self.costs.ways[self._apart[computing, answering]]

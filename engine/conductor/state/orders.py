@@ -65,7 +65,7 @@ class Orders:
 
     def asked(self, options: Options, route: Route, waits: bool, prefixes: Prefixes, now_s: float) -> list[Instruction]:
         """A request came, and was taken; whether it ``waits`` for its engine. What nodes should do."""
-        if not self.leads:
+        if not self.leads or route.computing.engine.about.foreign:
             return []
         copied = self._copy(options, route, prefixes, now_s)
         fetched = self._prefetch(options, route, now_s) if waits else None

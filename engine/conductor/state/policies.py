@@ -53,7 +53,7 @@ class Policy:
         apart = split(options)
         if apart is not False and len(options.prefills):
             chosen = self.computing(options, options.with_room(options.prefills))
-            others = options.answers[options.answers != chosen]
+            others = options.partners(chosen)
             if len(others) and (apart or chosen not in options.answers):
                 return chosen, int(others[options.batch[others].argmin()])
             if chosen in options.answers:

@@ -5,7 +5,8 @@ Demand is counted in seconds of engines per second, of prompts and of answers: w
 ``n`` engines on prompts, the busier side is busy to ``max(prompts / p, answers / (n - p))``; the best ``p`` makes that
 small. One engine changes at a time, not sooner than ``CHANGE_S`` after the one before, and only where the busier side
 becomes less busy by a ``GAIN``: so a mix between two splits does not make engines go to and fro. An engine that does
-both is left alone. What is under way at an engine is finished as it began; the one with least of it changes.
+both is left alone, as is every foreign one. What is under way at an engine is finished as it began; the one with least
+of it changes.
 """
 
 from __future__ import annotations
