@@ -222,7 +222,10 @@ class Fetch:
         first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
         count, size = piece.tokens // page_tokens, piece.data.nbytes
         layout = self._codec.layout if self._codec is not None else self._layout
-        inside = 0 <= piece.token_start <= there and piece.token_start + piece.tokens <= self._work.prompt
+        inside = (
+            self._work.shared_pages * page_tokens <= piece.token_start <= there
+            and piece.token_start + piece.tokens <= self._work.prompt
+        )
         whole = piece.token_start % page_tokens == 0 and (not rest or not count) and piece.tokens > 0
         if not inside or not whole or size != layout.kv_heads * piece.tokens * layout.token_bytes:
             raise InvalidRequest("piece", f"engine {self.address} sent what is of no page of this prompt")

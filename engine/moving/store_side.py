@@ -120,16 +120,17 @@ class Pool:
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, work: Work) -> int:
-        """Copy the longest stored prefix of the prompt into the frames; returns its tokens, at most all.
+        """Copy the longest stored prefix of the prompt into the frames, but for pages that it shares; returns its
+        tokens with those, at most all.
 
         Called in a thread of its own. A pool that cannot be read has nothing.
         """
         page_tokens = work.page_tokens
-        wanted = work.prompt // page_tokens
-        if not wanted or work.cache is None or not self._readable:
-            return 0
+        wanted, pages = work.prompt // page_tokens, work.shared_pages
+        if wanted == pages or work.cache is None or not self._readable:
+            return pages * page_tokens
         tokens = work.tokens[: wanted * page_tokens]
-        pages = self._get(work, work.cache, work.cache.keys(tokens), 0, "")
+        pages += self._get(work, work.cache, work.cache.keys(tokens), pages, "")
         if self.codec is None or not work.request.allow_lossy or pages == wanted:
             return pages * page_tokens
         lossy = self.cache(work.request.salt, work.request.adapter, True)

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from engine.text.detokenizer import Detokenizer
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import KVStoreError
 from kvstore.model.prefix import Keys
+
+NAME_BYTES: Final = 32  # as good as the tokens themselves: nobody finds two chains of one name
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Work:
         prompt: tokens it came with.
         tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
         frames: int64 page table; None while it has none.
+        shared_pages: leading pages whose frames another request has, or had, too: nobody writes there.
         stored_pages: leading pages that are known to be in the pool.
         keys: of its full pages, for whoever stores them, and the cache that made them.
         lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
@@ -77,7 +81,7 @@ class Work:
                 text.feed(token)
         self.frames: torch.Tensor | None = None
         self.cache = cache
-        self.stored_pages = 0
+        self.shared_pages = self.stored_pages = 0
         self.keys: tuple[PrefixCache, Keys] | None = None
         self.lossy = False
         self.spent = Spent()
@@ -97,6 +101,20 @@ class Work:
     def stopped(self) -> bool:
         """Whether what was told holds a stop string."""
         return self._text is not None and self._text.stopped is not None
+
+    def page_names(self) -> tuple[bytes, ...]:
+        """Names of the pages of its prompt that others may share, see ``Submitted``. Those of one tenant and adapter
+        who do without lossy KV share; who leaves the pool alone has all that it reads computed for itself."""
+        request = self.request
+        if not request.use_pool or request.allow_lossy:
+            return ()
+        name, names = blake2b(repr((request.salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest(), []
+        page_bytes = self.page_tokens * self.tokens.itemsize
+        data = self.tokens[: self.prompt - 1].tobytes()
+        for start in range(0, len(data) - page_bytes + 1, page_bytes):
+            name = blake2b(name + data[start : start + page_bytes], digest_size=NAME_BYTES).digest()
+            names.append(name)
+        return tuple(names)
 
     def since_first_s(self) -> float:
         """Seconds since its first token was drawn."""

@@ -141,7 +141,7 @@ class Engine:
         """What must hold in an engine that is idle; among it that all frames that nobody has are free."""
         self.arena.check()
         integrity.check(self.state)
-        assert self.arena.frames_free == self.state.roster.frames_free
+        assert self.arena.frames_free == self.state.roster.frames.free
 
     def remains(self) -> dict[str, int]:
         """What is here that an idle engine has none of."""
@@ -280,6 +280,7 @@ class Engine:
                 stored=stored,
                 lazy=(request.handoff or self.config.handoff) is Timing.LAZY,
                 stopped=work.stopped,
+                names=work.page_names(),
             )
         )
         return partial(self._cancel, work.number)

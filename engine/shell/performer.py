@@ -133,8 +133,12 @@ class EnginePerformer:
 
     def _load(self, it: do.LoadPrefix) -> None:
         work = self.works[it.sequence]
-        work.frames = self._arena.take(it.pages)
-        assert work.frames is not None, "the arena has fewer frames than the state thinks"
+        own = self._arena.take(it.pages - it.shared)
+        assert own is not None, "the arena has fewer frames than the state thinks"
+        if it.shared:
+            self._share(work, self.works[it.donor], it.shared, own)
+        else:
+            work.frames = own
 
         def load() -> None:
             try:
@@ -142,10 +146,20 @@ class EnginePerformer:
             except BaseException as error:
                 self._inbox.post(error)
                 raise
-            work.stored_pages = 0 if work.lossy else tokens // work.page_tokens
+            if tokens > work.shared_pages * work.page_tokens:
+                work.stored_pages = 0 if work.lossy else tokens // work.page_tokens
             self._inbox.post(ev.PrefixLoaded(time.monotonic(), work.number, tokens))
 
         self._loaders.submit(load)
+
+    def _share(self, work: Work, donor: Work, pages: int, own: torch.Tensor) -> None:
+        """Its page table begins with the frames of another one, which stay for as long as either has them."""
+        assert donor.frames is not None
+        common = donor.frames[:pages]
+        self._arena.share(common)
+        work.frames = torch.cat((common, own))
+        work.shared_pages, work.stored_pages = pages, min(donor.stored_pages, pages)
+        work.spent.cached["arena"] = pages * work.page_tokens
 
     def _run_step(self, it: do.Step) -> None:
         arrivals = {number: fetch.arrivals for number, fetch in self._fetches.items()}

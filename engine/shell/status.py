@@ -43,7 +43,7 @@ def describe(
             "fields": asdict(arena.layout),
         },
         "context_tokens_max": model.context_tokens_max,
-        "frames": {"total": arena.frames_total, "free": arena.frames_free},
+        "frames": {"total": arena.frames_total, "free": arena.frames_free, "shared": arena.frames_shared},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,
         "prefills_held": len(prefills),

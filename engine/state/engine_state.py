@@ -103,6 +103,8 @@ class EngineState:
             begun_s=event.now_s,
             deadline_s=event.deadline_s,
             hold_s=event.hold_s,
+            page_tokens=self.rules.page_tokens,
+            names=event.names,
             pulled=not event.answers,  # from now on others may
         )
         self.roster.sequences[event.sequence] = sequence

@@ -44,6 +44,8 @@ class Submitted(Event):
         stored: leading tokens that the pool has as exact pages.
         lazy: the KV moves only once it is computed.
         stopped: what was generated already holds a stop string.
+        names: of its leading full pages, but for one that its last token is in: each stands for all tokens up to its
+            end, and who they belong to. Sequences of the same names share frames; none where it shares nothing.
     """
 
     sequence: int
@@ -59,6 +61,7 @@ class Submitted(Event):
     stored: int = 0
     lazy: bool = False
     stopped: bool = False
+    names: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)

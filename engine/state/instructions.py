@@ -11,10 +11,13 @@ from kvstore.errors import KVStoreError
 
 @dataclass(slots=True)
 class LoadPrefix:
-    """Take ``pages`` frames for it and read the longest stored prefix into them -> ``Loaded``."""
+    """Give it ``pages`` frames, the first ``shared`` of them those of the sequence ``donor``, and read what else is
+    stored of its prompt into the others -> ``Loaded``."""
 
     sequence: int
     pages: int
+    shared: int = 0
+    donor: int = 0
 
 
 @dataclass(slots=True)

@@ -12,11 +12,7 @@ def check(state: EngineState) -> None:
     """Frames free and held are all there are; every sequence is where its phase says, and can go on from there."""
     roster = state.roster
     sequences = roster.sequences.values()
-    held = sum(sequence.pages for sequence in sequences if sequence.holds)
-    assert roster.frames_free >= 0 and roster.frames_free + held == state.rules.frames, (
-        roster.frames_free,
-        held,
-    )
+    roster.frames.check(list(sequences), state.rules.frames)
     assert len(roster.active) <= state.rules.batch_max
     assert state.aside == sum(sequence.aside for sequence in sequences)
     assert len({one.number for one in roster.waiting}) == len(roster.waiting)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from engine.state import instructions as do
 from engine.state.instructions import Instruction
 from engine.state.rules import Rules
 from engine.state.sequence import Phase, Sequence
+from engine.state.sharing import Frames
 from kvstore.errors import KVStoreError
 
 
@@ -18,7 +20,7 @@ class Roster:
         sequences: all that have not ended, or whose frames somebody may still touch, by number.
         active: those of them that take part in steps, or soon will, in the order in which they got their frames.
         waiting: for frames: first come, first served, so that a large one is not overtaken for ever.
-        frames_free: frames that no sequence holds.
+        frames: how many are free, and who shares which.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -26,20 +28,29 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.active: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
-        self.frames_free = rules.frames
+        self.frames = Frames(rules.frames)
         self.out: list[Instruction] = []
 
     def admit(self) -> None:
-        """Those that come next get frames, as far as there are any."""
-        while self.waiting and len(self.active) < self.rules.batch_max:
-            sequence = self.waiting[0]
-            if sequence.pages > self.frames_free:
+        """Those that come next get frames, as far as there are any.
+
+        One whose pages are being loaded or computed for another one waits until they are whole, as it would for its
+        turn to compute them, and lets others pass. But not where another engine waits for it, or computes its prompt.
+        """
+        for sequence in list(islice(self.waiting, self.rules.batch_max)):
+            if len(self.active) >= self.rules.batch_max:
                 return
-            self.waiting.popleft()
-            self.frames_free -= sequence.pages
+            donor, shared, coming = self.frames.best(sequence)
+            if coming and sequence.answers and not sequence.engines and sequence.attempt is None:
+                continue
+            if sequence.pages - shared > self.frames.free:
+                return
+            self.waiting.remove(sequence)
+            self.frames.take(sequence, donor, shared)
             self.active[sequence.number] = sequence
-            sequence.phase, sequence.holds, sequence.loading = Phase.LOADING, True, True
-            self.out.append(do.LoadPrefix(sequence.number, sequence.pages))
+            sequence.phase, sequence.loading = Phase.LOADING, True
+            number = donor.number if donor is not None else 0
+            self.out.append(do.LoadPrefix(sequence.number, sequence.pages, shared, number))
 
     def compute_rest(self, sequence: Sequence) -> None:
         """What is not in the frames is computed here. Where all of it is, the last token is computed again, into its
@@ -93,8 +104,7 @@ class Roster:
         if sequence.touched:
             return
         if sequence.holds:
-            sequence.holds = False
-            self.frames_free += sequence.pages
+            self.frames.give_back(sequence)
             self.out.append(do.GiveBack(sequence.number))
         if sequence.phase is Phase.ENDED and sequence.passing is None:
             del self.sequences[sequence.number]

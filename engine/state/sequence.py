@@ -63,6 +63,8 @@ class Sequence:
         length: tokens that are known: the prompt, then what was drawn.
         cached: leading tokens whose KV is in the frames, or arriving there.
         pages: frames that it needs; it has all of them (``holds``) or none.
+        table: numbers of the pages in them, of which other sequences may have the leading ones, too: see ``Frames``.
+        names: of the leading pages of its prompt that others may share.
         answers: False where it is computed for another engine.
         engines: those that may still be asked for the prompt.
         loading, moving, aside, pulled: who may touch its frames beside the step: a loader, a mover, a side batch, other
@@ -79,6 +81,9 @@ class Sequence:
     begun_s: float
     deadline_s: float
     hold_s: float = 0.0
+    page_tokens: int = 1
+    names: tuple[bytes, ...] = ()
+    table: list[int] = field(default_factory=list)
     length: int = 0
     cached: int = 0
     phase: Phase = Phase.WAITING

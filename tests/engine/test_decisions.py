@@ -108,6 +108,51 @@ def test_a_large_request_is_not_overtaken() -> None:
     assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [2, 3]
 
 
+def test_one_waits_for_pages_that_another_is_at_and_lets_others_pass() -> None:
+    driver = Driver(frames=10, chunk_tokens=32)
+    driver.submit(1, 4 * PAGE, PAGE, names=(b"a", b"b", b"c"))
+    driver.submit(2, 4 * PAGE, PAGE, names=(b"a", b"b", b"d"))
+    driver.submit(3, PAGE, PAGE)
+    assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1, 3], "5 and 2 frames of 10"
+    driver.loaded(1)
+    driver.loaded(3)
+    assert not only(driver.run(), do.LoadPrefix), "its pages are computed"
+    assert only(driver.run(), do.LoadPrefix) == [do.LoadPrefix(2, 5, shared=2, donor=1)], "and it needs 3 frames more"
+    assert driver.state.roster.frames.free == 0 and driver.state.roster.frames.shared == 2
+    driver.state.handle(ev.Cancelled(0.0, 1))
+    assert driver.state.roster.frames.free == 3 and driver.state.roster.frames.shared == 0
+    out = driver.loaded(2, 2 * PAGE) + driver.turn()
+    assert do.Part(2, 2 * PAGE, 3 * PAGE, False) in only(out, do.Step)[0].parts
+
+
+def test_one_goes_on_by_itself_where_the_other_was_given_up() -> None:
+    driver = Driver()
+    driver.submit(1, 4 * PAGE, names=(b"a", b"b", b"c"))
+    driver.submit(2, 4 * PAGE, names=(b"a", b"b", b"c"))
+    assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1]
+    driver.state.handle(ev.Cancelled(0.0, 1))
+    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, 5)]
+
+
+@pytest.mark.parametrize("how", [{"answers": False, "hold_s": 5.0}, {"engines": (ONE,)}])
+def test_nobody_waits_for_pages_while_another_engine_waits_for_him(how: dict[str, Any]) -> None:
+    driver = Driver()
+    driver.submit(1, 4 * PAGE, names=(b"a", b"b", b"c"))
+    driver.submit(2, 4 * PAGE, names=(b"a", b"b", b"c"), **how)
+    assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1, 2]
+
+
+def test_kv_that_still_arrives_is_not_shared() -> None:
+    driver = Driver()
+    driver.submit(1, engines=(ONE,), names=(b"a", b"b", b"c"))
+    driver.turn()
+    driver.loaded(1, PAGE)
+    driver.state.handle(ev.Computed(driver.now_s, 1, 1, 5))
+    driver.state.handle(ev.TokenDrawn(driver.now_s, 1, ""))
+    driver.submit(2, names=(b"a", b"b", b"c"))
+    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, 5)]
+
+
 def test_what_fits_no_arena_is_no_request_of_ours() -> None:
     with pytest.raises(AssertionError):
         Driver(frames=2).submit(1, 3 * PAGE)

@@ -68,6 +68,7 @@ class Known:
     pulls: set[Fetch] = field(default_factory=set)
     fetch: Fetch | None = None
     passing: Passing | None = None
+    shared: int = 0
     stored: int = 0
     progress: int = 0
     admitted: bool = False
@@ -122,6 +123,9 @@ class EngineMachine:
             raise InvalidRequest("tokens", "see engine.shell.checks")
         self._numbers += 1
         self.door.enter(name, self._numbers)
+        trunk, alike = self.world.chance.randint(0, 2), self.world.chance.choice((0, 3, 12))  # prompts begin alike
+        names = [f"{trunk}.{i}" if i < alike else f"{name}.{i}" for i in range((how["prompt"] - 1) // PAGE)]
+        how["names"] = tuple(each.encode() for each in names)
         event = ev.Submitted(self.world.now_s, self._numbers, name, role=self.door.role, answers=answers, **how)
         self.known[event.sequence] = Known(event, listener, stops_at, event.prompt)
         if not answers:
@@ -217,7 +221,8 @@ class EngineMachine:
         """Nothing is left of what ran here."""
         assert not self.known and not self.door.known and not self.prefills, (self.known, self.door.known)
         assert not self.calls, "a call was not answered"
-        assert self.state.roster.frames_free == self.rules.frames == len(self.free)
+        assert self.state.roster.frames.free == self.rules.frames == len(self.free)
+        assert not self.state.roster.frames.shared
 
     # --- what is decided ----------------------------------------------------------------------------------------------
 
@@ -231,8 +236,9 @@ class EngineMachine:
             self.world.counts[type(it).__name__] += 1
             getattr(self, f"_do_{type(it).__name__.lower()}")(it)
         integrity.check(self.state)
-        frames = [frame for known in self.known.values() for frame in known.frames]
-        assert len(frames) == len(set(frames)) and len(frames) + len(self.free) == self.rules.frames
+        users = Counter(frame for known in self.known.values() for frame in known.frames)
+        assert len(users) + len(self.free) == self.rules.frames and self.free.isdisjoint(users)
+        assert sum(count > 1 for count in users.values()) == self.state.roster.frames.shared
         return instructions
 
     def _thread(self, number: int, who: str, way: Callable[[], None]) -> None:
@@ -251,11 +257,18 @@ class EngineMachine:
         known = self.known[it.sequence]
         event = known.event
         answer = event.tokens_max - event.generated if event.answers else 0
-        assert not known.frames and len(self.free) >= it.pages and it.pages * PAGE >= event.prompt + answer
-        known.frames = [self.free.pop() for _ in range(it.pages)]
+        assert not known.frames and it.pages * PAGE >= event.prompt + answer
+        if it.shared:
+            donor = self.known[it.donor]
+            assert event.names[: it.shared] == donor.event.names[: it.shared] and it.shared * PAGE < event.prompt
+            assert donor.kv >= it.shared * PAGE, "shares what is not there"
+            known.frames = donor.frames[: it.shared]
+            known.shared = it.shared
+            self.world.counts["shared"] += it.shared
+        known.frames = known.frames + [self.free.pop() for _ in range(it.pages - it.shared)]
 
         def loaded() -> None:
-            known.kv = self.world.chance.randint(0, event.prompt // PAGE) * PAGE
+            known.kv = self.world.chance.randint(it.shared, event.prompt // PAGE) * PAGE
             self.handle(ev.PrefixLoaded(self.world.now_s, it.sequence, known.kv))
 
         self._thread(it.sequence, "loader", loaded)
@@ -322,6 +335,7 @@ class EngineMachine:
                 part,
                 known,
             )
+            assert part.start >= known.shared * PAGE, "writes into a frame that others read"
             assert whole or part.stop % PAGE == 0 or part.stop - part.start <= PAGE
             known.kv, known.recomputed = part.stop, False
             if part.draws and known.event.answers:
@@ -399,7 +413,7 @@ class EngineMachine:
 
     def _do_telladmitted(self, it: do.TellAdmitted) -> None:
         known = self.known[it.sequence]
-        assert it.cached == known.kv - known.recomputed and not known.admitted
+        assert it.cached == known.kv - known.recomputed >= known.shared * PAGE and not known.admitted
         known.admitted = True
         known.listener.admitted()
 
@@ -488,7 +502,8 @@ class EngineMachine:
     def _do_giveback(self, it: do.GiveBack) -> None:
         known = self.known[it.sequence]
         assert known.frames and not known.touching.total() and not known.pulls, (it, known)
-        self.free.update(known.frames)
+        others = {frame for one in self.known.values() if one is not known for frame in one.frames}
+        self.free.update(frame for frame in known.frames if frame not in others)
         known.frames = []
 
     def _do_endsequence(self, it: do.EndSequence) -> None:
