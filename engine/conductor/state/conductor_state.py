@@ -372,20 +372,14 @@ class ConductorState:
             return
         self.fleet.ended(event.number, request.engines, event.now_s)
         request.failed = (*request.failed, event.engine)
-        many = len(request.failed) >= ATTEMPTS_MAX
-        if event.lost or many:
+        if event.lost or len(request.failed) >= ATTEMPTS_MAX:
             del self.requests[event.number]
             why = event.lost or f"{ATTEMPTS_MAX} engines failed: {', '.join(request.failed)}"
             out.append(do.LoseRequest(event.number, why))
             return
-        more = event.generated - request.generated
-        wish = request.wish
-        request.wish = replace(
-            wish,
-            tokens=wish.tokens + more,
-            answer_max=max(1, wish.answer_max - more),
-            barred=event.barred or wish.barred,
-        )
+        wish, more = request.wish, event.generated - request.generated
+        left, barred = max(1, wish.answer_max - more), event.barred or wish.barred
+        request.wish = replace(wish, tokens=wish.tokens + more, answer_max=left, barred=barred)
         request.generated = event.generated
         self._back(request)
 
