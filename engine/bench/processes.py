@@ -140,6 +140,11 @@ class EngineProcess:
         self._client = EngineClient(self.address)
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    @property
     def client(self) -> EngineClient:
         """To ask it, once it is ready."""
         assert self._client is not None, "not ready"

@@ -20,6 +20,7 @@ STEP = Bar(1.15, at_least=False)
 HOOK = Bar(0.8)
 STORES = Bar(1.03, at_least=False)
 DECIDE = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
+ONCE = Bar(2.0, at_least=False, of_ratio=False)
 TURN = Bar(0.0002, at_least=False, of_ratio=False, unit="s")
 
 
@@ -103,6 +104,24 @@ ROWS = (
             late("compression", "logits", number=number),
         )
         for number, family in enumerate(("llama", "qwen3", "mla"))
+    ),
+    Row(
+        "conductor_policies",
+        "TTFT of a generated conversation by policy and load, eight paced engines; reuse, refusals, goodput beside",
+        None,
+        late("routing", "policies"),
+    ),
+    Row(
+        "conductor_burst",
+        "how often the prefix of 1,000 equal prompts is computed, eight paced engines; .one: the busiest one's part",
+        ONCE,
+        late("routing", "burst"),
+    ),
+    Row(
+        "conductor_roles",
+        "goodput 30 s after the mix has turned, roles follow it, six paced engines / the best fixed split's",
+        Bar(0.9, of_ratio=False),
+        late("roles", "roles"),
     ),
     Row("http_first", "first event of a stream through the HTTP door / a bare server", None, late("door", "first")),
     Row("http_rate", "whole answers per second through the HTTP door / a bare server", None, late("door", "rate")),

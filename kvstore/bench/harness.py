@@ -45,6 +45,7 @@ class Kind(StrEnum):
     GAIN = "gain"  # s; ratio = limit / ours: how many times faster, more is better
     COUNT = "count"  # bytes per page; no limit beside it, less is better
     TOKENS = "tokens"  # of a prompt; no limit beside it, less is better
+    TIMES = "times"  # how often, or a part of something; no limit beside it
 
 
 @dataclass(frozen=True)

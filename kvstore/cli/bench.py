@@ -117,4 +117,6 @@ def _value(kind: Kind, value: float) -> str:
         return f"{value:.0f}/s"
     if kind is Kind.TOKENS:
         return f"{value:g} tokens"
+    if kind is Kind.TIMES:
+        return f"{value:.3g}"
     return bytes_text(value) if kind is Kind.COUNT else duration_text(value)

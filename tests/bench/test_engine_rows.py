@@ -6,13 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from engine.bench.fleet import Asked, Asking, check, conversation, pace
 from engine.bench.handoff import WAYS, Prefilled, ideal_s
 from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
 from engine.bench.reuse import pays_from
+from engine.bench.routing import measures
 from engine.bench.rows import ROWS
 from engine.client import Answer
+from engine.compute.pacing import paced_answer
 from engine.compute.presets import PRESETS
 from engine.model.request import Usage
 from kvstore.bench.harness import BenchFailed
@@ -77,6 +81,38 @@ def test_ideal_of_a_link_as_fast_as_the_prefill() -> None:
     assert found == pytest.approx(4.1)
 
 
+# --- Routing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_asks_for_so_much_of_the_engines() -> None:
+    asked = conversation(20.0, 0.5, 8, seed=1)
+    assert [each.tokens.tolist() for each in asked] == [each.tokens.tolist() for each in conversation(20.0, 0.5, 8, 1)]
+    work_s = sum(pace().step_s([(0, len(each.tokens))], 0) for each in asked)
+    assert 0.3 < work_s / (20.0 * 8) < 0.7, "half of what they can do"
+    assert all(0 <= each.at_s < 20 and each.answer >= 1 and each.tokens.max() < 256 for each in asked)
+    shared = sum((asked[0].tokens[:16] == each.tokens[:16]).all() for each in asked if len(each.tokens) >= 16)
+    assert shared > 0.9 * len(asked), "they begin with the same page"
+
+
+def test_measures_count_what_was_refused_as_missed() -> None:
+    tokens = np.arange(20, dtype=np.uint32)
+    good = Asked(Asking(0.0, tokens, 3), drawn=[1, 2, 3], first_s=0.5, last_s=0.7, cached=10)
+    late = Asked(Asking(0.0, tokens, 1), drawn=[1], first_s=9.5, last_s=9.5)
+    found = measures([good, late, Asked(Asking(0.0, tokens, 1), refused=True)])
+    assert found["ttft_s"] == 5.0 and found["reuse"] == 0.25
+    assert (found["refused"], found["goodput"]) == pytest.approx((1 / 3, 1 / 3))
+    with pytest.raises(BenchFailed, match="refused"):
+        measures([Asked(Asking(0.0, tokens, 1), refused=True)])
+
+
+def test_a_wrong_answer_fails_a_row() -> None:
+    tokens = np.arange(20, dtype=np.uint32)
+    right = paced_answer(tokens.tolist(), 2)
+    check([Asked(Asking(0.0, tokens, 2), drawn=right)])
+    with pytest.raises(BenchFailed, match="wrong answer"):
+        check([Asked(Asking(0.0, tokens, 2), drawn=[right[0], right[1] ^ 1])])
+
+
 # --- What is checked, what is concluded ------------------------------------------------------------------------------
 
 
@@ -103,7 +139,9 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
 @pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
-    lines = run_quick(tmp_path, "reuse_pays", "handoff_050", "hook_layer", "prefill_stores", "turn_64")
+    lines = run_quick(
+        tmp_path, "reuse_pays", "handoff_050", "hook_layer", "prefill_stores", "turn_64", "conductor_policies"
+    )
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
         assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
@@ -114,5 +152,7 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
     ideals = {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
     assert barred == ideals | {"hook_layer", "hook_layer.chunk", "prefill_stores", "turn_64"}
     assert lines["turn_64"]["ratio"] > 0
+    routed = lines["conductor_policies.0.5.kv-centric"]["details"]
+    assert routed["requests"] > 0 and routed["ttft_s"] > 0 and 0 <= routed["reuse"] <= 1
     assert lines["prefill_stores"]["ratio"] > 0
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
