@@ -73,7 +73,7 @@ class Asked:
     drawn: list[int] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
-    cached: int = 0
+    found: int = 0
     computed: int = 0
 
     @property
@@ -215,7 +215,7 @@ async def _answered(stub: Any, asking: Asking, begun_s: float) -> Asked:
             elif reply.HasField("finished"):
                 usage = reply.finished.usage
                 cached = usage.prefill_cached_tokens if usage.prefill_engine else usage.cached_tokens
-                done.cached, done.computed = sum(cached.values()), len(asking.tokens) - sum(cached.values())
+                done.found, done.computed = sum(cached.values()), len(asking.tokens) - sum(cached.values())
     except grpc.aio.AioRpcError as error:
         done.refused = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         done.failure = "" if done.refused else f"{error.code().name}: {error.details()}"

@@ -74,7 +74,7 @@ def measures(answers: Sequence[Asked]) -> dict[str, float]:
     return {
         "ttft_s": float(np.mean(first_s)),
         "ttft_p99_s": float(np.percentile(first_s, 99)),
-        "reuse": sum(each.cached for each in answered) / sum(len(each.asking.tokens) for each in answered),
+        "reuse": sum(each.found for each in answered) / sum(len(each.asking.tokens) for each in answered),
         "refused": 1 - len(answered) / len(answers),
         "goodput": good / len(answers),
         "token_s": float(np.mean([each.token_s for each in answered])),

@@ -96,7 +96,7 @@ def test_a_conversation_asks_for_so_much_of_the_engines() -> None:
 
 def test_measures_count_what_was_refused_as_missed() -> None:
     tokens = np.arange(20, dtype=np.uint32)
-    good = Asked(Asking(0.0, tokens, 3), drawn=[1, 2, 3], first_s=0.5, last_s=0.7, cached=10)
+    good = Asked(Asking(0.0, tokens, 3), drawn=[1, 2, 3], first_s=0.5, last_s=0.7, found=10)
     late = Asked(Asking(0.0, tokens, 1), drawn=[1], first_s=9.5, last_s=9.5)
     found = measures([good, late, Asked(Asking(0.0, tokens, 1), refused=True)])
     assert found["ttft_s"] == 5.0 and found["reuse"] == 0.25
