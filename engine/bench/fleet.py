@@ -54,7 +54,7 @@ Tokens = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Asking:
+class FleetAsk:
     """A request: when it is sent, after the first one, and what it asks."""
 
     at_s: float
@@ -63,10 +63,10 @@ class Asking:
 
 
 @dataclass
-class Asked:
+class FleetAnswer:
     """What became of it. ``failure`` is empty where it was answered or refused."""
 
-    asking: Asking
+    asking: FleetAsk
     refused: bool = False
     failure: str = ""
     route: dict[str, Any] = field(default_factory=dict)
@@ -89,13 +89,13 @@ def pace() -> Pace:
     return found
 
 
-def conversation(seconds: float, load: float, engines: int, seed: int) -> list[Asking]:
+def conversation(seconds: float, load: float, engines: int, seed: int) -> list[FleetAsk]:
     """A generated conversation workload. ``load`` 1: so many engines would compute its prompts without any reuse."""
 
-    def scaled(rate: float, requests: int) -> list[Asking]:
+    def scaled(rate: float, requests: int) -> list[FleetAsk]:
         made = conversations(requests, rate=rate, seed=seed, shape=CONVERSATION)
         return [
-            Asking(each.timestamp_ms / 1e3, each.tokens()[::TOKENS] % 256, max(1, round(each.output_tokens / TOKENS)))
+            FleetAsk(each.timestamp_ms / 1e3, each.tokens()[::TOKENS] % 256, max(1, round(each.output_tokens / TOKENS)))
             for each in made
         ]
 
@@ -178,7 +178,7 @@ class FleetConductor:
         status = self.status()
         return (len(status["engines"]), len(status["nodes"])) == (engines, nodes)
 
-    def ask(self, requests: Sequence[Asking]) -> list[Asked]:
+    def ask(self, requests: Sequence[FleetAsk]) -> list[FleetAnswer]:
         """Send all of them, each at its time, and wait for the answers.
 
         Raises:
@@ -190,20 +190,20 @@ class FleetConductor:
                 raise BenchFailed(f"a request failed: {each.failure}")
         return answers
 
-    async def _ask(self, requests: Sequence[Asking]) -> list[Asked]:
+    async def _ask(self, requests: Sequence[FleetAsk]) -> list[FleetAnswer]:
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub = conductor_pb2_grpc.ConductorStub(channel)
             begun_s = time.monotonic()
             return await asyncio.gather(*(_answered(stub, each, begun_s) for each in requests))
 
 
-async def _answered(stub: Any, asking: Asking, begun_s: float) -> Asked:
+async def _answered(stub: Any, asking: FleetAsk, begun_s: float) -> FleetAnswer:
     """The answer to one request. Times count from when it should have been sent."""
     due_s = begun_s + asking.at_s
     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
     sampling = engine_pb2.Sampling(max_tokens=asking.answer, ignore_eos=True)
     said = engine_pb2.SubmitRequest(tokens=asking.tokens.astype("<u4").tobytes(), sampling=sampling)
-    done = Asked(asking)
+    done = FleetAnswer(asking)
     try:
         async for reply in stub.Submit(pb.RouteRequest(request=said), timeout=ANSWER_S):
             if reply.HasField("route"):
@@ -222,7 +222,7 @@ async def _answered(stub: Any, asking: Asking, begun_s: float) -> Asked:
     return done
 
 
-def check(answers: Sequence[Asked]) -> None:
+def check(answers: Sequence[FleetAnswer]) -> None:
     """Raises BenchFailed where an answer is not the one that follows from its prompt."""
     for each in answers:
         if not each.refused and each.drawn != paced_answer(each.asking.tokens.tolist(), each.asking.answer):

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.bench.fleet import Asked, Asking, FleetConductor, PacedFleet, check, say
+from engine.bench.fleet import FleetAnswer, FleetAsk, FleetConductor, PacedFleet, check, say
 from engine.model.request import Role
 from kvstore.bench.harness import Bar, Kind, Result, result
 from kvstore.bench.stage import Stage
@@ -65,16 +65,16 @@ def _split(fleet: PacedFleet, prompts: int) -> None:
         engine.client.set_role(Role.PREFILL if number < prompts else Role.DECODE)
 
 
-def _load(mix: str, start_s: float, seconds: float, engines: int, seed: int) -> list[Asking]:
+def _load(mix: str, start_s: float, seconds: float, engines: int, seed: int) -> list[FleetAsk]:
     """Requests of one mix for so long, none with a prompt that another one has."""
     draw, at_s, made = np.random.default_rng(seed), start_s, []
     prompt, answer = MIXES[mix]
     while (at_s := at_s + float(draw.exponential(1 / (PER_S * engines)))) < start_s + seconds:
-        made.append(Asking(at_s, draw.integers(0, 256, prompt).astype(np.uint32), answer))
+        made.append(FleetAsk(at_s, draw.integers(0, 256, prompt).astype(np.uint32), answer))
     return made
 
 
-def _goodput(answers: Sequence[Asked], since_s: float) -> float:
+def _goodput(answers: Sequence[FleetAnswer], since_s: float) -> float:
     """Of the requests that came since then, the part whose first token came in time."""
     check(answers)
     those = [each for each in answers if each.asking.at_s >= since_s]

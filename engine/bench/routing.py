@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from engine.bench.fleet import PAGE_TOKENS, Asked, Asking, PacedFleet, check, conversation, say
+from engine.bench.fleet import PAGE_TOKENS, FleetAnswer, FleetAsk, PacedFleet, check, conversation, say
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
@@ -53,7 +53,7 @@ def policies(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     return lines
 
 
-def _cell(fleet: PacedFleet, asked: Sequence[Asking], wanted: dict[str, float], **settings: str) -> dict[str, Any]:
+def _cell(fleet: PacedFleet, asked: Sequence[FleetAsk], wanted: dict[str, float], **settings: str) -> dict[str, Any]:
     before = fleet.cpu_s()
     with fleet.conductor(**settings, **wanted) as conductor:
         answers = conductor.ask(asked)
@@ -63,7 +63,7 @@ def _cell(fleet: PacedFleet, asked: Sequence[Asking], wanted: dict[str, float], 
     return {**settings, "requests": len(asked), "engine_cpu": max(shares), **measures(answers)}
 
 
-def measures(answers: Sequence[Asked]) -> dict[str, float]:
+def measures(answers: Sequence[FleetAnswer]) -> dict[str, float]:
     """Of answers: times to the first token, part of the prompts' tokens that was found, part of the requests that was
     refused, and goodput: the part that met both limits. Raises BenchFailed where none was answered."""
     answered = [each for each in answers if not each.refused]
@@ -91,7 +91,7 @@ def burst(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
         fleet = PacedFleet(stage, scene, [Role.BOTH] * engines, engines // 2)
         fleet.warm_up()
         with fleet.conductor(salt="burst") as conductor:
-            answers = conductor.ask([Asking(0.0, tokens, 2)] * count)
+            answers = conductor.ask([FleetAsk(0.0, tokens, 2)] * count)
     check(answers)
     if any(each.refused for each in answers):
         raise BenchFailed("a request was refused")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.bench.fleet import Asked, Asking, check, conversation, pace
+from engine.bench.fleet import FleetAnswer, FleetAsk, check, conversation, pace
 from engine.bench.handoff import WAYS, Prefilled, ideal_s
 from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
 from engine.bench.reuse import pays_from
@@ -96,21 +96,21 @@ def test_a_conversation_asks_for_so_much_of_the_engines() -> None:
 
 def test_measures_count_what_was_refused_as_missed() -> None:
     tokens = np.arange(20, dtype=np.uint32)
-    good = Asked(Asking(0.0, tokens, 3), drawn=[1, 2, 3], first_s=0.5, last_s=0.7, found=10)
-    late = Asked(Asking(0.0, tokens, 1), drawn=[1], first_s=9.5, last_s=9.5)
-    found = measures([good, late, Asked(Asking(0.0, tokens, 1), refused=True)])
+    good = FleetAnswer(FleetAsk(0.0, tokens, 3), drawn=[1, 2, 3], first_s=0.5, last_s=0.7, found=10)
+    late = FleetAnswer(FleetAsk(0.0, tokens, 1), drawn=[1], first_s=9.5, last_s=9.5)
+    found = measures([good, late, FleetAnswer(FleetAsk(0.0, tokens, 1), refused=True)])
     assert found["ttft_s"] == 5.0 and found["reuse"] == 0.25
     assert (found["refused"], found["goodput"]) == pytest.approx((1 / 3, 1 / 3))
     with pytest.raises(BenchFailed, match="refused"):
-        measures([Asked(Asking(0.0, tokens, 1), refused=True)])
+        measures([FleetAnswer(FleetAsk(0.0, tokens, 1), refused=True)])
 
 
 def test_a_wrong_answer_fails_a_row() -> None:
     tokens = np.arange(20, dtype=np.uint32)
     right = paced_answer(tokens.tolist(), 2)
-    check([Asked(Asking(0.0, tokens, 2), drawn=right)])
+    check([FleetAnswer(FleetAsk(0.0, tokens, 2), drawn=right)])
     with pytest.raises(BenchFailed, match="wrong answer"):
-        check([Asked(Asking(0.0, tokens, 2), drawn=[right[0], right[1] ^ 1])])
+        check([FleetAnswer(FleetAsk(0.0, tokens, 2), drawn=[right[0], right[1] ^ 1])])
 
 
 # --- What is checked, what is concluded ------------------------------------------------------------------------------
