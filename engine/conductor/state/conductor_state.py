@@ -210,6 +210,7 @@ class ConductorState:
         cost_s = answer_s = 0.0
         if options is not None and route is not None:
             cost_s = route.computing.prefill_s
+            self.costs.asked(wish.model, cost_s)
             answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
             if (roles := self._roles.get(wish.model)) is not None:
                 roles.asked(cost_s, answer_s, now_s)

@@ -29,6 +29,7 @@ SMOOTH: Final = 0.1
 SCALE_MAX: Final = 8.0  # one engine is believed to be slower by at most that
 ANSWER_SMOOTH: Final = 0.02
 TENANTS_MAX: Final = 4096  # whose answers are remembered
+PREFILL_SMOOTH: Final = 0.02
 ANSWER_TOKENS: Final = 256.0  # of an answer, until some have ended
 
 Number = TypeVar("Number", float, Floats)
@@ -69,6 +70,7 @@ class Costs:
         self.s_per_byte = {where: 1 / speed for where, speed in priors.bytes_per_s.items()}
         self.ways = np.array([self.s_per_byte[where] for where in (HOST, ZONE, FAR)])
         self._answer_tokens: dict[str, float] = {}
+        self._usual_s: dict[str, tuple[int, float]] = {}  # by model: of how many requests, and their mean
 
     def speeds(self, paces: Paces) -> Floats:
         """Tokens of a prompt per second, as engines report or, until then, as is believed."""
@@ -105,6 +107,16 @@ class Costs:
             speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
             ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))
             engine.scale = min(SCALE_MAX, max(1 / SCALE_MAX, engine.scale * ratio**SMOOTH))
+
+    def asked(self, model: str, prefill_s: float) -> None:
+        """A request came, whose prompt takes so long. (Only for models that an engine has.)"""
+        count, mean_s = self._usual_s.get(model, (0, 0.0))
+        count += 1
+        self._usual_s[model] = count, mean_s + (prefill_s - mean_s) * max(PREFILL_SMOOTH, 1 / count)
+
+    def usual_prefill_s(self, model: str) -> float:
+        """What the prompts of this model took lately, in the mean."""
+        return self._usual_s.get(model, (0, 0.0))[1]
 
     def answered(self, tenant: str, tokens: int) -> None:
         """An answer had so many tokens."""

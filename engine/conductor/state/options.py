@@ -10,7 +10,10 @@ longer than that, and the last layer, is seen. Two further terms are not the req
 already run there, since a chunk of a prompt makes their step longer, and so does one more sequence in their batch.
 
 A remote cluster is an engine that computes prompts, several at a time, and whose hand-off goes through what may leave
-it: behind what is to leave it already, and not at all where that is more than ``EGRESS_BURST_S`` of it.
+it: behind what is to leave it already, and not at all where that is more than ``EGRESS_BURST_S`` of it. What leaves
+while a prompt is computed costs that request nothing, so that an idle remote cluster looks as good as an engine here.
+Yet its egress and its engines are for prompts that take long: one that takes less than ``SHORT`` of what is usual goes
+there only where it would have to wait here for longer than an engine's window.
 
 All engines are looked at together: an option is a place in arrays, and becomes an object when it is chosen.
 """
@@ -36,6 +39,7 @@ LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
 SILENT_S: Final = 2.0  # others may be busier by so much than one that did not answer
 LATE_S: Final = 1e9  # more than any answer takes
 EGRESS_BURST_S: Final = 2.0  # see the top
+SHORT: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +193,8 @@ class Options:
         running = columns.others_running + columns.running
         self._paces = paces
         self._compute(found, running)
+        if self._egress:
+            self.prefills = self._kept_here(self.prefills)
         horizon_s = now_s + (float(self.ready_s.min()) if len(self.engines) else 0.0)
         others = running - ended_at(self.engines, repeat(horizon_s))
         self.batch = others + 1
@@ -196,6 +202,13 @@ class Options:
         self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
         self._prompts_s = self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
+
+    def _kept_here(self, fit: Places) -> Places:
+        """Of these engines, those of here alone where the prompt is short and does not wait long: see the top."""
+        here = fit[self.columns.egress[fit] == 0]
+        usual_s = self.costs.usual_prefill_s(self.wish.model)
+        short = len(here) > 0 and self.prefill_s[here].min() < SHORT * usual_s
+        return here if short and self.wait_s[here].min() <= self._window_s else fit
 
     # --- the computation of the prompt ------------------------------------------------------------------------------
 
