@@ -26,7 +26,7 @@ from engine.conductor.state.orders import Orders
 from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefixes import Prefixes
 from engine.conductor.state.queue import Queue, QueuedRequest, QueueRoom
-from engine.conductor.state.roles import Roles
+from engine.conductor.state.roles import FleetRoles
 from kvstore.errors import TooManyCalls
 
 ATTEMPTS_MAX: Final = 4  # engines that may fail on one request
@@ -120,7 +120,7 @@ class ConductorState:
         self.orders = Orders(rules.orders_bytes_per_s, rules.orders_bytes_max)
         self.policy = make_policy(rules.policy, rules.seed)
         self.split = make_split(rules.split)
-        self._roles: dict[str, Roles] = {}  # by model, of which at least one engine is there
+        self._roles = FleetRoles(rules.roles_floor)
         self.requests: dict[int, RoutedRequest] = {}
         self._kept: list[tuple[float, int]] = []  # a heap: when a request is to be sent that has its engine already
 
@@ -162,7 +162,8 @@ class ConductorState:
                 self.orders.ended(event.order)
             case ev.Ticked():
                 self.prefixes.expire(event.now_s)
-                self._change_roles(event.now_s, out)
+                if self.rules.roles_floor is not None:
+                    self._change_roles(event.now_s, out)
         self._release(event.now_s, out)
         if not isinstance(event, MAKES_NO_ROOM):
             for model, queue in self.queues.items():
@@ -171,18 +172,11 @@ class ConductorState:
         return out
 
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
-        if self.rules.roles_floor is None:
-            return
         waiting = [request for request in self.requests.values() if request.phase is RequestPhase.WAITING]
-        self._roles = {model: self._roles.get(model, Roles(self.rules.roles_floor)) for model in self.fleet.models}
-        for model, roles in self._roles.items():
-            engines = [engine for engine in self.fleet.engines.values() if engine.about.model == model]
-            ours = [request.waiting for request in waiting if request.wish.model == model]
-            prompts_s, answers_s = sum(each.cost_s for each in ours), sum(each.answer_s for each in ours)
-            change = roles.change(engines, prompts_s, answers_s, now_s)
-            if change is not None:
-                self.fleet.set_role(change.engine, change.role)
-                out.append(change)
+        costs = [(request.wish.model, request.waiting.cost_s, request.waiting.answer_s) for request in waiting]
+        for change in self._roles.changes(list(self.fleet.engines.values()), costs, now_s):
+            self.fleet.set_role(change.engine, change.role)
+            out.append(change)
 
     def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options | None:
         """What could be done with a request now; None where no engine has its model. Changes nothing."""
@@ -212,8 +206,7 @@ class ConductorState:
             cost_s = route.computing.prefill_s
             self.costs.asked(wish.model, cost_s)
             answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
-            if (roles := self._roles.get(wish.model)) is not None:
-                roles.asked(cost_s, answer_s, now_s)
+            self._roles.asked(wish.model, cost_s, answer_s, now_s)
             late = self._late(options, route)
             if late is not None:
                 out.append(do.Refuse(wish.number, *late))

@@ -73,6 +73,41 @@ class Roles:
         return SetRole(chosen.about.name, Role.DECODE)
 
 
+class FleetRoles:
+    """Of all models.
+
+    Args:
+        floor: as of ``Roles``; None: nothing is counted, and no engine changes.
+    """
+
+    def __init__(self, floor: int | None) -> None:
+        self._floor = floor
+        self._models: dict[str, Roles] = {}  # that some engine has
+
+    def asked(self, model: str, prompt_s: float, answer_s: float, now_s: float) -> None:
+        """A request came: what its prompt and its answer take of an engine."""
+        if model in self._models:
+            self._models[model].asked(prompt_s, answer_s, now_s)
+
+    def changes(
+        self, engines: list[FleetEngine], waiting: list[tuple[str, float, float]], now_s: float
+    ) -> list[SetRole]:
+        """Which engines do something else from now on. ``waiting``: model, prompt and answer of those that wait."""
+        if self._floor is None:
+            return []
+        names = sorted({engine.about.model for engine in engines})
+        self._models = {model: self._models.get(model, Roles(self._floor)) for model in names}
+        found = []
+        for model, roles in self._models.items():
+            theirs = [engine for engine in engines if engine.about.model == model]
+            prompts_s = sum(prompt_s for name, prompt_s, _ in waiting if name == model)
+            answers_s = sum(answer_s for name, _, answer_s in waiting if name == model)
+            change = roles.change(theirs, prompts_s, answers_s, now_s)
+            if change is not None:
+                found.append(change)
+        return found
+
+
 def _busy(prompts_s: float, answers_s: float, prompts: int, both: int) -> float:
     """How busy the busier side is with so many engines on prompts."""
     sides = ((prompts_s, prompts), (answers_s, both - prompts))
