@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.conductor.foreign.settings import BackendSettings, parse_backends
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.conductor.state.policies import POLICIES, SPLITS
 from engine.config import parse_engines
-from kvstore.config.daemon import DaemonConfig, listen, require
+from kvstore.config.daemon import ClusterConfig, DaemonConfig, listen, require
 from kvstore.config.reading import read, setting
 from kvstore.config.values import parse_address_or_none, parse_count, parse_number, parse_size, parse_text
 
@@ -68,6 +68,14 @@ class ConductorConfig(DaemonConfig):
     """Seconds until the first token, of requests that name none: what would miss it is refused at once; 0: none."""
     token_s: float = setting(0.0, parse_number, "The longest step between tokens, of requests that name none; 0: none.")
     """The longest time between two tokens, in seconds, of requests that name none; 0: none."""
+    offer_catalog: str = setting(
+        "", parse_text, "Catalog of another pool for which this one computes prompts.", metavar="URL"
+    )
+    """The catalog of another pool, for whose conductors the engines of this one compute prompts; empty: for nobody."""
+    offer_pool: str = setting("default", parse_text, "That pool's name in its catalog.")
+    """That pool's name in its catalog."""
+    offer_egress: int = setting(0, parse_size, "Bytes of KV that may leave for it in a second.", metavar="SIZE")
+    """How much KV may leave this pool for that one in a second, in bytes."""
     request_s_max: float = setting(3600.0, parse_number, "The longest a request may take.")
     """The longest a request may take, also where its client names no deadline."""
     rpcs_max: int = setting(1024, parse_count, "How many gRPC calls may be under way at once.")
@@ -88,12 +96,21 @@ class ConductorConfig(DaemonConfig):
         require("split", self.split in SPLITS, f"must be one of {', '.join(SPLITS)}", self.split)
         require("listen", bool(self.listen), "needs an address", self.listen)
         self.check_daemon()
+        if self.offer_catalog:
+            require("offer_egress", self.offer_egress > 0, "must be more than zero", self.offer_egress)
+            same = (self.offer_catalog, self.offer_pool) == (self.catalog, self.pool)
+            require("offer_catalog", not same, "is this pool's own", self.offer_catalog)
         for name in ("window_s", "request_s_max"):
             require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
         for name in ("first_token_s", "token_s", "drain_s"):
             require(name, getattr(self, name) >= 0, "must be zero or more", getattr(self, name))
         require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
         require("roles_floor", 0 <= self.roles_floor <= 1024, "must be from 0 to 1024", self.roles_floor)
+
+    @property
+    def offer(self) -> ClusterConfig:
+        """Where that is offered; how we prove ourselves there is as in our own catalog."""
+        return replace(self, catalog=self.offer_catalog, pool=self.offer_pool, offer_catalog="")
 
     @property
     def rules(self) -> ConductorRules:

@@ -15,7 +15,7 @@ from engine.conductor.shell.api import ConductorServer
 from engine.conductor.shell.metrics import ConductorMetrics
 from engine.conductor.shell.tally import ConductorTally
 from kvstore.catalog import schema
-from kvstore.catalog.schema import ConductorEntry
+from kvstore.catalog.schema import ClusterEntry, ConductorEntry
 from kvstore.serving import lifecycle, listening, logs
 from kvstore.serving.http import routes
 from kvstore.serving.identities import Identities
@@ -54,14 +54,19 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
         Unavailable: the catalog does not answer.
     """
     membership = Membership(config) if config.catalog else None
+    offer = Membership(config.offer) if config.offer_catalog else None
     with lifecycle.running(replace(config, http=None), log, "the conductor") as life:  # HTTP is the door's
         listening.plan(config, Identities(config.identities))
         life.begun(policy=config.policy)
-        _run(config, membership, life, announce)
+        _run(config, membership, offer, life, announce)
 
 
 def _run(
-    config: ConductorConfig, membership: Membership | None, life: Life, announce: Callable[[ConductorReady], None]
+    config: ConductorConfig,
+    membership: Membership | None,
+    offer: Membership | None,
+    life: Life,
+    announce: Callable[[ConductorReady], None],
 ) -> None:
     tally = ConductorTally()
     server = ConductorServer(config, tally, lambda: membership is None or membership.leads)
@@ -77,6 +82,8 @@ def _run(
         if membership is not None:
             _join(membership, config, server, door.address if door is not None else "")
         server.settle()
+        if offer is not None:
+            offer.start(_offered(config, server))
         said = ConductorReady(
             policy=config.policy,
             split=config.split,
@@ -91,8 +98,9 @@ def _run(
         life.serves(lambda: announce(said), said.took_s, engines=said.engines)
         life.wait()
         ready.clear()
-        if membership is not None:
-            membership.stop()
+        for each in (offer, membership):
+            if each is not None:
+                each.stop()
         server.retire()
         left = server.drain(config.drain_s, life.hurried)
         if door is not None:
@@ -100,8 +108,9 @@ def _run(
         if left:
             logs.event(log, logging.WARNING, "answers did not end in time", answers=left)
     finally:
-        if membership is not None:
-            membership.stop()
+        for each in (offer, membership):
+            if each is not None:
+                each.stop()
         server.stop()
 
 
@@ -118,11 +127,24 @@ def _join(membership: Membership, config: ConductorConfig, server: ConductorServ
     )
 
     def changed() -> None:
-        server.conductor.members_told(membership.engines(), membership.nodes())
+        server.conductor.members_told(membership.engines(), membership.nodes(), membership.clusters())
 
     membership.start(mine, changed)
     changed()
     membership.lead(mine.name)
+
+
+def _offered(config: ConductorConfig, server: ConductorServer) -> ClusterEntry:
+    process = schema.new_process()
+    return ClusterEntry(
+        name=f"{config.name}-{process[:8]}",
+        process=process,
+        offered=config.pool,
+        addresses=reachable(server.addresses),
+        egress_bytes_per_s=config.offer_egress,
+        host=host(),
+        version=metadata.version("kvstore"),
+    )
 
 
 def described(said: ConductorReady) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
     /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and nobody's
     /kvstore/v1/POOL/conductors/NAME  a conductor that serves
+    /kvstore/v1/POOL/clusters/NAME    another pool whose engines compute prompts for this one
     /kvstore/v1/POOL/leader           the name of the conductor that gives orders
 
 Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
@@ -132,9 +133,34 @@ class ConductorEntry:
     version: str = ""
 
 
-Published = NodeEntry | EngineEntry | DataEntry | ConductorEntry
-Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry, ConductorEntry)
-_FOLDERS: Final = {NodeEntry: "nodes", EngineEntry: "engines", DataEntry: "data", ConductorEntry: "conductors"}
+@dataclass(frozen=True, kw_only=True)
+class ClusterEntry:
+    """Another pool whose engines compute prompts for this one. Its conductor publishes it; several are one pool's.
+
+    Attributes:
+        offered: that pool's name; where two have one name, one of them is not seen.
+        addresses: HOST:PORT of that conductor's gRPC API, best first.
+        egress_bytes_per_s: of KV that may leave that pool for this one.
+    """
+
+    name: str
+    process: str
+    offered: str
+    addresses: tuple[str, ...] = ()
+    egress_bytes_per_s: int = 0
+    host: str = ""
+    version: str = ""
+
+
+Published = NodeEntry | EngineEntry | DataEntry | ConductorEntry | ClusterEntry
+Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry, ConductorEntry, ClusterEntry)
+_FOLDERS: Final = {
+    NodeEntry: "nodes",
+    EngineEntry: "engines",
+    DataEntry: "data",
+    ConductorEntry: "conductors",
+    ClusterEntry: "clusters",
+}
 
 
 def prefix(pool: str) -> str:
@@ -232,6 +258,10 @@ def _checked(each: dataclasses.Field[Any], found: dict[str, Any]) -> Any:
             NAME.fullmatch(name) and isinstance(why, str) and len(why) <= TEXT_MAX for name, why in value.items()
         ):
             raise ValueError("transports has names, and short reasons")
+        return value
+    if each.name == "egress_bytes_per_s":
+        if type(value) is not int or not 0 < value < 1 << 63:
+            raise ValueError("egress_bytes_per_s is a number above zero")
         return value
     if each.name == "tls":
         if type(value) is not bool:

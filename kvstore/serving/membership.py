@@ -16,7 +16,7 @@ from kvstore.catalog.base import Catalog, Entry, Session, boot_s
 from kvstore.catalog.connect import check_url, to_catalog
 from kvstore.catalog.election import elect
 from kvstore.catalog.presence import Presence
-from kvstore.catalog.schema import DataEntry, EngineEntry, NodeEntry
+from kvstore.catalog.schema import ClusterEntry, DataEntry, EngineEntry, NodeEntry
 from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.serving import logs
@@ -129,6 +129,10 @@ class Membership:
         """Engines of the pool, ourselves among them, by name."""
         return schema.decode_all(EngineEntry, self._below(EngineEntry))
 
+    def clusters(self) -> list[ClusterEntry]:
+        """Conductors of other pools whose engines compute prompts for this one, by name."""
+        return schema.decode_all(ClusterEntry, self._below(ClusterEntry))
+
     def data_servers(self) -> list[DataEntry]:
         """Data servers of the pool, in the order in which they were published."""
         return schema.decode_all(DataEntry, sorted(self._below(DataEntry), key=lambda each: each.revision))
@@ -141,7 +145,7 @@ class Membership:
         await catalog.start()
         self._presence = Presence(catalog, self._config.catalog_ttl_s)
         pool = self._config.pool
-        lasting = {} if isinstance(mine, EngineEntry) else {schema.secret_key(pool): schema.new_secret()}
+        lasting = {} if isinstance(mine, EngineEntry | ClusterEntry) else {schema.secret_key(pool): schema.new_secret()}
         await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, lasting)
         first = asyncio.Event()
         self._watching = asyncio.create_task(self._watch(catalog, first), name="catalog watch")

@@ -118,14 +118,13 @@ class OpenAnswer:
         try:
             if known is None:
                 raise NodeUnavailable(f"{name} has just left")
-            async with contextlib.aclosing(known.link.answer(self._request(it), self._left_s())) as parts:
+            request = await self._request(it)
+            if request is None:
+                return
+            async with contextlib.aclosing(known.link.answer(request, self._left_s())) as parts:
                 async for part in parts:
                     if isinstance(part, Finished):
-                        tokens, speeds = len(self.ask.tokens) + stay.before, known.speeds
-                        took = (
-                            stay.observed(part.usage, tokens, speeds) if speeds else _took(it.route, part.usage, tokens)
-                        )
-                        self._answered(part.reason, *took)
+                        self._answered(part.reason, *self._took(it.route, part.usage, stay, known.speeds))
                         yield Answered(part.reason, part.text, self._usage(part.usage, stay))
                         return
                     stay.came(max(1, len(part.ids)))
@@ -147,11 +146,12 @@ class OpenAnswer:
         tokens = len(self.ask.tokens) + stay.before
         return _took(route, usage, tokens) if speeds is None else stay.observed(usage, tokens, speeds)
 
-    def _request(self, it: do.Send) -> Request:
-        ask, route = self.ask, it.route
+    async def _request(self, it: do.Send) -> Request | None:
+        """What the engine that answers is asked; None: the remote cluster that was to compute it cannot."""
+        ask, about = self.ask, it.route.computing.engine.about
         self._attempts += 1
         salt = self._conductor.config.salt if ask.salt is None else ask.salt
-        return Request(
+        request = Request(
             id=f"{ask.request_id[:ID_CHARS]}.{self._attempts}.{secrets.token_hex(4)}",
             tokens=np.append(ask.tokens, np.array(self._drawn, np.uint32)),
             sampling=ask.sampling,
@@ -159,8 +159,15 @@ class OpenAnswer:
             adapter=ask.adapter,
             generated=len(self._drawn),
             deadline_s=self._left_s(),
-            prefill=() if route.local else (route.computing.engine.about.address,),
+            prefill=(),
         )
+        if it.route.local or not about.egress_bytes_per_s:
+            return request if it.route.local else replace(request, prefill=(about.address,))
+        try:
+            return replace(request, prefill=(await self._conductor.members.remote(about.name, request),))
+        except KVStoreError as error:
+            self._broke(about.name, error)
+            return None
 
     def _left_s(self) -> float:
         return self._begun_s + min(self.ask.deadline_s, self._conductor.config.request_s_max) - time.monotonic()

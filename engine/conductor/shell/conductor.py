@@ -33,7 +33,7 @@ from engine.conductor.state.conductor_state import ConductorState, RequestPhase
 from engine.conductor.state.options import RouteWish
 from engine.conductor.state.orders import LATE_S
 from engine.model.request import Role
-from kvstore.catalog.schema import EngineEntry, NodeEntry
+from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.prefix import Keys, root_of
 from kvstore.model.span import Fingerprints, fingerprints
@@ -66,7 +66,7 @@ class Conductor:
         self.pages = 0
         self.state = ConductorState(config.rules)
         self.members = FleetMembers(config.engine, config.backend, tally.kv_events, self.handle)
-        self.members.changed([], [])
+        self.members.changed([], [], [])
         self._loop = asyncio.get_running_loop()
         self._events: deque[ev.ConductorEvent] = deque()
         self._handling = False
@@ -171,6 +171,12 @@ class Conductor:
                 "waiting": engine.waiting + engine.others_waiting,
                 "running": len(engine.ends) + engine.others_running,
                 "heard_ago_s": round(now_s - engine.heard_s, 3),
+                "layout": engine.about.layout,
+                "page_tokens": engine.about.page_tokens,
+                "kv_bytes": engine.about.kv_bytes,
+                "context_max": engine.about.context_max,
+                "prefill_tokens_per_s": engine.tokens_per_s,
+                "egress_bytes_per_s": engine.about.egress_bytes_per_s,
             }
             for name, engine in sorted(state.fleet.engines.copy().items())
         }
@@ -190,9 +196,9 @@ class Conductor:
         counts = Counter(request.phase for request in list(self.state.requests.values()))
         return {phase: counts[phase] for phase in RequestPhase}
 
-    def members_told(self, engines: list[EngineEntry], nodes: list[NodeEntry]) -> None:
+    def members_told(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
         """What the catalog lists now. Any thread."""
-        self._loop.call_soon_threadsafe(self.members.changed, engines, nodes)
+        self._loop.call_soon_threadsafe(self.members.changed, engines, nodes, clusters)
 
     async def settled(self, timeout_s: float) -> None:
         """Wait until everybody who is known has answered, so that the first decision is right; at most so long."""

@@ -74,7 +74,7 @@ class KnownEngine:
     speeds: ObservedSpeeds | None = None
 
 
-class _Link:
+class GrpcLink:
     """One connection. Life: made without a word -> connected by the first call -> ``retire``. Of one event loop."""
 
     def __init__(self, service: str, address: str) -> None:
@@ -125,7 +125,7 @@ class _Link:
                 await self._channel.close()
 
 
-class EngineLink(_Link):
+class EngineLink(GrpcLink):
     """To an engine."""
 
     def __init__(self, address: str) -> None:
@@ -161,7 +161,7 @@ class EngineLink(_Link):
                     yield Drawn(tuple(token.id for token in tokens), "".join(token.text for token in tokens))
 
 
-class NodeLink(_Link):
+class NodeLink(GrpcLink):
     """To a node."""
 
     def __init__(self, name: str, address: str) -> None:

@@ -17,12 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.conductor.foreign.settings import BackendSettings
+from engine.conductor.shell.clusters import RemoteCluster
 from engine.conductor.shell.links import EngineLink, KnownEngine, NodeLink
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.model.request import Role
-from kvstore.catalog.schema import EngineEntry, NodeEntry
-from kvstore.errors import InvalidRequest, KVStoreError, VersionMismatch
+from engine.model.request import Request, Role
+from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.pb import store_pb2
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class FleetMembers:
     Attributes:
         engines: that have said what they are, by name.
         nodes: that are there and have a gRPC API, by name.
+        clusters: other pools that compute prompts for this one, by name.
         failed: has an exception where one of ours failed, which is a bug.
     """
 
@@ -56,6 +58,7 @@ class FleetMembers:
     ) -> None:
         self.engines: dict[str, KnownEngine] = {}
         self.nodes: dict[str, NodeLink] = {}
+        self.clusters: dict[str, RemoteCluster] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._given = engines
         self._handle = handle
@@ -78,7 +81,7 @@ class FleetMembers:
         """Whether every engine and node that is known has answered."""
         return self._heard >= self._tasks.keys()
 
-    def changed(self, engines: list[EngineEntry], nodes: list[NodeEntry]) -> None:
+    def changed(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
         """Those are in the catalog now."""
         wanted: dict[tuple[str, str, str], Callable[[], Coroutine[Any, Any, None]]] = {}
         for node in nodes:
@@ -92,6 +95,8 @@ class FleetMembers:
             wanted["engine", address, address] = partial(self._poll, address, address, "", "")
         for name, backend in self._backends.items():
             wanted["backend", name, name] = partial(backend.follow, partial(self._heard.add, ("backend", name, name)))
+        for pool, entry in {each.offered: each for each in reversed(clusters) if each.addresses}.items():
+            wanted["cluster", pool, entry.process] = partial(self._ask_cluster, entry)
         for key in self._tasks.keys() - wanted.keys():
             self._tasks.pop(key).cancel()
             self._heard.discard(key)
@@ -158,6 +163,36 @@ class FleetMembers:
         log.debug("%s: %s", name, error)
         if name in self.engines:
             self._handle(ev.Silent(time.monotonic(), name))
+
+    async def remote(self, name: str, request: Request) -> str:
+        """The address of the engine of a remote cluster that is to compute this.
+
+        Raises:
+            KVStoreError: there is none.
+        """
+        for cluster in self.clusters.values():
+            if name in cluster:
+                return await cluster.computes(name, request)
+        raise NodeUnavailable(f"{name} has just left")
+
+    # --- other pools ------------------------------------------------------------------------------------------------
+
+    async def _ask_cluster(self, entry: ClusterEntry) -> None:
+        cluster = self.clusters[entry.offered] = RemoteCluster(entry, self._handle)
+        try:
+            while True:
+                try:
+                    await cluster.ask()
+                except KVStoreError as error:
+                    log.debug("%s: %s", entry.offered, error)
+                    cluster.silent()
+                self._heard.add(("cluster", entry.offered, entry.process))
+                await asyncio.sleep(RETRY_S)
+        finally:
+            if self.clusters.get(entry.offered) is cluster:
+                del self.clusters[entry.offered]
+            cluster.lost()
+            await cluster.link.retire()
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 

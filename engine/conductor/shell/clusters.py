@@ -1,0 +1,154 @@
+"""Clusters: other pools whose engines compute prompts for ours (PrfaaS: selective offload to a remote cluster).
+
+A remote cluster is told of here as one engine per model that computes prompts, as many at a time as it has engines for
+it. Its conductor says what they are and how busy; when a prompt goes there, it is asked once more which of its engines
+is to compute it. The engine that answers then pulls the KV from that one, as from any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from google.protobuf.struct_pb2 import Struct
+
+from engine.api.wire import submit_request
+from engine.conductor.shell.links import GrpcLink
+from engine.conductor.state import events as ev
+from engine.conductor.state.fleet import EngineAbout, LoadReport
+from engine.model.request import Request, Role
+from kvstore.catalog.schema import ClusterEntry
+from kvstore.client.remote.admin import document
+from kvstore.errors import NodeUnavailable, VersionMismatch
+from kvstore.pb import conductor_pb2, store_pb2
+
+CONDUCTORS: Final = "kvstore.v1.Conductor"
+STATUS_S: Final = 5.0
+ROUTE_S: Final = 1.0  # a prompt waits for this: later it is computed sooner elsewhere
+MODELS_MAX: Final = 64
+
+log = logging.getLogger("kvstore.conductor")
+
+
+class ConductorLink(GrpcLink):
+    """To another conductor."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(CONDUCTORS, address)
+
+    async def status(self) -> dict[str, Any]:
+        """What it is, whom it knows, what waits."""
+        return document(await self._call("Status", store_pb2.Empty(), Struct, STATUS_S))
+
+    async def route(self, request: Request, model: str) -> dict[str, Any]:
+        """Where it would send that, and why."""
+        said = conductor_pb2.RouteRequest(request=submit_request(request), model=model)
+        return document(await self._call("Route", said, Struct, ROUTE_S))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a cluster has for one model: the engines of one layout."""
+
+    about: EngineAbout
+    report: LoadReport
+    addresses: Mapping[str, str]  # by the engine's name there
+
+
+class RemoteCluster:
+    """One remote cluster, as its entry tells of it. On one event loop.
+
+    Args:
+        handle: takes what is found out.
+    """
+
+    def __init__(self, entry: ClusterEntry, handle: Callable[[ev.ConductorEvent], None]) -> None:
+        self.link = ConductorLink(entry.addresses[0])
+        self._entry = entry
+        self._handle = handle
+        self._offers: dict[str, _Offer] = {}  # by the name that it has here
+
+    async def ask(self) -> None:
+        """What it has, and how busy that is.
+
+        Raises:
+            KVStoreError: it does not answer, or says nothing that makes sense.
+        """
+        for name in self._offers:
+            self._handle(ev.ReportAsked(time.monotonic(), name))
+        offers = _offers(self._entry, await self.link.status())
+        now_s = time.monotonic()
+        for name in self._offers.keys() - offers.keys():
+            del self._offers[name]
+            self._handle(ev.EngineLost(now_s, name))
+        for name, offer in offers.items():
+            known = self._offers.get(name)
+            self._offers[name] = offer
+            if known is None or known.about != offer.about:
+                self._handle(ev.EngineFound(now_s, offer.about, Role.PREFILL))
+            self._handle(ev.Reported(now_s, name, offer.report))
+
+    def silent(self) -> None:
+        """It did not answer."""
+        for name in self._offers:
+            self._handle(ev.Silent(time.monotonic(), name))
+
+    def lost(self) -> None:
+        """It is not in the catalog any more."""
+        for name in self._offers:
+            self._handle(ev.EngineLost(time.monotonic(), name))
+        self._offers.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._offers
+
+    async def computes(self, name: str, request: Request) -> str:
+        """The address of the engine that is to compute this, of those that are here by that name.
+
+        Raises:
+            KVStoreError: nobody there can, or it does not answer.
+        """
+        offer = self._offers[name]
+        told = await self.link.route(replace(request, generated=0, prefill=None), offer.about.model)
+        for candidate in told.get("candidates", ()):  # the best one first
+            if candidate.get("engine") in offer.addresses and not candidate.get("silent"):
+                return offer.addresses[candidate["engine"]]
+        raise NodeUnavailable(f"{self._entry.offered}: {told.get('why', 'no engine computes it')}")
+
+
+def _offers(entry: ClusterEntry, status: Mapping[str, Any]) -> dict[str, _Offer]:
+    """By model, what its engines that compute prompts are together; of several layouts the one with most engines."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    try:
+        for name, engine in sorted(status["engines"].items()):
+            not_its_own = engine["foreign"] or engine["egress_bytes_per_s"]
+            if engine["role"] != Role.DECODE and not engine["draining"] and not not_its_own:
+                found.setdefault((str(engine["model"]), str(engine["layout"])), {})[name] = engine
+        most = sorted(found.items(), key=lambda each: (len(each[1]), each[0]))[-MODELS_MAX:]
+        return {offer.about.name: offer for offer in (_offer(entry, *key, engines) for key, engines in most)}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise VersionMismatch(f"{entry.addresses[0]} does not say what a conductor has to know: {error!r}") from None
+
+
+def _offer(entry: ClusterEntry, model: str, layout: str, engines: Mapping[str, Mapping[str, Any]]) -> _Offer:
+    one = next(iter(engines.values()))
+    speeds = [float(each["prefill_tokens_per_s"]) for each in engines.values()]
+    about = EngineAbout(
+        name=f"{entry.offered}/{model}",
+        address=entry.addresses[0],
+        model=model,
+        layout=layout,
+        page_tokens=int(one["page_tokens"]),
+        kv_bytes=int(one["kv_bytes"]),
+        host=entry.host,
+        zone=entry.offered,
+        context_max=max(int(each["context_max"]) for each in engines.values()),
+        lanes=len(engines),
+        egress_bytes_per_s=float(entry.egress_bytes_per_s),
+    )
+    waiting = sum(int(each["waiting"]) for each in engines.values())
+    report = LoadReport(role=Role.PREFILL, waiting=waiting, prefill_tokens_per_s=sum(speeds) / len(speeds))
+    return _Offer(about, report, {name: str(each["address"]) for name, each in engines.items()})
