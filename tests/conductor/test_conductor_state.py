@@ -12,7 +12,7 @@ import pytest
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ATTEMPTS_MAX
 from engine.conductor.state.engine_fleet import AVOID_S
-from engine.conductor.state.fleet import LoadReport
+from engine.conductor.state.fleet import EngineWork, LoadReport
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
 from kvstore.errors import InvalidRequest
@@ -290,3 +290,17 @@ def test_names_are_checked() -> None:
     with pytest.raises(InvalidRequest, match="split"):
         world(1, split="sometimes")
     assert about("x").layout == LAYOUT
+
+
+def test_answers_that_are_late_still_take_room() -> None:
+    """Nobody is sent more because its answers should have ended: it is slower than was predicted."""
+    made = world(roles="pdd")
+    engines = made.state.fleet.engines
+    name = next(each for each in sorted(engines) if engines[each].role is Role.DECODE)
+    for number in range(5):
+        made.state.fleet.add(name, EngineWork(1000 + number, 0.0, 100, 0.0, True, ends_s=1.0))
+    for now_s in (0.5, 5.0):
+        options = made.state.options(wish(7, pages_of(1, 2)), now_s)
+        assert options is not None
+        batches = dict(zip((each.about.name for each in options.engines), options.batch.tolist(), strict=True))
+        assert batches[name] == 6, batches

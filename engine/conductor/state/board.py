@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -206,10 +207,13 @@ class Board:
         return self._apart[host, zone]
 
 
-def ended_at(engines: list[FleetEngine], moments_s: Iterable[float]) -> Floats:
-    """Of the requests that each engine answers, how many will have ended at its moment."""
-    ended = map(bisect_right, [engine.ends for engine in engines], moments_s)
-    return np.fromiter(ended, np.float64, len(engines))
+def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: float) -> Floats:
+    """Of the requests that each engine answers, how many will end from now until its moment. Those that should have
+    ended by now are taken to stay: they are late, and who sends more for that makes them later.
+    """
+    ends = [engine.ends for engine in engines]
+    until = np.fromiter(map(bisect_right, ends, moments_s), np.float64, len(engines))
+    return until - np.fromiter(map(bisect_right, ends, repeat(now_s)), np.float64, len(engines))
 
 
 def _but_for_noise(values: Floats) -> Floats:

@@ -27,7 +27,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.conductor.state.board import Board, Flags, Floats, Places, ended_at
+from engine.conductor.state.board import Board, Flags, Floats, Places, ending_by
 from engine.conductor.state.cost import HERE, NVME, Costs
 from engine.conductor.state.engine_fleet import EngineFleet
 from engine.conductor.state.fleet import FleetEngine
@@ -196,7 +196,7 @@ class Options:
         if self._egress:
             self.prefills = self._kept_here(self.prefills)
         horizon_s = now_s + (float(self.ready_s.min()) if len(self.engines) else 0.0)
-        others = running - ended_at(self.engines, repeat(horizon_s))
+        others = running - ending_by(self.engines, repeat(horizon_s), now_s)
         self.batch = others + 1
         self.token_s, others_s = costs.steps_s(paces, self.batch, others)
         self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
@@ -233,7 +233,9 @@ class Options:
         self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
         for matches, layout in found:
             self._bring(matches, mine[layout], nodes)
-        self.harm_s = self.prefill_s * (running - ended_at(self.engines, (self.now_s + self.wait_s).tolist()))
+        self.harm_s = self.prefill_s * (
+            running - ending_by(self.engines, (self.now_s + self.wait_s).tolist(), self.now_s)
+        )
         self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
 
     def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
