@@ -45,6 +45,12 @@ ROWS = (
     Row("reuse_dram", "TTFT of 1k-8k tokens computed again / found in DRAM", None, late("reuse", "reuse", tier="dram")),
     Row("reuse_nvme", "TTFT of 1k-8k tokens computed again / found on NVMe", None, late("reuse", "reuse", tier="nvme")),
     Row("reuse_pays", "cached tokens from which on reuse brings the first token earlier", None, late("reuse", "pays")),
+    Row(
+        "notebook",
+        "transformers' generate, a prompt of 2k tokens the first time / again",
+        None,
+        late("notebook", "notebook"),
+    ),
     *(
         Row(
             f"handoff_{round(100 * ratio):03d}",

@@ -139,9 +139,8 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
 @pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
-    lines = run_quick(
-        tmp_path, "reuse_pays", "handoff_050", "hook_layer", "prefill_stores", "turn_64", "conductor_policies"
-    )
+    rows = ("reuse_pays", "handoff_050", "hook_layer", "prefill_stores", "turn_64", "conductor_policies", "notebook")
+    lines = run_quick(tmp_path, *rows)
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
         assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
@@ -154,5 +153,6 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
     assert lines["turn_64"]["ratio"] > 0
     routed = lines["conductor_policies.0.5.kv-centric"]["details"]
     assert routed["requests"] > 0 and routed["ttft_s"] > 0 and 0 <= routed["reuse"] <= 1
+    assert lines["notebook"]["ratio"] > 0
     assert lines["prefill_stores"]["ratio"] > 0
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0

@@ -1,0 +1,5 @@
+"""What hosts import as ``mooncake.store``."""
+
+from kvstore.adapters.mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+__all__ = ["MooncakeDistributedStore", "ReplicateConfig"]

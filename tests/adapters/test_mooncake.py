@@ -1,0 +1,184 @@
+"""``mooncake.store`` over a node: codes as Mooncake's, values as they were put, and finding it by ``import``."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore.adapters.mooncake import MooncakeDistributedStore, ReplicateConfig
+from kvstore.adapters.mooncake.install import FILE, SHIM
+from kvstore.adapters.mooncake.store import INVALID_PARAMS, NO_AVAILABLE_HANDLE, OBJECT_NOT_FOUND, RPC_FAIL
+from tests.helpers.nursery import ROOT
+from tests.helpers.processes import Machine
+
+KIB = 1 << 10
+Bytes = npt.NDArray[np.uint8]
+
+ANOTHER_PROCESS = """
+import ctypes, json, numpy as np
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+store = MooncakeDistributedStore()
+codes = [store.setup("localhost", "P2PHANDSHAKE", 1 << 20, 1 << 20, "tcp", "", "127.0.0.1:50051", None)]
+out = np.zeros(5000, np.uint8)
+codes += [store.register_buffer(out.ctypes.data, out.nbytes), store.is_exist("a"), store.is_exist("b")]
+codes += store.batch_get_into_multi_buffers(["a"], [[out.ctypes.data, out.ctypes.data + 3000]], [[3000, 2000]])
+codes += [int(out.sum()), store.close(), ReplicateConfig().replica_num]
+print(json.dumps(codes))
+"""
+
+
+def of_node(name: str = "n", **settings: str) -> MooncakeDistributedStore:
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "P2PHANDSHAKE", 1 << 30, 1 << 30, "tcp", "", name, **settings) == 0
+    return store
+
+
+def filled(size: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
+
+
+def place(array: Bytes) -> tuple[int, int]:
+    return array.ctypes.data, array.nbytes
+
+
+def test_values_come_back_and_codes_are_mooncakes(machine: Machine) -> None:
+    machine.serve("n")
+    store = of_node()
+    assert store.get("k") == b"" and store.is_exist("k") == 0 and store.get_size("k") == OBJECT_NOT_FOUND
+    assert store.put("k", b"some bytes") == 0
+    assert store.put("k", b"others", ReplicateConfig()) == 0, "a value that is there stays, which is no error"
+    assert store.get("k") == b"some bytes" and store.is_exist("k") == 1 and store.get_size("k") == 10
+    assert store.batch_is_exist(["k", "l"]) == [1, 0]
+    assert list(store.batch_get_replica_desc(["k", "l"])) == ["k"]
+    assert store.remove("k") == 0 and store.remove("k") == OBJECT_NOT_FOUND and store.get("k") == b""
+    assert store.put("k" * 2000, b"x") == INVALID_PARAMS
+    assert store.close() == 0 and store.put("k", b"x") == RPC_FAIL == store.is_exist("k")
+
+
+def test_buffers_are_filled_where_they_lie(machine: Machine) -> None:
+    machine.serve("n")
+    store = of_node()
+    data, out = filled(64 * KIB), np.zeros(64 * KIB, np.uint8)
+    assert store.put_from("k", *place(data)) == INVALID_PARAMS, "not registered"
+    assert store.register_buffer(*place(data)) == store.register_buffer(*place(out)) == 0
+    assert store.register_buffer(*place(data)) == 0, "again"
+    assert store.put_from("k", *place(data)) == 0
+    assert store.get_into("k", *place(out)) == data.nbytes and np.array_equal(out, data)
+    assert store.get_into("k", out.ctypes.data, 100) == INVALID_PARAMS, "too small"
+    assert store.get_into("l", *place(out)) == OBJECT_NOT_FOUND
+
+    # Pieces of several values, one of them missing, one of them named twice, one outside.
+    start, size = place(data)
+    thirds = [[start, start + 100], [start + 200], [start + 200], [start + size - 10]]
+    codes = store.batch_put_from_multi_buffers(["a", "b", "b", "c"], thirds, [[50, 100], [300], [300], [11]])
+    assert codes == [0, 0, 0, INVALID_PARAMS]
+    out[:] = 0
+    start = out.ctypes.data
+    found = store.batch_get_into_multi_buffers(
+        ["a", "c", "b"], [[start, start + 60], [start], [start + 300]], 3 * [[300]]
+    )
+    assert found == [INVALID_PARAMS, OBJECT_NOT_FOUND, 300], "as many sizes as pointers"
+    found = store.batch_get_into_multi_buffers(["a", "b"], [[start, start + 60], [start + 400]], [[60, 90], [300]])
+    assert found == [150, 300]
+    assert np.array_equal(out[:150], np.concatenate([data[:50], data[100:200]]))
+    assert np.array_equal(out[400:700], data[200:500])
+    assert store.batch_get_into(["b", "k"], [start, start], [300, out.nbytes]) == [300, data.nbytes]
+    assert store.batch_put_from(["d"], [data.ctypes.data], [10]) == [0] and store.get("d") == data[:10].tobytes()
+
+    assert store.unregister_buffer(start) == 0 and store.unregister_buffer(start) == INVALID_PARAMS
+    assert store.get_into("k", *place(out)) == INVALID_PARAMS
+    assert store.remove_all() == 4 and store.remove_all(force=True) == 0
+
+
+def test_only_memory_of_this_process_is_registered(machine: Machine) -> None:
+    machine.serve("n")
+    store = of_node()
+    assert store.register_buffer(1 << 46, 4096) == INVALID_PARAMS, "nothing is mapped there"
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    reserved = libc.mmap(None, 1 << 20, 0, 0x22, -1, 0)  # addresses without memory, as drivers of devices reserve them
+    try:
+        assert store.register_buffer(reserved, 1 << 20) == INVALID_PARAMS
+    finally:
+        libc.munmap(reserved, 1 << 20)
+
+
+def test_tenants_and_the_stores_own_objects_are_apart(machine: Machine) -> None:
+    machine.serve("n")
+    store, other, own = of_node(), of_node(tenant_id="other"), machine.connect("n")
+    own.put("k", b"own")
+    assert store.put("k", b"first") == other.put("k", b"second") == 0
+    assert (store.get("k"), other.get("k")) == (b"first", b"second")
+    assert store.remove_all() == 1
+    assert (store.get("k"), other.get("k"), bytes(own.get("k"))) == (b"", b"second", b"own")
+
+
+def test_another_process_finds_it_by_its_name_also_after_a_kill(machine: Machine) -> None:
+    daemon = machine.serve("n")
+    data = filled(5000)
+    assert of_node().put("a", data.tobytes()) == 0
+    daemon.kill()
+    machine.serve("n")
+    env = machine.env(PYTHONPATH=str(SHIM))
+    command = [sys.executable, "-c", ANOTHER_PROCESS]
+    said = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout) == [0, 0, 1, 0, 5000, int(data.sum()), 0, 1]
+
+
+def test_what_has_no_room_says_so(machine: Machine) -> None:
+    machine.serve("n", dram="16MiB")
+    store = of_node()
+    big = filled(12 << 20)
+    assert store.put("big", big) == 0
+    held = machine.connect("n")
+    assert store.put("bigger", np.zeros(64 << 20, np.uint8)) in (INVALID_PARAMS, NO_AVAILABLE_HANDLE)
+    assert store.is_exist("bigger") == 0 and store.get_size("big") == big.nbytes == held.size("big", "mooncake")
+
+
+def test_a_node_that_is_not_there_is_a_code(machine: Machine) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("localhost", "P2PHANDSHAKE", 0, 0, "tcp", "", "nobody") == RPC_FAIL
+    assert store.setup("localhost", "P2PHANDSHAKE", 0, 0, "tcp", "", "127.0.0.1:50051") == RPC_FAIL
+    assert store.batch_is_exist(["a", "b"]) == [RPC_FAIL, RPC_FAIL] and store.get("a") == b""
+
+
+def run_install(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvstore.adapters.mooncake.install", *arguments]
+    env = {"PYTHONPATH": f"{ROOT}:{path}" if path else str(ROOT)}
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_install_is_one_file_that_goes_again(tmp_path: Path) -> None:
+    site = f"--site={tmp_path}"
+    assert run_install("--path").stdout.strip() == str(SHIM)
+    assert run_install(site).returncode == 0
+    assert (tmp_path / FILE).read_text().strip() == str(SHIM)
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import mooncake.store as m; print(m.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == str(SHIM / "mooncake" / "store.py"), found.stderr
+    assert run_install(site, path=SHIM).returncode == 0, "again"
+    assert run_install(site, "--remove").returncode == 0 and not list(tmp_path.iterdir())
+    assert run_install(site, "--remove").returncode == 0
+
+
+def test_install_refuses_where_mooncake_is(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    refused = run_install(f"--site={tmp_path}", path=tmp_path)
+    assert refused.returncode == 1 and "Mooncake is installed" in refused.stderr
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("field", ["replica_num", "group_ids", "with_soft_pin", "preferred_segment"])
+def test_a_config_has_the_fields_that_hosts_look_for(field: str) -> None:
+    assert hasattr(ReplicateConfig(), field)
