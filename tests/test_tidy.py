@@ -82,7 +82,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "conductor": (*ENGINE_BELOW_COMPUTE, "api", "client", "config"),
         "simulator": ("model", "state"),
         "demo": (*ENGINE_BELOW_COMPUTE, "compute", "simulator", "client"),
-        "bench": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "simulator", "client", "conductor"),
+        "bench": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "shell", "config", "simulator", "client", "conductor"),
     },
 }
 

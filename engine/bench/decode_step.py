@@ -69,6 +69,12 @@ class Nets:
     plain: PreTrainedModel
 
 
+def nets_of(preset: str) -> Nets:
+    """Of a preset; no engine has touched it."""
+    model = load_model(preset)
+    return Nets(model, copy.deepcopy(model.net, {id(tensor): tensor for tensor in model.net.parameters()}))
+
+
 def decode_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
     """A step of ``batch`` sequences, at several lengths of context.
 
@@ -77,9 +83,8 @@ def decode_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
     """
     stage.clear()
     quick = stage.settings.quick
-    with _one_core():
-        model = load_model(MODEL_QUICK if quick else MODEL)
-        nets = Nets(model, copy.deepcopy(model.net, {id(tensor): tensor for tensor in model.net.parameters()}))
+    with one_core():
+        nets = nets_of(MODEL_QUICK if quick else MODEL)
         contexts = CONTEXTS_QUICK if quick else CONTEXTS
         names = [name, *(f"{name}.{context}" for context in contexts[1:])]
         return [_measure(stage, line, bar, nets, batch, tokens) for line, tokens in zip(names, contexts, strict=True)]
@@ -163,7 +168,8 @@ def _contiguous(arena: Arena, frames: torch.Tensor, context: int) -> torch.Tenso
 
 
 @contextmanager
-def _one_core() -> Iterator[None]:
+def one_core() -> Iterator[None]:
+    """torch computes with one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -94,6 +94,15 @@ ROWS = (
     ),
     *(
         Row(
+            f"engine_step_{batch}",
+            f"an engine's whole decode step of {batch} / a bare forward over a contiguous cache",
+            STEP,
+            late("engine_step", "engine_step", batch=batch),
+        )
+        for batch in (1, 8)
+    ),
+    *(
+        Row(
             f"compress_{codec}_{dtype}",
             f"pages of {dtype} to {codec} and back / memcpy of the exact bytes",
             None,
