@@ -139,13 +139,8 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
 @pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
-<<<<<<< HEAD
-    rows = ("reuse_pays", "handoff_050", "hook_layer", "prefill_stores", "turn_64", "conductor_policies", "notebook")
-    lines = run_quick(tmp_path, *rows)
-=======
-    rows = "reuse_pays handoff_050 hook_layer prefill_stores turn_64 conductor_policies engine_step_8"
+    rows = "reuse_pays handoff_050 hook_layer prefill_stores turn_64 conductor_policies notebook engine_step_8"
     lines = run_quick(tmp_path, *rows.split())
->>>>>>> 35263b3 (Benchmarks: an engine's whole decode step beside a bare forward over a contiguous cache)
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
         assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
