@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SMOOTH = 0.2
+OUTLIER = 3.0  # times as long as steps before it: what is more than that counts as that
 CHUNK_TOKENS_MIN = 16  # shorter ones measure the fixed cost
 
 
@@ -27,7 +28,8 @@ class Speeds:
     def measured(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
         """A step took so long."""
         if decoding and not chunk_tokens:
-            self.step_s = _smoothed(self.step_s, seconds)
+            # A process that stood still has had one step of seconds: nobody would send it anything ever after.
+            self.step_s = _smoothed(self.step_s, min(seconds, OUTLIER * self.step_s or seconds))
         elif chunk_tokens >= CHUNK_TOKENS_MIN and not decoding:
             self.prefill_tokens_per_s = _smoothed(self.prefill_tokens_per_s, chunk_tokens / seconds)
 

@@ -9,7 +9,7 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.fleet import LoadReport
 from engine.model.request import Role
-from tests.helpers.fleet import NVME, PAGE, World, engines_of, pages_of, wish, world
+from tests.helpers.fleet import NVME, PAGE, STEP_S, World, engines_of, pages_of, wish, world
 
 
 def test_a_request_waits_for_engines_of_its_own_model_alone() -> None:
@@ -68,8 +68,9 @@ def test_one_that_meets_what_is_wanted_goes_before_one_that_is_done_sooner() -> 
     for number in range(6):
         made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 60)), answer=2000))
     made.add("e1")
-    made.tell(ev.ReportAsked(0.0, "e1"))
-    made.tell(ev.Reported(0.0, "e1", LoadReport(role=Role.BOTH, step_s=0.1)))
+    for name, step_s in (("e0", STEP_S), ("e1", 5 * STEP_S)):
+        made.tell(ev.ReportAsked(0.0, name))
+        made.tell(ev.Reported(0.0, name, LoadReport(role=Role.BOTH, running=6 if name == "e0" else 0, step_s=step_s)))
     slow = wish(50, pages_of(*range(900, 930)), answer=2000)
     quick = wish(51, pages_of(*range(900, 930)), answer=2000, first_token_s=1.0)
     chosen = [made.state.explain(each, made.now_s)["chosen"] for each in (slow, quick)]

@@ -21,6 +21,7 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.fleet import LoadReport
 from engine.model.request import Finished, Request, Role, Usage
+from engine.state.speeds import Speeds
 from kvstore.errors import InvalidRequest
 from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
 
@@ -158,3 +159,26 @@ def test_an_answer_of_an_engine_that_has_left_is_taken() -> None:
     made.tell(ev.EngineLost(made.now_s, send.route.computing.engine.about.name))
     made.tell(ev.Ended(made.now_s, 1, 8, 0, 9.0))
     assert 1 not in made.state.requests
+
+
+def test_one_step_in_which_an_engine_stood_still_tells_little_of_its_speed() -> None:
+    speeds = Speeds(layers=4)
+    for seconds in (0.002, 0.002, 7.0):
+        speeds.measured(decoding=1, chunk_tokens=0, seconds=seconds)
+    assert 0.002 < speeds.step_s < 0.003
+    for _ in range(20):
+        speeds.measured(decoding=1, chunk_tokens=0, seconds=0.2)
+    assert speeds.step_s > 0.1, "what lasts is believed"
+
+
+def test_an_engine_that_has_reported_nothing_is_believed_to_be_as_fast_as_the_others() -> None:
+    """Where those are much faster than was believed of any, it would get nothing else."""
+    made = world(roles="bb")
+    for name in ("e0", "e1"):
+        made.tell(ev.ReportAsked(made.now_s, name))
+        report = LoadReport(role=Role.BOTH, prefill_tokens_per_s=1e6, step_s=1e-4)
+        made.tell(ev.Reported(made.now_s, name, report))
+    made.add("e2", Role.BOTH)
+    for number in range(3):
+        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 40))))
+    assert {send.route.answering.engine.about.name for _, send in made.sends} == {"e0", "e1", "e2"}

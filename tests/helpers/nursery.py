@@ -35,6 +35,7 @@ NODES = (
 ENGINES = (
     *("kvstore.cli.main", "engine.cli", "engine.daemon", "engine.compute.models", "engine.api.server"),
     *("engine.client", "engine.shell.engine", "kvstore.client.remote.store"),
+    *("engine.conductor.daemon", "engine.conductor.door.server"),
 )
 IMPORT_S = 120.0
 REQUEST_BYTES_MAX = 1 << 17

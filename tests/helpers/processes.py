@@ -149,6 +149,13 @@ class Process:
             return ""
         return text.rpartition(")")[2].split()[0]
 
+    def memory_bytes(self, field: str = "RssAnon") -> int:
+        """A size from /proc/<pid>/status."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+        raise AssertionError(f"{field} is not in /proc")
+
     def output(self) -> str:
         """What it printed so far."""
         return self.log.read_text(errors="replace")
@@ -170,13 +177,6 @@ class Daemon(Process):
             return self.output()
 
         return str(wait_until("the daemon is ready", line, timeout_s))
-
-    def memory_bytes(self, field: str = "RssAnon") -> int:
-        """A size from /proc/<pid>/status."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
-        raise AssertionError(f"{field} is not in /proc")
 
 
 class Worker(Process):

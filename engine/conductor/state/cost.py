@@ -73,8 +73,8 @@ class Costs:
         self._usual_s: dict[str, tuple[int, float]] = {}  # by model: of how many requests, and their mean
 
     def speeds(self, paces: Paces) -> Floats:
-        """Tokens of a prompt per second, as engines report or, until then, as is believed."""
-        return np.where(paces.tokens_per_s > 0, paces.tokens_per_s, self.priors.prefill_tokens_per_s)
+        """Tokens of a prompt per second, as engines report. Until one does, it is believed to be as the others are."""
+        return _believed(paces.tokens_per_s, self.priors.prefill_tokens_per_s)
 
     def prefills_s(self, paces: Paces, speeds: Floats, tokens: int, cached: Floats) -> Floats:
         """Computing the last ``tokens - cached`` of a prompt."""
@@ -86,7 +86,7 @@ class Costs:
 
     def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
         """A decode step of so many sequences."""
-        alone_s = np.where(paces.alone_s > 0, paces.alone_s, self.priors.step_alone_s)
+        alone_s = _believed(paces.alone_s, self.priors.step_alone_s)
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
@@ -128,3 +128,11 @@ class Costs:
     def answer_tokens(self, tenant: str, tokens_max: int) -> float:
         """How many tokens the next answer to this tenant will have."""
         return min(float(tokens_max), self._answer_tokens.get(tenant, ANSWER_TOKENS))
+
+
+def _believed(reported: Floats, prior: float) -> Floats:
+    """What engines report; of those that report nothing yet, 0, the mean of the others, if there are any."""
+    known = reported > 0
+    if known.all():
+        return reported
+    return np.where(known, reported, reported[known].mean() if known.any() else prior)
