@@ -133,6 +133,12 @@ ROWS = (
         late("routing", "burst"),
     ),
     Row(
+        "conductor_real",
+        "TTFT of a generated conversation by policy, two engines that compute with the demo's model",
+        None,
+        late("routing", "real"),
+    ),
+    Row(
         "conductor_roles",
         "goodput 30 s after the mix has turned, roles follow it, six paced engines / the best fixed split's",
         Bar(0.9, of_ratio=False),
