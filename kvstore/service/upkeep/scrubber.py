@@ -22,6 +22,7 @@ from kvstore.tier.records import ExtentTable
 
 SLICE_S = 0.05  # the rate is kept over slices of this length
 WORK_S, PAUSE_S = 40e-6, 60e-6
+VERIFY_S = 0.004  # of each slice at most, pauses counted: small pages cost more time than their bytes say
 STAMP_RATE_FACTOR = 4  # newly sealed pages are stamped so much faster than resting ones are verified
 
 
@@ -92,7 +93,7 @@ class Scrubber:
         hurried = self._sweeps < self._sweep_wanted
         rate = 1 << 40 if hurried else self._bytes_per_s
         self._stamp(int(rate * SLICE_S * STAMP_RATE_FACTOR))
-        self._verify(int(rate * SLICE_S), time.monotonic() + SLICE_S)
+        self._verify(int(rate * SLICE_S), time.monotonic() + (SLICE_S if hurried else VERIFY_S))
         return hurried
 
     def _stamp(self, budget_bytes: int) -> None:
