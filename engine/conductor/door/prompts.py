@@ -50,12 +50,20 @@ class PromptMaker:
         known: list[ServedModel] = []
         while True:
             now = models()
-            for model in now[:MODELS_MAX]:
-                if model not in known:
-                    with contextlib.suppress(InvalidRequest):
-                        await self.tokenizer(model)
+            await self._load([model for model in now if model not in known])
             known = now
             await asyncio.sleep(PREPARE_S)
+
+    async def prepared(self, models: list[ServedModel], timeout_s: float) -> None:
+        """Wait until the tokenizers of these are loaded, or cannot be; at most so long. They are loaded on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._load(models)
+
+    async def _load(self, models: list[ServedModel]) -> None:
+        for model in models[:MODELS_MAX]:
+            with contextlib.suppress(InvalidRequest):
+                await self.tokenizer(model)
 
     async def tokens(self, wanted: Wanted, model: ServedModel) -> list[Tokens]:
         """Of each prompt, in order; of a chat one.

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SERVICE: Final = "kvstore.v1.Conductor"
 SETTLE_S: Final = 3.0
+LOAD_S: Final = 30.0  # for tokenizers: transformers is imported, which takes seconds
 DOOR_S: Final = 10.0  # for what is done in the loop on behalf of another thread
 LOOK_S: Final = 0.05
 MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
@@ -171,9 +172,9 @@ class ConductorServer(LoopServer):
         """Answer over HTTP no more, when those under way have ended, or a grace is over. Not the loop's thread."""
         self._wait(door.stop())
 
-    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+    def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float = DOOR_S) -> None:
         assert self._loop is not None, "it is started"
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(DOOR_S)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def drain(self, timeout_s: float, hurried: threading.Event) -> int:
         """Wait until answers under way have ended, or somebody is in a hurry; how many are left. No new ones come where
@@ -184,8 +185,11 @@ class ConductorServer(LoopServer):
         return self.conductor.under_way
 
     def settle(self) -> None:
-        """Wait until everybody who is known has answered, ``SETTLE_S`` at most. Not the loop's thread."""
+        """Wait until everybody who is known has answered, ``SETTLE_S`` at most; and, where there is a door, until the
+        tokenizers of their models are loaded, ``LOAD_S`` at most. Not the loop's thread."""
         self._wait(self.conductor.settled(SETTLE_S))
+        if self._config.http is not None:
+            self._wait(self._prompts.prepared(self.conductor.models(), LOAD_S), LOAD_S + DOOR_S)
 
     def _calls_ended(self) -> None:
         """Calls that are cancelled end their answers themselves."""
