@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfS
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.retention import hints_of
+
+if TYPE_CHECKING:
+    import torch
 
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
@@ -143,8 +147,13 @@ class Pool:
     def _get(self, work: Work, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
         """Load pages from number ``first`` on; how many that were."""
         assert work.frames is not None
-        loaded = 0
-        for index, frame, count in runs(work.frames[first : len(keys)]):
+        pages, loaded = len(keys), 0
+        if len(runs(work.frames[first:pages])) > 1 and not kind:
+            there = self._there(cache, keys[first:])  # one question to other nodes, and not one for each run of frames
+            pages = first + there.pages
+            if there.nodes:
+                return self._get_scattered(work, cache, keys[first:pages], work.frames[first:pages])
+        for index, frame, count in runs(work.frames[first:pages]):
             start = first + index
             asked = keys[start : start + count]
             found = Match(0, 0, "")
@@ -155,14 +164,36 @@ class Pool:
                         self.codec.decode(found.data, out=rows[: found.pages])
                 else:
                     found = cache.get(asked, out=rows)
-            for tier, pages in found.tiers.items():
-                name = f"{tier.name.lower()}{kind}"
-                work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
-            work.spent.loaded_bytes += found.pages * cache.page_bytes
+            self._count(work, cache, found, kind)
             loaded += found.pages
             if found.pages < count:
                 break
         return loaded
+
+    def _there(self, cache: PrefixCache, keys: Keys) -> Match:
+        found = Match(0, 0, "")
+        with self._forgiven():
+            found = cache.lookup(keys)
+        return found
+
+    def _get_scattered(self, work: Work, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
+        """The same by way of a buffer: pages come from other nodes one after the other, and the frames lie apart."""
+        loaded = 0
+        with self._forgiven():
+            found = cache.get(keys)
+            for index, frame, count in runs(frames[: found.pages]):
+                assert found.data is not None, "it was given no buffer"
+                with self._staging.receive(frame, count) as rows:
+                    rows[:] = found.data[index : index + count]
+                loaded += count
+            self._count(work, cache, found, "")
+        return loaded
+
+    def _count(self, work: Work, cache: PrefixCache, found: Match, kind: str) -> None:
+        for tier, pages in found.tiers.items():
+            name = f"{tier.name.lower()}{kind}"
+            work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
+        work.spent.loaded_bytes += found.pages * cache.page_bytes
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

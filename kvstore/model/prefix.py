@@ -107,11 +107,12 @@ class Keys:
     are the same in the chain alone, without the ``tag`` of a pool: equal in all pools, and what goes over gRPC. A cache
     takes keys with any tag or none, and goes by its own; a tag of None is that of keys that are no hashes of tokens.
     ``hints``: a byte per page that says how long it is worth keeping (``retention``), for who stores them; or nothing.
+    ``chain``: the links of the chain from its root, and which of them the first one here is; None: that is not known.
     Holds a reference to the caller's token array: do not change it afterwards.
     """
 
     __slots__ = (
-        *("__dict__", "before", "extras", "hashes", "hints", "links", "media"),
+        *("__dict__", "before", "chain", "extras", "hashes", "hints", "links", "media"),
         *("page_tokens", "parent", "root", "tag", "tokens"),
     )
 
@@ -126,7 +127,9 @@ class Keys:
         media: Sequence[bytes] | None = None,
         tag: bytes | None = b"",
         hints: bytes = b"",
+        chain: tuple[list[bytes], int] | None = None,
     ) -> None:
+        self.chain = chain or ((links, 0) if before == root else None)
         self.page_tokens = page_tokens
         self.root = root
         self.before = before
@@ -179,7 +182,7 @@ class Keys:
 
     def _as(self, tag: bytes | None, hints: bytes) -> Keys:
         parts = self.page_tokens, self.root, self.before, self.links, self.tokens, self.extras, self.media
-        return Keys(*parts, tag, hints)
+        return Keys(*parts, tag, hints, self.chain)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -198,8 +201,17 @@ class Keys:
         tokens = self.tokens[start * self.page_tokens : stop * self.page_tokens]
         extras = self.extras[start:stop] if self.extras is not None else None
         media = self.media[start:stop] if self.media is not None else None
-        hints = self.hints[start:stop]
-        return Keys(self.page_tokens, self.root, before, self.links[start:stop], tokens, extras, media, self.tag, hints)
+        chain = (self.chain[0], self.chain[1] + start) if self.chain else None
+        parts = self.page_tokens, self.root, before, self.links[start:stop], tokens, extras, media
+        return Keys(*parts, self.tag, self.hints[start:stop], chain)
+
+    @property
+    def above(self) -> list[bytes] | None:
+        """Hashes of the pages before the first one, from the root on; None: they are not known."""
+        if self.chain is None:
+            return None
+        links = self.chain[0][: self.chain[1]]
+        return tagged(links, self.tag) if self.tag else links
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
         """Root and extra of pages ``start`` to ``stop``, 32 bytes each, as they stand between key and tokens."""

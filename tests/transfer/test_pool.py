@@ -41,6 +41,11 @@ def test_pages_are_read_wherever_they_are(pool: Pool) -> None:
     cache = pool.stores["c"].cache(SMALL)
     allocated = cache.get(prompt(1, PAGES))
     assert allocated.data is not None and first_wrong(allocated.data, contents(chain(1, PAGES))) == ""
+    put(pool.stores["a"], 3, PAGES)
+    pool.known("c", 3)
+    middle = cache.get(chain(3, PAGES)[15:])  # they know what lies before them
+    assert middle.nodes == {"a": PAGES - 15} and middle.data is not None
+    assert first_wrong(middle.data, contents(chain(3, PAGES))[15:]) == ""
     assert pool.get("a", 1).nodes == {}, "who has it asks nobody"
     for command in ("status", "tiers"):
         told = json.loads(pool.machine.run(command, "--node", "c", "--json").stdout)["peers"]

@@ -137,18 +137,18 @@ class Elsewhere:
     ) -> list[Stretch]:
         """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
 
-        Of keys that do not begin at the root nobody knows the spans.
+        Of keys whose place in their chain is not known nobody knows the spans.
 
         Args:
             without: nodes that are not to be named.
             patience: of the call that this is for.
         """
         view = self._peers.look()
-        if view is None or len(view.peers) < 2 or keys.before != keys.root or pages >= len(keys):
+        if view is None or len(view.peers) < 2 or pages >= len(keys) or (above := keys.above) is None:
             return []
         finder = self._finder or self._begin(view)
         with (patience or Patience()).asking() as until_s:
-            return finder.find(chain, keys.hashes, pages, until_s, without, chain.closed)
+            return finder.find(chain, above + keys.hashes, len(above) + pages, until_s, without, chain.closed)
 
     def read(
         self,
