@@ -182,3 +182,26 @@ def test_an_engine_that_has_reported_nothing_is_believed_to_be_as_fast_as_the_ot
     for number in range(3):
         made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 40))))
     assert {send.route.answering.engine.about.name for _, send in made.sends} == {"e0", "e1", "e2"}
+
+
+def test_hand_offs_that_come_later_than_predicted_are_avoided_and_tried_again() -> None:
+    made = world(roles="pd")
+    costs, asked = made.state.costs, wish(1, pages_of(*range(40)))
+
+    def tail_s() -> float:
+        told: Any = made.state.explain(asked, made.now_s)["candidates"]
+        (best,) = (row["best"] for row in told if row["engine"] == "e0")
+        assert best["answers"] == "e1"
+        return float(best["tail_s"])
+
+    before = tail_s()
+    for _ in range(40):
+        costs.began(local=False, late_s=0.5)
+        costs.began(local=True, late_s=0.1)
+    assert 0.3 < tail_s() - before < 0.5, "what both are late by is no hand-off's"
+    for _ in range(1000):
+        costs.began(local=True, late_s=0.1)
+    assert tail_s() - before < 0.1, "it is forgotten"
+    for late_s in (-1e9, 1e9):
+        costs.began(local=False, late_s=late_s)
+    assert before <= tail_s() <= before + 1, "one request says little"

@@ -336,6 +336,10 @@ class ConductorState:
             return
         route, wish = request.route, request.wish
         request.phase = RequestPhase.DECODING
+        computing = self.fleet.engines.get(route.computing.engine.about.name)
+        work = computing.works.get(event.number) if computing is not None else None
+        if work is not None:
+            self.costs.began(route.local, event.now_s - work.sent_s - route.first_token_s)
         answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
         ends_s = event.now_s + answer * route.answering.token_s
         self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)

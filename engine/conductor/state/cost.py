@@ -12,6 +12,13 @@ that is linear in their position is that of the middle one. A decode step of a b
 Every engine has a scale: how much longer prompts took there than was predicted, smoothed (a geometric mean, so that one
 outlier counts little). Engines also report their own speed; that takes the place of the prior. All of this is noisy:
 see ``Paces``.
+
+A hand-off takes more than its bytes: a second queue, a second step before the first token. What it takes more is how
+much later its first tokens come than predicted, beside those of engines that do both::
+
+    handoff_s += LATE_SMOOTH * (late_s of this hand-off - the usual late_s of the others)
+
+It is forgotten slowly, so that hand-offs are tried again.
 """
 
 from __future__ import annotations
@@ -30,6 +37,9 @@ SCALE_MAX: Final = 8.0  # one engine is believed to be slower by at most that
 ANSWER_SMOOTH: Final = 0.02
 TENANTS_MAX: Final = 4096  # whose answers are remembered
 PREFILL_SMOOTH: Final = 0.02
+LATE_SMOOTH: Final = 0.05
+LATE_MAX_S: Final = 1.0  # one request counts for at most that
+LATE_FORGOTTEN: Final = 0.002  # of it, with each answer of an engine that does both
 ANSWER_TOKENS: Final = 256.0  # of an answer, until some have ended
 
 Number = TypeVar("Number", float, Floats)
@@ -63,12 +73,15 @@ class Costs:
 
     Attributes:
         s_per_byte: see ``Priors.bytes_per_s``; ``ways``: of moves between nodes, by their distance.
+        handoff_s: what a hand-off takes beside what is predicted of its bytes.
     """
 
     def __init__(self, priors: Priors) -> None:
         self.priors = priors
         self.s_per_byte = {where: 1 / speed for where, speed in priors.bytes_per_s.items()}
         self.ways = np.array([self.s_per_byte[where] for where in (HOST, ZONE, FAR)])
+        self.handoff_s = 0.0
+        self._late_s = 0.0
         self._answer_tokens: dict[str, float] = {}
         self._usual_s: dict[str, tuple[int, float]] = {}  # by model: of how many requests, and their mean
 
@@ -107,6 +120,15 @@ class Costs:
             speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
             ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))
             engine.scale = min(SCALE_MAX, max(1 / SCALE_MAX, engine.scale * ratio**SMOOTH))
+
+    def began(self, local: bool, late_s: float) -> None:
+        """A first token came so much later than predicted. ``local``: one engine did both."""
+        late_s = max(-LATE_MAX_S, min(LATE_MAX_S, late_s))
+        if local:
+            self._late_s += LATE_SMOOTH * (late_s - self._late_s)
+            self.handoff_s *= 1 - LATE_FORGOTTEN
+        else:
+            self.handoff_s = max(0.0, self.handoff_s + LATE_SMOOTH * (late_s - self._late_s))
 
     def asked(self, model: str, prefill_s: float) -> None:
         """A request came, whose prompt takes so long. (Only for models that an engine has.)"""

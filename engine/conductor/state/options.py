@@ -119,7 +119,7 @@ class Route:
     """Both, and what comes of it.
 
     Attributes:
-        tail_s: of the hand-off, what nothing hides; 0 where one engine does both.
+        tail_s: of the hand-off, what nothing hides, and what it takes more; 0 where one engine does both.
         total_s: until the last token, with the harm to others: what the default policy makes small.
     """
 
@@ -293,7 +293,7 @@ class Options:
 
         Where there can be none, since their pages differ or an engine is foreign, that is for ever.
         """
-        tails_s, columns = self._tails_s(computing, answering), self.columns
+        tails_s, columns = self._tails_s(computing, answering) + self.costs.handoff_s, self.columns
         if not self._mixed:
             return tails_s
         foreign = columns.foreign[computing] + columns.foreign[answering] > 0
