@@ -195,8 +195,8 @@ def test_hand_offs_that_come_later_than_predicted_are_avoided_and_tried_again() 
         return float(best["tail_s"])
 
     before = tail_s()
-    for _ in range(40):
-        costs.began(local=False, late_s=0.5)
+    for _ in range(80):
+        costs.began(local=False, late_s=0.5 - costs.handoff_s)  # late by half a second, of which so much is predicted
         costs.began(local=True, late_s=0.1)
     assert 0.3 < tail_s() - before < 0.5, "what both are late by is no hand-off's"
     for _ in range(1000):
