@@ -134,6 +134,45 @@ def test_a_publisher_that_begins_anew_has_nothing(machine: Machine) -> None:
     run(test())
 
 
+def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first numbers are those of messages that were told again, and not those messages."""
+    (words,) = parse_backends("http://h:1 tokenizer=bytes events=tcp://h:1 replay=tcp://h:2")
+    told: list[Told] = []
+    intake = KvIntake(words, layout_of(words), Counter(), told.append)
+    old, new = ([payload_of(hash, [hash] * 16) for hash in hashes] for hashes in ((1, 2, 3), (4, 5)))
+    kept = old
+
+    async def replay(context: Any, start: int) -> None:
+        for number in range(start, len(kept)):
+            await intake._again(number, kept[number])
+
+    async def hear(payloads: list[bytes], numbers: list[int]) -> int:
+        for number in numbers:
+            await intake._message(None, [b"", number.to_bytes(8, "big"), payloads[number]])
+        return len(intake._blocks.everything()[0])
+
+    monkeypatch.setattr(intake, "_replay", replay)
+
+    async def test() -> None:
+        nonlocal kept
+        await intake._catch_up(None)
+        assert await hear(old, [1, 2]) == 3, "they come a second time"
+        intake._forget()
+        intake._heard = -1
+        await intake._catch_up(None)
+        kept = new[:1]
+        assert await hear(new, [0]) == 1
+        kept = new
+        assert await hear(new, [1]) == 2
+
+    run(test())
+
+
+def payload_of(name: int, tokens: list[int]) -> bytes:
+    """A message with one block."""
+    return bytes(msgpack.packb([0.0, [["BlockStored", [name], None, tokens, len(tokens), None, "GPU"]], 0]))
+
+
 def test_messages_that_are_none_are_counted_and_the_next_one_is_taken(machine: Machine) -> None:
     deep: Any = []
     for _ in range(500):

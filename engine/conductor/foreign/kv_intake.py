@@ -4,7 +4,8 @@ SUB ``[topic, number, payload]``. Where numbers are missing, DEALER asks the eng
 is answered with ``[number, payload]`` each (newer engines put the topic before it), and ``[-1, ""]`` at the end. Where
 nobody can tell what was missed, all that was known is forgotten: what is not known costs no more than its computation.
 
-Numbers of one publisher go up. Where one goes back there is a new publisher, with an empty cache.
+Numbers of one publisher go up. Where one goes back there is a new publisher, with an empty cache. What was told again
+may come a second time, by itself; a message with another content under such a number is of a new publisher, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
+
+import xxhash
 
 from engine.conductor.foreign.settings import BackendSettings
 from engine.conductor.state.kv_blocks import KvBlocks
@@ -30,6 +33,7 @@ TABLE_BYTES_MAX: Final = 128 << 20  # of blocks of one engine
 QUICK_BYTES: Final = 32 << 10  # of a payload, in the event loop; a larger one is read in a thread
 REPLAY_S: Final = 20.0
 REPLAY_BYTES_MAX: Final = 256 << 20
+REPLAYED_MAX: Final = 1 << 14  # digests that are kept
 NUMBER_BYTES: Final = 8
 END: Final = b"\xff" * NUMBER_BYTES
 
@@ -69,6 +73,7 @@ class KvIntake:
         self._number = 0
         self._next: int | None = None  # the message after those that were taken; None: any
         self._heard = -1  # the last one that came by itself
+        self._replayed: dict[int, int] = {}  # digests of those that were told again, and may still come by themselves
         self.anew = False
 
     async def run(self) -> None:
@@ -100,15 +105,17 @@ class KvIntake:
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             self._counts["malformed"] += 1
             return
-        number = int.from_bytes(frames[1], "big")
-        begun_anew, self._heard = number <= self._heard, number
+        number, payload = int.from_bytes(frames[1], "big"), frames[2]
+        before = self._next is not None and number < self._next and self._replayed.get(number) != _digest(payload)
+        begun_anew, self._heard = before or number <= self._heard, number
         if begun_anew:
             log.info("%s tells of its blocks from the beginning", self._settings.name)
             self._forget()
         if self._next is None or number > self._next:
             await self._catch_up(context, number)
         if self._next is None or number >= self._next:
-            await self._take(number, frames[2])
+            await self._take(number, payload)
+            self._replayed.clear()
         self._flush()
 
     async def _catch_up(self, context: Any, number: int = 0) -> None:
@@ -148,6 +155,9 @@ class KvIntake:
             self._forget()
         if self._next is None or number == self._next:
             await self._take(number, payload)
+            self._replayed[number] = _digest(payload)
+            if len(self._replayed) > REPLAYED_MAX:
+                del self._replayed[next(iter(self._replayed))]
 
     async def _take(self, number: int, payload: bytes) -> None:
         self._next = number + 1
@@ -167,6 +177,7 @@ class KvIntake:
 
     def _forget(self) -> None:
         self._next = None
+        self._replayed.clear()
         self._blocks.clear()
         self._begin()
 
@@ -188,6 +199,10 @@ class KvIntake:
         batch = Told(self._settings.name, self._stream, self._number, pages, marks, whole)
         self._number += 1
         self._tell(batch)
+
+
+def _digest(payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(payload)
 
 
 def _needed() -> tuple[ModuleType, ModuleType]:
