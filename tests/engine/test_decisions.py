@@ -373,8 +373,8 @@ def test_speeds_are_of_steps_of_one_kind_without_their_waits() -> None:
     driver.stepped(0.5, waited_s=0.3)
     assert driver.state.speeds.step_s == pytest.approx(0.2) and driver.state.speeds.layer_s == pytest.approx(0.05)
     driver.turn()
-    driver.stepped(0.7)
-    assert driver.state.speeds.step_s == pytest.approx(0.2 + 0.2 * 0.5)
+    driver.stepped(0.4)
+    assert driver.state.speeds.step_s == pytest.approx(0.2 + 0.2 * 0.2)
 
 
 # --- answers that leave, prefills that are held --------------------------------------------------------------------

@@ -23,7 +23,7 @@ from kvstore.catalog.base import boot_s
 from kvstore.transfer.peers import PeersFile
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.etcd import Etcd
-from tests.helpers.pool import PAGES, Pool
+from tests.helpers.pool import PAGES, Pool, patient
 from tests.helpers.processes import Machine, check_pages, put, stopped, wait_until
 
 FAULTS_S = float(os.environ.get("KVSTORE_TEST_FAULTS_S", "4"))
@@ -162,8 +162,9 @@ def test_gets_go_on(pool: Pool, etcd: Etcd) -> None:
 
 
 @pytest.mark.parametrize("etcd", [1], indirect=True, ids=["one-member"])
-def test_all_of_etcd_is_away(pool: Pool, etcd: Etcd) -> None:
+def test_all_of_etcd_is_away(pool: Pool, etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than sessions live: whoever was known is read from as before, and all come back by themselves."""
+    patient(monkeypatch)
     reader = Reader(pool.stores["c"], SEED)
     views = {name: PeersFile(pool.machine.folder(name)) for name in "abc"}
 
