@@ -148,12 +148,20 @@ def test_a_late_report_of_an_engine_that_died_brings_it_nothing(fleet: FaultyFle
             asked = proxy.asked
             wait_until("it is asked again, and answers", lambda: proxy.asked > asked)
             dies.kill()
-            routes = [first_route(client, seed) for seed in range(4)]
-            assert proxy.address in routes, "a request finds it dead"
+            routes: list[str] = []
+
+            def found_out() -> bool:  # by a request; or by the connection, where no request was sent there yet
+                routes.append(first_route(client, len(routes)))
+                told = client.route(prompt(20))
+                away = [each["engine"] for each in told["left_out"]]
+                away += [each["engine"] for each in told["candidates"] if each["silent"]]
+                return proxy.address in {*routes, *away}
+
+            wait_until("it is found dead", found_out)
             asked = proxy.asked
             proxy.passes.set()
             wait_until("the late report was heard", lambda: proxy.asked > asked)
-            routes += [first_route(client, seed) for seed in range(4, 8)]
+            routes += [first_route(client, 100 + seed) for seed in range(4)]
             assert (proxy.address, proxy.address) not in pairwise(routes), routes
             answers = client.status()["answers"]
             assert {how for how, count in answers.items() if count} == {"length"}, "nothing was refused or lost"
