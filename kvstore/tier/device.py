@@ -11,7 +11,8 @@ Rules for whoever uses one:
   holds anything, the source must stay as it is, and both must stay allocated (and leased).
 - Pieces of one copy come in any order; a piece must not overlap another's target.
 - Streams know nothing of each other. ``DeviceStream.wait`` makes one begin its later work behind another's event.
-- A device that was lost raises ``DeviceLost`` from every call; it never comes back within a process.
+- A device that was lost raises ``DeviceLost`` from every call but ``owns``, ``free`` and ``unregister``, which whoever
+  gives things back may still call; it never comes back within a process.
 """
 
 from __future__ import annotations
