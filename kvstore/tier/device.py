@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
 
 
-class DeviceLost(Unavailable):
+class DeviceLost(Unavailable, OSError):
     """The device or its driver failed: what it holds is gone. Fails the requests that needed it, and nothing else."""
 
 

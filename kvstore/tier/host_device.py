@@ -123,7 +123,8 @@ class HostStream:
         device = self._device
         with device.changed:
             device.check()
-            device.check_ranges(reads, writes)
+            _check_mapped(device.host_pieces(reads), writable=False)
+            _check_mapped(device.host_pieces(writes), writable=True)
             for piece in writes:
                 if not any(work.touches(piece) for work in device.pending()):
                     ctypes.memset(piece[0], POISON, piece[1] - piece[0])
@@ -212,11 +213,11 @@ class HostDevice:
             self._check_idle(_range_of(memory), "unregistered")
             self._registered.remove(_range_of(memory))
 
-    def registered(self, memory: Bytes) -> bool:
-        """For tests: whether that is pinned."""
-        begin, end = _range_of(memory)
+    @property
+    def pinned_bytes(self) -> int:
+        """For tests: how much of the host's memory is pinned."""
         with self.changed:
-            return any(a <= begin and end <= b for a, b in self._registered)
+            return sum(end - begin for begin, end in self._registered)
 
     def stream(self) -> HostStream:
         """See ``Device``."""
@@ -272,14 +273,13 @@ class HostDevice:
 
     def perform(self, reads: list[_Range], writes: list[_Range]) -> None:
         """Do one copy, as late as this, in some order."""
-        self.check_ranges(reads, writes)
+        self.host_pieces(reads + writes)  # none of ours was freed meanwhile
         for at in self._rng.permutation(len(reads)):
             ctypes.memmove(writes[at][0], reads[at][0], reads[at][1] - reads[at][0])
 
-    def check_ranges(self, reads: list[_Range], writes: list[_Range]) -> None:
-        """Each lies within memory of ours which is not freed, or within mapped memory of the host."""
-        _check_mapped([piece for piece in reads if not self._is_ours(piece)], writable=False)
-        _check_mapped([piece for piece in writes if not self._is_ours(piece)], writable=True)
+    def host_pieces(self, pieces: list[_Range]) -> list[_Range]:
+        """Those that are the host's. All others lie within memory of ours which is not freed."""
+        return [piece for piece in pieces if not self._is_ours(piece)]
 
     def pending(self) -> Iterator[_Work]:
         """All work that was asked for and not done."""

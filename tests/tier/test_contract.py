@@ -1,4 +1,4 @@
-"""One suite over every tier's store: DRAM, one of a test, NVMe in memory and on files, on several devices."""
+"""One suite over every tier's store: DRAM, HBM on a device's peer, one of a test, NVMe in memory, on files, devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import pytest
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.service.node.nvme_store import NvmeStore
 from kvstore.tier.base import Bytes, TierStore
+from kvstore.tier.device import Addresses
 from kvstore.tier.disk import Disk, FileDisk, MemoryDisk, aligned_buffer
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.hbm import HbmStore, PageMajorArena, StridedArena
+from kvstore.tier.host_device import HostDevice, HostMemory
 from kvstore.tier.nvme_devices import NvmeDevices
 from tests.helpers.memory_store import MemoryStore
 from tests.helpers.nvme.faulty_disk import refuse_direct
@@ -29,7 +32,8 @@ WHOLE = FrameClass(page_bytes=EXTENT_BYTES - 8192, page_tokens=1, layers=1)
 
 
 Opener = Callable[[bool], TierStore]
-KINDS = ["dram", "a test's", "memory", "file", "file through the page cache", "tmpfs file", "three devices"]
+HBM = ["hbm", "hbm in a strided arena"]
+KINDS = ["dram", *HBM, "a test's", "memory", "file", "file through the page cache", "tmpfs file", "three devices"]
 
 
 @pytest.fixture(params=KINDS)
@@ -40,6 +44,9 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     with tempfile.TemporaryDirectory(dir=shm) as home:
         if kind == "dram":
             yield dram_opener(NodeFolder(home, "n"))
+            return
+        if kind in HBM:
+            yield hbm_opener(strided=kind != "hbm")
             return
         if kind == "a test's":
             yield memory_opener()
@@ -85,6 +92,54 @@ def dram_opener(folder: NodeFolder) -> Opener:
             carved[position] = frame_class
 
     return open_store
+
+
+def hbm_opener(*, strided: bool) -> Opener:
+    device = HostDevice(seed=3)
+    memory = device.allocate(EXTENT_BYTES * POSITIONS)
+    arena = StridedByClass(memory) if strided else PageMajorArena(memory.address, EXTENT_BYTES, POSITIONS)
+    incarnations = iter(range(1, 100))
+    stores: list[HbmStore] = []
+    carved: dict[int, FrameClass] = {}
+
+    class Remembered(HbmStore):
+        """As a start finds it: the tables say what is carved."""
+
+        def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+            super().carve(position, number, frame_class)
+            carved[position] = frame_class
+
+    def open_store(anew: bool) -> TierStore:
+        if anew:
+            carved.clear()
+        incarnation = next(incarnations) if anew else stores[-1].incarnation
+        stores.append(Remembered(device, arena, incarnation, carved.items()))
+        return stores[-1]
+
+    return open_store
+
+
+class StridedByClass:
+    """An arena with room for foreign tensors of any class: in each extent ``[layer][block][head][token][content]``, of
+    which a page is ``[layer][token][head][content]``."""
+
+    extent_bytes, positions = EXTENT_BYTES, POSITIONS
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        return EXTENT_BYTES // frame_class.frame_bytes
+
+    def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
+        block_bytes = frame_class.page_bytes // frame_class.layers
+        frames, heads, tokens = self.frames_of(frame_class), 2, block_bytes // 500
+        content = block_bytes // (heads * tokens)
+        begin = self._memory.address + position * EXTENT_BYTES
+        layers = [begin + layer * frames * block_bytes for layer in range(frame_class.layers)]
+        dims = [(tokens, content), (heads, tokens * content)]
+        arena = StridedArena(frame_class, layers, frames, block_bytes, dims, content)
+        return arena.pieces(0, frame, frame_class)
 
 
 def memory_opener() -> Opener:

@@ -1,0 +1,148 @@
+"""Copies to and from a device: a stream that threads share, and pinned memory of the host for what has to bounce."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tier.bounces import large_buffer
+from kvstore.tier.device import Addresses, Bytes, Device, DeviceEvent, DeviceLost
+
+BOUNCE_BYTES_MAX: Final = 64 << 20  # pinned at a time for one user, or a single larger one
+LATE_POLL_S: Final = 0.01
+
+
+class CopyStream:
+    """A stream of our own that several threads submit to."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stream = device.stream()
+        self._submitting = threading.Lock()  # a stream is of one thread at a time
+
+    def copy(
+        self, targets: Addresses, sources: Addresses, nbytes: Addresses, after: DeviceEvent | None = None
+    ) -> DeviceEvent:
+        """See ``DeviceStream.copy``; begins behind ``after``. The event behind it."""
+        with self._submitting:
+            if after is not None:
+                self._stream.wait(after)
+            self._stream.copy(targets, sources, nbytes)
+            return self._stream.record()
+
+
+@dataclass(eq=False)
+class Bounce:
+    """Pinned memory, the borrower's until it gives it back. ``event``: behind the last copy to or from it, set by the
+    borrower as soon as there is one."""
+
+    memory: Bytes
+    pinned: bool
+    event: DeviceEvent | None = None
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.memory.ctypes.data
+
+
+class PinnedBounces:
+    """Pinned host memory to be used again. A bounce::
+
+        free ──borrow──> borrowed ──(waited for its event)──> free
+                            └──(the wait failed)──> late ──its event──> free
+
+    A late one is nobody's: the device may still read or write it.
+    """
+
+    _left: ClassVar[list[Bounce]] = []  # late when their owner closed: the device may touch them until the process ends
+
+    def __init__(self, device: Device, nbytes_max: int = BOUNCE_BYTES_MAX) -> None:
+        self._device, self._nbytes_max = device, nbytes_max
+        self._changed = threading.Condition()
+        self._free: list[Bounce] = []  # the one used last on top: it may be in the cache
+        self._late: list[Bounce] = []
+        self._nbytes = 0
+
+    @contextlib.contextmanager
+    def borrow(self, nbytes: int, deadline_s: float) -> Iterator[Bounce]:
+        """At least ``nbytes``, page-aligned, whatever it held. To leave without an error says that its event is over.
+
+        Raises:
+            DeadlineExceeded: others had all there may be.
+            DeviceLost: no memory can be pinned any more.
+        """
+        bounce = self._take(nbytes, deadline_s)
+        over = False
+        try:
+            yield bounce
+            over = True
+        finally:
+            with self._changed:
+                late = not over and bounce.event is not None
+                (self._late if late else self._free).append(bounce)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Unpin what nobody uses. What is borrowed or late stays."""
+        with self._changed:
+            self._reap()
+            while self._free:
+                self._drop(self._free.pop())
+            self._left.extend(self._late)
+            self._late.clear()
+
+    def _take(self, nbytes: int, deadline_s: float) -> Bounce:
+        with self._changed:
+            while True:
+                for bounce in reversed(self._free):
+                    if len(bounce.memory) >= nbytes:
+                        self._free.remove(bounce)
+                        bounce.event = None
+                        return bounce
+                while self._free and self._nbytes + nbytes > self._nbytes_max:
+                    self._drop(self._free.pop(0))
+                if not self._nbytes or self._nbytes + nbytes <= self._nbytes_max:
+                    return self._make(nbytes)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"{self._nbytes} bytes of pinned memory are all in use")
+                self._changed.wait(min(left_s, LATE_POLL_S) if self._late else left_s)
+                self._reap()
+
+    def _make(self, nbytes: int) -> Bounce:
+        memory, pinned = large_buffer(nbytes), True
+        memory[:: 1 << 12] = 0  # what is pinned must be populated
+        try:
+            self._device.register(memory)
+        except DeviceLost:
+            raise
+        except Unavailable:
+            pinned = False  # copies take longer
+        self._nbytes += len(memory)
+        return Bounce(memory, pinned)
+
+    def _reap(self) -> None:
+        """Late ones whose event has come are free."""
+        with contextlib.suppress(DeviceLost):
+            for bounce in list(self._late):
+                if bounce.event is not None and bounce.event.over():
+                    self._late.remove(bounce)
+                    self._free.append(bounce)
+
+    def _drop(self, bounce: Bounce) -> None:
+        self._nbytes -= len(bounce.memory)
+        if bounce.pinned:
+            self._device.unregister(bounce.memory)
+
+
+def places_in(address: int, nbytes: Addresses) -> Addresses:
+    """Where pieces of these lengths lie one behind the other from ``address``."""
+    return np.cumsum(nbytes, dtype=np.uint64) - nbytes + np.uint64(address)
