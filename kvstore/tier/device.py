@@ -79,7 +79,7 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Where it begins; a multiple of 512."""
+        """Where it begins; a multiple of 256."""
         ...
 
     @property

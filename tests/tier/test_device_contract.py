@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
-from kvstore.tier import host_memory
+from kvstore.tier import cuda, host_memory
 from kvstore.tier.device import Addresses, Bytes, Device, DeviceLost, DeviceStream
 from kvstore.tier.host_device import FALSE_ANSWERS_MAX, POISON, HostDevice
 
 PIECE = 3000
 SEEDS = [0, 1, 2]
+GPUS = cuda.find().devices
 
 
 @pytest.fixture(params=SEEDS)
@@ -22,9 +23,9 @@ def host(request: pytest.FixtureRequest) -> HostDevice:
     return HostDevice(seed=request.param)
 
 
-@pytest.fixture
-def device(host: HostDevice) -> Device:
-    return host
+@pytest.fixture(params=[*SEEDS, *GPUS], ids=lambda param: getattr(param, "name", str(param)))
+def device(request: pytest.FixtureRequest) -> Device:
+    return HostDevice(seed=request.param) if request.param in SEEDS else request.param
 
 
 def deadline() -> float:
@@ -142,7 +143,7 @@ def test_pinned_memory(device: Device) -> None:
 
 def test_whose_memory_it_is(device: Device) -> None:
     memory = device.allocate(10_000)
-    assert memory.address % 512 == 0 and memory.nbytes == 10_000
+    assert memory.address % 256 == 0 and memory.nbytes == 10_000
     assert device.owns(memory.address) and device.owns(memory.address + 9999)
     assert not device.owns(at(some(4096)))
     memory.free()

@@ -1,0 +1,276 @@
+"""CudaDevice: a GPU, by its driver. See ``device`` for what all devices do.
+
+``find`` tells which there are, or why there are none. A device is opened by its first use, and not before: opening one
+takes some hundred megabytes of it for this process. When it is opened the ways of copies are measured, which takes some
+tenths of a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tier.cuda_calibration import calibrate
+from kvstore.tier.cuda_copies import ALWAYS, BatchCall, CudaCopies, RegisteredRange, RegisteredRanges, Way
+from kvstore.tier.cuda_driver import NOT_READY, SUCCESS, DriverError, PrimaryContext, begin, call, fault
+from kvstore.tier.cuda_kernels import Kernel, cache_folder, cubin_for
+from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceLost
+
+PAUSE_MAX_S: Final = 1e-3  # between two looks whether an event is over
+
+
+class CudaDevices(NamedTuple):
+    """The devices of this machine that this process may use; ``missing``: why there are none, in one line, or ""."""
+
+    devices: tuple[CudaDevice, ...]
+    missing: str
+
+
+def find() -> CudaDevices:
+    """Which devices there are. None of them is opened by that."""
+    try:
+        devices = _devices()
+    except Unavailable as error:
+        return CudaDevices((), str(error))
+    left = tuple(device for device in devices if not device.lost)
+    return CudaDevices(left, "" if left else f"{devices[0].name} was lost ({devices[0].lost})")
+
+
+@cache
+def _devices() -> tuple[CudaDevice, ...]:
+    """Raises Unavailable where there are none."""
+    driver = begin()
+    found = tuple(CudaDevice(driver, ordinal) for ordinal in range(int(call(driver.cuDeviceGetCount))))
+    if not found:
+        raise Unavailable("no CUDA device")
+    return found
+
+
+class CudaDevice:
+    """See ``Device``. Life: made, which opens nothing -> opened by its first use -> until the process ends.
+
+    Attributes:
+        model: what its maker calls it.
+    """
+
+    def __init__(self, driver: Any, ordinal: int) -> None:
+        self._driver = driver
+        self._ordinal = ordinal
+        name = bytes(call(driver.cuDeviceGetName, 128, call(driver.cuDeviceGet, ordinal)))
+        self.model = name.partition(b"\0")[0].decode(errors="replace")
+        self._lock = threading.Lock()
+        self._ranges = RegisteredRanges()
+        self._opened: _Opened | None = None
+
+    @property
+    def name(self) -> str:
+        """See ``Device``."""
+        return f"cuda:{self._ordinal}"
+
+    @property
+    def lost(self) -> str:
+        """Why it does not work any more; "" while it does."""
+        return "" if self._opened is None else self._opened.primary.lost
+
+    @property
+    def kernel_missing(self) -> str:
+        """Why small pieces do not go by a kernel; "": they do. Opens the device."""
+        return self._open().kernel_missing
+
+    @property
+    def kernel_below(self) -> Mapping[Way, int]:
+        """Below which length pieces go by the kernel, as was measured. Opens the device."""
+        return self._open().copies.kernel_below
+
+    @property
+    def batches(self) -> bool:
+        """Whether many pieces go with one call of the driver. Opens the device."""
+        return self._open().copies.batches
+
+    def _open(self) -> _Opened:
+        with self._lock:
+            if self._opened is not None:
+                return self._opened
+            opened = self._opened = _Opened(self._driver, self._ordinal, self._ranges)
+        if not opened.kernel_missing:  # others may copy meanwhile, with engines alone
+            opened.copies.kernel_below = calibrate(self, self.stream())
+        return opened
+
+    def allocate(self, nbytes: int) -> CudaMemory:
+        """See ``Device``."""
+        primary = self._open().primary
+        with primary.current():
+            return CudaMemory(primary, int(call(self._driver.cuMemAlloc, nbytes)), nbytes)
+
+    def owns(self, address: int) -> bool:
+        """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it."""
+        if self._opened is None:
+            _, active = call(self._driver.cuDevicePrimaryCtxGetState, call(self._driver.cuDeviceGet, self._ordinal))
+            if not active:
+                return False
+        opened = self._open()
+        with opened.primary.current():
+            return opened.copies.owns(address)
+
+    def register(self, memory: Bytes) -> None:
+        """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait meanwhile. It is
+        registered for all devices, so that a second one of this process refuses the same memory."""
+        opened, driver = self._open(), self._driver
+        start, flags = memory.ctypes.data, driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        if not memory.flags.writeable:
+            if not opened.registers_read_only:
+                raise Unavailable(f"{self.name}: the driver cannot register memory that is mapped read-only")
+            flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
+        with opened.primary.current():
+            call(driver.cuMemHostRegister, start, memory.nbytes, flags)
+            try:
+                there = int(call(driver.cuMemHostGetDevicePointer, start, 0))
+            except DriverError:  # engines find the way all the same, the kernel is not given it
+                return
+        self._ranges.add(RegisteredRange(start, start + memory.nbytes, there, memory.flags.writeable))
+
+    def unregister(self, memory: Bytes) -> None:
+        """See ``Device``."""
+        self._ranges.remove(memory.ctypes.data)
+        if not self.lost:
+            with self._open().primary.current():
+                call(self._driver.cuMemHostUnregister, memory.ctypes.data)
+
+    def stream(self) -> CudaStream:
+        """See ``Device``. It waits for no other stream, not even for the default one."""
+        opened, driver = self._open(), self._driver
+        with opened.primary.current():
+            handle = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        stream = CudaStream(opened, handle)
+        weakref.finalize(stream, opened.primary.let_go, driver.cuStreamDestroy, handle).atexit = False
+        return stream
+
+    def stream_of(self, handle: int) -> CudaStream:
+        """See ``Device``. It stays the other library's, which keeps it as long as this is used."""
+        return CudaStream(self._open(), self._driver.CUstream(handle))
+
+
+class _Opened:
+    """What a device has once it was opened."""
+
+    def __init__(self, driver: Any, ordinal: int, ranges: RegisteredRanges) -> None:
+        self.driver = driver
+        self.primary = PrimaryContext(driver, ordinal)
+        self.kernel_missing = ""
+        with self.primary.current():
+            self.registers_read_only = bool(self.primary.attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
+            self.copies = CudaCopies(self.primary, ranges, BatchCall.find(driver), self._kernel())
+
+    def _kernel(self) -> Kernel | None:
+        major, minor = (self.primary.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        try:
+            return Kernel(self.driver, cubin_for(10 * major + minor, cache_folder()))
+        except DeviceLost:
+            raise
+        except Unavailable as error:  # there is no NVRTC, or an older driver that cannot load what it makes
+            self.kernel_missing = str(error)
+        return None
+
+
+class CudaMemory:
+    """See ``DeviceMemory``."""
+
+    def __init__(self, primary: PrimaryContext, address: int, nbytes: int) -> None:
+        self._primary = primary
+        self._address = address
+        self._nbytes = nbytes
+        self._freed = False
+
+    @property
+    def address(self) -> int:
+        """See ``DeviceMemory``."""
+        return self._address
+
+    @property
+    def nbytes(self) -> int:
+        """See ``DeviceMemory``."""
+        return self._nbytes
+
+    def free(self) -> None:
+        """See ``DeviceMemory``."""
+        freed, self._freed = self._freed, True
+        if not freed and not self._primary.lost:
+            with self._primary.current():
+                call(self._primary.driver.cuMemFree, self._address)
+
+
+class CudaStream:
+    """See ``DeviceStream``."""
+
+    def __init__(self, opened: _Opened, handle: Any) -> None:
+        self._opened = opened
+        self._handle = handle
+
+    @property
+    def handle(self) -> int:
+        """See ``DeviceStream``. 0: the default stream of this process."""
+        return int(self._handle)
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """See ``DeviceStream``."""
+        if len(nbytes):
+            with self._opened.primary.current():
+                self._opened.copies.copy(self._handle, targets, sources, nbytes)
+
+    def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """The same by the kernel, whatever its length. Raises Unavailable where the device cannot reach a piece."""
+        with self._opened.primary.current():
+            if not self._opened.copies.by_kernel(self._handle, targets, sources, nbytes, ALWAYS):
+                raise Unavailable("cuda: the kernel cannot reach that memory")
+
+    def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """The same by the copy engines, whatever its length."""
+        with self._opened.primary.current():
+            self._opened.copies.by_engines(self._handle, targets, sources, nbytes)
+
+    def wait(self, event: DeviceEvent) -> None:
+        """See ``DeviceStream``. The event may be another CUDA device's."""
+        assert isinstance(event, CudaEvent)
+        with self._opened.primary.current():
+            call(self._opened.driver.cuStreamWaitEvent, self._handle, event.handle, 0)
+
+    def record(self) -> CudaEvent:
+        """See ``DeviceStream``."""
+        primary, driver = self._opened.primary, self._opened.driver
+        with primary.current():
+            handle = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            event = CudaEvent(primary, handle)
+            weakref.finalize(event, primary.let_go, driver.cuEventDestroy, handle).atexit = False
+            call(driver.cuEventRecord, handle, self._handle)
+        return event
+
+
+class CudaEvent:
+    """See ``DeviceEvent``."""
+
+    def __init__(self, primary: PrimaryContext, handle: Any) -> None:
+        self._primary = primary
+        self.handle = handle
+
+    def over(self) -> bool:
+        """See ``DeviceEvent``."""
+        with self._primary.current():
+            (code,) = self._primary.driver.cuEventQuery(self.handle)
+            if code.name not in (SUCCESS, NOT_READY):
+                raise fault(code.name, "cuEventQuery")
+        return bool(code.name == SUCCESS)
+
+    def wait(self, deadline_s: float) -> None:
+        """See ``DeviceEvent``. The driver's own way of waiting has no deadline: this looks, at first without pause."""
+        pause_s = 0.0
+        while not self.over():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded("cuda: a copy did not end in time")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(PAUSE_MAX_S, pause_s + 10e-6)

@@ -1,0 +1,172 @@
+"""What of CUDA is decided without a device: errors, ways of pieces, and one line why there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+from kvstore.errors import OutOfSpace, Unavailable
+from kvstore.tier import cuda, cuda_driver
+from kvstore.tier.cuda_calibration import LENGTHS, MEASURED_BYTES, pieces
+from kvstore.tier.cuda_copies import (
+    BATCH_VERSION,
+    RegisteredRange,
+    RegisteredRanges,
+    attributes,
+    in_allocations,
+    named,
+    threshold,
+)
+from kvstore.tier.cuda_driver import LOST, DriverError, call, fault, too_old
+from kvstore.tier.device import DeviceLost
+
+BASE = 0x7F00_0000_0000
+
+
+def u64(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.uint64)
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# --- Whether there is one -------------------------------------------------------------------------------------------
+
+
+def test_without_a_driver_there_is_one_line() -> None:
+    devices, missing = cuda.find()
+    assert bool(devices) == (not missing)
+    assert "\n" not in missing
+    if not has_driver():
+        assert missing == "no NVIDIA driver"
+
+
+def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    cuda_driver.begin.cache_clear()
+    cuda._devices.cache_clear()
+    assert cuda.find() == ((), "cuda-python is not installed")
+
+
+def test_an_old_driver_is_told_with_its_version() -> None:
+    assert too_old(11080) == "the NVIDIA driver is too old (CUDA 11.8, not 12.0 or later)"
+    assert too_old(12000) == too_old(13040) == ""
+
+
+def test_the_modules_load_no_driver_and_no_package() -> None:
+    look = "import sys, kvstore.tier.cuda; print([name for name in sys.modules if name.partition('.')[0] == 'cuda'])"
+    assert subprocess.check_output([sys.executable, "-c", look], text=True) == "[]\n"
+
+
+# --- Errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_errors_that_end_a_process_are_lost_devices() -> None:
+    """As the driver's own words have it."""
+    ends = {
+        each.name for each in driver.CUresult if "process must be terminated" in " ".join((each.__doc__ or "").split())
+    }
+    assert len(ends) > 8
+    assert ends <= LOST
+    assert {each.name for each in driver.CUresult} >= LOST
+
+
+def test_errors_of_the_driver_become_ours() -> None:
+    assert type(fault("CUDA_ERROR_ILLEGAL_ADDRESS", "cuX")) is DeviceLost
+    assert type(fault("CUDA_ERROR_OUT_OF_MEMORY", "cuX")) is OutOfSpace
+    other = fault("CUDA_ERROR_NOT_PERMITTED", "cuMemHostRegister")
+    assert isinstance(other, Unavailable) and not isinstance(other, DeviceLost)
+    assert str(other) == "cuda: cuMemHostRegister: CUDA_ERROR_NOT_PERMITTED"
+    assert str(pickle.loads(pickle.dumps(other))) == str(other)
+    assert named(driver, 700) == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert named(driver, 54321) == "error 54321"
+
+
+def test_calls_return_what_stands_beside_the_code() -> None:
+    ok = driver.CUresult.CUDA_SUCCESS
+    assert call(lambda: (ok,)) is None
+    assert call(lambda: (ok, 3)) == 3
+    assert call(lambda: (ok, 3, 4)) == (3, 4)
+    with pytest.raises(OutOfSpace, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        call(lambda: (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None))
+
+
+def test_a_call_that_the_driver_lacks_is_one_line() -> None:
+    def cuNewCall() -> None:
+        raise RuntimeError('Function "cuNewCall" not found\nlibcuda.so.1')
+
+    with pytest.raises(DriverError, match='^cuda: cuNewCall: Function "cuNewCall" not found$'):
+        call(cuNewCall)
+
+
+# --- Ways of pieces -------------------------------------------------------------------------------------------------
+
+
+def test_attributes_are_those_that_the_call_of_12_8_takes() -> None:
+    """Order of the source, two places of a type and a number each, flags: 24 bytes."""
+    assert BATCH_VERSION == 12080
+    found = attributes(driver)
+    found.flags = 9
+    words = (ctypes.c_uint32 * 6).from_address(int(found.getPtr()))
+    assert list(words) == [1, 0, 0, 0, 0, 9]
+
+
+def test_the_threshold_is_where_the_kernel_stops_being_worth_it() -> None:
+    lengths = (4, 16, 64)
+    assert threshold(lengths, [1, 1, 1], [2, 2, 2]) == 128
+    assert threshold(lengths, [1, 1, 1], [2, 2, 1]) == 64
+    assert threshold(lengths, [1, 1, 1], [2, 1.2, 2]) == 16  # faster, but not by enough
+    assert threshold(lengths, [1, 1, 1], [1, 2, 2]) == 0
+
+
+def test_what_is_measured_lies_in_what_was_allocated() -> None:
+    for length in LENGTHS:
+        targets, sources, nbytes = pieces(1 << 40, 2 << 40, length)
+        assert int(nbytes.sum()) == MEASURED_BYTES
+        assert (np.diff(targets) == 2 * length).all()
+        assert int(targets[-1]) + length <= (1 << 40) + 2 * MEASURED_BYTES
+        assert int(sources[0]) == 2 << 40
+
+
+def test_registered_memory_is_found_where_the_device_sees_it() -> None:
+    ranges = RegisteredRanges()
+    inside, there = ranges.seen(u64(5), u64(1), write=False)
+    assert (inside.tolist(), there.tolist()) == ([False], [5])
+    ranges.add(RegisteredRange(BASE + 0x9000, BASE + 0xA000, 0x100, False))
+    ranges.add(RegisteredRange(BASE, BASE + 0x1000, BASE, True))
+    at = u64(BASE, BASE + 0xFFF, BASE + 0xFFF, BASE + 0x1000, BASE - 1, BASE + 0x9010, BASE + 0x9010)
+    nbytes = u64(0x1000, 1, 2, 1, 1, 0xFF0, 0xFF1)
+    inside, there = ranges.seen(at, nbytes, write=False)
+    assert inside.tolist() == [True, True, False, False, False, True, False]
+    assert there.tolist() == [*at[:5].tolist(), 0x110, int(at[6])]
+    assert ranges.seen(at, nbytes, write=True)[0].tolist() == [True, True, False, False, False, False, False]
+    ranges.remove(BASE)
+    assert ranges.seen(at, nbytes, write=False)[0].tolist() == [False, False, False, False, False, True, False]
+
+
+def test_pieces_in_memory_of_the_device_are_found_with_few_questions() -> None:
+    asked = []
+
+    def allocation(address: int) -> tuple[int, int] | None:
+        asked.append(address)
+        start = address // 1000 * 1000
+        return None if start == 3000 else (start, start + 1000)
+
+    ok, one = u64(1000, 2500, 1999, 2000), u64(1, 1, 1, 1)
+    assert in_allocations(ok, one, allocation)
+    assert asked == [1000, 2500]
+    assert in_allocations(u64(), u64(), allocation)
+    assert not in_allocations(u64(1000, 3500), u64(1, 1), allocation)
+    assert not in_allocations(u64(1999), u64(2), allocation)  # it goes on behind the end
+    assert not in_allocations(u64(*range(10_000, 30_000, 1000)), np.ones(20, np.uint64), allocation)  # too many

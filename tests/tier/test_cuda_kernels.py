@@ -1,0 +1,108 @@
+"""The kernel compiles for every device we name, without one; and what was compiled is kept where nobody else writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.tier.cuda_kernels import (
+    NAME,
+    PIECES_MAX,
+    TILE_BYTES,
+    cache_folder,
+    compiled,
+    cubin_for,
+    keep,
+    kept,
+    launches,
+)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_kernel_compiles_without_a_device(arch: int) -> None:
+    cubin = compiled(arch)
+    assert cubin.startswith(b"\x7fELF")
+    assert NAME in cubin
+
+
+def test_a_device_that_the_compiler_does_not_know_is_told_in_one_line() -> None:
+    with pytest.raises(Unavailable, match="^NVRTC: [^\n]+$"):
+        compiled(30)
+
+
+def test_a_cubin_is_compiled_once(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "kvstore"
+    first = cubin_for(90, folder)
+    (path,) = folder.iterdir()
+    assert kept(path) == first
+    keep(path, b"another one")  # what is found is what is used
+    assert cubin_for(90, folder) == b"another one"
+    assert cubin_for(80, folder).startswith(b"\x7fELF")  # another device's has another name
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda all: all[:-1], lambda all: all[:40] + b"?" + all[41:], lambda all: b""])
+def test_a_damaged_one_is_compiled_again(damage, tmp_path: Path) -> None:
+    path = tmp_path / "x.cubin"
+    keep(path, b"code" * 100)
+    path.write_bytes(damage(path.read_bytes()))
+    assert kept(path) is None
+
+
+def test_what_others_can_write_is_not_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "kvstore"
+    path = folder / "x.cubin"
+    keep(path, b"code")
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+    folder.chmod(0o770)
+    assert kept(path) is None
+    keep(folder / "y.cubin", b"code")  # nothing is put there either
+    folder.chmod(0o700)
+    assert [each.name for each in folder.iterdir()] == ["x.cubin"]
+    (folder / "y.cubin").symlink_to(path)
+    assert kept(folder / "y.cubin") is None
+    (tmp_path / "link").symlink_to(folder)
+    assert kept(tmp_path / "link" / "x.cubin") is None
+
+
+def test_a_folder_that_cannot_be_made_costs_nothing_but_time(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert cubin_for(90, tmp_path / "file" / "kvstore").startswith(b"\x7fELF")
+
+
+def test_cubins_lie_in_the_folder_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert cache_folder() == Path("/c/kvstore")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/h")
+    assert cache_folder() == Path("/h/.cache/kvstore")
+
+
+def arguments(launch) -> tuple[np.ndarray, int, int]:
+    """What the kernel gets of a launch: its three tables, the pieces and the tiles of a piece."""
+    pieces, count, tiles = (
+        int(at) for at in np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint64 * 3).from_address(launch.address))
+    )
+    table = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint64 * (3 * PIECES_MAX)).from_address(pieces))
+    numbers = [np.ctypeslib.ctypes.c_uint32.from_address(at).value for at in (count, tiles)]
+    return table.reshape(3, -1).copy(), *numbers
+
+
+def test_each_piece_is_in_one_launch() -> None:
+    count = 2 * PIECES_MAX + 3
+    targets = np.arange(count, dtype=np.uint64) * 7 + (1 << 47)
+    sources = targets + 1_000_000
+    nbytes = np.arange(count, dtype=np.uint64) * 100
+    nbytes[[5, PIECES_MAX]] = 0
+    found = []
+    for launch in launches(targets, sources, nbytes, 32):
+        table, pieces, tiles = arguments(launch)
+        assert tiles == -(-int(table[2].max()) // TILE_BYTES)
+        assert launch.blocks == min(32, pieces * tiles)
+        found += list(zip(*table[:, :pieces].tolist(), strict=True))
+    some = nbytes > 0
+    assert found == list(zip(targets[some].tolist(), sources[some].tolist(), nbytes[some].tolist(), strict=True))
+    assert list(launches(targets, sources, np.zeros(count, np.uint64), 32)) == []
