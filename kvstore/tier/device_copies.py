@@ -39,7 +39,7 @@ class CopyStream:
 
 
 @dataclass(eq=False)
-class Bounce:
+class PinnedBounce:
     """Pinned memory, the borrower's until it gives it back. ``event``: behind the last copy to or from it, set by the
     borrower as soon as there is one."""
 
@@ -62,17 +62,19 @@ class PinnedBounces:
     A late one is nobody's: the device may still read or write it.
     """
 
-    _left: ClassVar[list[Bounce]] = []  # late when their owner closed: the device may touch them until the process ends
+    _left: ClassVar[
+        list[PinnedBounce]
+    ] = []  # late when their owner closed: the device may touch them until the process ends
 
     def __init__(self, device: Device, nbytes_max: int = BOUNCE_BYTES_MAX) -> None:
         self._device, self._nbytes_max = device, nbytes_max
         self._changed = threading.Condition()
-        self._free: list[Bounce] = []  # the one used last on top: it may be in the cache
-        self._late: list[Bounce] = []
+        self._free: list[PinnedBounce] = []  # the one used last on top: it may be in the cache
+        self._late: list[PinnedBounce] = []
         self._nbytes = 0
 
     @contextlib.contextmanager
-    def borrow(self, nbytes: int, deadline_s: float) -> Iterator[Bounce]:
+    def borrow(self, nbytes: int, deadline_s: float) -> Iterator[PinnedBounce]:
         """At least ``nbytes``, page-aligned, whatever it held. To leave without an error says that its event is over.
 
         Raises:
@@ -99,7 +101,7 @@ class PinnedBounces:
             self._left.extend(self._late)
             self._late.clear()
 
-    def _take(self, nbytes: int, deadline_s: float) -> Bounce:
+    def _take(self, nbytes: int, deadline_s: float) -> PinnedBounce:
         with self._changed:
             while True:
                 for bounce in reversed(self._free):
@@ -117,7 +119,7 @@ class PinnedBounces:
                 self._changed.wait(min(left_s, LATE_POLL_S) if self._late else left_s)
                 self._reap()
 
-    def _make(self, nbytes: int) -> Bounce:
+    def _make(self, nbytes: int) -> PinnedBounce:
         memory, pinned = large_buffer(nbytes), True
         memory[:: 1 << 12] = 0  # what is pinned must be populated
         try:
@@ -127,7 +129,7 @@ class PinnedBounces:
         except Unavailable:
             pinned = False  # copies take longer
         self._nbytes += len(memory)
-        return Bounce(memory, pinned)
+        return PinnedBounce(memory, pinned)
 
     def _reap(self) -> None:
         """Late ones whose event has come are free."""
@@ -137,7 +139,7 @@ class PinnedBounces:
                     self._late.remove(bounce)
                     self._free.append(bounce)
 
-    def _drop(self, bounce: Bounce) -> None:
+    def _drop(self, bounce: PinnedBounce) -> None:
         self._nbytes -= len(bounce.memory)
         if bounce.pinned:
             self._device.unregister(bounce.memory)

@@ -20,7 +20,7 @@ from kvstore.tier.device_copies import CopyStream, PinnedBounces, places_in
 COPY_DEADLINE_S: Final = 10.0  # of one page
 
 
-class Arena(Protocol):
+class FrameMap(Protocol):
     """Where frames lie in a device's memory: ``positions`` of so many frames of a class."""
 
     @property
@@ -43,24 +43,24 @@ class Arena(Protocol):
         ...
 
 
-class PageMajorArena:
-    """See ``Arena``: frames of any class, each contiguous."""
+class PageMajorFrames:
+    """See ``FrameMap``: frames of any class, each contiguous."""
 
     def __init__(self, address: int, extent_bytes: int, positions: int) -> None:
         self._address, self.extent_bytes, self.positions = address, extent_bytes, positions
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``Arena``."""
+        """See ``FrameMap``."""
         return self.extent_bytes // frame_class.frame_bytes
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
-        """See ``Arena``."""
+        """See ``FrameMap``."""
         start = self._address + position * self.extent_bytes + frame * frame_class.frame_bytes
         return np.array([start], np.uint64), np.array([frame_class.frame_bytes], np.uint64)
 
 
-class StridedArena:
-    """See ``Arena``: blocks of another engine, all of one class, as one extent.
+class StridedFrames:
+    """See ``FrameMap``: blocks of another engine, all of one class, as one extent.
 
     A page's bytes lie in the order ``[layer][dims...][piece]``. A tensor for each layer of shape ``[B, H, N, C]`` is
     ``layers`` = their addresses, ``block_stride`` = ``H*N*C``, no ``dims`` and ``piece_bytes`` = ``H*N*C`` as well; one
@@ -95,11 +95,11 @@ class StridedArena:
         self._places, self._sizes = _joined(places, piece_bytes)
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``Arena``."""
+        """See ``FrameMap``."""
         return self._blocks if frame_class == self._frame_class else 0
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
-        """See ``Arena``."""
+        """See ``FrameMap``."""
         return self._places + np.uint64(frame * self._block_stride), self._sizes
 
 
@@ -125,7 +125,7 @@ class HbmStore:
     def __init__(
         self,
         device: Device,
-        arena: Arena,
+        arena: FrameMap,
         incarnation: int,
         found: Iterable[tuple[int, FrameClass]] = (),
         deadline_s: float = COPY_DEADLINE_S,

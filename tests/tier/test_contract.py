@@ -17,7 +17,7 @@ from kvstore.tier.disk import Disk, FileDisk, MemoryDisk, aligned_buffer
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.hbm import HbmStore, PageMajorArena, StridedArena
+from kvstore.tier.hbm import HbmStore, PageMajorFrames, StridedFrames
 from kvstore.tier.host_device import HostDevice, HostMemory
 from kvstore.tier.nvme_devices import NvmeDevices
 from tests.helpers.memory_store import MemoryStore
@@ -97,7 +97,7 @@ def dram_opener(folder: NodeFolder) -> Opener:
 def hbm_opener(*, strided: bool) -> Opener:
     device = HostDevice(seed=3)
     memory = device.allocate(EXTENT_BYTES * POSITIONS)
-    arena = StridedByClass(memory) if strided else PageMajorArena(memory.address, EXTENT_BYTES, POSITIONS)
+    arena = StridedByClass(memory) if strided else PageMajorFrames(memory.address, EXTENT_BYTES, POSITIONS)
     incarnations = iter(range(1, 100))
     stores: list[HbmStore] = []
     carved: dict[int, FrameClass] = {}
@@ -138,7 +138,7 @@ class StridedByClass:
         begin = self._memory.address + position * EXTENT_BYTES
         layers = [begin + layer * frames * block_bytes for layer in range(frame_class.layers)]
         dims = [(tokens, content), (heads, tokens * content)]
-        arena = StridedArena(frame_class, layers, frames, block_bytes, dims, content)
+        arena = StridedFrames(frame_class, layers, frames, block_bytes, dims, content)
         return arena.pieces(0, frame, frame_class)
 
 

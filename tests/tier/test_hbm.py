@@ -14,7 +14,7 @@ from kvstore.tier import device_copies, hbm
 from kvstore.tier.base import Bytes
 from kvstore.tier.device import DeviceLost
 from kvstore.tier.device_copies import CopyStream, PinnedBounces
-from kvstore.tier.hbm import HbmStore, PageMajorArena, StridedArena
+from kvstore.tier.hbm import HbmStore, PageMajorFrames, StridedFrames
 from kvstore.tier.host_device import POISON, HostDevice
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
 
@@ -30,7 +30,7 @@ class Fixture:
     def __init__(self, deadline_s: float = NOBODY) -> None:
         self.device = HostDevice(seed=1)
         self.memory = self.device.allocate(FRAMES * PAGE.frame_bytes)
-        arena = PageMajorArena(self.memory.address, FRAMES * PAGE.frame_bytes, 1)
+        arena = PageMajorFrames(self.memory.address, FRAMES * PAGE.frame_bytes, 1)
         self.store = HbmStore(self.device, arena, 1, [(0, PAGE)], deadline_s)
 
     def write(self, frame: int, value: int) -> None:
@@ -181,7 +181,7 @@ def test_pages_of_a_foreign_arena() -> None:
     page = FrameClass(wanted.shape[1], tokens, layers)
     bases = [memory.address + layer * 2 * half for layer in range(layers)]
     dims = [(heads, content), (tokens, heads * content), (2, half)]
-    arena = StridedArena(page, bases, blocks, tokens * heads * content, dims, content)
+    arena = StridedFrames(page, bases, blocks, tokens * heads * content, dims, content)
     store = HbmStore(device, arena, 1, [(0, page)])
     assert store.frames_of(page) == blocks and store.frames_of(PAGE) == 0
     for block in range(blocks):
