@@ -15,7 +15,7 @@ from kvstore.catalog import schema
 from kvstore.catalog.connect import to_catalog
 from kvstore.catalog.schema import ConductorEntry, DataEntry, EngineEntry, NodeEntry
 from kvstore.cli.output import bytes_text, duration_text, print_json, print_table
-from kvstore.cli.tiers import transports_text
+from kvstore.cli.tiers import ways_text
 from kvstore.errors import KVStoreError, NodeUnavailable
 from kvstore.transfer.credentials import credentials_of
 from kvstore.transfer.tcp import DataConnection
@@ -105,7 +105,7 @@ def asked(
 
 def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
     """What the owner of a part of the directory knows, and how old the oldest of it is."""
-    pages = f"pages of {server.node}, over {transports_text(server.transports)}"
+    pages = f"pages of {server.node}, over {ways_text(server.transports)}"
     if told is None:
         return f"{pages}; does not answer"
     ages = told.get("heard_ago_s", {}).items()

@@ -27,7 +27,8 @@ def tiers(node: str | None, as_json: bool) -> None:
     with kvstore.connect(node) as store:
         stats = store.stats()
     if as_json:
-        print_json({name: stats[name] for name in ("name", "state", "tiers", "clients", "peers") if name in stats})
+        shown = ("name", "state", "tiers", "clients", "peers", "devices")
+        print_json({name: stats[name] for name in shown if name in stats})
         return
     if stats["state"] == "down":
         print_pairs(of_files(stats))
@@ -37,7 +38,7 @@ def tiers(node: str | None, as_json: bool) -> None:
     click.echo()
     _print_flow(found)
     click.echo()
-    print_pairs({**_more(found, stats["clients"]), **of_peers(stats)})
+    print_pairs({**_more(found, stats["clients"]), **of_peers(stats), **of_devices(stats)})
 
 
 def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -49,7 +50,16 @@ def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def of_peers(stats: Mapping[str, Any]) -> dict[str, object]:
     """How pages of other nodes come here, a line for each node."""
-    return {f"pages from {name}": transports_text(about) for name, about in stats.get("peers", {}).items()}
+    return {f"pages from {name}": ways_text(about) for name, about in stats.get("peers", {}).items()}
+
+
+def of_devices(stats: Mapping[str, Any]) -> dict[str, object]:
+    """The devices of the node's machine, and how bytes come to and from them, in one line."""
+    about = stats.get("devices")
+    if about is None:
+        return {}
+    names = ", ".join(f"{name} ({model})" for name, model in about["devices"].items())
+    return {"devices": f"none: {about['missing']}" if about["missing"] else f"{names}; {ways_text(about['paths'])}"}
 
 
 def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
@@ -60,7 +70,7 @@ def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
     return {"tells": told["fault"] or f"{told['owners']} nodes what it has, {told['queued']} pages to go"}
 
 
-def transports_text(about: Mapping[str, str]) -> str:
+def ways_text(about: Mapping[str, str]) -> str:
     """Which are live, and why others are not."""
     live = ", ".join(name for name, why in about.items() if not why) or "no way"
     return "; ".join([live, *(f"{name}: {why}" for name, why in about.items() if why)])

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.tier.cuda_calibration import calibrate
 from kvstore.tier.cuda_copies import ALWAYS, BatchCall, CudaCopies, RegisteredRange, RegisteredRanges, Way
-from kvstore.tier.cuda_driver import NOT_READY, SUCCESS, DriverError, PrimaryContext, begin, call, fault
+from kvstore.tier.cuda_driver import NOT_READY, SUCCESS, CurrentContext, DriverError, PrimaryContext, begin, call, fault
 from kvstore.tier.cuda_kernels import Kernel, cache_folder, cubin_for
 from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceLost
 
@@ -101,6 +101,10 @@ class CudaDevice:
             opened.copies.kernel_below = calibrate(self, self.stream())
         return opened
 
+    def current(self) -> CurrentContext:
+        """``with``: what other libraries ask the driver in this thread is of this device."""
+        return self._open().primary.current()
+
     def allocate(self, nbytes: int) -> CudaMemory:
         """See ``Device``."""
         primary = self._open().primary
@@ -116,6 +120,11 @@ class CudaDevice:
         opened = self._open()
         with opened.primary.current():
             return opened.copies.owns(address)
+
+    def reaches(self, other: CudaDevice) -> bool:
+        """Whether it can read the memory of another one by itself."""
+        ours, theirs = (call(self._driver.cuDeviceGet, device._ordinal) for device in (self, other))
+        return bool(call(self._driver.cuDeviceCanAccessPeer, ours, theirs))
 
     def register(self, memory: Bytes) -> None:
         """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait meanwhile. It is

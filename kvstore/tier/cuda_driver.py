@@ -9,7 +9,9 @@ top of the calling thread's stack of contexts, and the stack is left as it was f
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
@@ -18,6 +20,8 @@ from kvstore.errors import KVStoreError, OutOfSpace, Unavailable
 from kvstore.tier.device import DeviceLost
 
 VERSION_MIN: Final = 12000  # of CUDA, as the driver counts: that of the oldest driver whose calls all of this has
+NO_PACKAGE: Final = "cuda-python is not installed"
+NO_DRIVER: Final = "no NVIDIA driver"
 SUCCESS: Final = "CUDA_SUCCESS"
 NOT_READY: Final = "CUDA_ERROR_NOT_READY"
 OUT_OF_MEMORY: Final = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -77,6 +81,20 @@ def call(function: Callable[..., Any], *arguments: object) -> Any:
     return found[0] if len(found) == 1 else tuple(found) or None
 
 
+def absent() -> str:
+    """Why there can be no driver, seen without asking it for anything; "": ``begin`` would tell."""
+    try:
+        if importlib.util.find_spec("cuda.bindings.driver") is None:
+            return NO_PACKAGE
+    except ModuleNotFoundError:
+        return NO_PACKAGE
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return NO_DRIVER
+    return ""
+
+
 @cache
 def begin() -> Any:
     """The package's module of the driver, which has begun. Raises Unavailable: one line why there is none."""
@@ -84,7 +102,7 @@ def begin() -> Any:
         driver = importlib.import_module("cuda.bindings.driver")
         absent = importlib.import_module("cuda.pathfinder").DynamicLibNotFoundError
     except ImportError:
-        raise Unavailable("cuda-python is not installed") from None
+        raise Unavailable(NO_PACKAGE) from None
     try:
         (code,) = driver.cuInit(0)
         if code.name == SUCCESS:
@@ -93,7 +111,7 @@ def begin() -> Any:
                 raise Unavailable(why)
             return driver
     except absent:
-        raise Unavailable("no NVIDIA driver") from None
+        raise Unavailable(NO_DRIVER) from None
     except (RuntimeError, ValueError) as error:
         raise Unavailable(f"the NVIDIA driver cannot be used ({str(error).partition(chr(10))[0]})") from None
     if code.name == NO_DEVICE:
@@ -131,9 +149,9 @@ class PrimaryContext:
         attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(self.driver.cuDeviceGetAttribute, attribute, self.device))
 
-    def current(self) -> _Current:
+    def current(self) -> CurrentContext:
         """``with``: calls of this thread are to this device. Raises DeviceLost."""
-        return _Current(self)
+        return CurrentContext(self)
 
     def let_go(self, function: Callable[..., Any], handle: object) -> None:
         """Give up an event or a stream: when nobody knows it any more, in whichever thread. It cannot fail."""
@@ -142,7 +160,7 @@ class PrimaryContext:
             self.driver.cuCtxPopCurrent()
 
 
-class _Current:
+class CurrentContext:
     """See ``PrimaryContext.current``.
 
     Another thread may be recording a CUDA graph; while one does, the driver refuses some calls of all threads, and ends

@@ -136,3 +136,35 @@ def test_daemon_down(
         assert json.loads(text) == {"name": "n", "state": "down", "tiers": {"dram": about}}
     else:
         assert lines(text) == ["node n (down)", "dram 64 MiB, 32 MiB populated", "pages 7 in DRAM, 5 on NVMe"]
+
+
+@pytest.mark.parametrize("command", ["tiers", "status"])
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"missing": "no NVIDIA driver", "devices": {}, "paths": {}}, "none: no NVIDIA driver"),
+        (
+            {
+                "missing": "",
+                "devices": {"cuda:0": "NVIDIA H100"},
+                "paths": {"engines": "", "kernel": "", "peers": "there is one device", "nixl": "not installed"},
+            },
+            "cuda:0 (NVIDIA H100); engines, kernel; peers: there is one device; nixl: not installed",
+        ),
+    ],
+)
+def test_devices_are_one_line(
+    command: str,
+    found: dict[str, Any],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with kvstore.open(dram="8MiB", scrub_bytes_per_s=0) as store:
+        stats = {**store.stats(), "devices": found}
+    monkeypatch.setattr(kvstore, "connect", lambda node: FakeStore(stats))
+    assert run(cli, [command]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("devices")]
+    assert line.split(maxsplit=1)[1] == words
+    assert run(cli, [command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == found

@@ -21,6 +21,7 @@ from kvstore.state.frames import Segment
 from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.nvme_devices import NvmeDevices, today
+from kvstore.transfer.device_paths import DevicePaths
 from tests.helpers.inside import node_of
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
@@ -39,6 +40,10 @@ def prompt(pages: int) -> np.ndarray[Any, Any]:
 
 def pages(count: int) -> np.ndarray[Any, Any]:
     return np.zeros((count, PAGE), np.uint8)
+
+
+def test_devices_are_told_where_there_is_no_driver(store: kvstore.Store) -> None:
+    assert store.stats()["devices"] == DevicePaths([]).look()
 
 
 # --- counts ---------------------------------------------------------------------------------------------------------

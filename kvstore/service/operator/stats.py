@@ -28,6 +28,7 @@ from kvstore.state.space import Space
 from kvstore.tier.counters import LATENCY_BOUNDS_S, Histogram
 from kvstore.tier.header import DaemonState
 from kvstore.tier.nvme_devices import today
+from kvstore.transfer.device_paths import paths_of
 
 _EVICTED = "evicted_"
 TENANTS_BYTES, TENANTS_MAX = 32 << 10, 200  # of a whole answer, which is one message
@@ -64,6 +65,7 @@ def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]
         "unclaimed_bytes": state.tenants.unclaimed(),
         "queues": _queues(node),
         "peers": peer_transports(node.folder),
+        "devices": paths_of(tuple(str(target.path) for target in node.config.nvme)).look(),
         "event_log": {"entries": node.events.entries, "overwritten": node.events.overwritten},
     }
 

@@ -1,0 +1,74 @@
+"""Which ways there are to devices, as a process of its own tells, and in one line where there are none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.tier import cuda, cuda_driver
+from kvstore.tier.host_device import HostDevice
+from kvstore.transfer.device_paths import DevicePaths, ask, asked, copies, nothing, understood
+from kvstore.transfer.gds import DirectFile
+
+FOUND = {"missing": "", "devices": {"cuda:0": "NVIDIA H100"}, "paths": {"engines": "", "gds": "no NVMe here"}}
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_without_a_driver_nobody_is_asked() -> None:
+    found = DevicePaths([]).look()
+    if cuda_driver.absent():
+        assert found == {"missing": "no NVIDIA driver", "devices": {}, "paths": {}}
+    else:
+        assert found["missing"] == "the NVIDIA driver is being asked"
+
+
+def test_without_the_package_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    assert DevicePaths([]).look() == nothing("cuda-python is not installed")
+
+
+def test_what_the_process_says() -> None:
+    assert asked([sys.executable, "-m", "kvstore.transfer.device_paths"], 100) == ask([])
+    assert asked(python(f"print({json.dumps(json.dumps(FOUND))})"), 100) == FOUND
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "asking the NVIDIA driver ended with SIGSEGV"),
+        ("raise SystemExit(3)", "asking the NVIDIA driver ended with 3"),
+        ("print('[]')", "asking the NVIDIA driver ended with 0"),
+    ],
+)
+def test_a_process_that_breaks_is_one_line(code: str, words: str) -> None:
+    assert asked(python(code), 100) == nothing(words)
+
+
+def test_a_process_that_hangs_costs_its_deadline() -> None:
+    assert asked(python("import time; time.sleep(100)"), 0.2) == nothing("the NVIDIA driver did not answer in 0.2 s")
+
+
+def test_a_process_that_cannot_be_started() -> None:
+    assert asked(["/nonexistent"], 1)["missing"] == "the NVIDIA driver cannot be asked (No such file or directory)"
+    assert understood(b'{"missing": ""}', 0) == nothing("asking the NVIDIA driver ended with 0")
+
+
+def test_bytes_come_there_and_back() -> None:
+    assert copies(HostDevice()) == ""
+    device = HostDevice()
+    device.lose()
+    with pytest.raises(Unavailable):
+        copies(device)
+
+
+def test_a_file_that_cannot_be_read_directly_is_told() -> None:
+    device = next(iter(cuda.find().devices), None)
+    with pytest.raises(Unavailable, match="^[^\n]+$"):
+        DirectFile(device, Path("/nonexistent"))  # type: ignore[arg-type]
