@@ -31,6 +31,7 @@ from kvstore.model.replica import (
 PROTOCOL = 2
 HEAD = struct.Struct("<BBHIQQ")
 WRITER = struct.Struct("<QII")  # what the body of RESERVE begins with: write group, shard, shards
+CHAINED = struct.Struct("<QQ")  # in the body of PUBLISH: position of the first page, span of the page before it
 # One datagram; below the 208 KiB default send buffer of Linux, and the bound of what a client can make us hold.
 MESSAGE_BYTES_MAX = 128 * 1024
 BATCH_MAX = 512  # pages or addresses in one request
@@ -70,6 +71,12 @@ class Op(IntEnum):
     DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
     BEGIN = 15  # a=frame class, b=ttl_ms; body as of SEAL_GRANTED: these granted frames are being written as these
     #                pages, and readers may follow. Mostly published, not sent
+    MOUNT = 16  # a=frame class, b=frames of the engine's own memory. Reply: a=number of the segment; NO_SPACE
+    PUBLISH = 17  # a=segment; body root, ``CHAINED``, addresses [n], keys [n]: consecutive pages of one chain, in its
+    #                frames. Mostly published, not sent. Reply: statuses [n]
+    RETRACT = 18  # a=segment; body addresses [n]: these frames' pages may not be read any more. Mostly published, not
+    #                sent. Reply: statuses [n]
+    UNMOUNT = 19  # a=segment. Reply: status
     DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
 
 
@@ -171,6 +178,14 @@ def unpack_key(body: memoryview, offset: int) -> bytes:
     """16 bytes at ``offset``."""
     _need(body, offset + KEY_BYTES)
     return bytes(body[offset : offset + KEY_BYTES])
+
+
+def unpack_keys(body: memoryview, count: int, offset: int) -> list[bytes]:
+    """``count`` keys from ``body`` at ``offset``."""
+    stop = offset + count * KEY_BYTES
+    _need(body, stop)
+    raw = bytes(body[offset:stop])
+    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
 
 
 def pack_statuses(statuses: Iterable[int]) -> bytes:

@@ -16,6 +16,7 @@ from kvstore.state.instructions import (
     CheckSession,
     Copying,
     Drop,
+    EndMount,
     Erase,
     ErasePins,
     ForgetNames,
@@ -24,10 +25,12 @@ from kvstore.state.instructions import (
     Move,
     Reply,
     Save,
+    ShowPages,
     Unindex,
     Unpend,
     WriteGranted,
     WriteLease,
+    WriteMounts,
     WriteName,
     WriteNames,
     WritePin,
@@ -57,33 +60,39 @@ __all__ = [
     "Demote",
     "DevicesLate",
     "Drop",
+    "EndMount",
     "Erase",
     "ErasePins",
     "Erased",
     "Event",
     "Evict",
     "EvictChosen",
+    "FoundMount",
     "ForgetNames",
     "Grant",
     "Instruction",
     "Load",
     "Loaded",
+    "Mount",
     "Move",
     "NameRoot",
     "Pin",
     "Populated",
     "PopulationFailed",
     "Prefetch",
+    "Publish",
     "ReleaseLease",
     "RenewLease",
     "Reply",
     "Reserve",
+    "Retract",
     "Revoke",
     "Save",
     "SaveAll",
     "Saved",
     "Seal",
     "SealGranted",
+    "ShowPages",
     "SessionDead",
     "ConnectionLost",
     "SessionOpened",
@@ -92,10 +101,12 @@ __all__ = [
     "Tick",
     "TierFailed",
     "Unindex",
+    "Unmount",
     "Unpend",
     "Unpin",
     "WriteGranted",
     "WriteLease",
+    "WriteMounts",
     "WriteName",
     "WriteNames",
     "WritePin",
@@ -204,7 +215,7 @@ class SealGranted(Happening):
     replaces: Address | None = None  # it is the head of an object, and replaces this one; all zero: none
     hints: bytes = b""  # of each page how long it is worth keeping (``kvstore.model.retention``); or nothing
     number: int = 0  # of what the session published, growing: see ``Grant.since``; 0: it was sent
-    joins: bool = False  # only other ``SealGranted`` may have been decided just before
+    joins: bool = False  # only what is published may have been decided just before: others of these, and of ``mounts``
 
 
 @dataclass(slots=True)
@@ -487,6 +498,69 @@ class Unpin(Happening):
 
 
 @dataclass(slots=True)
+class Mount(Happening):
+    """An engine wants its own memory known: a segment of so many frames, see ``mounts``."""
+
+    now_ns: int
+    session: int
+    frame_class: FrameClass
+    frames: int
+
+
+@dataclass(slots=True)
+class FoundMount(Happening):
+    """For start: a segment of the daemon before, whose engine lives, and what is in it."""
+
+    now_ns: int
+    session: int
+    segment: int
+    frame_class: FrameClass
+    frames: int
+    addresses: list[Address]
+    keys: list[bytes]
+    roots: list[bytes]
+    spans: list[int]
+
+
+@dataclass(slots=True)
+class Publish(Happening):
+    """Consecutive pages of one chain, the first at ``position``, are in these frames of a mounted segment.
+
+    ``before``: the span of the page before the first one, see ``model.span``.
+    """
+
+    now_ns: int
+    session: int
+    segment: int
+    root: bytes
+    position: int
+    before: int
+    addresses: list[Address]
+    keys: list[bytes]
+    joins: bool = False
+
+
+@dataclass(slots=True)
+class Retract(Happening):
+    """What these frames of a mounted segment hold may not be read any more."""
+
+    now_ns: int
+    session: int
+    segment: int
+    addresses: list[Address]
+    joins: bool = False
+
+
+@dataclass(slots=True)
+class Unmount(Happening):
+    """An engine has no more use for a segment."""
+
+    now_ns: int
+    session: int
+    segment: int
+
+
+@dataclass(slots=True)
 class DevicesLate(Happening):
     """These positions of a tier, and no others, are of devices that do not answer now: those that are being written to
     (``saves``), and those that are read (``loads``). Others go on without what lies there. Never of all devices that
@@ -555,6 +629,11 @@ Event = (
     | Pin
     | RestorePins
     | Unpin
+    | Mount
+    | FoundMount
+    | Publish
+    | Retract
+    | Unmount
     | Populated
     | PopulationFailed
 )

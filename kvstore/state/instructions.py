@@ -258,6 +258,32 @@ class WriteQuarantine:
 
 
 @dataclass(slots=True)
+class ShowPages:
+    """The index lists these pages of mounted segments, all of that root. ``root`` empty: other replicas of pages that
+    it listed before, of which nobody is told."""
+
+    keys: list[bytes]
+    addresses: list[Address]
+    root: bytes = b""
+    spans: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class WriteMounts:
+    """So many segments are mounted; extent numbers below ``next_extent`` were used."""
+
+    count: int
+    next_extent: int = 0
+
+
+@dataclass(slots=True)
+class EndMount:
+    """Whoever has this segment's records mapped misses from now on; they are removed."""
+
+    segment: int
+
+
+@dataclass(slots=True)
 class CheckSession:
     """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
 
@@ -303,6 +329,9 @@ Instruction = (
     | WritePins
     | ErasePins
     | WriteQuarantine
+    | ShowPages
+    | WriteMounts
+    | EndMount
     | CheckSession
     | Reply
 )

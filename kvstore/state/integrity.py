@@ -6,7 +6,7 @@ Run when idle, after every simulated step, and by ``kvstore verify``. Every find
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,6 +18,52 @@ from kvstore.state.spans import spans_by_chain
 from kvstore.state.views import Snapshot
 
 SEALED = FrameState.SEALED
+
+
+def check_all(state: NodeState, entries: Callable[[Tier], Iterable[tuple[bytes, Address]]]) -> list[str]:
+    """All laws of a whole node; ``entries`` of the index for a tier, as of this moment."""
+    found = [
+        line
+        for tier, its in state.spaces.items()
+        for line in check(state, tier, its.records.snapshots(), entries(tier))
+    ]
+    return found if Tier.HBM in state.spaces else [*found, *check_mounts(state, entries(Tier.HBM))]
+
+
+def check_mounts(state: NodeState, index: Iterable[tuple[bytes, Address]]) -> list[str]:
+    """The laws about what engines mounted: the index lists one replica of every page, pages and bytes are counted for
+    the roots that have them, and every segment is of a session that is known."""
+    mounts, accounts = state.mounts, state.tenants.holdings[Tier.HBM]
+    wrong: list[str] = []
+    replicas: dict[bytes, set[Address]] = {}
+    pages: Counter[bytes] = Counter()
+    sizes: Counter[bytes] = Counter()
+    for key, address, root, _ in mounts.replicas():
+        replicas.setdefault(key, set()).add(address)
+        pages[root] += 1
+        sizes[root] += mounts.segments[address.extent].frame_class.frame_bytes
+    listed = dict(index)
+    if listed.keys() != replicas.keys():
+        wrong.append(f"{len(listed)} pages are listed, {len(replicas)} are mounted, and they are not the same")
+    wrong += [
+        f"index {key.hex()}: {address} holds another page, or none"
+        for key, address in listed.items()
+        if address not in replicas.get(key, ())
+    ]
+    for held in accounts.roots:
+        if (held.pages, held.bytes, held.coming) != (pages[held.root], sizes[held.root], 0):
+            wrong.append(
+                f"root {held.root.hex()}: counts {held.pages} pages, {held.bytes} bytes, has {pages[held.root]}"
+            )
+    for segment in mounts.segments.values():
+        there = segment.frames - segment.generation.count(0)
+        if segment.pages != there:
+            wrong.append(f"segment {segment.number}: counts {segment.pages} pages, has {there}")
+        if segment.session not in state.sessions:
+            wrong.append(f"segment {segment.number}: is of session {segment.session:016x}, which is not known")
+        if segment.number in state.segment.extents:
+            wrong.append(f"segment {segment.number}: an extent has its number")
+    return [f"{Tier.HBM}: {finding}" for finding in wrong]
 
 
 def check(state: NodeState, tier: Tier, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:

@@ -3,7 +3,7 @@
 Its tiers are a row, the fastest first: clients write into the first one and lease there, the node copies between
 neighbours (``tiering``). Which frames are free is in each tier's ``frames.Segment``, which pages are being written in
 ``writing.Writing``, which are leased in ``leases.LeaseTable``. Sealed pages are known by the index and the
-records alone, read through ``PageIndex`` and ``RecordView``: a million pages cost no Python objects here.
+records alone, read through ``PageIndex`` and ``RecordView``. What engines say of their own memory is in ``mounts``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvstore.state.client_session import ClientSession
 from kvstore.state.eviction import Page
 from kvstore.state.frames import GRANTED_AHEAD_SHARE
 from kvstore.state.leases import LeaseTable
+from kvstore.state.mounts import Mounts
 from kvstore.state.objects import Objects
 from kvstore.state.pages import standings_of
 from kvstore.state.pending import PendingTable
@@ -75,6 +76,7 @@ class NodeState:
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
         self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
         self.pins = self.tiering.pins = Pins(self.spaces, self.tenants, pins_share_max)
+        self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions, self.counters)
         self._handlers = self._table()
 
     def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
@@ -105,6 +107,7 @@ class NodeState:
             ev.Populated: self._populated,
             ev.PopulationFailed: self._population_failed,
             **self.tiering.handlers(),
+            **self.mounts.handlers(),
         }
 
     def handle(self, event: ev.Event) -> list[ev.Instruction]:
@@ -156,8 +159,8 @@ class NodeState:
             return []
         out: list[ev.Instruction] = []
         self._free_granted(session, list(session.granted), out)
-        self.writing.end_session(event.session, out)
-        self.objects.end_session(event.session, out)
+        for part in (self.writing, self.objects, self.mounts):
+            part.end_session(event.session, out)
         for name in self.leases.of_session(event.session):
             self._end_lease(name, out)
         self.counters["sessions_dead"] += 1

@@ -179,6 +179,9 @@ class Tenants:
 
     def __init__(self, tiers: Iterable[Tier], quotas: Iterable[TenantQuota] = ()) -> None:
         quotas = list(quotas)
+        tiers = dict.fromkeys(tiers)
+        self._counted = set() if Tier.HBM in tiers else {Tier.HBM}  # told where there is any
+        tiers[Tier.HBM] = None  # what engines mount is counted, and charged to nobody
         sizes = {tier: {quota.salt: getattr(quota, tier, None) for quota in quotas} for tier in tiers}
         self._empty: OrderedDict[int, None] = OrderedDict()
         self.holdings = {tier: TierAccounts(tier, sizes[tier], self._empty) for tier in tiers}
@@ -300,7 +303,7 @@ class Tenants:
         for tier, holdings in self.holdings.items():
             for salt in holdings.shares if salts is None else salts:
                 share = holdings.shares.get(salt)
-                if salt is not None and share is not None:
+                if salt is not None and share is not None and (share.pages or tier not in self._counted):
                     found.setdefault(salt, {})[str(tier)] = {
                         "pages": share.pages,
                         "bytes": share.bytes,
@@ -315,4 +318,5 @@ class Tenants:
         return {
             str(tier): holdings.shares[None].bytes if None in holdings.shares else 0
             for tier, holdings in self.holdings.items()
+            if tier not in self._counted or (None in holdings.shares and holdings.shares[None].bytes)
         }

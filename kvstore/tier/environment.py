@@ -34,7 +34,8 @@ FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's bound of dirt
 # a store to a page that a full tmpfs cannot give kills the process (SIGBUS).
 PAGES_AHEAD: Final = 512
 
-# A table of key -> address per tier, and one of the pages that are being written. Every index has the first two.
+# A table of key -> address per tier, and one of the pages that are being written. Indexes of earlier versions may lack
+# the third one.
 TIER_TABLES: Final = {Tier.DRAM: b"sealed", Tier.NVME: b"nvme", Tier.HBM: b"hbm"}
 ALWAYS_THERE: Final = (Tier.DRAM, Tier.NVME)
 PENDING: Final = b"pending"
@@ -136,8 +137,7 @@ def make(
     os.mkdir(temporary, folder.dir_mode)
     try:
         os.chmod(temporary, folder.dir_mode)  # whatever the umask
-        tiers = dict.fromkeys((*ALWAYS_THERE, *pages))
-        tables = [(TIER_TABLES[tier], pages.get(tier, ()), True) for tier in tiers]
+        tables = [(name, pages.get(tier, ()), True) for tier, name in TIER_TABLES.items()]
         _fill(temporary, folder, map_bytes, [*tables, (PENDING, pending, False)])
         remove(path)
         os.rename(temporary, path)

@@ -20,7 +20,7 @@ from kvstore.tier.plain_files import open_plain
 HEADER_BYTES: Final = 4096
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 17  # those in use
+_WORDS: Final = 18  # those in use
 
 
 class DaemonState(IntEnum):
@@ -68,6 +68,7 @@ class Header:
     names_forgotten = _Word(14)  # times that the node forgot names of roots: clients say theirs again
     growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``resize``
     puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
+    mounts = _Word(17)  # segments of engines' own memory, see ``mounted``
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

@@ -165,6 +165,10 @@ class Index:
         """How many pages are in that tier."""
         return self._entries(self._tables.tiers.get(tier))
 
+    def has(self, tier: Tier) -> bool:
+        """Whether there is a table of that tier: an index of an earlier version may lack one."""
+        return tier in self._tables.tiers
+
     def count_pending(self) -> int:
         """How many pages are being written."""
         return self._entries(self._tables.pending)

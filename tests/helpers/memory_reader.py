@@ -21,6 +21,8 @@ from tests.helpers.memory_store import MemoryStore
 class MemoryReader:
     """See ``LowerReader``."""
 
+    closed = True
+
     def __init__(self, store: MemoryStore, folder: NodeFolder) -> None:
         self.tier = store.tier
         self._store = store

@@ -16,6 +16,7 @@ from kvstore.client.local.dram import DramReader
 from kvstore.client.local.elsewhere import Elsewhere
 from kvstore.client.local.ends import Embedded, Ends
 from kvstore.client.local.grants import GrantPool, GrantPools
+from kvstore.client.local.hbm import HbmReader
 from kvstore.client.local.lower_tiers import lower_readers
 from kvstore.client.local.published import Published
 from kvstore.client.local.read_threads import ReadThreads
@@ -35,7 +36,7 @@ from kvstore.tier.header import Header, boot_id
 from kvstore.tier.index import Index
 from kvstore.tier.secret_file import read_secret
 
-_EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
+_EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
 
 
 class Mapped:
@@ -45,7 +46,8 @@ class Mapped:
     last reader has.
 
     Attributes:
-        dram, below: how each tier is read; ``below`` the fastest first. ``tiers``: all of them, in that order.
+        dram, lower: how each tier of the node is read; ``lower`` the fastest first. ``tiers``: all, in that order.
+        hbm: how memory is read that other processes have mounted.
     """
 
     __slots__ = (
@@ -57,8 +59,10 @@ class Mapped:
         "epoch",
         "index",
         "dram",
-        "below",
+        "hbm",
+        "lower",
         "tiers",
+        "_with_hbm",
         "channel",
         "counters",
         "counting",
@@ -79,7 +83,7 @@ class Mapped:
         epoch: int,
         index: Index,
         dram: DramReader,
-        below: Mapping[Tier, LowerReader],
+        lower: Mapping[Tier, LowerReader],
         channel: Channel,
         older: Mapped | None,
         timeout_s: float,
@@ -92,8 +96,10 @@ class Mapped:
         self.epoch = epoch
         self.index = index
         self.dram = dram
-        self.below = below
-        self.tiers: tuple[TierReader, ...] = (dram, *below.values())
+        self.lower = lower
+        self.tiers: tuple[TierReader, ...] = (dram, *lower.values())
+        self.hbm: HbmReader = older.hbm if older is not None else HbmReader(folder, header)
+        self._with_hbm: Mapping[Tier, LowerReader] = {Tier.HBM: self.hbm, **lower}
         self.channel = channel
         self.counters = channel.counters
         self.counting = True  # of gets; a benchmark compares with gets that are not counted
@@ -104,6 +110,11 @@ class Mapped:
         self.published = Published(folder, header, timeout_s)
         self.tell_ns: int = older.tell_ns if older is not None else 0  # when it may be told again: it did not listen
         self.timeout_s = timeout_s
+
+    @property
+    def below(self) -> Mapping[Tier, LowerReader]:
+        """What a read goes on with where DRAM ends, in this order."""
+        return self._with_hbm if self.words[_MOUNTS] else self.lower
 
     def in_pool(self, keys: Keys) -> Keys:
         """The same pages by the keys that they have in this node's pool."""
@@ -280,9 +291,9 @@ class LocalNode:
                 return None  # the daemon is about to make it, or there will be another epoch
             channel = self._channel(old, incarnation)
             dram = old.dram if old is not None else DramReader(self.folder, incarnation, segment)
-            below = old.below if old is not None else lower_readers(self.folder, self._threads)
+            lower = old.lower if old is not None else lower_readers(self.folder, self._threads)
             self._header_id = identity
-            parts = self.folder, header, incarnation, epoch, index, dram, below, channel, old
+            parts = self.folder, header, incarnation, epoch, index, dram, lower, channel, old
             self._mapped = Mapped(*parts, self.timeout_s)
             self._ends.pools = self._mapped.pools
             return self._mapped

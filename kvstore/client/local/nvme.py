@@ -108,6 +108,7 @@ class NvmeReader:
     """
 
     tier = Tier.NVME
+    closed = True
 
     def __init__(self, folder: NodeFolder, threads: ReadThreads) -> None:
         self.threads = threads

@@ -15,7 +15,7 @@ from kvstore.client.local.proof import Run, address_parts
 from kvstore.client.local.stored import locate, stored_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, Tier, word_of
+from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of
 from kvstore.rpc.control import BATCH_MAX, HINT, NO_REPLY, Op
 from kvstore.tier.index import IndexDamaged
 
@@ -37,7 +37,7 @@ def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
         NodeUnavailable, DeadlineExceeded: the node did not answer in time.
     """
     rest = keys[stored_pages(mapped, keys, closed)[0] :]
-    for reader in reversed(mapped.tiers[1:]):  # a page comes up tier by tier
+    for reader in reversed(list(mapped.lower.values())):  # a page comes up tier by tier
         for part in _parts(b"".join(locate(mapped, reader, rest, closed))):
             pause_s = PAUSE_MIN_S
             while (status := _ordered(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
@@ -58,7 +58,7 @@ def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.v
             # None is on its way any more. The index follows the records.
             deadline = min(deadline, time.monotonic() + _INDEXED_S)
         try:
-            found = zip(*(mapped.index.find_many(tier, hashes) for tier in Tier), strict=True)
+            found = zip(*(mapped.index.find_many(each.tier, hashes) for each in mapped.tiers), strict=True)
             stored = sum(any(tiers) for tiers in found)
         except IndexDamaged:
             stored = 0
@@ -75,7 +75,7 @@ def _is_reserved(mapped: Mapped, number: int, frame: int, generation: int) -> bo
 
 def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:
     """The same without waiting for anything. Nothing is raised."""
-    for reader in reversed(mapped.tiers[1:]):
+    for reader in reversed(list(mapped.lower.values())):
         for part in _parts(b"".join(locate(mapped, reader, keys, closed))):
             _tell(mapped, Op.PREFETCH, part, 0)
 

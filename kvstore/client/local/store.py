@@ -9,6 +9,7 @@ from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.channel import SocketChannel
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.objects import LocalObjects
+from kvstore.client.local.segment import LocalSegment, mount
 from kvstore.client.store import Store, check_cache
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from kvstore.model.layout import Layout
@@ -83,6 +84,19 @@ class LocalStore(Store, LocalObjects):
         mapped = self._node.mapped()
         return mapped.in_pool(keys) if mapped is not None else keys
 
+    def mount(self, layout: Layout, frames: int) -> LocalSegment:
+        """Memory of this process for ``frames`` pages, which the node of this machine knows and its other processes
+        read (``Tier.HBM``): what is published there is found by their lookups and gets until it is retired, or this
+        process ends. The memory is counted for the tenants whose pages it holds, and charged to no quota.
+
+        Raises:
+            InvalidRequest: ``layout`` is no layout; ``frames`` is not positive, or more than a node may know.
+            OutOfSpace: no memory, or the node knows as much mounted memory as it may.
+            NodeUnavailable: there is no such node, or its daemon does not answer.
+        """
+        check_cache(layout, "", "", 0)
+        return mount(self._node, layout, frames)
+
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer
         while not self._alive():
@@ -112,7 +126,7 @@ class LocalStore(Store, LocalObjects):
             header = mapped.header
             stats["incarnation"] = f"{mapped.incarnation:016x}"
             stats["pages"] = mapped.index.count(mapped.dram.tier)
-            stats |= {f"{tier}_pages": mapped.index.count(tier) for tier in mapped.below}
+            stats |= {f"{tier}_pages": mapped.index.count(tier) for tier in mapped.lower}
             capacity = header.positions * header.extent_bytes
             stats["tiers"] = {
                 str(mapped.dram.tier): {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.tier_reader import TierReader
+from kvstore.client.local.tier_reader import LowerReader
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
 from kvstore.tier.header import Header
@@ -61,8 +61,8 @@ def _missed(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> li
     rest, more = hashes[pages:], 0
     with contextlib.suppress(IndexDamaged):  # the daemon will rebuild it under a new epoch
         if closed:
-            more = max((mapped.index.longest(tier, rest)[0] for tier in mapped.below), default=0)
-        elif mapped.below:
+            more = max((mapped.index.longest(tier, rest)[0] for tier in mapped.lower), default=0)
+        elif mapped.lower:
             found = zip(*(mapped.index.find_many(reader.tier, rest) for reader in mapped.tiers), strict=True)
             more = next((page for page, raws in enumerate(found) if not any(raws)), len(rest))
     return [rest[page] for page in {0, more} if page < len(rest)]
@@ -137,14 +137,15 @@ def stored_beyond(
     """
     pages = mapped_pages
     below: dict[Tier, int] = {}
+    readers = mapped.below
     if closed:
-        for tier, reader in mapped.below.items():
+        for tier, reader in readers.items():
             more = _leading(mapped, reader, keys, pages)
             if more and (not readable or reader.readable()):
                 pages, below[tier] = pages + more, more
         return pages, below
-    known = {tier: _known(mapped, reader, keys, pages) for tier, reader in mapped.below.items()}
-    known = {tier: them for tier, them in known.items() if them and (not readable or mapped.below[tier].readable())}
+    known = {tier: _known(mapped, reader, keys, pages) for tier, reader in readers.items()}
+    known = {tier: them for tier, them in known.items() if them and (not readable or readers[tier].readable())}
     try:
         found = mapped.index.find_many(mapped.dram.tier, keys.hashes[pages:]) if known else []
     except IndexDamaged:
@@ -160,15 +161,16 @@ def stored_beyond(
 
 
 def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
-    """Which pages from ``start`` on are in a lower tier, whatever else has them."""
-    readers = mapped.below.values()
+    """Which pages from ``start`` on are in a lower tier of the node, whatever else has them."""
+    readers = mapped.lower.values()
     if closed:
         return range(start, start + max((_leading(mapped, reader, keys, start) for reader in readers), default=0))
     return set[int]().union(*(_known(mapped, reader, keys, start) for reader in readers))
 
 
-def locate(mapped: Mapped, reader: TierReader, keys: Keys, closed: bool) -> list[bytes]:
+def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> list[bytes]:
     """Raw addresses of the leading pages of ``keys`` in that tier. Hints too."""
+    closed = closed and reader.closed
     hashes = keys.hashes[: _leading(mapped, reader, keys, 0)] if closed else keys.hashes
     try:
         found = mapped.index.find_many(reader.tier, hashes)
@@ -180,7 +182,7 @@ def locate(mapped: Mapped, reader: TierReader, keys: Keys, closed: bool) -> list
     return [raw[:ADDRESS_BYTES] for raw in found[:count] if raw is not None]
 
 
-def _known(mapped: Mapped, reader: TierReader, keys: Keys, start: int) -> set[int]:
+def _known(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> set[int]:
     """Which pages from ``start`` on are in that tier, where any may be."""
     try:
         found = mapped.index.find_many(reader.tier, keys.hashes[start:])
@@ -190,13 +192,15 @@ def _known(mapped: Mapped, reader: TierReader, keys: Keys, start: int) -> set[in
     return {page for page, raw in enumerate(found, start) if raw is not None and root_at(raw) in (None, root)}
 
 
-def _leading(mapped: Mapped, reader: TierReader, keys: Keys, start: int) -> int:
+def _leading(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> int:
     """How many pages from ``start`` on are in that tier, where chains are prefix-closed."""
     index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:
         # The first key alone tells most often that there are none.
         if start == len(hashes) or index.find(tier, hashes[start]) is None:
             return 0
+        if not reader.closed:
+            return len(_ours(index.find_many(tier, hashes[start:]), keys.root, reader.root_at))
         count, last = index.longest(tier, hashes[start:] if start else hashes)
         if last is None or reader.root_at(last) in (None, keys.root):
             return count

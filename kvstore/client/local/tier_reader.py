@@ -73,7 +73,16 @@ class PendingRead(Protocol):
 
 
 class LowerReader(TierReader, Protocol):
-    """A tier whose pages are read, not mapped."""
+    """A tier whose pages are read, not mapped.
+
+    Attributes:
+        closed: of a layout that is prefix-closed a page is there only with those before it.
+    """
+
+    @property
+    def closed(self) -> bool:
+        """See the class."""
+        ...
 
     def readable(self) -> bool:
         """Whether the node has that tier, and this process may read it."""

@@ -11,13 +11,14 @@ from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Status
 from kvstore.rpc import control
 from kvstore.rpc.control import BATCH_MAX, Message, Op
 from kvstore.service.node.node import Node
-from kvstore.service.node.sealing import begin_event, seal_event
+from kvstore.service.node.sealing import begin_event, publish_event, retract_event, seal_event
 from kvstore.service.operator.admin import Admin
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
+from kvstore.state.mounts import MOUNTED_FRAMES_MAX
 
 # Not of a node that ends.
-_WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE))
+_WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE, Op.MOUNT))
 
 
 class Dispatcher:
@@ -42,6 +43,10 @@ class Dispatcher:
             Op.DELETE: self._delete,
             Op.ADMIN: self._admin,
             Op.DRAIN: self._drain,
+            Op.MOUNT: self._mount,
+            Op.PUBLISH: self._publish,
+            Op.RETRACT: self._retract,
+            Op.UNMOUNT: self._unmount,
         }
         self.admin = Admin(node, scrubber, wake)
 
@@ -190,6 +195,22 @@ class Dispatcher:
     def _drain(self, session: int, message: Message, now_ns: int) -> bytes:
         self.node.puts.drain()
         return control.encode(Status.OK, message.request_id)
+
+    def _mount(self, session: int, message: Message, now_ns: int) -> bytes:
+        frame_class = control.unpack_class(message.a)
+        if not 1 <= message.b <= MOUNTED_FRAMES_MAX:
+            raise InvalidRequest("frames", f"must be from 1 to {MOUNTED_FRAMES_MAX}, not {message.b}")
+        reply = self.node.handle(ev.Mount(now_ns, session, frame_class, message.b))
+        return control.encode(reply.status, message.request_id, a=reply.detail.get("segment", 0))
+
+    def _publish(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(publish_event(session, message, now_ns)))
+
+    def _retract(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(retract_event(session, message, now_ns)))
+
+    def _unmount(self, session: int, message: Message, now_ns: int) -> bytes:
+        return _statuses(message, self.node.handle(ev.Unmount(now_ns, session, message.a)))
 
     def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
         body = control.pack_json(self.admin.call(control.unpack_json(message.body)))

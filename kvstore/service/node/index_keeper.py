@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class IndexKeeper:
         self._header = header
         self._index = index
         self._tables = tables
+        self.mounted: Callable[[], Iterable[tuple[bytes, Address]]] = list  # what is listed of engines' own memory
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
         """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
@@ -152,6 +153,8 @@ class IndexKeeper:
     def agrees(self) -> bool:
         """Every entry names a sealed record of that key, and every sealed record has its entry."""
         try:
+            if not self._index.has(Tier.HBM):
+                return False
             stored = {tier: list(self._index.scan(tier)) for tier in self.tiers}
             pending = self._index.count_pending()
         except IndexDamaged:
@@ -176,6 +179,8 @@ class IndexKeeper:
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
         """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
+        if tier == Tier.HBM and (mounted := list(self.mounted())):
+            return b"".join(key for key, _ in mounted), b"".join(ADDRESS.pack(*address) for _, address in mounted)
         links = closure.link([snapshot(table) for table in self._tables.values() if table.tier == tier])
         keep = ~links.duplicate
         addresses = np.zeros(int(keep.sum()), ADDRESS_DTYPE)

@@ -395,6 +395,4 @@ class Node:
 
 
 def _findings(performer: Performer, state: NodeState) -> list[str]:
-    spaces = state.spaces.items()
-    pairs = ((tier, space.records.snapshots(), performer.index.addresses(tier)) for tier, space in spaces)
-    return [finding for pair in pairs for finding in integrity.check(state, *pair)]
+    return integrity.check_all(state, performer.index.addresses)

@@ -38,10 +38,11 @@ from kvstore.state.views import Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
-from kvstore.tier.environment import ALWAYS_THERE
+from kvstore.tier.environment import TIER_TABLES
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index
+from kvstore.tier.mounted import remove_mounted
 from kvstore.tier.put_log import PutLog
 from kvstore.tier.records import ExtentTable
 
@@ -72,7 +73,7 @@ class Performer:
         self.copies, self.loads = self.waiting.copies, self.waiting.loads
         self.tables: dict[int, ExtentTable] = {}
         self.spares = SpareTables(folder)
-        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, (*ALWAYS_THERE, *stores))
+        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, tuple(TIER_TABLES))
         self.sessions_to_check: list[int] = []
         self.events = EventLog(staged=True)
         self.book = Book(folder, header.incarnation)
@@ -105,6 +106,9 @@ class Performer:
             ev.Load: self._copy,
             ev.Carry: self._copy,
             ev.Erase: self._copy,
+            ev.ShowPages: self._show_pages,
+            ev.WriteMounts: self._write_mounts,
+            ev.EndMount: lambda ended: remove_mounted(folder, ended.segment),
         }
 
     @property
@@ -322,6 +326,15 @@ class Performer:
         self._index_ops.append((instruction.tier, instruction.keys, []))
         told = instruction
         self.events.append(told.kind, told.tier, told.reason, told.keys, told.roots, told.spans)
+
+    def _show_pages(self, shown: ev.ShowPages) -> None:
+        self._index_ops.append((Tier.HBM, shown.keys, shown.addresses))
+        if shown.root:
+            self.events.sealed("put", Tier.HBM, shown.keys, shown.root, spans=shown.spans)
+
+    def _write_mounts(self, instruction: ev.WriteMounts) -> None:
+        self.header.next_extent = max(self.header.next_extent, instruction.next_extent)  # first: none is used twice
+        self.header.mounts = instruction.count
 
     def _unpend(self, instruction: ev.Unpend) -> None:
         heirs = [instruction.heir] if instruction.heir is not None else []

@@ -27,7 +27,7 @@ from kvstore.rpc.control import Message, Op
 from kvstore.service.node.contents import Contents
 from kvstore.service.node.deciding import Deciding
 from kvstore.service.node.performer import Performer
-from kvstore.service.node.sealing import begin_event, seal_event
+from kvstore.service.node.sealing import begin_event, publish_event, retract_event, seal_event
 from kvstore.serving import logs
 from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState
@@ -38,6 +38,8 @@ from kvstore.tier.put_log import LogDamaged, PutLog
 log = logging.getLogger("kvstore.node")
 
 _BUSY = int(Status.BUSY)
+# Performed together, and more of them may come soon.
+_WATCHED = ev.SealGranted, ev.Publish, ev.Retract
 PAGES_TOGETHER = 64  # of records that are performed as one decision: its transaction of the index takes memory
 AGAIN_S = 0.005  # between looks at records whose pages are on their way to NVMe
 
@@ -80,7 +82,7 @@ class PutDrain:
     (``take_in``, with its mutex held); others ask for it (``drain``).
 
     Attributes:
-        times: how many puts were taken in.
+        times: how many puts, and pages of engines' own memory, were taken in.
     """
 
     def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: Deciding) -> None:
@@ -96,6 +98,8 @@ class PutDrain:
             Op.BEGIN: self._begin,
             Op.LEASE: self._lease,
             Op.RELEASE: self._release,
+            Op.PUBLISH: self._publish,
+            Op.RETRACT: self._retract,
         }
 
     def end(self) -> None:
@@ -177,6 +181,14 @@ class PutDrain:
     def _release(session: int, position: int, message: Message) -> ev.Event:
         return ev.ReleaseLease(time.monotonic_ns(), session, message.a)
 
+    @staticmethod
+    def _publish(session: int, position: int, message: Message) -> ev.Event:
+        return publish_event(session, message, time.monotonic_ns())
+
+    @staticmethod
+    def _retract(session: int, position: int, message: Message) -> ev.Event:
+        return retract_event(session, message, time.monotonic_ns())
+
     def _bad(self, what: str, error: Exception) -> None:
         logs.event(log, logging.ERROR, what, reason=str(error))
         self._state.counters["put_logs_damaged"] += 1
@@ -190,7 +202,7 @@ class PutDrain:
             for record in records:
                 statuses.append([])
                 event = record.event
-                if type(event) is ev.SealGranted:
+                if isinstance(event, _WATCHED):
                     event.joins = bool(out)
                     out += self._decided(event, statuses)
                 elif type(event) is not ev.TakeLease and event is not None:
@@ -214,6 +226,7 @@ class PutDrain:
     def _mark(self, puts: PutLog, record: _Record, done: bool) -> None:
         if done and type(record.event) is ev.SealGranted:
             self._state.counters["puts_drained"] += 1
+        if type(record.event) in _WATCHED:
             self.times += 1
         if failpoint.ACTIVE:
             failpoint.hit("node.drained")
@@ -266,7 +279,7 @@ def _together(records: list[_Record]) -> Iterator[list[_Record]]:
     pages = 0
     for record in records:
         some.append(record)
-        pages += len(record.event.addresses) if isinstance(record.event, ev.SealGranted) else 0
+        pages += len(record.event.addresses) if isinstance(record.event, _WATCHED) else 0
         if pages >= PAGES_TOGETHER:
             yield some
             some, pages = [], 0

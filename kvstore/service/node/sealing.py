@@ -62,6 +62,21 @@ def begin_event(session: int, message: Message, class_of: ClassOf, now_ns: int) 
     return ev.Begin(now_ns, session, said.frame_class, ttl_ns, said.parent, said.addresses, said.rows)
 
 
+def publish_event(session: int, message: Message, now_ns: int) -> ev.Publish:
+    """The event of a ``PUBLISH``. Raises InvalidRequest where it makes no sense."""
+    body, count = message.body, message.entries
+    addresses_at = KEY_BYTES + control.CHAINED.size
+    addresses = control.unpack_addresses(body, count, addresses_at)
+    keys = control.unpack_keys(body, count, addresses_at + count * ADDRESS_BYTES)
+    position, before = control.CHAINED.unpack_from(body, KEY_BYTES)
+    return ev.Publish(now_ns, session, message.a, control.unpack_key(body, 0), position, before, addresses, keys)
+
+
+def retract_event(session: int, message: Message, now_ns: int) -> ev.Retract:
+    """The event of a ``RETRACT``. Raises InvalidRequest where it makes no sense."""
+    return ev.Retract(now_ns, session, message.a, control.unpack_addresses(message.body, message.entries))
+
+
 def _checksums(body: memoryview, offset: int, count: int, layers: int) -> npt.NDArray[np.uint32]:
     if len(body) < offset + 4 * count * layers:
         raise InvalidRequest("checksums", f"{count} pages of {layers} layers need {4 * count * layers} bytes")

@@ -25,6 +25,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, FrameClass, Tier
 from kvstore.service.node import book, resize
 from kvstore.service.node.index_keeper import snapshot
+from kvstore.service.node.mounts_found import found_mounts
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.nvme_start import open_nvme, open_tables, secret_on_nvme
 from kvstore.service.node.performer import Performer
@@ -43,6 +44,7 @@ from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState, Header, boot_id
 from kvstore.tier.index import Index, IndexDamaged
+from kvstore.tier.mounted import mounted_numbers, remove_mounted
 from kvstore.tier.plain_files import open_plain, remove
 from kvstore.tier.purging import reap_embedded
 from kvstore.tier.quarantine import NAME as QUARANTINE
@@ -112,6 +114,8 @@ def _clear(folder: NodeFolder) -> None:
         remove_tables(folder, extent)
     for epoch in folder.epochs():
         Index.remove(folder, epoch)
+    for number in mounted_numbers(folder):
+        remove_mounted(folder, number)
     remove(folder.segment)
     remove(folder.path / QUARANTINE)
     remove(folder.puts)
@@ -222,11 +226,15 @@ def _recover_tiers(
     carved = [(table.position, table.frame_class) for table in mapped]
     performer.stores[Tier.DRAM] = DramStore(segment_file, header.incarnation, carved)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
+    performer.index.mounted = state.mounts.entries
     found = [extent_found(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
     performer.perform(instructions)
+    header.mounts = 0
+    for mount in found_mounts(folder, header, living):
+        performer.perform(state.handle(mount))
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)

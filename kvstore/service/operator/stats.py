@@ -107,7 +107,7 @@ def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, 
         rows += [
             (share.salt, name, share.bytes, share.quota, share.refused, share.evicted)
             for share in holdings.shares.values()
-            if share.salt is not None
+            if share.salt is not None and (share.pages or name != Tier.HBM)
         ]
     return rows
 

@@ -1,0 +1,186 @@
+"""LocalSegment: memory of this process whose pages the node of this machine knows, and its other processes read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, Unavailable
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Address, FrameClass, Status
+from kvstore.model.span import fingerprint, span_start, spans_of
+from kvstore.rpc.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
+from kvstore.tier.mounted import MountedTable, data_path
+from kvstore.tier.plain_files import open_plain
+from kvstore.transfer.exported import HOST, frames_in
+
+ANSWER_S: Final = 1.0  # for a node that has to be told, the log being full
+
+
+class LocalSegment:
+    """One segment, from ``mount`` until ``close``, or until this process or its session ends. Threads may share it.
+
+    The pages are this process's own: it writes them, and decides what stays. A frame's life::
+
+        free ──write, publish──> readable by all ──retire──> nobody begins to read; free once nobody reads
+
+    Only full pages are published, after their bytes are there. A frame that is published is not written into. Where the
+    node has no daemon just now, what is published is found when there is one again.
+
+    Attributes:
+        number: what the node calls it.
+        pages: ``[frames, page_bytes]``, to be written into.
+    """
+
+    def __init__(self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable) -> None:
+        self._node = node
+        self._mapped = mapped
+        self._layout = layout
+        self._table = table
+        self._lock = threading.Lock()
+        self._generation = 1  # the next one
+        self._retired: dict[int, int] = {}  # frame -> since when
+        self._closed = False
+        self.number = table.number
+        self.pages: npt.NDArray[np.uint8] = np.empty((0, layout.page_bytes), np.uint8)
+
+    @property
+    def frames(self) -> int:
+        """How many it has."""
+        return self._table.frames
+
+    def publish(self, keys: Keys, frames: Sequence[int]) -> None:
+        """These consecutive pages of a chain are in these frames from now on, for every process of the machine.
+
+        Raises:
+            InvalidRequest: keys of another layout, or as many frames as keys are needed; a frame is named twice, is not
+                there, or is not free. Nothing was published.
+            NodeUnavailable: the store is closed, or the node was made anew.
+        """
+        frames = [int(frame) for frame in frames]
+        with self._lock:
+            self._check(keys, frames)
+            keys = self._mapped.in_pool(keys)
+            above = keys.above
+            if above is None:
+                raise InvalidRequest("keys", "must be of a chain that is known from its root")
+            position = len(above)
+            before = fingerprint(above[span_start(position - 1)]) if position else 0
+            first, self._generation = self._generation, self._generation + len(frames)
+            spans = spans_of(keys.hashes, position, before)
+            self._table.fill(frames, first, keys, position, spans)
+            addresses = [Address(self.number, frame, first + i) for i, frame in enumerate(frames)]
+            for start in range(0, len(frames), BATCH_MAX):
+                some = slice(start, start + BATCH_MAX)
+                head = keys.root + CHAINED.pack(position + start, spans[start - 1] if start else before)
+                body = (head, pack_addresses(addresses[some]), *keys.hashes[some])
+                self._tell(Op.PUBLISH, len(addresses[some]), body)
+
+    def retire(self, frames: Sequence[int]) -> list[int]:
+        """Nobody begins to read these frames' pages. Returns the frames that are free: they may be written into. The
+        others are being read by another process; ask again, for a fifth of a second at most.
+
+        Raises:
+            InvalidRequest: a frame is not there.
+        """
+        frames = [int(frame) for frame in frames]
+        with self._lock:
+            self._check_frames(frames)
+            gone: list[Address] = []
+            now_ns = time.monotonic_ns()
+            for frame in frames:
+                if frame not in self._retired and (generation := self._table.retire(frame)):
+                    self._retired[frame] = now_ns
+                    gone.append(Address(self.number, frame, generation))
+            for start in range(0, len(gone), BATCH_MAX):
+                some = gone[start : start + BATCH_MAX]
+                self._tell(Op.RETRACT, len(some), (pack_addresses(some),))
+            free = [frame for frame in frames if not self._is_read(frame)]
+            for frame in free:
+                self._retired.pop(frame, None)
+                self._table.clear(frame)
+            return free
+
+    def close(self) -> None:
+        """The node forgets the segment, and others read it no more. Twice is fine; the memory stays as long as it is
+        used here."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for frame in range(self.frames):
+                self._table.clear(frame)
+            try:
+                self._mapped.exchange(Op.UNMOUNT, a=self.number, timeout_s=ANSWER_S)
+            except (Unavailable, InvalidRequest):  # it learns that when our session ends
+                return
+
+    def _is_read(self, frame: int) -> bool:
+        since_ns = self._retired.get(frame)
+        return since_ns is not None and self._table.is_held(frame, since_ns)
+
+    def _check(self, keys: Keys, frames: list[int]) -> None:
+        if self._closed:
+            raise NodeUnavailable(f"{self._node.name}: the segment is closed")
+        self._node.check_open()
+        if keys.page_tokens != self._layout.page_tokens:
+            raise InvalidRequest("keys", "are of another layout")
+        if not frames or len(keys) != len(frames) or len(set(frames)) != len(frames):
+            raise InvalidRequest("frames", f"{len(keys)} pages need as many different frames, at least one")
+        self._check_frames(frames)
+        taken = [frame for frame in frames if int(self._table.words[frame])]
+        if taken:
+            raise InvalidRequest("frames", f"frame {taken[0]} has a page: retire it first")
+
+    def _check_frames(self, frames: list[int]) -> None:
+        for frame in frames:
+            if not 0 <= frame < self.frames:
+                raise InvalidRequest("frames", f"{frame} is not below {self.frames}")
+
+    def _tell(self, op: Op, count: int, body: tuple[bytes, ...]) -> None:
+        """By the log; where that has no room by a message. A node that is down finds the records at its next start."""
+        channel = self._mapped.channel
+        publisher = channel.publisher
+        request = encode(op, 0, count=count, a=self.number, flags=NO_REPLY, body=body)
+        try:
+            if publisher is None or not publisher.publish(request, [], self._mapped.header):
+                channel.request(op, count=count, a=self.number, body=body, timeout_s=ANSWER_S).result()
+            elif publisher.unheard:
+                channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
+        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            return  # what the node does not know costs a miss; of a frame it hears again when that is used again
+
+
+def mount(node: LocalNode, layout: Layout, frames: int) -> LocalSegment:
+    """See ``LocalStore.mount``."""
+    mapped = node.writable()
+    frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+    message = mapped.exchange(Op.MOUNT, a=pack_class(frame_class), b=frames)
+    if message.op != Status.OK:
+        raise OutOfSpace(f"{node.name}: the node knows as much mounted memory as it may")
+    number, stride = message.a, frame_class.frame_bytes
+    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, stride
+    try:
+        mapped.folder.new_file(data_path(mapped.folder, number), frames * stride, b"")
+        table = MountedTable.create(mapped.folder, *parts, HOST, b"")
+        fd = open_plain(data_path(mapped.folder, number), os.O_RDWR)
+    except (OSError, OutOfSpace):
+        mapped.exchange(Op.UNMOUNT, a=number)
+        raise
+    try:
+        memory = mmap.mmap(fd, frames * stride)
+    finally:
+        os.close(fd)
+    mapped.hbm.own(number)
+    segment = LocalSegment(node, mapped, layout, table)
+    segment.pages = frames_in(memory, table)
+    return segment

@@ -1,0 +1,73 @@
+"""An engine that mounts memory, and does what it is told: ``python -m tests.helpers.workers.mounting JSON``.
+
+Its argument is a JSON object: ``node``, ``frames``. Each line on stdin is a JSON list, a verb and its arguments; each
+is answered by a line ``done``. The end of stdin is its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import kvstore
+from kvstore.client.local.segment import LocalSegment
+from kvstore.client.local.store import LocalStore
+from tests.helpers.content import SMALL, chain, contents
+
+TURN_S = 0.004  # for which a prompt stays
+
+
+def log(event: str, **fields: Any) -> None:
+    """One line."""
+    os.write(1, (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+def publish(segment: LocalSegment, seed: int, pages: int, frames: list[int], salt: str = "", first: int = 0) -> None:
+    """The last of these pages of a prompt, into these frames."""
+    keys = chain(seed, pages, salt=salt)[first:]
+    segment.pages[frames] = contents(keys)
+    segment.publish(keys, frames)
+
+
+def turn_over(segment: LocalSegment, seeds: int, pages: int) -> int:
+    """One prompt after the other in the same frames, until stdin has a line. How often."""
+    turns, frames = 0, list(range(pages))
+    os.set_blocking(0, False)
+    while not sys.stdin.readline():
+        free = frames
+        while free:
+            done = segment.retire(free)
+            free = [frame for frame in free if frame not in done]
+        publish(segment, turns % seeds, pages, frames)
+        turns += 1
+        time.sleep(TURN_S)
+    os.set_blocking(0, True)
+    return turns
+
+
+def main(told: dict[str, Any]) -> None:
+    """See the module."""
+    with kvstore.connect(told["node"]) as store:
+        assert isinstance(store, LocalStore)
+        segment = store.mount(SMALL, told["frames"])
+        log("mounted", number=segment.number)
+        while line := sys.stdin.readline():
+            verb, *given = json.loads(line)
+            if verb == "publish":
+                publish(segment, *given)
+                log("done")
+            elif verb == "retire":
+                log("done", free=segment.retire(given[0]))
+            elif verb == "turn_over":
+                log("turning")
+                log("done", turns=turn_over(segment, *given))
+            else:
+                segment.close()
+                log("done")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
