@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.device_lane import BOUNCE_BYTES, COPY_DEADLINE_S, lane_of
+from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
 from kvstore.client.lease import Lease
 from kvstore.client.match import Match
 from kvstore.client.pending import PendingPut
@@ -16,9 +20,10 @@ from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, check_extras, root_key
-from kvstore.model.replica import FrameClass
+from kvstore.model.replica import FrameClass, Tier
 from kvstore.model.retention import Retention, hints_of
 from kvstore.model.shard import Shard
+from kvstore.tier.host_memory import empty
 
 
 class PrefixCache(ABC):
@@ -112,7 +117,9 @@ class PrefixCache(ABC):
 
         Args:
             out: ``[pages, page_bytes]``; any C-contiguous writable buffer large enough for all pages asked for: numpy
-                or torch (CPU) of any dtype and shape, bytearray, memoryview. None allocates ``match.data``.
+                or torch of any dtype and shape, bytearray, memoryview, or memory of a device (torch CUDA,
+                ``__cuda_array_interface__``, DLPack), which is written behind what its stream has been given. None
+                allocates ``match.data``.
             verify: compare the checksums of every layer as well. None: as the store was opened. Pages that are read
                 from NVMe, or that come over gRPC, are always verified.
 
@@ -124,6 +131,8 @@ class PrefixCache(ABC):
 
         Raises:
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
+            DeviceLost: the device of ``out`` has failed.
+            DeadlineExceeded: it did not copy in time; it may still write into ``out``.
         """
 
     @abstractmethod
@@ -135,6 +144,30 @@ class PrefixCache(ABC):
         Raises:
             DeadlineExceeded: too many calls are waiting already.
         """
+
+    def _to_device(self, keys: Keys, out: Any, verify: bool | None) -> Match | None:
+        """``get`` into memory of a device; None: ``out`` is the host's."""
+        if not on_device(out):
+            return None
+        return self._get_to_device(keys, device_rows_to_fill(out, self.page_bytes, len(keys)), verify)
+
+    def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
+        """``get`` by way of pinned memory, some pages at a time."""
+        lane, step = lane_of(rows.device), max(1, BOUNCE_BYTES // self.page_bytes)
+        pages, below, nodes = 0, Counter[Tier](), Counter[str]()
+        while True:
+            asked = keys[pages : pages + step]
+            with lane.bounces.borrow(len(asked) * self.page_bytes, time.monotonic() + COPY_DEADLINE_S) as bounce:
+                host = bounce.memory[: len(asked) * self.page_bytes].reshape(-1, self.page_bytes)
+                match = self.get(asked, host, verify=verify)
+                if match.pages:
+                    target = rows[pages : pages + match.pages]
+                    bounce.event = event = lane.copy([(host[: match.pages], target)], to_device=True)
+                    event.wait(time.monotonic() + COPY_DEADLINE_S)
+            pages, nodes = pages + match.pages, nodes + Counter(match.nodes)
+            below += Counter({tier: count for tier, count in match.tiers.items() if tier != Tier.DRAM})
+            if match.reason or pages == len(keys):
+                return Match(pages * self._page_tokens, pages, match.reason, None, below, nodes)
 
     def get_shard(
         self,
@@ -164,6 +197,12 @@ class PrefixCache(ABC):
         """
         shard = self._shard(rank, ranks, stage, stages)
         keys = self._asked(tokens, extras)
+        if out is not None and on_device(out):
+            rows = device_rows_to_fill(out, shard.nbytes, len(keys), apart=True)
+            host: Rows = empty((len(keys), shard.nbytes))
+            match = self._get_shard(keys, shard, host, verify)
+            lane_of(rows.device).upload(host[: match.pages], rows[: match.pages])
+            return match
         target = rows_to_fill(out, shard.nbytes, len(keys), apart=True) if out is not None else None
         return self._get_shard(keys, shard, target, verify)
 
@@ -201,7 +240,8 @@ class PrefixCache(ABC):
         Pages that are only on NVMe are written to DRAM as well, which saves reading them later; they are not new.
 
         Args:
-            pages: ``[full pages, page_bytes]``: exactly so many bytes in any C-contiguous buffer of any dtype.
+            pages: ``[full pages, page_bytes]``: exactly so many bytes in any C-contiguous buffer of any dtype, of the
+                host or of a device. What a device's stream has been given before is waited for.
             extras: as in ``keys``.
             checksum: compute the layers' checksums here; otherwise the node does, soon after the seal. Without effect
                 over gRPC, where what arrives is verified in any case.
@@ -221,7 +261,9 @@ class PrefixCache(ABC):
             InvalidRequest: as ``keys``; ``pages`` is not exactly as large as the full pages, or not contiguous;
                 ``retention`` is something else.
             QuotaExceeded: nothing new was stored, because the tenant has all it may have.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some pages may be stored.
+            NodeUnavailable, DeadlineExceeded: the node, or the device of ``pages``, did not answer in time; some pages
+                may be stored.
+            DeviceLost: the device of ``pages`` has failed; some pages may be stored.
         """
 
     @abstractmethod

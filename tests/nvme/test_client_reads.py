@@ -15,9 +15,9 @@ import pytest
 import kvstore
 from kvstore import Tier
 from kvstore.client.local import nvme, prefetch, reader
+from kvstore.client.local.checksums import checksums_of
 from kvstore.client.local.grants import GrantPools
 from kvstore.client.local.nvme import NvmeRead, NvmeReader
-from kvstore.client.local.put import checksums_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
 from kvstore.model.prefix import Keys

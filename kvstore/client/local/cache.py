@@ -13,9 +13,11 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
-from kvstore.client.local.copying import copy_proven, verified
+from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.device_rows import DeviceRows, any_rows
+from kvstore.client.local.copying import copy_proven, copy_shard, verified
 from kvstore.client.local.elsewhere import Brought, Elsewhere, Patience
+from kvstore.client.local.frame_copies import proven_to_device
 from kvstore.client.local.keeping import Keeping
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
@@ -122,6 +124,8 @@ class LocalCache(PrefixCache):
         mapped = node.mapped()
         keys = self._asked(tokens, extras)
         asked = len(keys.hashes)
+        if out is not None and (match := self._to_device(keys, out, verify)) is not None:
+            return match
         target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         if mapped is None or not asked:
             return self._missed(asked, out)
@@ -310,7 +314,7 @@ class LocalCache(PrefixCache):
         return put
 
     def _start_put(self, keys: Keys, pages: Any, checksum: bool, wait: bool) -> LocalPut:
-        rows = rows_to_read(pages, self.page_bytes, len(keys.hashes))
+        rows = any_rows(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
         keys = keys.with_tag(self._tag_in(mapped))
         self._name(mapped)
@@ -344,7 +348,18 @@ class LocalCache(PrefixCache):
         self._gather(keys, timeout_s)
         return LocalReader(self._node, self.layout, keys, timeout_s, self._name)
 
-    # --- a shard's part of pages ------------------------------------------------------------------------------------
+    # --- memory of a device, and a shard's part of pages -------------------------------------------------------------
+
+    def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
+        """Straight from the frames as far as pages are in memory, and need not be verified; the others bounce."""
+        checked, pages, reason = self._verify if verify is None else verify, 0, ABSENT
+        if not checked:
+            pages, reason = proven_to_device(self._node, keys, rows, self._wanted)
+        if reason not in ELSEWHERE or pages == len(keys):
+            return Match(pages * self._page_tokens, pages, reason)
+        rest = super()._get_to_device(keys[pages:], rows[pages:], verify)
+        pages, below = pages + rest.pages, {tier: rest.tiers.get(tier, 0) for tier in (Tier.HBM, Tier.NVME)}
+        return Match(pages * self._page_tokens, pages, rest.reason, None, below, rest.nodes)
 
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
         asked, allocated = len(keys), target is None
@@ -359,7 +374,7 @@ class LocalCache(PrefixCache):
         keys = mapped.in_pool(keys) if mapped is not None else keys
         pages, below, reason = 0, NONE_BELOW, ABSENT
         if mapped is not None and not checked:
-            pages, reason = self._shard_in_place(mapped, keys, shard, target, now_ns)
+            pages, reason = copy_shard(mapped, keys, shard, target, self._wanted, now_ns)
         if mapped is not None and pages < len(keys) and reason in ELSEWHERE:
             count, tiers, reason = self._shard_of_whole(keys[pages:], shard, target[pages:], checked)
             pages, below = pages + count, {tier: tiers[tier] for tier in mapped.below}
@@ -368,16 +383,6 @@ class LocalCache(PrefixCache):
         reason = "" if pages == asked else reason or ABSENT
         data = target[:pages] if allocated else None
         return Match(pages * self.layout.page_tokens, pages, reason, data, below)
-
-    def _shard_in_place(self, mapped: Mapped, keys: Keys, shard: Shard, target: Rows, now_ns: int) -> tuple[int, str]:
-        """Copy a shard's part of the leading pages that are in memory; how many that were, and why not more."""
-        runs, _, reason = prove(mapped, keys, self.page_bytes, self._closed)
-        pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
-        reason = GENERATION if changed else reason
-        goes_on = reason in ELSEWHERE and pages < len(keys)  # with pages that count when they are got whole
-        if pages or not goes_on:
-            mapped.counters.got(mapped.row(self.frame_class), pages if goes_on else len(keys), pages, 0, reason)
-        return pages, reason
 
     def _shard_of_whole(self, keys: Keys, shard: Shard, rows: Rows, verify: bool) -> tuple[int, Counter[Tier], str]:
         """The same of pages that are got whole; how many, how many of them from which tier, and why not more."""

@@ -7,13 +7,14 @@ import time
 import numpy as np
 
 from kvstore.client.buffers import Rows
+from kvstore.client.local.checksums import checksums_of
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.prefetch import have_verified
 from kvstore.client.local.proof import Run, copy_runs, prove
-from kvstore.client.local.put import checksums_of
-from kvstore.client.match import CHECKSUM, GENERATION
+from kvstore.client.match import CHECKSUM, ELSEWHERE, GENERATION
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED
+from kvstore.model.shard import Shard
 from kvstore.transfer.reading import WantedChain
 
 _STAMPED_BIT = np.uint64(STAMPED << 48)
@@ -26,6 +27,24 @@ def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: WantedChain, veri
     if verify:
         copied, reason = verified(mapped, runs, rows, copied, reason, chain.frame_class.layers)
     return copied, GENERATION if changed else reason
+
+
+def copy_shard(
+    mapped: Mapped, keys: Keys, shard: Shard, target: Rows, chain: WantedChain, now_ns: int
+) -> tuple[int, str]:
+    """The same of a shard's part of them. What it does not bring is got whole, and counts then."""
+    runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
+    pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
+    reason = GENERATION if changed else reason
+    count_in_place(mapped, chain, len(keys), pages, reason)
+    return pages, reason
+
+
+def count_in_place(mapped: Mapped, chain: WantedChain, asked: int, pages: int, reason: str) -> None:
+    """Count a get from memory, less the pages that are looked for elsewhere: those count there."""
+    goes_on = reason in ELSEWHERE and pages < asked
+    if pages or not goes_on:
+        mapped.counters.got(mapped.row(chain.frame_class), pages if goes_on else asked, pages, 0, reason)
 
 
 def verified(mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str, layers: int) -> tuple[int, str]:

@@ -15,6 +15,7 @@ class MappedExtent:
     ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
     ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
     ``uses``: what clients write, and of it ``last_use`` uint64 ``[frames]``.
+    ``memory`` uint8: the whole position of the segment, to be pinned.
     ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
     """
 
@@ -29,6 +30,7 @@ class MappedExtent:
         "checksums",
         "last_use",
         "uses",
+        "memory",
         "pages",
         "views",
         "_table",
@@ -46,6 +48,7 @@ class MappedExtent:
         self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
         self.last_use = table.last_use
         self.uses = table.uses
+        self.memory: npt.NDArray[np.uint8] = segment.frames(table.position, segment.extent_bytes, 1)[0]
         place = table.position, frame_class.frame_bytes, table.frames
         self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
         self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]

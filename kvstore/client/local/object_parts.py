@@ -9,9 +9,11 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
+from kvstore.client.device_rows import DeviceRows
+from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.put import LocalPut, SealBatch, frame_runs
+from kvstore.client.local.put import LocalPut, SealBatch
 from kvstore.client.scattered import Scattered
 from kvstore.errors import NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import About, key_hash, read_row
@@ -74,7 +76,7 @@ class _FromSource(LocalPut):
         """Its tenant may have no more."""
         return self._refused
 
-    def _copy(self, rows: Rows, page: int, addresses: list[Address]) -> None:
+    def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
         page_bytes = self._pool.frame_class.page_bytes
         for number, frame, i, j in frame_runs(addresses):
             extent = self._mapped.dram.extent(number)
@@ -122,7 +124,7 @@ class HeadPut(_FromSource):
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 
-    def _seal(self, rows: Rows | None, page: int, addresses: list[Address]) -> None:
+    def _seal(self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address]) -> None:
         body = (self._keys.parent, pack_addresses(addresses), self._keys.identity_bytes, self._replaces)
         batch = SealBatch(page, addresses, body)
         self._batches.append(batch)

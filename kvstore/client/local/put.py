@@ -8,12 +8,11 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
 from kvstore import failpoint
-from kvstore.client.buffers import fill
+from kvstore.client.buffers import Rows, fill
+from kvstore.client.device_rows import DeviceRows
+from kvstore.client.local.checksums import checksums_of
+from kvstore.client.local.frame_copies import frame_checksums, frames_of, from_device
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, still_ours
 from kvstore.client.local.node import Mapped
 from kvstore.client.pending import PendingPut
@@ -128,7 +127,7 @@ class LocalPut(PendingPut):
         if self._batches:
             self._pool.unread(self)
 
-    def send(self, rows: npt.NDArray[np.uint8], stored: int) -> None:
+    def send(self, rows: Rows | DeviceRows, stored: int) -> None:
         """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
         pool, total = self._pool, len(rows)
         limit = batch_limit(pool.frame_class)
@@ -150,11 +149,11 @@ class LocalPut(PendingPut):
                 part = frames[:limit]
                 if failpoint.ACTIVE:
                     failpoint.hit("client.granted")
+                del frames[: len(part)]  # no longer the pool's, whatever becomes of the copy
                 with self._mapped.channel.copies:
                     self._copy(rows, page, part)
                 if failpoint.ACTIVE:
                     failpoint.hit("client.copied")
-                del frames[: len(part)]
                 page += len(part)
                 self._seal(rows, page - len(part), part)
         except BaseException:
@@ -234,15 +233,15 @@ class LocalPut(PendingPut):
         """The key that ``page`` hangs on."""
         return self._keys.hashes[page - 1] if page else self._keys.parent
 
-    def _copy(self, rows: npt.NDArray[np.uint8], page: int, addresses: list[Address]) -> None:
-        for number, frame, i, j in frame_runs(addresses):
-            extent = self._mapped.dram.extent(number)
-            if extent is None:
-                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+    def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
+        if isinstance(rows, DeviceRows):
+            from_device(self._mapped, rows[page : page + len(addresses)], addresses, self._pool)
+            return
+        for extent, frame, i, j in frames_of(self._mapped, addresses):
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
             extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
 
-    def _seal(self, rows: npt.NDArray[np.uint8] | None, page: int, addresses: list[Address]) -> None:
+    def _seal(self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address]) -> None:
         keys, count = self._keys, len(addresses)
         identity = keys.identity_bytes
         width = len(identity) // len(keys)
@@ -252,7 +251,9 @@ class LocalPut(PendingPut):
             identity[page * width : (page + count) * width] if count < len(keys) else identity,
         )
         if self._flags & CHECKSUMS and rows is not None:
-            body = (*body, checksums_of(rows[page : page + count], self._pool.frame_class.layers).tobytes())
+            layers = self._pool.frame_class.layers
+            here = None if isinstance(rows, DeviceRows) else checksums_of(rows[page : page + count], layers)
+            body = (*body, (frame_checksums(self._mapped, addresses, layers) if here is None else here).tobytes())
         if hints := keys.hints[page : page + count]:
             body = (*body, hints)
         batch = SealBatch(page, addresses, body)
@@ -374,26 +375,3 @@ def batch_limit(frame_class: FrameClass) -> int:
     """Pages under one seal request."""
     most = batch_pages(frame_class.page_tokens, frame_class.layers)
     return max(1, min(most, BATCH_BYTES // frame_class.page_bytes))
-
-
-def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
-    """``(extent, first frame, i, j)`` where ``addresses[i:j]``, ascending, are consecutive frames of one extent."""
-    count = len(addresses)
-    first, last = addresses[0], addresses[-1]
-    if first.extent == last.extent and last.frame - first.frame == count - 1:
-        return [(first.extent, first.frame, 0, count)]
-    runs, start = [], 0
-    for i in range(1, count + 1):
-        before = addresses[i - 1]
-        if i == count or addresses[i].extent != before.extent or addresses[i].frame != before.frame + 1:
-            runs.append((before.extent, addresses[start].frame, start, i))
-            start = i
-    return runs
-
-
-def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uint32]:
-    """Low 32 bits of xxh3_64 of each layer of each page ``[pages, page_bytes]``, as uint32 ``[pages, layers]``."""
-    digest = xxhash.xxh3_64_intdigest
-    parts = rows.reshape(rows.shape[0] * layers, -1)
-    sums = [digest(part.data) & 0xFFFFFFFF for part in parts]
-    return np.array(sums, "<u4").reshape(rows.shape[0], layers)

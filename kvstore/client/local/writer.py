@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
+from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import await_saved
 from kvstore.client.local.proof import address_runs
-from kvstore.client.local.put import LocalPut, frame_runs
+from kvstore.client.local.put import LocalPut
 from kvstore.client.local.spans import ReservedRun, parts_of, unbroken
 from kvstore.client.local.stored import stored_or_published, stored_pages
 from kvstore.client.writer import Writer

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
+from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.device_lane import host_rows
 from kvstore.client.match import Match
 from kvstore.client.memory.holding import MemoryLease
 from kvstore.client.memory.layers import MemoryReader, MemoryWriter
@@ -68,6 +69,8 @@ class MemoryCache(PrefixCache):
     ) -> Match:
         """See ``PrefixCache.get``."""
         keys = self._asked(tokens, extras)
+        if out is not None and (match := self._to_device(keys, out, verify)) is not None:
+            return match
         target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
         return self._get_shard(keys, self._whole, target, verify)
 
@@ -106,7 +109,7 @@ class MemoryCache(PrefixCache):
     ) -> int:
         """See ``PrefixCache.put``."""
         keys = self._to_store(tokens, extras, retention)
-        rows = rows_to_read(pages, self.page_bytes, len(keys))
+        rows = host_rows(pages, self.page_bytes, len(keys))
         pool, parent, new = self._pool, before(keys), 0
         with pool.held() as now_ns:
             chain: list[MemoryPage] = []

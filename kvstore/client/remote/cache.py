@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill, rows_to_read
+from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.device_lane import host_rows
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.pending import PendingPut
 from kvstore.client.prefix_cache import PrefixCache
@@ -98,6 +99,8 @@ class RemoteCache(PrefixCache):
             NodeUnavailable, DeadlineExceeded: no answer, or the stream broke; some pages may be in ``out``.
         """
         keys = self._asked(tokens, extras)
+        if out is not None and (match := self._to_device(keys, out, verify)) is not None:
+            return match
         target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
         return self._read(keys, self._whole, target, bool(verify))
 
@@ -181,7 +184,7 @@ class RemoteCache(PrefixCache):
             wait: has none either: the node has sealed the pages when it answers.
         """
         keys = self._to_store(tokens, extras, retention)
-        rows = rows_to_read(pages, self.page_bytes, len(keys))
+        rows = host_rows(pages, self.page_bytes, len(keys))
         new = done = 0
         self._node.check_open()
         for part in self.parts(keys):
@@ -202,7 +205,7 @@ class RemoteCache(PrefixCache):
     ) -> PendingPut:
         """See ``PrefixCache.put_async``. Returns when the connection has taken all pages."""
         keys = self._one_call(self._to_store(tokens, extras, retention))
-        put, _ = self._sent(keys, rows_to_read(pages, self.page_bytes, len(keys)))
+        put, _ = self._sent(keys, host_rows(pages, self.page_bytes, len(keys)))
         self._puts.append(put)
         while len(self._puts) > PUTS_UNREAD_MAX:
             try:

@@ -1,0 +1,158 @@
+"""DeviceLane: the way between host memory and one device: a stream, pinned bounces, and pinned segments.
+
+Pages that are mapped go straight from and to their frames, whose memory is pinned when the first of them is copied. All
+others bounce. There is one lane per device and process, made by the first copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from kvstore.client.buffers import Rows, rows_to_read
+from kvstore.client.device_rows import DeviceRows, device_rows_to_read, on_device
+from kvstore.errors import Unavailable
+from kvstore.tier.device import Addresses, Bytes, Device, DeviceEvent, DeviceLost
+from kvstore.tier.device_copies import CopyStream, PinnedBounces
+from kvstore.tier.host_memory import copy, empty
+
+COPY_DEADLINE_S: Final = 10.0
+BOUNCE_BYTES: Final = 8 << 20  # at a time, where a row is not larger
+
+
+class DeviceLane:
+    """See the module. Threads may share it. Lives as long as its device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stream = CopyStream(device)
+        self.bounces = PinnedBounces(device)
+        self._lock = threading.Lock()
+        self._pinned: set[int] = set()  # where ranges begin that were registered, or could not be
+        self._late: list[tuple[DeviceEvent, Any]] = []  # copies nobody waits for any more, and their memory
+
+    def copy(self, pairs: Sequence[tuple[Rows, DeviceRows]], *, to_device: bool) -> DeviceEvent:
+        """Begin to copy rows of the host to as many of the device, or back, behind what the caller's stream does. The
+        event behind it: until it is over nothing has happened, and all of the memory has to stay."""
+        hosts, theirs, sizes = [], [], []
+        for host, rows in pairs:
+            assert host.shape == (rows.rows, rows.row_bytes) and host.strides[1] == 1
+            whole = rows.stride == host.strides[0] == rows.row_bytes
+            hosts.append(np.array([host.ctypes.data], np.uint64) if whole else _addresses(host))
+            theirs.append(rows.addresses[:1] if whole else rows.addresses)
+            sizes.append(np.full(len(hosts[-1]), host.nbytes if whole else rows.row_bytes, np.uint64))
+        here, there, nbytes = np.concatenate(hosts), np.concatenate(theirs), np.concatenate(sizes)
+        targets, sources = (there, here) if to_device else (here, there)
+        return self._stream.copy(targets, sources, nbytes, after=pairs[0][1].ready())
+
+    def wait(self, event: DeviceEvent, memory: Any, deadline_s: float | None = None) -> None:
+        """Wait for the event of a copy. Where that fails ``memory`` is kept until it comes.
+
+        Raises:
+            DeadlineExceeded: it did not come in time, and still may. What is written to is not to be used again.
+            DeviceLost: it will not come.
+        """
+        with self._lock:
+            late, self._late = self._late, []
+            self._late = [(each, kept) for each, kept in late if not _is_over(each)]
+        try:
+            event.wait(time.monotonic() + COPY_DEADLINE_S if deadline_s is None else deadline_s)
+        except DeviceLost:
+            raise
+        except Unavailable:
+            with self._lock:
+                self._late.append((event, memory))
+            raise
+
+    def pin(self, memory: Bytes) -> None:
+        """Register a part of a mapping, once, until the mapping ends. Where that is refused copies take longer."""
+        begin = memory.ctypes.data
+        with self._lock:
+            if begin in self._pinned:
+                return
+            self._pinned.add(begin)
+            unpin: Callable[[], None] | None = None
+            try:
+                self.device.register(memory)
+                unpin = _unregister(self.device, begin, memory.nbytes)
+            except DeviceLost:
+                raise
+            except Unavailable:
+                pass
+        weakref.finalize(memory.base, self._unpinned, begin, unpin).atexit = False
+
+    def _unpinned(self, begin: int, unpin: Callable[[], None] | None) -> None:
+        if unpin is not None:
+            unpin()
+        self._pinned.discard(begin)
+
+    def upload(self, host: Rows, rows: DeviceRows) -> None:
+        """Copy rows of any host memory to as many of the device. Returns when they are there."""
+        self._bounce(host, rows, to_device=True)
+
+    def download(self, rows: DeviceRows, host: Rows) -> None:
+        """Copy rows of the device to as many of the host. Returns when they are there."""
+        self._bounce(host, rows, to_device=False)
+
+    def _bounce(self, host: Rows, rows: DeviceRows, *, to_device: bool) -> None:
+        step = max(1, BOUNCE_BYTES // rows.row_bytes)
+        for start in range(0, len(host), step):
+            part, theirs = host[start : start + step], rows[start : start + step]
+            deadline_s = time.monotonic() + COPY_DEADLINE_S
+            with self.bounces.borrow(part.size, deadline_s) as bounce:
+                between = bounce.memory[: part.size].reshape(part.shape)
+                if to_device:
+                    copy(between, part)
+                bounce.event = event = self.copy([(between, theirs)], to_device=to_device)
+                event.wait(deadline_s)
+                if not to_device:
+                    copy(part, between)
+
+
+_lanes: dict[Device, DeviceLane] = {}
+_making = threading.Lock()
+
+
+def lane_of(device: Device) -> DeviceLane:
+    """The one lane of that device in this process. Raises DeviceLost."""
+    with _making:
+        lane = _lanes.get(device)
+        if lane is None:
+            lane = _lanes[device] = DeviceLane(device)
+        return lane
+
+
+def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:
+    """As ``buffers.rows_to_read``; what is in a device's memory comes into new memory of the host first."""
+    if not on_device(buffer):
+        return rows_to_read(buffer, row_bytes, rows, field, apart=apart)
+    theirs = device_rows_to_read(buffer, row_bytes, rows, field, apart=apart)
+    found: Rows = empty((rows, row_bytes))
+    lane_of(theirs.device).download(theirs, found)
+    return found
+
+
+def _addresses(rows: Rows) -> Addresses:
+    return (rows.ctypes.data + np.arange(len(rows), dtype=np.int64) * rows.strides[0]).astype(np.uint64)
+
+
+def _is_over(event: DeviceEvent) -> bool:
+    try:
+        return event.over()
+    except DeviceLost:
+        return True
+
+
+def _unregister(device: Device, begin: int, nbytes: int) -> Callable[[], None]:
+    """What undoes a registration without holding the memory."""
+
+    def call() -> None:
+        device.unregister(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(begin)))
+
+    return call

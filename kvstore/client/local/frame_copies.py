@@ -1,0 +1,138 @@
+"""Copies between a device and frames of a node's memory, and what is done with frames after them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.device_lane import COPY_DEADLINE_S, lane_of
+from kvstore.client.device_rows import DeviceRows
+from kvstore.client.local.checksums import checksums_of
+from kvstore.client.local.copying import count_in_place
+from kvstore.client.local.grants import GrantPool
+from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.proof import Run, prove
+from kvstore.client.local.run_lease import RunLease
+from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
+from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import Address
+from kvstore.tier.device import DeviceLost
+from kvstore.tier.header import DaemonState
+from kvstore.transfer.reading import WantedChain
+
+LEASE_MS: Final = int(2000 * COPY_DEADLINE_S)
+
+
+def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedChain) -> tuple[int, str]:
+    """Copy the leading pages that are in memory now; how many that were, and why not more.
+
+    Raises:
+        DeviceLost, DeadlineExceeded: see ``DeviceLane.wait``.
+    """
+    now_ns = time.monotonic_ns()
+    if now_ns > node.check_ns:
+        node.recheck(now_ns)
+    mapped = node.mapped()
+    if mapped is None:
+        return 0, ABSENT
+    keys = mapped.in_pool(keys)
+    runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
+    pages, changed = to_device(mapped, runs, rows, now_ns)
+    reason = GENERATION if changed else reason
+    count_in_place(mapped, chain, len(keys), pages, reason)
+    if reason and reason not in ELSEWHERE:
+        node.missed(reason)
+    return pages, reason
+
+
+def to_device(mapped: Mapped, runs: list[Run], target: DeviceRows, now_ns: int) -> tuple[int, bool]:
+    """As ``proof.copy_runs``, into memory of a device. The pages are leased until the copy's event is over, where the
+    node can be asked, and compared again then.
+
+    Raises:
+        DeviceLost, DeadlineExceeded: see ``DeviceLane.wait``.
+    """
+    if not runs:
+        return 0, False
+    lane, lease = lane_of(target.device), RunLease(mapped, LEASE_MS)
+    if mapped.header.state == DaemonState.READY:
+        with contextlib.suppress(Unavailable):
+            lease.take(runs)  # pages that it is not given for have changed, or may: that is seen below
+    try:
+        pairs = []
+        for extent, frame, page, count, _ in runs:
+            lane.pin(extent.memory)
+            pairs.append((extent.pages[frame : frame + count], target[page : page + count]))
+        event = lane.copy(pairs, to_device=True)
+        lane.wait(event, pairs)
+        pages = 0
+        for run in runs:
+            same = run.unchanged()
+            run.extent.last_use[run.frame : run.frame + same] = now_ns
+            pages += same
+            if same < run.length:
+                return pages, True
+        return pages, False
+    finally:
+        lease.release()
+
+
+def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
+    """Fill granted frames with as many rows. Within ``mapped.channel.copies``; returns when the copy's event is over.
+
+    Raises:
+        DeviceLost: the frames are given up.
+        DeadlineExceeded: the device may still write into them: they are nobody's until this process has ended.
+    """
+    lane, pairs = lane_of(rows.device), []
+    for extent, frame, i, j in frames_of(mapped, addresses):
+        lane.pin(extent.memory)
+        pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
+        extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
+    try:
+        event = lane.copy(pairs, to_device=False)
+        lane.wait(event, pairs)
+    except DeviceLost:
+        pool.forfeit(addresses)
+        raise
+    except DeadlineExceeded:
+        mapped.channel.copies.__enter__()  # one that does not end: the session stays, and its frames with it
+        raise
+
+
+def frame_checksums(mapped: Mapped, addresses: list[Address], layers: int) -> npt.NDArray[np.uint32]:
+    """Checksums of the pages in these frames."""
+    found = frames_of(mapped, addresses)
+    return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in found])
+
+
+def frames_of(mapped: Mapped, addresses: list[Address]) -> list[tuple[MappedExtent, int, int, int]]:
+    """As ``frame_runs``, with the extents. Raises NodeUnavailable where one is gone."""
+    found = []
+    for number, frame, i, j in frame_runs(addresses):
+        extent = mapped.dram.extent(number)
+        if extent is None:
+            raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+        found.append((extent, frame, i, j))
+    return found
+
+
+def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
+    """``(extent, first frame, i, j)`` where ``addresses[i:j]``, ascending, are consecutive frames of one extent."""
+    count = len(addresses)
+    first, last = addresses[0], addresses[-1]
+    if first.extent == last.extent and last.frame - first.frame == count - 1:
+        return [(first.extent, first.frame, 0, count)]
+    runs, start = [], 0
+    for i in range(1, count + 1):
+        before = addresses[i - 1]
+        if i == count or addresses[i].extent != before.extent or addresses[i].frame != before.frame + 1:
+            runs.append((before.extent, addresses[start].frame, start, i))
+            start = i
+    return runs
