@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from kvstore.client.buffers import Rows, rows_to_fill
-from kvstore.client.device_lane import BOUNCE_BYTES, COPY_DEADLINE_S, lane_of
+from kvstore.client.device_link import BOUNCE_BYTES, COPY_DEADLINE_S, link_of
 from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
 from kvstore.client.lease import Lease
 from kvstore.client.match import Match
@@ -153,16 +153,16 @@ class PrefixCache(ABC):
 
     def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
         """``get`` by way of pinned memory, some pages at a time."""
-        lane, step = lane_of(rows.device), max(1, BOUNCE_BYTES // self.page_bytes)
+        link, step = link_of(rows.device), max(1, BOUNCE_BYTES // self.page_bytes)
         pages, below, nodes = 0, Counter[Tier](), Counter[str]()
         while True:
             asked = keys[pages : pages + step]
-            with lane.bounces.borrow(len(asked) * self.page_bytes, time.monotonic() + COPY_DEADLINE_S) as bounce:
+            with link.bounces.borrow(len(asked) * self.page_bytes, time.monotonic() + COPY_DEADLINE_S) as bounce:
                 host = bounce.memory[: len(asked) * self.page_bytes].reshape(-1, self.page_bytes)
                 match = self.get(asked, host, verify=verify)
                 if match.pages:
                     target = rows[pages : pages + match.pages]
-                    bounce.event = event = lane.copy([(host[: match.pages], target)], to_device=True)
+                    bounce.event = event = link.copy([(host[: match.pages], target)], to_device=True)
                     event.wait(time.monotonic() + COPY_DEADLINE_S)
             pages, nodes = pages + match.pages, nodes + Counter(match.nodes)
             below += Counter({tier: count for tier, count in match.tiers.items() if tier != Tier.DRAM})
@@ -201,7 +201,7 @@ class PrefixCache(ABC):
             rows = device_rows_to_fill(out, shard.nbytes, len(keys), apart=True)
             host: Rows = empty((len(keys), shard.nbytes))
             match = self._get_shard(keys, shard, host, verify)
-            lane_of(rows.device).upload(host[: match.pages], rows[: match.pages])
+            link_of(rows.device).upload(host[: match.pages], rows[: match.pages])
             return match
         target = rows_to_fill(out, shard.nbytes, len(keys), apart=True) if out is not None else None
         return self._get_shard(keys, shard, target, verify)

@@ -11,8 +11,8 @@ import pytest
 
 import kvstore
 from kvstore import PrefixCache, Store
-from kvstore.client import device_lane, device_rows, prefix_cache
-from kvstore.client.device_lane import lane_of
+from kvstore.client import device_link, device_rows, prefix_cache
+from kvstore.client.device_link import link_of
 from kvstore.client.local import frame_copies
 from kvstore.client.local.run_lease import RunLease
 from kvstore.errors import DeadlineExceeded, InvalidRequest
@@ -184,7 +184,7 @@ def test_frames_that_cannot_be_pinned(near: PrefixCache, device: HostDevice) -> 
 def test_a_device_that_is_late_writes_into_nobodys_frames(
     tmp_path: Path, device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_lane, "COPY_DEADLINE_S", 0.05)
+    monkeypatch.setattr(device_link, "COPY_DEADLINE_S", 0.05)
     with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
         cache = store.cache(SMALL)
         lost, keys = cache.keys(np.arange(8 * 16)), chain(5, 100)
@@ -211,16 +211,16 @@ def test_pages_that_leave_while_they_are_read(
         keys, data = chain(1, 32), contents(chain(1, 32))
         assert cache.put(keys, data, wait=True) == 32
         out, begun = buffer(device, 32), threading.Event()
-        whole = device_lane.DeviceLane.wait
+        whole = device_link.DeviceLink.wait
 
-        def wait(lane: device_lane.DeviceLane, event: device_lane.DeviceEvent, memory: object) -> None:
+        def wait(link: device_link.DeviceLink, event: device_link.DeviceEvent, memory: object) -> None:
             if not begun.is_set():
                 begun.set()
                 for seed in range(2, 10):  # twice the capacity
                     cache.put(chain(seed, 64), contents(chain(seed, 64)), wait=True)
-            whole(lane, event, memory)
+            whole(link, event, memory)
 
-        monkeypatch.setattr(device_lane.DeviceLane, "wait", wait)
+        monkeypatch.setattr(device_link.DeviceLink, "wait", wait)
         match = cache.get(keys, out)
         assert begun.is_set()
         assert match.pages == (32 if leased else 0)
@@ -256,7 +256,7 @@ def right_download(cache: PrefixCache, device: HostDevice) -> bool:
     data = contents(chain(3, 8))
     found = np.zeros_like(data)
     rows = device_rows.device_rows_to_read(buffer(device, 8, data), SMALL.page_bytes, 8)
-    lane_of(device).download(rows, found)
+    link_of(device).download(rows, found)
     return bool((found == data).all())
 
 
@@ -275,14 +275,14 @@ def right_behind_the_callers_stream(cache: PrefixCache, device: HostDevice) -> b
 
 
 WAITS: dict[tuple[str, str], Callable[[PrefixCache, HostDevice], bool]] = {
-    ("device_lane", "wait"): right_get,
-    ("device_lane", "_bounce"): right_download,
+    ("device_link", "wait"): right_get,
+    ("device_link", "_bounce"): right_download,
     ("frame_copies", "to_device"): right_get,
     ("frame_copies", "from_device"): right_put,
     ("prefix_cache", "_get_to_device"): right_get_by_bounce,
     ("device_copies", "copy"): right_behind_the_callers_stream,
 }
-SITES = wait_sites(device_lane, frame_copies, prefix_cache, device_copies)
+SITES = wait_sites(device_link, frame_copies, prefix_cache, device_copies)
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)

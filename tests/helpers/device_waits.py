@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore.client.device_lane import DeviceLane
+from kvstore.client.device_link import DeviceLink
 from kvstore.tier.host_device import HostEvent, HostStream
 
 
 class WaitSite(NamedTuple):
-    """One call of ``DeviceEvent.wait``, ``DeviceStream.wait`` or ``DeviceLane.wait``."""
+    """One call of ``DeviceEvent.wait``, ``DeviceStream.wait`` or ``DeviceLink.wait``."""
 
     path: str
     function: str
@@ -46,7 +46,7 @@ def _waits(function: ast.FunctionDef) -> list[ast.Call]:
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "wait"
-        and ast.unparse(node.func.value).endswith(("event", "stream", "lane"))
+        and ast.unparse(node.func.value).endswith(("event", "stream", "link"))
     ]
 
 
@@ -64,6 +64,6 @@ def forget(monkeypatch: pytest.MonkeyPatch, site: WaitSite) -> list[int]:
 
         return wait
 
-    for kind in (HostEvent, HostStream, DeviceLane):
+    for kind in (HostEvent, HostStream, DeviceLink):
         monkeypatch.setattr(kind, "wait", patched(kind.wait))
     return left_out

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.device_lane import COPY_DEADLINE_S, lane_of
+from kvstore.client.device_link import COPY_DEADLINE_S, link_of
 from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.checksums import checksums_of
 from kvstore.client.local.copying import count_in_place
@@ -33,7 +33,7 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Wante
     """Copy the leading pages that are in memory now; how many that were, and why not more.
 
     Raises:
-        DeviceLost, DeadlineExceeded: see ``DeviceLane.wait``.
+        DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
     """
     now_ns = time.monotonic_ns()
     if now_ns > node.check_ns:
@@ -56,21 +56,21 @@ def to_device(mapped: Mapped, runs: list[Run], target: DeviceRows, now_ns: int) 
     node can be asked, and compared again then.
 
     Raises:
-        DeviceLost, DeadlineExceeded: see ``DeviceLane.wait``.
+        DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
     """
     if not runs:
         return 0, False
-    lane, lease = lane_of(target.device), RunLease(mapped, LEASE_MS)
+    link, lease = link_of(target.device), RunLease(mapped, LEASE_MS)
     if mapped.header.state == DaemonState.READY:
         with contextlib.suppress(Unavailable):
             lease.take(runs)  # pages that it is not given for have changed, or may: that is seen below
     try:
         pairs = []
         for extent, frame, page, count, _ in runs:
-            lane.pin(extent.memory)
+            link.pin(extent.memory)
             pairs.append((extent.pages[frame : frame + count], target[page : page + count]))
-        event = lane.copy(pairs, to_device=True)
-        lane.wait(event, pairs)
+        event = link.copy(pairs, to_device=True)
+        link.wait(event, pairs)
         pages = 0
         for run in runs:
             same = run.unchanged()
@@ -90,14 +90,14 @@ def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool
         DeviceLost: the frames are given up.
         DeadlineExceeded: the device may still write into them: they are nobody's until this process has ended.
     """
-    lane, pairs = lane_of(rows.device), []
+    link, pairs = link_of(rows.device), []
     for extent, frame, i, j in frames_of(mapped, addresses):
-        lane.pin(extent.memory)
+        link.pin(extent.memory)
         pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
         extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
     try:
-        event = lane.copy(pairs, to_device=False)
-        lane.wait(event, pairs)
+        event = link.copy(pairs, to_device=False)
+        link.wait(event, pairs)
     except DeviceLost:
         pool.forfeit(addresses)
         raise

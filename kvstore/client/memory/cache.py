@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, rows_to_fill
-from kvstore.client.device_lane import host_rows
+from kvstore.client.device_link import host_rows
 from kvstore.client.match import Match
 from kvstore.client.memory.holding import MemoryLease
 from kvstore.client.memory.layers import MemoryReader, MemoryWriter

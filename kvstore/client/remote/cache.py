@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, rows_to_fill
-from kvstore.client.device_lane import host_rows
+from kvstore.client.device_link import host_rows
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.pending import PendingPut
 from kvstore.client.prefix_cache import PrefixCache

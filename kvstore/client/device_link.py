@@ -1,7 +1,7 @@
-"""DeviceLane: the way between host memory and one device: a stream, pinned bounces, and pinned segments.
+"""DeviceLink: the way between host memory and one device: a stream, pinned bounces, and pinned segments.
 
 Pages that are mapped go straight from and to their frames, whose memory is pinned when the first of them is copied. All
-others bounce. There is one lane per device and process, made by the first copy.
+others bounce. There is one link per device and process, made by the first copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPY_DEADLINE_S: Final = 10.0
 BOUNCE_BYTES: Final = 8 << 20  # at a time, where a row is not larger
 
 
-class DeviceLane:
+class DeviceLink:
     """See the module. Threads may share it. Lives as long as its device."""
 
     def __init__(self, device: Device) -> None:
@@ -115,17 +115,17 @@ class DeviceLane:
                     copy(part, between)
 
 
-_lanes: dict[Device, DeviceLane] = {}
+_links: dict[Device, DeviceLink] = {}
 _making = threading.Lock()
 
 
-def lane_of(device: Device) -> DeviceLane:
-    """The one lane of that device in this process. Raises DeviceLost."""
+def link_of(device: Device) -> DeviceLink:
+    """The one link of that device in this process. Raises DeviceLost."""
     with _making:
-        lane = _lanes.get(device)
-        if lane is None:
-            lane = _lanes[device] = DeviceLane(device)
-        return lane
+        link = _links.get(device)
+        if link is None:
+            link = _links[device] = DeviceLink(device)
+        return link
 
 
 def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:
@@ -134,7 +134,7 @@ def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, a
         return rows_to_read(buffer, row_bytes, rows, field, apart=apart)
     theirs = device_rows_to_read(buffer, row_bytes, rows, field, apart=apart)
     found: Rows = empty((rows, row_bytes))
-    lane_of(theirs.device).download(theirs, found)
+    link_of(theirs.device).download(theirs, found)
     return found
 
 
