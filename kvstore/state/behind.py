@@ -47,6 +47,10 @@ class Behind:
         """This page is complete and has no parent here: whether the second tier takes it. ``start`` has to follow."""
         return False
 
+    def flies(self, page: Pending) -> bool:
+        """This page is being saved, or will be as soon as there is room for it."""
+        return False
+
     def start(self, out: list[ev.Instruction]) -> None:
         """Have those pages saved that ``takes`` said yes to."""
 

@@ -139,6 +139,7 @@ def _tables(state: NodeState) -> list[str]:
     for number, frame in state.leases.frames():
         if state.segment.extents[number].state[frame] not in (SEALED, FrameState.RETIRING):
             wrong.append(f"extent {number} frame {frame}: leased, yet neither sealed nor retiring")
+    wrong += [f"{page.address}: whole, and waits for nothing" for page in state.writing.forgotten()]
     return wrong
 
 

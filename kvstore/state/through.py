@@ -238,6 +238,10 @@ class Through(Behind):
             self._chosen[page.key] = page
         return True
 
+    def flies(self, page: Pending) -> bool:
+        """See ``Behind``."""
+        return page.key in self.copies.down[self.lower.tier] or page in self._later
+
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def again(self, out: list[ev.Instruction]) -> None:
@@ -344,7 +348,8 @@ class Through(Behind):
             self.writing.stored_below(staged, out)
         self.fail(failed, out)
         self.fail([heir for heir in heirs if self._waits(heir) and not self.takes(heir)], out)
-        self.writing.follow([batch.pages[i].key for i in places], out)
+        there = [staged.key for staged in done]  # also what another writer's copy was saved for meanwhile
+        self.writing.follow(list(dict.fromkeys([*there, *(batch.pages[i].key for i in places)])), out)
         self.again(out)
         self.start(out)
         return out

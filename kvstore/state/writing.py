@@ -103,7 +103,7 @@ class Writing:
 
     def hold_parent(self, page: Pending) -> None:
         """What the page hangs on may not leave, where that is sealed."""
-        parent = None if page.at_root else self.space.find_in(page.root, page.parent)
+        parent = None if page.at_root or page.holds_parent else self.space.find_in(page.root, page.parent)
         if parent is not None:
             self.space.hold(parent)
             page.holds_parent = True
@@ -184,6 +184,15 @@ class Writing:
         )
         self.counters["pages_sealed"] += 1
         return Status.OK
+
+    def forgotten(self) -> list[Pending]:
+        """Pages that are whole, whose parent is stored, and that nobody seals: there is none."""
+        return [
+            page
+            for page in self.pending.by_address.values()
+            if page.complete and not page.doomed and not self.through.flies(page)
+            if self.space.find_in(page.root, page.parent) is not None or self.through.has(page.root, page.parent)
+        ]
 
     def unbegin(self, page: Pending, out: list[ev.Instruction]) -> None:
         """A begun page is a reservation no longer. Its frame stays its writer's."""

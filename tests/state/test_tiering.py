@@ -1121,6 +1121,29 @@ def test_a_page_waits_no_longer_than_the_copy_of_one_that_was_given_up() -> None
     world.check()
 
 
+def test_a_page_waits_no_longer_than_the_second_copy_of_its_parent() -> None:
+    """A writer seals a page that NVMe has by now: it is saved again, for nothing. What hangs on it waits for that."""
+    world = node(demote_at=0.0)
+    put(world, 1, 2)
+    world.settle()
+    assert world.evict(pages=2) == 2 and world.nvme_pages(Chain(SMALL, (1, 2))) == 2
+    chain, longer = Chain(SMALL, (1, 2, 3)), Chain(SMALL, (1, 2, 3, 4))
+    for session, group in ((A, 7), (B, 8)):
+        assert world.reserve(session, group, 0, 1, chain, 2, 10**15) == [Status.OK]
+    pages = {session: [a for a, _ in world.clients[session].writing] for session in (A, B)}
+    assert world.seal(A, 0, pages[A]) == [Status.BUSY]
+    world.settle()
+    assert world.nvme_pages(chain) == 3
+    assert world.seal(B, 0, pages[B]) == [Status.BUSY]
+    assert world.move_on(), "B's copy is on its way"
+    assert world.reserve(A, 9, 0, 1, longer, 3, 10**15) == [Status.OK]
+    assert world.seal(A, 0, [a for a, _ in world.clients[A].writing]) == [Status.BUSY]
+    world.settle()
+    assert world.nvme_pages(longer) == 4
+    assert not world.state.pending
+    world.check()
+
+
 # --- devices that do not answer -------------------------------------------------------------------------------------
 
 
