@@ -18,6 +18,7 @@ from kvstore.bench import (
     flatness,
     get,
     grpc,
+    hbm,
     hostile,
     lookup,
     memory,
@@ -197,6 +198,17 @@ _ROWS = (
     Row("hostile_names", "longest put beside a tenant who says 18,500 names / in quiet", None, hostile.names),
     Row("hostile_patterns", "longest put beside 24 endless patterns of a tenant / in quiet", None, hostile.patterns),
     Row("overload", "calls answered in time at four times the load / at one time", Bar(0.8), overload.overload),
+    *(
+        Row(f"hbm_{verb}_{size}", f"{way}, frames of {text} / one plain pinned copy", Bar(bar), measure)
+        for size, text, length, bar in (("2m", "2 MiB", 2 << 20, 0.9), ("64k", "64 KiB", 64 << 10, 0.7))
+        for verb, way, measure in (
+            ("read", "DRAM to HBM", partial(hbm.one_way, length=length, back=False)),
+            ("write", "HBM to DRAM", partial(hbm.one_way, length=length, back=True)),
+            ("both", "both ways at once", partial(hbm.both_ways, length=length)),
+        )
+    ),
+    Row("hbm_read_sweep", "DRAM to HBM, frames of 4 KiB to 2 MiB / plain", None, partial(hbm.sweep, back=False)),
+    Row("hbm_write_sweep", "HBM to DRAM, frames of 4 KiB to 2 MiB / plain", None, partial(hbm.sweep, back=True)),
     Row("restart_nvme", "kill -9, reboot, and scan of NVMe, to serving again", None, nvme_restart.restart),
 )
 ROWS = {row.name: row for row in _ROWS}
