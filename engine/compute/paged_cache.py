@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
+from engine.compute.kernels import chosen
+from engine.compute.tiles import Reading, reading_of
 from engine.memory.arena import Arena, runs
 
 __all__ = ["Arena", "Batch", "PagedCache", "Slice", "runs"]
@@ -95,6 +97,7 @@ class Batch:
         last: int64 ``[len(slices)]``, where the last token of each slice is.
         steps: the slices of one token, None where there are none, or where they are read like chunks.
         chunks: all other slices, and where each starts in the input.
+        kernel, reading: of a device with one, by which all slices are read; ``steps`` and ``chunks`` are empty then.
     """
 
     def __init__(
@@ -127,8 +130,17 @@ class Batch:
         frames = [part.frames[pages[a : a + part.count]] for a, part in zip(firsts, slices, strict=True)]
         self._frames = torch.cat(frames).to(device)
         self._slots = torch.from_numpy(positions % page_tokens).to(device)
+        self.kernel = chosen(arena.layout, device).kernel
+        self.reading: Reading | None = None
+        self.steps: Steps | None = None
+        self.chunks: list[tuple[int, Slice]] = []
+        if self.kernel is not None:
+            starts, tables = [part.start for part in slices], [part.frames for part in slices]
+            self.reading = reading_of(tables, starts, counts.tolist(), page_tokens, device)
+            return
         single = counts == 1 if device.type == "cpu" else np.zeros(len(slices), np.bool_)
-        self.steps = Steps(arena, slices, np.flatnonzero(single), ends - 1) if single.any() else None
+        if single.any():
+            self.steps = Steps(arena, slices, np.flatnonzero(single), ends - 1)
         self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
 
     def write(self, layer: int, content: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.compute.kernels import chosen
 from engine.compute.models import Model
 from engine.config import EngineConfig
 from engine.memory.arena import Arena
@@ -35,6 +36,7 @@ def describe(
         "draining": door.draining,
         "model": model.name,
         "device": str(model.device),
+        "attention": chosen(arena.layout, arena.device).line,
         "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
         "layout": {
             "fingerprint": arena.layout.fingerprint.hex(),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 
-import kvstore
-from engine.compute.attention import Terms, attend, paged_attention
-from engine.compute.paged_cache import Batch, Slice
-from engine.memory.arena import Arena
+from engine.compute.attention import attend
+from engine.compute.paged_cache import Slice
+from engine.compute.tiles import Terms
+from tests.helpers.engines.paged import TERMS, attended, compare, formula, paged_world, steps
 
 
 @pytest.fixture(autouse=True)
@@ -21,78 +20,6 @@ def one_thread():
     torch.manual_seed(3)
     yield
     torch.set_num_threads(before)
-
-
-def formula(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """``query [n, heads, dim]`` of the last tokens of ``k``, ``v [kv_heads, m, dim]``: ``[n, heads, v dim]``."""
-    count, heads, _ = query.shape
-    kv_heads, length, _ = k.shape
-    out = torch.empty((count, heads, v.shape[-1]), dtype=torch.float64)
-    for i, head in itertools.product(range(count), range(heads)):
-        own = length - count + i
-        low = max(0, own + 1 - terms.window) if terms.window else 0
-        seen = slice(low, own + 1)
-        group = head // (heads // kv_heads)
-        logits = k[group, seen].double() @ query[i, head].double() * terms.scaling
-        if terms.softcap:
-            logits = torch.tanh(logits / terms.softcap) * terms.softcap
-        if terms.sinks is not None:
-            logits = torch.cat((logits, terms.sinks[head : head + 1].double()))
-        weights = torch.softmax(logits, dim=0)[: own + 1 - low]
-        out[i, head] = weights @ v[group, seen].double()
-    return out
-
-
-class Layer(torch.nn.Module):
-    """What attention sees of a layer."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-
-
-def paged_world(kv_heads: int, dim: int, page_tokens: int, lengths: list[int], dtype: str = "float32"):
-    """An arena in which every sequence's frames lie scattered, full of random numbers, and their page tables."""
-    layout = kvstore.Layout(model="m", layers=2, kv_heads=kv_heads, head_dim=dim, dtype=dtype, page_tokens=page_tokens)
-    pages = [-(-length // page_tokens) for length in lengths]
-    arena = Arena(layout, sum(pages) + 3, dim)
-    arena.pages.copy_(torch.randn(arena.pages.shape))
-    return arena, list(torch.randperm(arena.frames_total)[: sum(pages)].split(pages))
-
-
-def attended(arena: Arena, slices: list[Slice], query: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """``[T, heads, dim]`` of ``query [T, heads, dim]``, in layer 1."""
-    unread = torch.empty(1, arena.layout.kv_heads, len(query), arena.k_dim)
-    out, weights = paged_attention(
-        Layer(1),
-        query.transpose(0, 1)[None],
-        unread,
-        unread,
-        None,
-        scaling=terms.scaling,
-        sliding_window=terms.window or None,
-        softcap=terms.softcap or None,
-        s_aux=terms.sinks,
-        paged=Batch(arena, slices),
-    )
-    assert weights is None and out.shape[0] == 1
-    return out[0]
-
-
-def compare(arena: Arena, slices: list[Slice], heads: int, terms: Terms, tolerance: float = 2e-6) -> None:
-    query = torch.randn(sum(part.count for part in slices), heads, arena.k_dim)
-    out = attended(arena, slices, query, terms)
-    at = 0
-    for part in slices:
-        context = Batch(arena, [part]).context(1, part)
-        k, v = context[..., : arena.k_dim].float(), context[..., arena.k_dim :].float()
-        expected = formula(query[at : at + part.count], k, v, terms)
-        torch.testing.assert_close(out[at : at + part.count].double(), expected, atol=tolerance, rtol=tolerance)
-        at += part.count
-
-
-def steps(tables: list[torch.Tensor], lengths: list[int]) -> list[Slice]:
-    return [Slice(table, length - 1, torch.zeros(1)) for table, length in zip(tables, lengths, strict=True)]
 
 
 # --- One token of each sequence ------------------------------------------------------------------------------------
@@ -115,17 +42,6 @@ def test_one_token_of_many_sequences(page_tokens, kv_heads, group, dim):
     lengths = [1, 2, 3, 15, 16, 17, 63, 64, 65, 130, 200]
     arena, tables = paged_world(kv_heads, dim, page_tokens, lengths)
     compare(arena, steps(tables, lengths), kv_heads * group, Terms(dim**-0.5))
-
-
-TERMS = {
-    "plain": Terms(0.3),
-    "window": Terms(0.3, window=20),
-    "window of one": Terms(0.3, window=1),
-    "softcap": Terms(0.3, softcap=1.5),
-    "large softcap": Terms(3.0, softcap=50.0),
-    "sinks": Terms(0.3, sinks=torch.tensor([-30.0, 0.0, 1.5, 40.0])),
-    "all": Terms(0.7, window=33, softcap=4.0, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
-}
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32])

@@ -1,0 +1,88 @@
+"""Kernels: which of them reads pages on a device, and why not the others.
+
+On a CPU it is machine code of our own (``engine.compute.cpu``). On a CUDA device each candidate, the best first, is
+tried once on pages of the engine's own layout: the first that gives the right numbers is it. Where none does, the KV of
+every sequence is gathered into one piece and given to torch: right everywhere, and slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from engine.compute.tiles import Kernel, Terms, reading_of
+from engine.memory.arena import DTYPES
+from kvstore.model.layout import Layout
+
+CANDIDATES = {"triton": ("engine.compute.cuda.triton_kernel", "TritonKernel")}
+GROUP = 4  # query heads per KV head of the trial
+CLOSE = {"float32": 2e-3, "bfloat16": 4e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of a device; None where pages are read without one.
+
+    Attributes:
+        line: which way is live and why the better ones are not, for status.
+    """
+
+    kernel: Kernel | None
+    line: str
+
+
+@functools.cache
+def chosen(layout: Layout, device: torch.device) -> Choice:
+    """What reads pages of ``layout`` on ``device``. The first call there compiles and runs a few small kernels."""
+    if device.type == "cpu":
+        return Choice(None, "cpu: machine code made for the model")
+    refused: list[str] = []
+    for name in CANDIDATES:
+        kernel, why = _tried(name, layout, device)
+        if kernel is not None:
+            return Choice(kernel, "; ".join([name, *refused]))
+        refused.append(f"not {name}: {why}")
+    return Choice(None, "; ".join(["gather", *refused]))
+
+
+def _tried(name: str, layout: Layout, device: torch.device) -> tuple[Kernel | None, str]:
+    """The candidate, or why it is none here."""
+    module, kind = CANDIDATES[name]
+    try:
+        kernel: Kernel = getattr(importlib.import_module(module), kind)()
+        off = trial(kernel, layout, device)
+    except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        # What a compiler of kernels raises where a layout does not suit it.
+        return None, " ".join(str(error).split())[:200] or type(error).__name__
+    if not off <= CLOSE[layout.dtype]:
+        return None, f"off by {off:.2g} where at most {CLOSE[layout.dtype]:g} is rounding"
+    return kernel, ""
+
+
+def trial(kernel: Kernel, layout: Layout, device: torch.device) -> float:
+    """How far the kernel is from the formula, at most, for a step and a chunk over pages that lie scattered."""
+    page_tokens, content = layout.page_tokens, layout.shape[-1]
+    k_dim = layout.head_dim or content
+    v_dim, v_at = (k_dim, k_dim) if layout.head_dim else (layout.mla_latent, 0)
+    lengths, counts = [2 * page_tokens + 3, page_tokens + 5], [1, 4]
+    tables = [torch.tensor([4, 0, 3]), torch.tensor([1, 2])]
+    draw = torch.Generator().manual_seed(7)
+    shape = (5, *layout.shape[1:])
+    pages = torch.randn(shape, generator=draw).to(device, DTYPES[layout.dtype])
+    query = torch.randn(sum(counts), layout.kv_heads * GROUP, k_dim, generator=draw).to(device, pages.dtype)
+    starts = [length - count for length, count in zip(lengths, counts, strict=True)]
+    reading = reading_of(tables, starts, counts, page_tokens, device)
+    out = kernel.attend(pages, query, reading, Terms(k_dim**-0.5), v_dim, v_at).float().cpu()
+    off, at = 0.0, 0
+    for table, length, count in zip(tables, lengths, counts, strict=True):
+        context = pages.cpu().float()[table].transpose(0, 1).reshape(layout.kv_heads, -1, content)
+        for i in range(count):
+            seen = context[:, : length - count + i + 1].repeat_interleave(GROUP, dim=0)
+            scores = torch.einsum("hd,hnd->hn", query[at].cpu().float(), seen[..., :k_dim]) * k_dim**-0.5
+            expected = torch.einsum("hn,hnd->hd", scores.softmax(-1), seen[..., v_at : v_at + v_dim])
+            off = max(off, float((out[at] - expected).abs().max()))
+            at += 1
+    return off
