@@ -25,6 +25,7 @@ from engine.compute.models import load_model
 from engine.compute.paged_cache import Batch
 from engine.compute.runner import Runner
 from engine.memory.arena import Arena
+from engine.memory.staging import HostStaging
 from engine.model.request import Request
 from engine.moving.chunk import Chunk
 from engine.moving.store_side import Pool
@@ -81,7 +82,7 @@ class Prefiller:
         self.tokens = self.scale.handed // self.scale.step_tokens * self.scale.step_tokens
         self.arena = Arena(self.layout, self.tokens // self.scale.page_tokens + 1, model.geometry.k_dim)
         self.runner = Runner(model, self.arena)
-        self.pool = Pool(store, self.layout, self.arena)
+        self.pool = Pool(store, self.layout, HostStaging(self.arena))
         chunk_pages = self.scale.step_tokens // self.scale.page_tokens
         self.plain = Plain(stage, 8 * chunk_pages, self.layout.page_bytes)
         self._walk(store, chunk_pages)

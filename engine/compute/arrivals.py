@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.state.events import Arriving
@@ -18,16 +19,19 @@ class Arrivals:
 
     def __init__(self, layers: int) -> None:
         self._tokens = [0] * layers
+        self._gates: list[Callable[[], None] | None] = [None] * layers
         self._changed = threading.Condition()
         self.failure: KVStoreError | None = None
         self.late = False  # a step waited for it in vain
         self.layer_s = 0.0  # how long a layer takes to arrive, smoothed; 0: unknown
         self._last_s = 0.0
 
-    def reached(self, layer: int, tokens: int) -> None:
-        """All of the first ``tokens`` tokens of ``layer`` are there."""
+    def reached(self, layer: int, tokens: int, gate: Callable[[], None] | None = None) -> None:
+        """All of the first ``tokens`` tokens of ``layer`` are there, for what is computed behind ``gate``: see
+        ``Staging.landing``."""
         now = time.monotonic()
         with self._changed:
+            self._gates[layer] = gate
             self._tokens[layer] = max(self._tokens[layer], tokens)
             if self._last_s:
                 gap = now - self._last_s
@@ -50,6 +54,12 @@ class Arrivals:
     def tokens(self, layer: int) -> int:
         """Tokens of that layer that are there."""
         return self._tokens[layer]
+
+    def pass_gate(self, layer: int) -> None:
+        """Have what is computed later wait for what has reached ``layer``. Returns at once."""
+        gate = self._gates[layer]
+        if gate is not None:
+            gate()
 
     def tokens_min(self) -> int:
         """Tokens that are there in every layer."""
@@ -91,10 +101,11 @@ class Waits:
     def before(self, layer: int) -> None:
         """Called before the layer's KV is read."""
         for number, (arrivals, tokens) in self.awaited.items():
-            if number in self.missed or arrivals.tokens(layer) >= tokens:
-                continue
-            start = time.monotonic()
-            if not arrivals.wait(layer, tokens, start + self.budget_s - self.waited_s):
-                self.missed.add(number)
-                arrivals.late = True
-            self.waited_s += time.monotonic() - start
+            if number not in self.missed and arrivals.tokens(layer) < tokens:
+                start = time.monotonic()
+                if not arrivals.wait(layer, tokens, start + self.budget_s - self.waited_s):
+                    self.missed.add(number)
+                    arrivals.late = True
+                self.waited_s += time.monotonic() - start
+            if number not in self.missed:
+                arrivals.pass_gate(layer)

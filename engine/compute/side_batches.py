@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine.compute.arrivals import Arrivals, Waits
+from engine.compute.lost import translated
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Forward
 from engine.memory.arena import Arena
@@ -46,8 +47,9 @@ class SideBatches:
         outcome: torch.Tensor | BaseException | None = None
         waits.budget_s = max(0.0, deadline_s - time.monotonic())
         try:
-            given = self._runner.forward(Batch(self._arena, [part], waits.before))
-            outcome = None if waits.missed else given[0]
+            with translated(self._arena.device):
+                given = self._runner.forward(Batch(self._arena, [part], waits.before))
+                outcome = None if waits.missed else given[0].cpu()
         except BaseException as error:
             outcome = error
             raise

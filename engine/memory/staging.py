@@ -1,16 +1,17 @@
-"""Staging: bytes of an arena's frames as the host sees them: in place on a CPU, through a buffer on a device."""
+"""Staging: bytes of an arena's frames as the host sees them: in place on a CPU, by copies on a device
+(``device_staging``).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-import kvstore
 from engine.memory.arena import Arena
 from kvstore.errors import InvalidRequest
 from kvstore.tier.host_memory import copy
@@ -31,21 +32,40 @@ class Staging(ABC):
     in_place = False
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+        self.arena = arena
+
+    def computed(self, layer: int) -> None:  # noqa: B027 - nothing to do where nothing is late
+        """Called by the thread that computes, when it has given the device all that computes this layer so far: what is
+        sent of that layer from then on has it."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Return when the device has computed what it was given so far. Called by the thread that computes."""
+
+    def landing(self) -> Callable[[], None] | None:
+        """What makes all that is computed later wait for the layers that were received so far; None: they are there."""
+        return None
+
+    def settle(self) -> None:  # noqa: B027
+        """Return when all that was received is in its frames. Whoever received layers calls it before the frames may
+        become another one's."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing is sent or received any more."""
 
     @abstractmethod
     def receive(self, frame: int, count: int) -> AbstractContextManager[Bytes]:
-        """Rows ``[count, page_bytes]`` to be filled, which hold the frames' bytes; in the frames when the ``with``
-        ends."""
+        """Rows ``[count, page_bytes]`` to be filled; in the frames when the ``with`` ends. What is not filled leaves
+        anything in its frame."""
 
     @abstractmethod
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
-        """Put one layer of consecutive pages, ``[count, layer_bytes]``, into frames."""
+        """Put one layer of consecutive pages, ``[count, layer_bytes]``, into frames; there for whoever waits for
+        ``landing``."""
 
     @abstractmethod
     def layer_target(self, frame: int, count: int, layer: int) -> AbstractContextManager[Bytes]:
-        """For one layer that is read straight into frames: rows ``[count, layer_bytes]``, there when the ``with``
-        ends."""
+        """For one layer that is read straight into frames: rows ``[count, layer_bytes]``, there when the ``with`` ends,
+        for whoever waits for ``landing``."""
 
     @abstractmethod
     def send(self, frame: int, count: int) -> Bytes:
@@ -55,20 +75,20 @@ class Staging(ABC):
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
         """One layer of them, ``[count, layer_bytes]``; may be strided."""
 
+    @abstractmethod
+    def sending(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
+        """One layer of all frames of these ``runs``, as a call that gives it: it may wait, for any thread to do. To be
+        called once."""
+
+    @abstractmethod
     def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
         """The first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``. Only those:
         what is behind them in the frame may be another tenant's.
         """
-        part = self._arena.pages[frame, layer, :, :tokens].contiguous()
-        rows: Bytes = part.reshape(1, -1).view(torch.uint8).cpu().numpy()
-        return rows
 
+    @abstractmethod
     def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
-        """Put what ``send_tail`` gave."""
-        target = self._arena.pages[frame, layer, :, :tokens]
-        if data.size != target.numel() * target.element_size():
-            raise InvalidRequest("data", f"{data.size} bytes are not {tokens} tokens of one layer")
-        target.copy_(torch.from_numpy(data.reshape(-1)).view(target.dtype).view(target.shape))
+        """Put what ``send_tail`` gave, as ``receive_layer`` does."""
 
 
 class HostStaging(Staging):
@@ -79,64 +99,38 @@ class HostStaging(Staging):
     @contextmanager
     def receive(self, frame: int, count: int) -> Iterator[Bytes]:
         """See ``Staging``."""
-        yield self._arena.rows(frame, count)
+        yield self.arena.rows(frame, count)
 
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
         """See ``Staging``."""
-        copy(self._arena.layer_rows(frame, len(data), layer), data)
+        copy(self.arena.layer_rows(frame, len(data), layer), data)
 
     @contextmanager
     def layer_target(self, frame: int, count: int, layer: int) -> Iterator[Bytes]:
         """See ``Staging``."""
-        yield self._arena.layer_rows(frame, count, layer)
+        yield self.arena.layer_rows(frame, count, layer)
 
     def send(self, frame: int, count: int) -> Bytes:
         """See ``Staging``."""
-        return self._arena.rows(frame, count)
+        return self.arena.rows(frame, count)
 
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
         """See ``Staging``."""
-        return self._arena.layer_rows(frame, count, layer)
+        return self.arena.layer_rows(frame, count, layer)
 
-
-class DeviceStaging(Staging):
-    """Frames of a device: their bytes come and go through a buffer on the host."""
-
-    @contextmanager
-    def receive(self, frame: int, count: int) -> Iterator[Bytes]:
+    def sending(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
         """See ``Staging``."""
-        pages = self._bytes(frame, count)
-        rows = pages.cpu()
-        yield rows.numpy()
-        pages.copy_(rows)
+        return lambda: np.concatenate([self.send_layer(frame, count, layer) for _, frame, count in frames])
 
-    def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
+    def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
         """See ``Staging``."""
-        target = self._arena.pages[frame : frame + len(data), layer]
-        target.copy_(torch.from_numpy(data).view(target.dtype).view(target.shape))
-
-    @contextmanager
-    def layer_target(self, frame: int, count: int, layer: int) -> Iterator[Bytes]:
-        """See ``Staging``."""
-        rows = kvstore.empty((count, self._arena.layout.layer_bytes))
-        yield rows
-        self.receive_layer(frame, layer, rows)
-
-    def send(self, frame: int, count: int) -> Bytes:
-        """See ``Staging``."""
-        rows: Bytes = self._bytes(frame, count).cpu().numpy()
+        part = self.arena.pages[frame, layer, :, :tokens].contiguous()
+        rows: Bytes = part.reshape(1, -1).view(torch.uint8).numpy()
         return rows
 
-    def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
+    def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
         """See ``Staging``."""
-        part = self._arena.pages[frame : frame + count, layer]
-        rows: Bytes = part.reshape(count, -1).view(torch.uint8).cpu().numpy()
-        return rows
-
-    def _bytes(self, frame: int, count: int) -> torch.Tensor:
-        return self._arena.pages[frame : frame + count].view(count, -1).view(torch.uint8)
-
-
-def staging_of(arena: Arena) -> Staging:
-    """The way that suits where the arena is."""
-    return HostStaging(arena) if arena.device.type == "cpu" else DeviceStaging(arena)
+        target = self.arena.pages[frame, layer, :, :tokens]
+        if data.size != target.numel() * target.element_size():
+            raise InvalidRequest("data", f"{data.size} bytes are not {tokens} tokens of one layer")
+        target.copy_(torch.from_numpy(data.reshape(-1)).view(target.dtype).view(target.shape))

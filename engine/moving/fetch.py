@@ -19,18 +19,20 @@ from contextlib import ExitStack, closing, nullcontext
 
 import kvstore
 from engine.compute.arrivals import Arrivals
-from engine.memory.arena import Arena, runs
+from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
-from engine.memory.staging import staging_of
+from engine.memory.staging import Staging
 from engine.model.piece import Bytes, Piece, checksum_of
 from engine.model.request import Admitted, Done, Failed, Grain, HandOff, Progress, Request, Source
 from engine.moving.link import Link
 from engine.moving.peers import Peers, Pieces
 from engine.moving.work import Work
 from engine.state import events as ev
+from engine.state.events import device_failed
 from engine.state.routes import BEGIN_S
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.layout import Layout
+from kvstore.tier.device import DeviceLost
 
 LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
 
@@ -51,7 +53,7 @@ class Fetch:
         attempt: int,
         address: str,
         peers: Peers,
-        arena: Arena,
+        staging: Staging,
         link: Link,
         codec: tuple[str, Lossy | None],
         source: Source,
@@ -61,14 +63,14 @@ class Fetch:
         post: Callable[[ev.Event], None],
     ) -> None:
         self.address = address
-        self.arrivals = Arrivals(arena.layout.layers)
+        self.arrivals = Arrivals(staging.arena.layout.layers)
         self.handoff: HandOff | None = None
         self.admitted: Admitted | None = None
         self.failure: KVStoreError | None = None
         self._work = work
         self._attempt = attempt
         self._peers = peers
-        self._layout, self._staging = arena.layout, staging_of(arena)
+        self._layout, self._staging = staging.arena.layout, staging
         self._link = link
         self._codec_name, self._codec = codec
         exact = work.cache is not None and codec[1] is None
@@ -156,11 +158,21 @@ class Fetch:
         except KVStoreError as error:
             self._fail(error)
         finally:
+            self._settle()
             arrived = self.arrivals.tokens_min()
             if arrived < self._work.prompt:
                 self._fail(NodeUnavailable(f"engine {self.address} sent less than all of a prompt"))
             self._run(self._release)  # nobody waits for that
             self._post(ev.Moved(time.monotonic(), self._work.number, self._attempt, arrived, self.failure))
+
+    def _settle(self) -> None:
+        """Nobody writes to the frames any more."""
+        try:
+            self._staging.settle()
+        except KVStoreError as error:
+            self._fail(error)
+        if isinstance(self.failure, DeviceLost):
+            self._post(ev.DeviceFailed(time.monotonic(), device_failed(self.failure)))
 
     def _check(self, handoff: HandOff) -> None:
         """Another engine's word is not taken for the tokens and pages of ours."""
@@ -213,7 +225,7 @@ class Fetch:
         with closing(pieces):
             for piece in pieces:
                 self._store(piece, self.arrivals.tokens(piece.layer))
-                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens)
+                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens, self._staging.landing())
 
     def _store(self, piece: Piece, there: int) -> None:
         """Receive a piece into the frames, where ``there`` tokens of its layer are."""
@@ -311,7 +323,7 @@ class Fetch:
                     raise NodeUnavailable(f"engine {self.address} sent layers of a tail out of order")
                 self._store(piece, tokens)
                 tokens = piece.token_start + piece.tokens
-            self.arrivals.reached(layer, tokens)
+            self.arrivals.reached(layer, tokens, self._staging.landing())
         return True
 
     def _still_coming(self, stop: int) -> None:
@@ -345,6 +357,7 @@ class Fetch:
                 for piece in pieces:
                     self._store(piece, arrived[piece.layer])
                     arrived[piece.layer] = piece.token_start + piece.tokens
+        self._staging.settle()
         self.arrivals.all_reached(min(arrived))
 
 

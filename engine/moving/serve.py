@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 from engine.compute.arrivals import Arrivals
-from engine.memory.arena import Arena, runs
+from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
-from engine.memory.staging import staging_of
+from engine.memory.staging import Staging
 from engine.model.piece import Bytes, HeldData, Piece, checksum_of
 from engine.moving.work import Work
 from engine.state import events as ev
@@ -34,9 +34,9 @@ class Prefills:
     Threads of the service pull and release; the engine's thread does the rest.
     """
 
-    def __init__(self, arena: Arena, codecs: Mapping[str, Lossy | None], post: Callable[[ev.Event], None]) -> None:
-        self._staging = staging_of(arena)
-        self._layout = arena.layout
+    def __init__(self, staging: Staging, codecs: Mapping[str, Lossy | None], post: Callable[[ev.Event], None]) -> None:
+        self._staging = staging
+        self._layout = staging.arena.layout
         self._codecs = codecs
         self._post = post
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.memory.arena import Arena, runs
+from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
-from engine.memory.staging import Staging, staging_of
+from engine.memory.staging import Staging
 from engine.moving.work import Work
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
@@ -30,6 +31,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfS
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.retention import hints_of
+from kvstore.tier.device import DeviceLost
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +58,7 @@ class Pool:
         hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
     """
 
-    def __init__(self, store: Store | None, layout: Layout, arena: Arena, compress: str = "none") -> None:
+    def __init__(self, store: Store | None, layout: Layout, staging: Staging, compress: str = "none") -> None:
         self.store = store
         self.layout = layout
         self.codec: Lossy | None = Lossy.of(layout, compress)
@@ -66,7 +68,9 @@ class Pool:
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
         self._in_doubt = False  # the node may hold frames for us that we know nothing of
-        self._staging = staging_of(arena)
+        self._staging = staging
+        # Waits for layers that a device sends, and writes them, while the thread that computes goes on.
+        self.outgoing = None if staging.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self._look, name="engine-pool", daemon=True)
@@ -81,6 +85,8 @@ class Pool:
         self._stopped.set()
         if self._watch.ident is not None:
             self._watch.join()
+        if self.outgoing is not None:
+            self.outgoing.shutdown(wait=True)
 
     def _look(self) -> None:
         assert self.store is not None
@@ -251,9 +257,12 @@ class Pool:
 
     @contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time."""
+        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time. A device that is
+        lost is not the pool's failure."""
         try:
             yield
+        except DeviceLost:
+            raise
         except OutOfSpace:  # also: the tenant's quota
             self.failures += 1
         except KVStoreError as error:
@@ -299,7 +308,7 @@ class ChunkWriter:
 
     __slots__ = (
         *("_pool", "_cache", "_work", "_staging", "_behind", "_stop", "_count", "_frames"),
-        *("_writer", "_write", "_layers", "_spent_s"),
+        *("_writer", "_write", "_sent", "_layers", "_spent_s"),
     )
 
     def __init__(
@@ -315,6 +324,7 @@ class ChunkWriter:
         self._frames: list[tuple[int, int, int]] = []  # theirs, as ``runs`` has them
         self._writer: Writer | None = None
         self._write: Callable[[int], None] | None = None  # a layer, while there is a writer
+        self._sent: list[Future[None]] = []  # layers that another thread writes
         self._layers, self._spent_s = 0, 0.0  # in ``layer``
 
     def before(self) -> None:
@@ -358,8 +368,20 @@ class ChunkWriter:
 
     def _send(self, layer: int) -> None:
         assert self._writer is not None
-        parts = [self._pool.encoded(self._staging.send_layer(frame, count, layer)) for _, frame, count in self._frames]
-        self._writer.write_layer(layer, parts[0] if len(parts) == 1 else np.concatenate(parts))
+        rows, write, encoded = self._staging.sending(self._frames, layer), self._writer.write_layer, self._pool.encoded
+        if self._pool.outgoing is None:
+            write(layer, encoded(rows()))
+        else:
+            self._sent.append(self._pool.outgoing.submit(lambda: write(layer, encoded(rows()))))
+
+    def _all_sent(self) -> None:
+        """Return when no other thread writes any more. Raises what it met."""
+        sent, self._sent = self._sent, []
+        late = wait(sent, WRITE_TTL_S).not_done  # each has a deadline of its own, which is shorter
+        for each in sent:
+            if each in late:
+                raise NodeUnavailable("layers were not written in time")
+            each.result()
 
     def after(self, succeeded: bool) -> None:
         """Seal, or revoke where the forward failed."""
@@ -374,12 +396,16 @@ class ChunkWriter:
             return
         work = self._work
         try:
+            self._writer = writer
+            self._all_sent()
+            self._writer = None
             writer.__exit__(None, None, None)
             # What was not new is stored, or had no room: the index knows.
             whole = writer.sealed == self._count
             work.stored_pages = self._stop if whole else self._stored()
             work.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
         except KVStoreError as error:
+            self._abandon()
             self._failed(error)
 
     def _stored(self) -> int:
@@ -389,6 +415,7 @@ class ChunkWriter:
     def _abandon(self) -> None:
         writer, self._writer, self._write = self._writer, None, None
         if writer is not None:
+            wait(self._sent, WRITE_TTL_S)
             kind: type[BaseException] = InvalidRequest
             none: TracebackType | None = None
             writer.__exit__(kind, None, none)

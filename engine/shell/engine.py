@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
+from engine.compute.lost import translated
 from engine.compute.models import Model
 from engine.compute.runner import runner_of
 from engine.config import EngineConfig
 from engine.memory.arena import Arena
+from engine.memory.device_staging import staging_of
 from engine.memory.lossy import codecs
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
@@ -47,6 +49,7 @@ from engine.text.detokenizer import Detokenizer
 from kvstore.client.store import Store
 from kvstore.errors import DeadlineExceeded, KVStoreError, VersionMismatch
 from kvstore.model.layout import Layout
+from kvstore.tier.device import DeviceLost
 
 IDLE_S = 0.05
 QUIET_S = 2.0  # for threads that still touch frames when the engine ends
@@ -75,11 +78,12 @@ class Engine:
         self.observer = observer or Observer()
         frames = memory_frames(config.arena, self.layout)
         self.arena = Arena(self.layout, frames, model.geometry.k_dim, str(model.device))
-        self.pool = Pool(store, self.layout, self.arena, config.compress)
+        self.staging = staging_of(self.arena)
+        self.pool = Pool(store, self.layout, self.staging, config.compress)
         self.pool.check()
         forms = codecs(self.layout)
         self.inbox = Inbox()
-        self.prefills = Prefills(self.arena, forms, self.inbox.post)
+        self.prefills = Prefills(self.staging, forms, self.inbox.post)
         self.door = Door(config.role, config.requests_max)
         self._entry = threading.Lock()  # of the door
         self.state = EngineState(
@@ -101,7 +105,7 @@ class Engine:
             forms,
             self.state,
             runner_of(model, self.arena),
-            self.arena,
+            self.staging,
             self.pool,
             self._peers,
             self.prefills,
@@ -126,6 +130,7 @@ class Engine:
             self._thread.join(STOP_S)
         self.performer.stop()
         self.pool.stop()
+        self.staging.close()
 
     def found(self, engines: tuple[str, ...]) -> None:
         """Addresses of engines that compute prompts for others now; replaces what was found before."""
@@ -297,11 +302,21 @@ class Engine:
         idle_s = 0.0
         while not self._stopping:
             for event in self.inbox.take(idle_s):
-                self.performer.handle(event)
-            idle_s = 0.0 if self.performer.turn() else IDLE_S
+                self._unless_lost(partial(self.performer.handle, event))
+            idle_s = 0.0 if self._unless_lost(self.performer.turn) else IDLE_S
         self.performer.handle(ev.Stop(time.monotonic()))
         until_s = time.monotonic() + QUIET_S
         while self.remains() and time.monotonic() < until_s:
             for event in self.inbox.take(IDLE_S):
-                self.performer.handle(event)
+                self._unless_lost(partial(self.performer.handle, event))
         log.info("ended; %d of %d frames free", self.arena.frames_free, self.arena.frames_total)
+
+    def _unless_lost(self, act: Callable[[], bool | None]) -> bool:
+        """Do that. A device that is lost on the way ends all requests here, and the engine goes on refusing."""
+        try:
+            with translated(self.arena.device):
+                return bool(act())
+        except DeviceLost as error:
+            log.error("no request can be served any more: %s", error)
+            self.performer.handle(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))
+            return False

@@ -13,8 +13,8 @@ import torch
 from engine.compute.runner import Forward
 from engine.compute.side_batches import SideBatches
 from engine.config import EngineConfig
-from engine.memory.arena import Arena
 from engine.memory.lossy import Lossy
+from engine.memory.staging import Staging
 from engine.model.observer import Observer
 from engine.model.request import Admitted, Done, HandOff, Progress
 from engine.moving.fetch import Fetch
@@ -31,6 +31,7 @@ from engine.state import instructions as do
 from engine.state.engine_state import EngineState
 from engine.state.sequence import Phase
 from kvstore.errors import KVStoreError
+from kvstore.tier.device import DeviceLost
 
 LOADERS = 2
 
@@ -53,7 +54,7 @@ class EnginePerformer:
         codecs: Mapping[str, Lossy | None],
         state: EngineState,
         runner: Forward,
-        arena: Arena,
+        staging: Staging,
         pool: Pool,
         peers: Peers,
         prefills: Prefills,
@@ -63,11 +64,11 @@ class EnginePerformer:
     ) -> None:
         self.works: dict[int, Work] = {}
         self.calls: dict[int, Future[bool]] = {}
-        self.sides = SideBatches(runner, arena, state.rules.side_max)
+        self.sides = SideBatches(runner, staging.arena, state.rules.side_max)
         self._config = config
         self._vocab_size = vocab_size
         self._state = state
-        self._arena = arena
+        self._arena, self._staging = staging.arena, staging
         self._pool = pool
         self._peers = peers
         self._prefills = prefills
@@ -76,7 +77,7 @@ class EnginePerformer:
         self._observer = observer
         self._forget = forget
         self._inbox = inbox
-        self._step = StepRunner(runner, arena, pool, eos)
+        self._step = StepRunner(runner, staging, pool, eos)
         self._link = parse_link(config.link)
         self._fetches: dict[int, Fetch] = {}
         self._migrations: dict[int, Migration] = {}
@@ -143,6 +144,9 @@ class EnginePerformer:
         def load() -> None:
             try:
                 tokens = self._pool.load(work)
+            except DeviceLost as error:
+                self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))
+                tokens = 0
             except BaseException as error:
                 self._inbox.post(error)
                 raise
@@ -169,7 +173,10 @@ class EnginePerformer:
         work = self.works[it.sequence]
 
         def done(given: torch.Tensor | BaseException | None) -> None:
-            if isinstance(given, BaseException):
+            if isinstance(given, DeviceLost):
+                self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(given)))
+                given = None
+            elif isinstance(given, BaseException):
                 self._inbox.post(given)
                 return
             token = None if given is None else draw([work], given[None])[0]
@@ -197,7 +204,7 @@ class EnginePerformer:
             it.attempt,
             it.engine,
             self._peers,
-            self._arena,
+            self._staging,
             self._link,
             (name, self._codecs[name]),
             request.source or config.source,

@@ -36,7 +36,7 @@ from engine.state.routes import Routes
 from engine.state.rules import Rules
 from engine.state.sequence import Phase, Sequence
 from engine.state.speeds import Speeds
-from kvstore.errors import DeadlineExceeded, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
 
 class EngineState:
@@ -45,7 +45,7 @@ class EngineState:
     Attributes:
         step: what was told to be run, until it is ``Stepped``; ``steps``: how many there were.
         aside: sequences that make their next token aside.
-        stopped: it ends, and takes nothing more.
+        stopped: it ends, or lost its device, and takes nothing more: what requests are told.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -55,7 +55,7 @@ class EngineState:
         self.step: do.Step | None = None
         self.steps = 0
         self.aside = 0
-        self.stopped = False
+        self.stopped: KVStoreError | None = None
         self._routes = Routes(self.roster)
         self._passes = Passes(self.roster)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -64,7 +64,8 @@ class EngineState:
             ev.Cancelled: self._cancelled,
             ev.Migrate: self._passes.migrate,
             ev.Drain: self._passes.drain,
-            ev.Stop: self._stop,
+            ev.Stop: lambda it: self._end(NodeUnavailable("this engine has ended")),
+            ev.DeviceFailed: self._device_failed,
             ev.PrefixLoaded: self._loaded,
             ev.Computed: self._routes.computed,
             ev.AskFailed: self._routes.ask_failed,
@@ -108,8 +109,8 @@ class EngineState:
             pulled=not event.answers,  # from now on others may
         )
         self.roster.sequences[event.sequence] = sequence
-        if self.stopped:
-            self.roster.fail(sequence, NodeUnavailable("this engine has ended"))
+        if self.stopped is not None:
+            self.roster.fail(sequence, self.stopped)
         elif event.stopped:  # all was told by the engine that died
             self.roster.finish(sequence, "stop")
         else:
@@ -247,9 +248,12 @@ class EngineState:
         else:
             self.roster.fail(sequence, NodeUnavailable(f"prefill {sequence.name} was given up"), cancelled=True)
 
-    def _stop(self, event: ev.Stop) -> None:
-        self.stopped = True
-        error = NodeUnavailable("this engine has ended")
+    def _device_failed(self, event: ev.DeviceFailed) -> None:
+        self.step = None  # it will not be finished
+        self._end(event.error)
+
+    def _end(self, error: KVStoreError) -> None:
+        self.stopped = self.stopped or error
         for sequence in list(self.roster.sequences.values()):
             if sequence.phase is Phase.HELD:
                 self.roster.let_go(sequence)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.model.request import Role
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, NodeUnavailable
 
 
 @dataclass(slots=True)
@@ -90,6 +90,18 @@ class Drain(Event):
 @dataclass(slots=True)
 class Stop(Event):
     """The engine ends. ``Turn`` comes no more."""
+
+
+@dataclass(slots=True)
+class DeviceFailed(Event):
+    """The device is lost, and all KV with it: ``error`` ends what is here and what comes."""
+
+    error: KVStoreError
+
+
+def device_failed(error: KVStoreError) -> NodeUnavailable:
+    """What requests are told."""
+    return NodeUnavailable(f"this engine lost its device: {error}")
 
 
 # --- what threads have finished ---------------------------------------------------------------------------------------

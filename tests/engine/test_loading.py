@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.memory.arena import Arena
+from engine.memory.staging import HostStaging
 from engine.model.request import Request, Sampling
 from engine.moving import store_side
 from engine.moving.work import Work
@@ -33,7 +34,7 @@ def test_frames_that_lie_apart_take_what_other_nodes_have(
     wait_until("the far pages are found", lambda: cache.lookup(prompt(1, PAGES, LARGE)).pages == PAGES, 60)
 
     arena = Arena(LARGE, 64, LARGE.head_dim)
-    pool = store_side.Pool(near, LARGE, arena)
+    pool = store_side.Pool(near, LARGE, HostStaging(arena))
     request = Request(id="r", tokens=prompt(1, PAGES, LARGE), sampling=Sampling())
     work = Work(1, request, lambda event: None, None, LARGE.page_tokens, pool.cache("", ""), False)
     work.frames, work.shared_pages = torch.tensor(FRAMES), shared

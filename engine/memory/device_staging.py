@@ -1,0 +1,249 @@
+"""DeviceStaging: bytes of a device's frames to and from the host, by copies on streams of their own.
+
+The computing thread gives its work to one stream and runs ahead of it. So a copy begins behind what it needs of that
+stream, and nobody touches its result before its event:
+
+- A layer that is sent leaves behind the event of that layer's compute (``computed``); whole pages behind all that was
+  given to the stream so far.
+- What is received enters frames behind all that was given to the stream so far: whoever had them before may still be
+  read there. Whole pages are there when ``receive`` ends. Layers are on their way when ``layer_target`` ends: the
+  stream that computes waits for them (``landing``), no thread does; and ``settle`` waits before frames change hands.
+- Pinned memory goes back when the event of its copy is over.
+
+A device that does not come to an event within ``COPY_S``, or does not compute a step within ``COMPUTE_S``, counts as
+lost: nobody knows what it still writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.memory.arena import Arena
+from engine.memory.staging import HostStaging, Staging
+from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
+from kvstore.tier.device_copies import Bounce, CopyStream, PinnedBounces, places_in
+
+Bytes = npt.NDArray[np.uint8]
+Runs = Sequence[tuple[int, int, int]]
+
+COPY_S: Final = 10.0
+COMPUTE_S: Final = 60.0
+FLYING_MAX: Final = 8  # copies into frames whose pinned memory is not back yet
+
+
+class DeviceStaging(Staging):
+    """See ``Staging`` and the module. Threads may share it.
+
+    Args:
+        compute: the stream in which the engine computes.
+    """
+
+    def __init__(self, arena: Arena, device: Device, compute: DeviceStream) -> None:
+        super().__init__(arena)
+        self._device = device
+        self._compute_stream = compute
+        self._computing = threading.Lock()  # a stream is of one thread at a time
+        self._out, self._in = CopyStream(device), CopyStream(device)
+        self._bounces = PinnedBounces(device)
+        self._computed: list[DeviceEvent | None] = [None] * arena.layout.layers
+        self._flying: deque[tuple[DeviceEvent, ExitStack]] = deque()
+        self._landing: DeviceEvent | None = None
+        self._entering = threading.Lock()  # guards both: events are in the order of the copies
+
+    # --- between the stream that computes and ours --------------------------------------------------------------------
+
+    def computed(self, layer: int) -> None:
+        """See ``Staging``."""
+        self._computed[layer] = self._now()
+
+    def finish(self) -> None:
+        """See ``Staging``."""
+        event = self._now()
+        try:
+            event.wait(time.monotonic() + COMPUTE_S)
+        except DeadlineExceeded as error:
+            raise DeviceLost(f"{self._device.name} did not compute a step within {COMPUTE_S:g} s") from error
+
+    def landing(self) -> Callable[[], None] | None:
+        """See ``Staging``."""
+        event = self._landing
+
+        def behind() -> None:
+            assert event is not None
+            with self._computing:
+                self._compute_stream.wait(event)
+
+        return None if event is None else behind
+
+    def settle(self) -> None:
+        """See ``Staging``."""
+        with self._entering:
+            while self._flying:
+                self._land()
+
+    def close(self) -> None:
+        """See ``Staging``."""
+        self._bounces.close()
+
+    def _now(self) -> DeviceEvent:
+        """Behind all that was given to the stream that computes."""
+        with self._computing:
+            return self._compute_stream.record()
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def send(self, frame: int, count: int) -> Bytes:
+        """See ``Staging``."""
+        with self._leaving(self._places(frame, count), self._now()) as data:
+            return data.reshape(count, -1).copy()
+
+    def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
+        """See ``Staging``."""
+        with self._leaving(self._places(frame, count, layer), self._computed[layer]) as data:
+            return data.reshape(count, -1).copy()
+
+    def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
+        """See ``Staging``."""
+        with self._leaving(self._tail(frame, layer, tokens), self._computed[layer]) as data:
+            return data.reshape(1, -1).copy()
+
+    def sending(self, frames: Runs, layer: int) -> Callable[[], Bytes]:
+        """See ``Staging``: the copy is under way; what it returns waits for it."""
+        parts = [self._places(frame, count, layer) for _, frame, count in frames]
+        places = np.concatenate([each[0] for each in parts]), np.concatenate([each[1] for each in parts])
+        count = len(places[0])
+        stack = ExitStack()
+        data, event = self._begin(stack, places, self._computed[layer])
+
+        def rows() -> Bytes:
+            with stack:
+                self._wait(event)
+                return data.reshape(count, -1).copy()
+
+        return rows
+
+    @contextmanager
+    def _leaving(self, places: tuple[Addresses, Addresses], after: DeviceEvent | None) -> Iterator[Bytes]:
+        with ExitStack() as stack:
+            data, event = self._begin(stack, places, after)
+            self._wait(event)
+            yield data
+
+    def _begin(
+        self, stack: ExitStack, places: tuple[Addresses, Addresses], after: DeviceEvent | None
+    ) -> tuple[Bytes, DeviceEvent]:
+        """Have bytes of frames copied to pinned memory, which is ours until ``stack`` ends."""
+        sources, nbytes = places
+        size = int(nbytes.sum())
+        bounce = self._borrowed(stack, size)
+        bounce.event = event = self._out.copy(places_in(bounce.address, nbytes), sources, nbytes, after)
+        return bounce.memory[:size], event
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def receive(self, frame: int, count: int) -> Iterator[Bytes]:
+        """See ``Staging``."""
+        with self._entered(self._places(frame, count)) as data:
+            yield data.reshape(count, -1)
+        self.settle()
+
+    def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
+        """See ``Staging``."""
+        with self._entered(self._places(frame, len(data), layer)) as target:
+            target[:] = data.reshape(-1)
+
+    @contextmanager
+    def layer_target(self, frame: int, count: int, layer: int) -> Iterator[Bytes]:
+        """See ``Staging``."""
+        with self._entered(self._places(frame, count, layer)) as data:
+            yield data.reshape(count, -1)
+
+    def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
+        """See ``Staging``."""
+        places = self._tail(frame, layer, tokens)
+        if data.size != int(places[1].sum()):
+            raise InvalidRequest("data", f"{data.size} bytes are not {tokens} tokens of one layer")
+        with self._entered(places) as target:
+            target[:] = data.reshape(-1)
+
+    @contextmanager
+    def _entered(self, places: tuple[Addresses, Addresses]) -> Iterator[Bytes]:
+        """Pinned memory that is on its way into frames when this ends without an error."""
+        targets, nbytes = places
+        size = int(nbytes.sum())
+        with ExitStack() as stack:
+            with self._entering:
+                while len(self._flying) >= FLYING_MAX:
+                    self._land()
+            bounce = self._borrowed(stack, size)
+            yield bounce.memory[:size]
+            with self._entering:
+                after = self._now()
+                bounce.event = self._in.copy(targets, places_in(bounce.address, nbytes), nbytes, after)
+                self._landing = bounce.event
+                self._flying.append((bounce.event, stack.pop_all()))
+
+    def _land(self) -> None:
+        """Wait for the oldest copy that is under way, and give its memory back."""
+        event, stack = self._flying.popleft()
+        with stack:
+            self._wait(event)
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def _borrowed(self, stack: ExitStack, size: int) -> Bounce:
+        try:
+            return stack.enter_context(self._bounces.borrow(size, time.monotonic() + COPY_S))
+        except DeadlineExceeded as error:
+            raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
+
+    def _wait(self, event: DeviceEvent) -> None:
+        try:
+            event.wait(time.monotonic() + COPY_S)
+        except DeadlineExceeded as error:
+            raise DeviceLost(f"{self._device.name} did not finish a copy within {COPY_S:g} s") from error
+
+    def _places(self, frame: int, count: int, layer: int | None = None) -> tuple[Addresses, Addresses]:
+        """Where frames lie, or a layer of them, and how long each piece is."""
+        layout = self.arena.layout
+        assert frame >= 0 and count > 0 and frame + count <= self.arena.frames_total, (frame, count)
+        start, stop = layout.byte_range(layer) if layer is not None else (0, layout.page_bytes)
+        first = self.arena.pages.data_ptr() + start
+        places = (np.arange(frame, frame + count, dtype=np.uint64) * np.uint64(layout.page_bytes)) + np.uint64(first)
+        return places, np.full(count, stop - start, np.uint64)
+
+    def _tail(self, frame: int, layer: int, tokens: int) -> tuple[Addresses, Addresses]:
+        """The same of the first tokens of a page: a piece of each head."""
+        layout = self.arena.layout
+        (start,), _ = self._places(frame, 1, layer)
+        heads = np.arange(layout.kv_heads, dtype=np.uint64) * np.uint64(layout.page_tokens * layout.token_bytes)
+        return heads + start, np.full(layout.kv_heads, tokens * layout.token_bytes, np.uint64)
+
+
+def staging_of(arena: Arena) -> Staging:
+    """The way that suits where the arena is.
+
+    Raises:
+        InvalidRequest: the driver of the arena's device cannot be had.
+    """
+    if arena.device.type == "cpu":
+        return HostStaging(arena)
+    from kvstore.tier import cuda
+
+    found = cuda.find()
+    name = f"cuda:{arena.device.index or 0}"
+    device = next((each for each in found.devices if each.name == name), None)
+    if device is None:
+        raise InvalidRequest("device", f"{name} cannot be used: {found.missing or 'the driver does not know it'}")
+    return DeviceStaging(arena, device, device.stream_of(torch.cuda.current_stream(arena.device).cuda_stream))
