@@ -23,7 +23,7 @@ CLOSE = {"float32": 2e-3, "bfloat16": 4e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel of a device; None where pages are read without one.
 
     Attributes:
@@ -35,17 +35,17 @@ class Choice:
 
 
 @functools.cache
-def chosen(layout: Layout, device: torch.device) -> Choice:
+def chosen(layout: Layout, device: torch.device) -> KernelChoice:
     """What reads pages of ``layout`` on ``device``. The first call there compiles and runs a few small kernels."""
     if device.type == "cpu":
-        return Choice(None, "cpu: machine code made for the model")
+        return KernelChoice(None, "cpu: machine code made for the model")
     refused: list[str] = []
     for name in CANDIDATES:
         kernel, why = _tried(name, layout, device)
         if kernel is not None:
-            return Choice(kernel, "; ".join([name, *refused]))
+            return KernelChoice(kernel, "; ".join([name, *refused]))
         refused.append(f"not {name}: {why}")
-    return Choice(None, "; ".join(["gather", *refused]))
+    return KernelChoice(None, "; ".join(["gather", *refused]))
 
 
 def _tried(name: str, layout: Layout, device: torch.device) -> tuple[Kernel | None, str]:

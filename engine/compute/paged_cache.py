@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.compute.kernels import chosen
-from engine.compute.tiles import Reading, reading_of
+from engine.compute.tiles import BatchReading, reading_of
 from engine.memory.arena import Arena, runs
 
 __all__ = ["Arena", "Batch", "PagedCache", "Slice", "runs"]
@@ -131,7 +131,7 @@ class Batch:
         self._frames = torch.cat(frames).to(device)
         self._slots = torch.from_numpy(positions % page_tokens).to(device)
         self.kernel = chosen(arena.layout, device).kernel
-        self.reading: Reading | None = None
+        self.reading: BatchReading | None = None
         self.steps: Steps | None = None
         self.chunks: list[tuple[int, Slice]] = []
         if self.kernel is not None:

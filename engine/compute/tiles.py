@@ -28,7 +28,7 @@ class Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class SliceTable:
     """The slices of a batch, on its device. All int64 ``[slices]`` but for ``frames``.
 
     Attributes:
@@ -72,7 +72,7 @@ class Kernel(Protocol):
         self,
         pages: torch.Tensor,
         query: torch.Tensor,
-        reading: Reading,
+        reading: BatchReading,
         terms: Terms,
         v_dim: int,
         v_at: int,
@@ -87,10 +87,10 @@ class Kernel(Protocol):
         ...
 
 
-class Reading:
+class BatchReading:
     """What one forward reads: the table of its slices, and their tiles, made once for all layers."""
 
-    def __init__(self, table: Table, counts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, table: SliceTable, counts: npt.NDArray[np.int64]) -> None:
         self.table = table
         self._counts = counts
         self._tiles: dict[int, Tiles] = {}
@@ -106,7 +106,7 @@ class Reading:
 
 def reading_of(
     frames: Sequence[torch.Tensor], starts: Sequence[int], counts: Sequence[int], page_tokens: int, device: torch.device
-) -> Reading:
+) -> BatchReading:
     """Of slices ``[start, start + count)`` with these page tables."""
     start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     stop = start + count
@@ -115,7 +115,7 @@ def reading_of(
     row, start_, count_, first = torch.from_numpy(rows).to(device)
     table = torch.cat([part[:n] for part, n in zip(frames, pages.tolist(), strict=True)]).to(device)
     steps = bool((count == 1).all())
-    return Reading(Table(row, start_, count_, first, table, int(stop.max()), steps, len(count)), count)
+    return BatchReading(SliceTable(row, start_, count_, first, table, int(stop.max()), steps, len(count)), count)
 
 
 def tiled(counts: npt.NDArray[np.int64], tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

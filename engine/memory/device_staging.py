@@ -31,7 +31,7 @@ from engine.memory.arena import Arena
 from engine.memory.staging import HostStaging, Staging
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
-from kvstore.tier.device_copies import Bounce, CopyStream, PinnedBounces, places_in
+from kvstore.tier.device_copies import CopyStream, PinnedBounce, PinnedBounces, places_in
 
 Bytes = npt.NDArray[np.uint8]
 Runs = Sequence[tuple[int, int, int]]
@@ -202,7 +202,7 @@ class DeviceStaging(Staging):
 
     # --- both -------------------------------------------------------------------------------------------------------
 
-    def _borrowed(self, stack: ExitStack, size: int) -> Bounce:
+    def _borrowed(self, stack: ExitStack, size: int) -> PinnedBounce:
         try:
             return stack.enter_context(self._bounces.borrow(size, time.monotonic() + COPY_S))
         except DeadlineExceeded as error:

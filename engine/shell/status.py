@@ -36,6 +36,7 @@ def describe(
         "draining": door.draining,
         "model": model.name,
         "device": str(model.device),
+        "ended": str(state.stopped) if state.stopped is not None else "",
         "attention": chosen(arena.layout, arena.device).line,
         "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
         "layout": {

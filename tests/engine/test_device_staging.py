@@ -39,7 +39,11 @@ class Stage:
 
     def write(self, frames: slice, layer: int | slice, values: torch.Tensor) -> None:
         """A kernel that puts values into frames."""
-        self.compute.launch(lambda: self.arena.pages[frames, layer].copy_(values) and None)
+
+        def kernel() -> None:
+            self.arena.pages[frames, layer] = values
+
+        self.compute.launch(kernel)
 
     def read(self, frames: slice, layer: int | slice) -> Callable[[], torch.Tensor]:
         """A kernel that looks at frames. What it saw."""
@@ -215,6 +219,7 @@ def test_a_device_that_does_nothing_counts_as_lost(monkeypatch: pytest.MonkeyPat
     stage.device.hold()
     with pytest.raises(DeviceLost, match="did not finish a copy"):
         stage.staging.send(0, 1)
+    stage.write(slice(0, 1), 0, stage.values(1))
     with pytest.raises(DeviceLost, match="did not compute"):
         stage.staging.finish()
     stage.device.let_go()

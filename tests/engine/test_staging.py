@@ -44,6 +44,7 @@ def test_layers_go_in_and_come_out(staging: Staging) -> None:
     for layer in (1, 2):
         with staging.layer_target(1, 4, layer) as target:
             target[:] = data[layer]
+    staging.settle()
     for layer in range(LAYOUT.layers):
         assert (staging.send_layer(1, 4, layer) == data[layer]).all()
     pages = staging.send(1, 4)
@@ -62,6 +63,7 @@ def test_a_tail_has_its_tokens_and_no_others(staging: Staging) -> None:
     tail = staging.send_tail(0, 1, 3)
     assert tail.shape == (1, 3 * LAYOUT.layer_bytes // LAYOUT.page_tokens)
     staging.receive_tail(4, 1, 3, tail)
+    staging.settle()
     assert (staging.send_tail(4, 1, 3) == tail).all()
     assert np.count_nonzero(staging.send(4, 1)) <= tail.size, "nothing beside those tokens"
     with pytest.raises(InvalidRequest):

@@ -28,7 +28,7 @@ RUN = [name for name, preset in presets.PRESETS.items() if preset.pace is None]
 
 def use(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Read pages by the kernel, on the host."""
-    choice = kernels.Choice(TritonKernel(cores), "triton")
+    choice = kernels.KernelChoice(TritonKernel(cores), "triton")
     monkeypatch.setattr(paged_cache, "chosen", lambda layout, device: choice)
 
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.compute.tiles import Reading, Terms
+from engine.compute.tiles import BatchReading, Terms
 
 LOG2_E = 1.4426950408889634
 SPLITS_MAX = 32
@@ -197,7 +197,7 @@ class TritonKernel:
         self,
         pages: torch.Tensor,
         query: torch.Tensor,
-        reading: Reading,
+        reading: BatchReading,
         terms: Terms,
         v_dim: int,
         v_at: int,
