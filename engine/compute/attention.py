@@ -115,7 +115,7 @@ def _step_mla(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: 
 
 def _on_device(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_dim: int, v_at: int) -> torch.Tensor:
     """All tokens of the batch, chunks as well."""
-    assert batch.kernel is not None and batch.reading is not None
+    assert batch.kernel is not None
     return batch.kernel.attend(batch.arena.pages[:, layer], query, batch.reading, terms, v_dim, v_at)
 
 

@@ -33,6 +33,8 @@ MIX: Final = 0x9E3779B97F4A7C15
 class PacedRunner:
     """Has the place of a ``Runner``. Several threads may run it, each a batch of its own."""
 
+    graphs = "none: nothing is computed"
+
     def __init__(self, pace: Pace, vocab_size: int, arena: Arena) -> None:
         self._pace = pace
         self._vocab_size = vocab_size

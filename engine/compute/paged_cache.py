@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,8 @@ class Batch:
         last: int64 ``[len(slices)]``, where the last token of each slice is.
         steps: the slices of one token, None where there are none, or where they are read like chunks.
         chunks: all other slices, and where each starts in the input.
-        kernel, reading: of a device with one, by which all slices are read; ``steps`` and ``chunks`` are empty then.
+        kernel: of a device with one, by which all slices are read as ``reading`` says; ``steps`` and ``chunks`` are
+            empty then.
     """
 
     def __init__(
@@ -116,32 +118,56 @@ class Batch:
         self.slices = list(slices)
         self.before = before
         self.after = after
-        device = arena.device
-        counts = np.array([part.count for part in slices])
-        ends = np.cumsum(counts)
-        firsts: list[int] = (ends - counts).tolist()
-        self.last = torch.from_numpy(ends - 1).to(device)
-        positions = np.concatenate([np.arange(part.start, part.stop) for part in slices])
-        self.tokens = torch.cat([torch.as_tensor(np.asarray(part.tokens, np.int64)) for part in slices])[None].to(
-            device
-        )
-        self.positions = torch.from_numpy(positions)[None].to(device)
-        pages = torch.from_numpy(positions // page_tokens)
-        frames = [part.frames[pages[a : a + part.count]] for a, part in zip(firsts, slices, strict=True)]
-        self._frames = torch.cat(frames).to(device)
-        self._slots = torch.from_numpy(positions % page_tokens).to(device)
-        self.kernel = chosen(arena.layout, device).kernel
-        self.reading: BatchReading | None = None
+        self._counts = np.array([part.count for part in slices])
+        ends = np.cumsum(self._counts)
+        firsts: list[int] = (ends - self._counts).tolist()
+        self._ends, self._firsts = ends, firsts
+        self.kernel = chosen(arena.layout, arena.device).kernel
         self.steps: Steps | None = None
         self.chunks: list[tuple[int, Slice]] = []
-        if self.kernel is not None:
-            starts, tables = [part.start for part in slices], [part.frames for part in slices]
-            self.reading = reading_of(tables, starts, counts.tolist(), page_tokens, device)
-            return
-        single = counts == 1 if device.type == "cpu" else np.zeros(len(slices), np.bool_)
-        if single.any():
-            self.steps = Steps(arena, slices, np.flatnonzero(single), ends - 1)
-        self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
+        if self.kernel is None:
+            single = self._counts == 1 if arena.device.type == "cpu" else np.zeros(len(slices), np.bool_)
+            if single.any():
+                self.steps = Steps(arena, slices, np.flatnonzero(single), ends - 1)
+            self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
+
+    # What a forward needs goes to the device when it is first asked for: a step that is replayed needs none of it.
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """See the class."""
+        parts = [torch.as_tensor(np.asarray(part.tokens, np.int64)) for part in self.slices]
+        return torch.cat(parts)[None].to(self.arena.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """See the class."""
+        return torch.from_numpy(self._places)[None].to(self.arena.device)
+
+    @cached_property
+    def last(self) -> torch.Tensor:
+        """See the class."""
+        return torch.from_numpy(self._ends - 1).to(self.arena.device)
+
+    @cached_property
+    def reading(self) -> BatchReading:
+        """See the class."""
+        tables, starts = [part.frames for part in self.slices], [part.start for part in self.slices]
+        return reading_of(tables, starts, self._counts.tolist(), self.arena.layout.page_tokens, self.arena.device)
+
+    @cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([np.arange(part.start, part.stop) for part in self.slices])
+
+    @cached_property
+    def _frames(self) -> torch.Tensor:
+        pages = torch.from_numpy(self._places // self.arena.layout.page_tokens)
+        rows = zip(self._firsts, self.slices, strict=True)
+        return torch.cat([part.frames[pages[a : a + part.count]] for a, part in rows]).to(self.arena.device)
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        return torch.from_numpy(self._places % self.arena.layout.page_tokens).to(self.arena.device)
 
     def write(self, layer: int, content: torch.Tensor) -> None:
         """Puts ``content [T, kv_heads, content]`` of all new tokens where it belongs."""

@@ -98,13 +98,14 @@ class Engine:
             )
         )
         self._peers = Peers(connect)
+        self._runner = runner_of(model, self.arena, config.batch_max)
         self.performer = EnginePerformer(
             config,
             model.geometry.vocab_size,
             frozenset(model.eos_ids),
             forms,
             self.state,
-            runner_of(model, self.arena),
+            self._runner,
             self.staging,
             self.pool,
             self._peers,
@@ -208,8 +209,9 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
-        steps = self.performer.sides.steps
-        return describe(self.config, self.model, self.arena, self.pool, self.door, self.state, self.prefills, steps)
+        steps, graphs = self.performer.sides.steps, self._runner.graphs
+        about = self.config, self.model, self.arena, self.pool, self.door, self.state, self.prefills
+        return describe(*about, steps, graphs)
 
     def set_role(self, role: Role) -> None:
         """Accept other requests from now on; ends a drain."""

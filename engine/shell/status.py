@@ -27,6 +27,7 @@ def describe(
     state: EngineState,
     prefills: Prefills,
     side_steps: int,
+    graphs: str,
 ) -> dict[str, Any]:
     """The document of ``Engine.status``. Any thread: it only looks."""
     found = [state.roster.sequences.get(number) for number in list(door.known.values())]
@@ -37,6 +38,7 @@ def describe(
         "model": model.name,
         "device": str(model.device),
         "ended": str(state.stopped) if state.stopped is not None else "",
+        "graphs": graphs,
         "attention": chosen(arena.layout, arena.device).line,
         "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
         "layout": {

@@ -78,7 +78,7 @@ def _check(answer: Answer, count: int) -> None:
 
 
 def test_its_pages_are_stored_loaded_and_handed_over(lab: Lab, model: Model) -> None:
-    assert isinstance(runner_of(model, Arena(model.layout(16), 1, model.geometry.k_dim)), PacedRunner)
+    assert isinstance(runner_of(model, Arena(model.layout(16), 1, model.geometry.k_dim), 1), PacedRunner)
     store = lab.store()
     served = {"served": model}
     both = lab.engine(PRESET, store, **served)

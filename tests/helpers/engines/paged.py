@@ -7,9 +7,9 @@ import itertools
 import torch
 
 import kvstore
-from engine.compute.attention import paged_attention
+from engine.compute.attention import attend, paged_attention
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.tiles import Terms
+from engine.compute.tiles import BatchReading, Terms
 from engine.memory.arena import Arena
 
 TERMS = {
@@ -93,3 +93,24 @@ def compare(arena: Arena, slices: list[Slice], heads: int, terms: Terms, toleran
 
 def steps(tables: list[torch.Tensor], lengths: list[int]) -> list[Slice]:
     return [Slice(table, length - 1, torch.zeros(1)) for table, length in zip(tables, lengths, strict=True)]
+
+
+class GatherKernel:
+    """A kernel of a device, in words that any device understands: what ``Kernel`` promises, and nothing fast."""
+
+    name = "plain"
+
+    def attend(
+        self, pages: torch.Tensor, query: torch.Tensor, reading: BatchReading, terms: Terms, v_dim: int, v_at: int
+    ) -> torch.Tensor:
+        """See ``Kernel``."""
+        table, page_tokens = reading.table, pages.shape[2]
+        out = query.new_empty((*query.shape[:2], v_dim))
+        for part in range(table.slices):
+            row, start, count, first = (int(x[part]) for x in (table.row, table.start, table.count, table.first))
+            stop = start + count
+            frames = table.frames[first : first + -(-stop // page_tokens)]
+            context = pages[frames].transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])[:, :stop]
+            k, v = context[..., : query.shape[-1]], context[..., v_at : v_at + v_dim]
+            out[row : row + count] = attend(query[row : row + count], k, v, terms)
+        return out

@@ -1,0 +1,109 @@
+"""Steps of decoding that are replayed: what is recorded, where a step is put for it, and when it is not done.
+
+What records here is a call that computes the same again: all but CUDA's own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import kvstore
+from engine.compute import graphs, kernels, paged_cache, runner
+from engine.compute.graphs import graph_sizes, laid_out, step_rows
+from engine.compute.models import load_model
+from engine.compute.paged_cache import Batch, Slice
+from engine.compute.runner import Runner
+from engine.memory.arena import Arena
+from tests.helpers.engines.paged import GatherKernel
+
+LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=2, head_dim=4, dtype="float32", page_tokens=16)
+
+
+def slice_of(frames: list[int], start: int, *tokens: int) -> Slice:
+    return Slice(torch.tensor(frames), start, np.array(tokens))
+
+
+def test_graphs_are_few_and_none_computes_more_than_twice_what_is_wanted() -> None:
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3]
+    for most in range(1, 70):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+        assert all(next(size for size in sizes if size >= n) < 2 * n or n == 1 for n in range(1, most + 1))
+
+
+def test_when_a_step_is_replayed_and_by_which_graph() -> None:
+    arena = Arena(LAYOUT, 8, 4)
+    one, chunk, long = slice_of([3, 1], 20, 7), slice_of([2], 3, 7, 8), slice_of([0, 1, 2, 3], 48, 7)
+    sizes = graph_sizes(8)
+    assert step_rows(Batch(arena, [one]), sizes, 3) == 1
+    assert step_rows(Batch(arena, [one] * 3), sizes, 3) == 4
+    assert step_rows(Batch(arena, [one] * 9), sizes, 3) is None, "more than the largest"
+    assert step_rows(Batch(arena, [one, chunk]), sizes, 3) is None, "a chunk"
+    assert step_rows(Batch(arena, [one, long]), sizes, 3) is None, "too long a table"
+    assert step_rows(Batch(arena, [one, long]), sizes, 4) == 2
+    assert step_rows(Batch(arena, [one], before=print), sizes, 3) is None, "a layer is awaited"
+    assert step_rows(Batch(arena, [one], after=print), sizes, 3) is None
+
+
+def test_what_is_left_over_repeats_the_first() -> None:
+    heads, tables = laid_out([slice_of([5, 9, 7], 17, 100), slice_of([4], 3, 101)], 4, 16)
+    assert heads.tolist() == [[100, 101, 100, 100], [17, 3, 17, 17], [9, 4, 9, 9], [1, 3, 1, 1]]
+    assert tables.tolist() == [[5, 9], [4, 0], [5, 9], [5, 9]]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla", "tiny-gpt-oss", "tiny-gemma2"])
+def test_replayed_steps_are_those_of_a_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    choice = kernels.KernelChoice(GatherKernel(), "plain")
+    for module in (paged_cache, runner):
+        monkeypatch.setattr(module, "chosen", lambda layout, device: choice)
+    model = load_model(name)
+    arena = Arena(model.layout(16), 40, model.geometry.k_dim)
+    mine = Runner(model, arena)
+    draw = np.random.default_rng(2)
+    lengths = [40, 3, 80, 16, 33]
+    tables = list(torch.randperm(40)[:30].split(6))
+    tokens = [draw.integers(0, 256, n + 6) for n in lengths]
+    mine.forward(Batch(arena, [Slice(t, 0, x[:n]) for t, x, n in zip(tables, tokens, lengths, strict=True)]))
+    before = arena.pages.clone()
+
+    def step(at: int, count: int) -> torch.Tensor:
+        parts = zip(tables[:count], tokens, lengths, strict=False)
+        return mine.forward(Batch(arena, [Slice(t, n + at, x[n + at : n + at + 1]) for t, x, n in parts]))
+
+    wanted = [step(at, count) for at, count in enumerate((1, 3, 5, 2))]
+    after = arena.pages.clone()
+    arena.pages.copy_(before)
+    recorded: list[Callable[[], torch.Tensor]] = []
+
+    def record(run: graphs.Run) -> graphs.Run:
+        run()
+        recorded.append(run)
+        return run
+
+    mine.record(5, 8, record)
+    assert "up to 5 sequences" in mine.graphs and len(recorded) == len(graph_sizes(5)) and arena.frames_free == 40
+    arena.pages.copy_(before)
+    monkeypatch.setattr(mine, "_forward", None)  # from here on nothing is computed any other way
+    for at, count in enumerate((1, 3, 5, 2)):
+        torch.testing.assert_close(step(at, count), wanted[at], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(arena.pages, after, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = kernels.KernelChoice(GatherKernel(), "plain")
+    for module in (paged_cache, runner):
+        monkeypatch.setattr(module, "chosen", lambda layout, device: choice)
+    model = load_model("tiny-llama")
+    arena = Arena(model.layout(16), 4, model.geometry.k_dim)
+    mine = Runner(model, arena)
+
+    def record(run: graphs.Run) -> graphs.Run:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    mine.record(4, 4, record)
+    assert mine.graphs == "none: operation not permitted when stream is capturing" and arena.frames_free == 4
+    assert mine.forward(Batch(arena, [slice_of([0], 0, 5)])).isfinite().all()
