@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.tiles import BatchReading, Kernel, SliceTable
+from engine.compute.tiles import BatchReading, PageKernel, SliceTable
 from engine.memory.arena import Arena
 
 Run = Callable[[], torch.Tensor]
@@ -80,7 +80,7 @@ def laid_out(
 class StepBatch(Batch):
     """A batch of the first ``rows`` of ``tensors``, whatever these hold when it is run."""
 
-    def __init__(self, arena: Arena, kernel: Kernel, tensors: StepTensors, rows: int) -> None:
+    def __init__(self, arena: Arena, kernel: PageKernel, tensors: StepTensors, rows: int) -> None:
         self.arena = arena
         self.before = self.after = None
         self.kernel = kernel
@@ -119,7 +119,7 @@ class StepGraphs:
         self,
         forward: Callable[[Batch], torch.Tensor],
         arena: Arena,
-        kernel: Kernel,
+        kernel: PageKernel,
         rows_max: int,
         pages_max: int,
         frame: int,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.compute.tiles import Kernel, Terms, reading_of
+from engine.compute.tiles import PageKernel, Terms, reading_of
 from engine.memory.arena import DTYPES
 from kvstore.model.layout import Layout
 
@@ -30,7 +30,7 @@ class KernelChoice:
         line: which way is live and why the better ones are not, for status.
     """
 
-    kernel: Kernel | None
+    kernel: PageKernel | None
     line: str
 
 
@@ -48,11 +48,11 @@ def chosen(layout: Layout, device: torch.device) -> KernelChoice:
     return KernelChoice(None, "; ".join(["gather", *refused]))
 
 
-def _tried(name: str, layout: Layout, device: torch.device) -> tuple[Kernel | None, str]:
+def _tried(name: str, layout: Layout, device: torch.device) -> tuple[PageKernel | None, str]:
     """The candidate, or why it is none here."""
     module, kind = CANDIDATES[name]
     try:
-        kernel: Kernel = getattr(importlib.import_module(module), kind)()
+        kernel: PageKernel = getattr(importlib.import_module(module), kind)()
         off = trial(kernel, layout, device)
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         # What a compiler of kernels raises where a layout does not suit it.
@@ -62,7 +62,7 @@ def _tried(name: str, layout: Layout, device: torch.device) -> tuple[Kernel | No
     return kernel, ""
 
 
-def trial(kernel: Kernel, layout: Layout, device: torch.device) -> float:
+def trial(kernel: PageKernel, layout: Layout, device: torch.device) -> float:
     """How far the kernel is from the formula, at most, for a step and a chunk over pages that lie scattered."""
     page_tokens, content = layout.page_tokens, layout.shape[-1]
     k_dim = layout.head_dim or content

@@ -59,7 +59,7 @@ class Tiles:
     token: torch.Tensor
 
 
-class Kernel(Protocol):
+class PageKernel(Protocol):
     """Attention over pages where they lie, of one kind of device. Threads may share it.
 
     Attributes:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
 from engine.memory.staging import Staging
+from engine.moving.stored import keys_to_store, stored
 from engine.moving.work import Work
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
@@ -30,7 +30,6 @@ from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.retention import hints_of
 from kvstore.tier.device import DeviceLost
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
 REMOTE_LOOK_TIMEOUT_S = 1.0
-SILENT_S = 0.5  # a lookup that took longer waited for its node, and in vain or nearly so
 CACHES_MAX = 1024  # of tenants and adapters, kept ready
 WRITE_TTL_S = 30.0  # of a chunk's pages; what takes longer is written with the next chunk
 
@@ -69,7 +67,7 @@ class Pool:
         self._failed_s = 0.0
         self._in_doubt = False  # the node may hold frames for us that we know nothing of
         self._staging = staging
-        # Waits for layers that a device sends, and writes them, while the thread that computes goes on.
+        # It waits for layers that a device sends, and writes them.
         self.outgoing = None if staging.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
         self._stopped = threading.Event()
@@ -257,11 +255,10 @@ class Pool:
 
     @contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time. A device that is
-        lost is not the pool's failure."""
+        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time."""
         try:
             yield
-        except DeviceLost:
+        except DeviceLost:  # not the pool's failure
             raise
         except OutOfSpace:  # also: the tenant's quota
             self.failures += 1
@@ -275,28 +272,6 @@ class Pool:
         """What ``_forgiven`` does, for who cannot use a ``with``."""
         with self._forgiven():
             raise error
-
-
-def stored(cache: PrefixCache, keys: Keys) -> int:
-    """How many leading pages of these are in the pool.
-
-    Raises NodeUnavailable where that took long: a lookup does not say that its node stands still, and misses then. What
-    is asked next would wait as long again, and the thread that computes waits for one deadline.
-    """
-    began_s = time.monotonic()
-    pages = cache.lookup(keys).pages
-    if (took_s := time.monotonic() - began_s) > SILENT_S:
-        raise NodeUnavailable(f"a lookup took {took_s:.2f} s")
-    return pages
-
-
-def keys_to_store(cache: PrefixCache, work: Work, start: int, stop: int) -> Keys:
-    """Keys of a request's pages, with the hints that its caller gave. Made once for all pages that are known."""
-    if work.keys is None or work.keys[0] is not cache or len(work.keys[1]) < stop:
-        pages = work.length // work.page_tokens
-        keys = cache.keys(work.tokens[: pages * work.page_tokens])
-        work.keys = cache, keys.hinted(hints_of(work.request.retention, pages, work.page_tokens))
-    return work.keys[1][start:stop]
 
 
 class ChunkWriter:
@@ -417,8 +392,7 @@ class ChunkWriter:
         if writer is not None:
             wait(self._sent, WRITE_TTL_S)
             kind: type[BaseException] = InvalidRequest
-            none: TracebackType | None = None
-            writer.__exit__(kind, None, none)
+            writer.__exit__(kind, None, None)
 
     def _failed(self, error: KVStoreError) -> None:
         self._writer = self._write = None

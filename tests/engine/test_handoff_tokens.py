@@ -12,7 +12,18 @@ import pytest
 
 from engine.model.request import Grain, Role, Source, Timing
 from engine.shell.engine import Engine
-from tests.helpers.engines.tokens import MAIN, Answer, Lab, Tokens, check_answer, keys_of, prompt, to_nvme, within
+from tests.helpers.engines.tokens import (
+    MAIN,
+    PLACES,
+    Answer,
+    Lab,
+    Tokens,
+    check_answer,
+    keys_of,
+    prompt,
+    to_nvme,
+    within,
+)
 from tests.helpers.processes import Machine, check_laws
 
 FAMILIES = (*MAIN, "tiny-gemma2", "tiny-gpt-oss", "tiny-mistral")
@@ -29,9 +40,9 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    with Lab(machine, monkeypatch) as here:
+@pytest.fixture(params=PLACES, ids=str)
+def lab(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch, request.param) as here:
         yield here
 
 

@@ -12,11 +12,13 @@ import pytest
 from engine.model.observer import Observer
 from engine.model.request import Usage
 from engine.moving import store_side
+from engine.moving import stored as stored_pages
 from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.tokens import (
     MAIN,
+    PLACES,
     Answer,
     Lab,
     Tokens,
@@ -36,12 +38,12 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+@pytest.fixture(params=PLACES, ids=str)
+def lab(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     # A node that answers late is a busy machine here, and not one to leave out: what is stored is counted below.
     monkeypatch.setattr(store_side, "LOOK_TIMEOUT_S", 10.0)
-    monkeypatch.setattr(store_side, "SILENT_S", 10.0)
-    with Lab(machine, monkeypatch) as here:
+    monkeypatch.setattr(stored_pages, "SILENT_S", 10.0)
+    with Lab(machine, monkeypatch, request.param) as here:
         yield here
 
 

@@ -1,5 +1,5 @@
-"""The Triton kernel, by Triton's interpreter, against the formula and against engines on a CPU. ``make kernels`` runs
-it where Triton is not installed.
+"""The Triton kernel against the formula and against engines on a CPU: on a device where there is one, else by Triton's
+interpreter. ``make kernels`` runs it where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
 from engine.compute.tiles import Terms
 from engine.memory.arena import Arena
-from tests.helpers.engines.interpreter import ABSENT
+from tests.helpers.engines.interpreter import ABSENT, DEVICE
 from tests.helpers.engines.paged import TERMS, compare, paged_world, steps
 
 if ABSENT:
@@ -54,7 +54,7 @@ def mixed(tables: list[torch.Tensor], lengths: list[int], counts: list[int]) -> 
 def test_steps_and_chunks_of_every_shape(monkeypatch, page_tokens, kv_heads, group, dim, cores):
     use(monkeypatch, cores)
     lengths = [1, 2, 17, 64, 65, 300]
-    arena, tables = paged_world(kv_heads, dim, page_tokens, lengths)
+    arena, tables = paged_world(kv_heads, dim, page_tokens, lengths, device=DEVICE)
     compare(arena, steps(tables, lengths), kv_heads * group, Terms(dim**-0.5), tolerance=5e-6)
     slices = mixed(tables, lengths, [1, 1, 17, 3, 40, 70])
     compare(arena, slices, kv_heads * group, Terms(dim**-0.5), tolerance=5e-6)
@@ -65,7 +65,7 @@ def test_steps_and_chunks_of_every_shape(monkeypatch, page_tokens, kv_heads, gro
 def test_every_term(monkeypatch, name, cores):
     use(monkeypatch, cores)
     lengths = [9, 40, 170, 33, 21]
-    arena, tables = paged_world(2, 16, 16, lengths)
+    arena, tables = paged_world(2, 16, 16, lengths, device=DEVICE)
     compare(arena, steps(tables, lengths), 4, TERMS[name], tolerance=2e-5)
     compare(arena, mixed(tables, lengths, [9, 1, 30, 5, 1]), 4, TERMS[name], tolerance=2e-5)
 
@@ -74,14 +74,14 @@ def test_every_term(monkeypatch, name, cores):
 def test_pages_of_half_precision(monkeypatch, dtype):
     use(monkeypatch, ONE)
     lengths = [5, 77]
-    arena, tables = paged_world(2, 32, 16, lengths, dtype)
+    arena, tables = paged_world(2, 32, 16, lengths, dtype, DEVICE)
     compare(arena, steps(tables, lengths), 4, Terms(0.2), tolerance=5e-6)
 
 
 def test_what_no_token_sees_is_not_read(monkeypatch):
     use(monkeypatch, MANY)
     lengths = [21, 270]
-    arena, tables = paged_world(2, 16, 16, lengths)
+    arena, tables = paged_world(2, 16, 16, lengths, device=DEVICE)
     for table, length in zip(tables, lengths, strict=True):
         arena.pages[table[-1], :, :, (length - 1) % 16 + 1 :] = np.nan
     unused = set(range(arena.frames_total)) - {int(frame) for table in tables for frame in table}
@@ -99,16 +99,17 @@ def test_what_no_token_sees_is_not_read(monkeypatch):
 )
 def test_engines_compute_what_they_do_on_a_cpu(monkeypatch, name, page_tokens, cores):
     """A batch of chunks, then one of both, then one of steps; all logits, and all KV that is left in the frames."""
-    lengths, model = [3, 20, 97, 130] if name.startswith("tiny") else [3, 40], load_model(name)
-    here = run(model, page_tokens, lengths)
+    lengths = [3, 20, 97, 130] if name.startswith("tiny") else [3, 40]
+    here = run(load_model(name), page_tokens, lengths)
     use(monkeypatch, cores)
-    there = run(model, page_tokens, lengths)
+    there = run(load_model(name, device=DEVICE), page_tokens, lengths)
     for ours, theirs in zip(there, here, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4 * float(theirs.abs().max()), rtol=0)
 
 
 def run(model: Model, page_tokens: int, lengths: list[int]) -> list[torch.Tensor]:
-    arena = Arena(model.layout(page_tokens), sum(-(-(n + 2) // page_tokens) for n in lengths) + 2, model.geometry.k_dim)
+    frames = sum(-(-(n + 2) // page_tokens) for n in lengths) + 2
+    arena = Arena(model.layout(page_tokens), frames, model.geometry.k_dim, str(model.device))
     runner = Runner(model, arena)
     scattered = torch.randperm(arena.frames_total, generator=torch.Generator().manual_seed(1))
     tables = list(scattered[: arena.frames_total - 2].split([-(-(n + 2) // page_tokens) for n in lengths]))
@@ -121,13 +122,13 @@ def run(model: Model, page_tokens: int, lengths: list[int]) -> list[torch.Tensor
     cuts += [[(n + 1, n + 2) for n in lengths]]
     for cut in cuts:
         slices = [Slice(t, a, x[a:b]) for t, x, (a, b) in zip(tables, tokens, cut, strict=True)]
-        found.append(runner.forward(Batch(arena, slices)))
-    return [*found, arena.pages.float()]
+        found.append(runner.forward(Batch(arena, slices)).cpu())
+    return [*found, arena.pages.float().cpu()]
 
 
 def test_a_trial_finds_a_kernel_that_is_wrong(monkeypatch):
     layout = load_model("tiny-llama").layout(16)
-    device = torch.device("cpu")
+    device = torch.device(DEVICE)
     right = TritonKernel(ONE)
     assert kernels.trial(right, layout, device) < 1e-5
 

@@ -182,7 +182,7 @@ def _join(
 
 
 class TritonKernel:
-    """See ``Kernel`` and the module.
+    """See ``PageKernel`` and the module.
 
     Args:
         cores: multiprocessors of the device; None: as many as it has.
@@ -202,7 +202,7 @@ class TritonKernel:
         v_dim: int,
         v_at: int,
     ) -> torch.Tensor:
-        """See ``Kernel``."""
+        """See ``PageKernel``."""
         rows, heads, k_dim = query.shape
         kv_heads, page_tokens, content = pages.shape[1:]
         assert pages.stride(-1) == 1 and pages.stride(-2) == content, pages.stride()

@@ -11,9 +11,12 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 
 ON = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-ABSENT = "" if ON else "Triton's interpreter is not here: make kernels"
+# Where there is a device, kernels are tried there; Triton comes with a torch that has devices.
+DEVICE = "cuda:0" if torch.cuda.is_available() and not ON else "cpu"
+ABSENT = "" if ON or DEVICE != "cpu" else "Triton's interpreter is not here: make kernels"
 
 if ON:
     import triton.language as tl

@@ -51,32 +51,35 @@ class Layer(torch.nn.Module):
         self.layer_idx = layer_idx
 
 
-def paged_world(kv_heads: int, dim: int, page_tokens: int, lengths: list[int], dtype: str = "float32"):
+def paged_world(
+    kv_heads: int, dim: int, page_tokens: int, lengths: list[int], dtype: str = "float32", device: str = "cpu"
+):
     """An arena in which every sequence's frames lie scattered, full of random numbers, and their page tables."""
     layout = kvstore.Layout(model="m", layers=2, kv_heads=kv_heads, head_dim=dim, dtype=dtype, page_tokens=page_tokens)
     pages = [-(-length // page_tokens) for length in lengths]
-    arena = Arena(layout, sum(pages) + 3, dim)
+    arena = Arena(layout, sum(pages) + 3, dim, device)
     arena.pages.copy_(torch.randn(arena.pages.shape))
     return arena, list(torch.randperm(arena.frames_total)[: sum(pages)].split(pages))
 
 
 def attended(arena: Arena, slices: list[Slice], query: torch.Tensor, terms: Terms) -> torch.Tensor:
     """``[T, heads, dim]`` of ``query [T, heads, dim]``, in layer 1."""
-    unread = torch.empty(1, arena.layout.kv_heads, len(query), arena.k_dim)
+    device = arena.device
+    unread = torch.empty(1, arena.layout.kv_heads, len(query), arena.k_dim, device=device)
     out, weights = paged_attention(
         Layer(1),
-        query.transpose(0, 1)[None],
+        query.to(device).transpose(0, 1)[None],
         unread,
         unread,
         None,
         scaling=terms.scaling,
         sliding_window=terms.window or None,
         softcap=terms.softcap or None,
-        s_aux=terms.sinks,
+        s_aux=terms.sinks if terms.sinks is None else terms.sinks.to(device),
         paged=Batch(arena, slices),
     )
     assert weights is None and out.shape[0] == 1
-    return out[0]
+    return out[0].cpu()
 
 
 def compare(arena: Arena, slices: list[Slice], heads: int, terms: Terms, tolerance: float = 2e-6) -> None:
@@ -85,7 +88,7 @@ def compare(arena: Arena, slices: list[Slice], heads: int, terms: Terms, toleran
     at = 0
     for part in slices:
         context = Batch(arena, [part]).context(1, part)
-        k, v = context[..., : arena.k_dim].float(), context[..., arena.k_dim :].float()
+        k, v = context[..., : arena.k_dim].float().cpu(), context[..., arena.k_dim :].float().cpu()
         expected = formula(query[at : at + part.count], k, v, terms)
         torch.testing.assert_close(out[at : at + part.count].double(), expected, atol=tolerance, rtol=tolerance)
         at += part.count
@@ -96,14 +99,14 @@ def steps(tables: list[torch.Tensor], lengths: list[int]) -> list[Slice]:
 
 
 class GatherKernel:
-    """A kernel of a device, in words that any device understands: what ``Kernel`` promises, and nothing fast."""
+    """A kernel of a device, in words that any device understands: what ``PageKernel`` promises, and nothing fast."""
 
     name = "plain"
 
     def attend(
         self, pages: torch.Tensor, query: torch.Tensor, reading: BatchReading, terms: Terms, v_dim: int, v_at: int
     ) -> torch.Tensor:
-        """See ``Kernel``."""
+        """See ``PageKernel``."""
         table, page_tokens = reading.table, pages.shape[2]
         out = query.new_empty((*query.shape[:2], v_dim))
         for part in range(table.slices):

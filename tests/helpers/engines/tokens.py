@@ -42,8 +42,27 @@ from kvstore import Keys, Layout, Store
 from kvstore.client.local import grants
 from tests.helpers.processes import Machine, wait_settled, wait_until
 
-# Between float32 sums in another order: 2e-5 is seen, logits are of 5 or so, and any wrong page makes 0.1 and more.
-TOLERANCE = 3e-4
+
+@dataclass(frozen=True)
+class Place:
+    """Where engines of a test compute, and plain transformers with them; how far apart their logits may be.
+
+    Between float32 sums in another order 2e-5 is seen, logits are of 5 or so, and any wrong page makes 0.1 and more. So
+    half precision shows that its way is there and nearly right, and float32 that it is right.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    tolerance: float = 3e-4
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.dtype}"
+
+
+CPU = Place()
+TOLERANCE = CPU.tolerance
+GPUS = [Place("cuda:0"), Place("cuda:0", "bfloat16", 0.3)] if torch.cuda.is_available() else []
+PLACES = [CPU, *GPUS]
 ANSWER_S = 60.0
 SETTLE_S = 60.0
 MAIN = ("tiny-llama", "tiny-qwen3", "tiny-mla")
@@ -69,41 +88,42 @@ class Expected:
 
 
 @cache
-def served(preset: str, seed: int = 0, dtype: str = "float32") -> Model:
+def served(preset: str, seed: int = 0, dtype: str = "float32", device: str = "cpu") -> Model:
     """A model for engines."""
-    return load_model(preset, seed=seed, dtype=dtype)
+    return load_model(preset, seed=seed, dtype=dtype, device=device)
 
 
 @cache
-def plain(preset: str) -> Model:
+def plain(preset: str, place: Place = CPU) -> Model:
     """The same model as transformers runs it: no engine ever touches this one."""
-    return load_model(preset)
+    return load_model(preset, dtype=place.dtype, device=place.device)
 
 
-_expected: dict[tuple[str, bytes], Expected] = {}
+_expected: dict[tuple[str, bytes, Place], Expected] = {}
 
 
-def expected(preset: str, tokens: Tokens, count: int, guess: Sequence[int] = ()) -> Expected:
+def expected(preset: str, tokens: Tokens, count: int, guess: Sequence[int] = (), place: Place = CPU) -> Expected:
     """What plain transformers answer, ``count`` tokens, greedily. A right ``guess`` takes one forward to show."""
-    name = preset, tokens.tobytes()
+    name = preset, tokens.tobytes(), place
     known = _expected.get(name)
     if known is None or len(known.tokens) < count:
-        shown = _shown(preset, tokens, guess) if len(guess) == count else None
-        known = _expected[name] = shown or _generated(preset, tokens, count)
+        shown = _shown(preset, tokens, guess, place) if len(guess) == count else None
+        known = _expected[name] = shown or _generated(preset, tokens, count, place)
     return Expected(known.tokens[:count], known.logits[:count])
 
 
-def _shown(preset: str, tokens: Tokens, guess: Sequence[int]) -> Expected | None:
+def _shown(preset: str, tokens: Tokens, guess: Sequence[int], place: Place) -> Expected | None:
     """The guess, where each of its tokens is the likeliest after those before it: that is what ``generate`` does."""
     given = torch.from_numpy(np.concatenate([tokens, np.array(guess[:-1], np.uint32)]).astype(np.int64))[None]
     with torch.inference_mode():
-        logits = plain(preset).net(given, use_cache=False, logits_to_keep=len(guess)).logits[0]
+        net = plain(preset, place).net
+        logits = net(given.to(place.device), use_cache=False, logits_to_keep=len(guess)).logits[0].float().cpu()
     return Expected(tuple(guess), logits) if logits.argmax(-1).tolist() == list(guess) else None
 
 
-def _generated(preset: str, tokens: Tokens, count: int) -> Expected:
-    given = torch.from_numpy(tokens.astype(np.int64))[None]
-    out: Any = plain(preset).net.generate(  # type: ignore[operator]
+def _generated(preset: str, tokens: Tokens, count: int, place: Place) -> Expected:
+    given = torch.from_numpy(tokens.astype(np.int64))[None].to(place.device)
+    out: Any = plain(preset, place).net.generate(  # type: ignore[operator]
         given,
         attention_mask=torch.ones_like(given),  # without it, ids that pad are taken for padding
         max_new_tokens=count,
@@ -113,7 +133,7 @@ def _generated(preset: str, tokens: Tokens, count: int) -> Expected:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return Expected(tuple(out.sequences[0, len(tokens) :].tolist()), torch.cat(out.logits))
+    return Expected(tuple(out.sequences[0, len(tokens) :].tolist()), torch.cat(out.logits).float().cpu())
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -127,6 +147,7 @@ class Answer:
     request: Request
     logits: Mapping[int, torch.Tensor]
     tokens: list[int] = field(default_factory=list)
+    place: Place = CPU
     text: str = ""
     reason: str = ""
     error: kvstore.errors.KVStoreError | None = None
@@ -180,7 +201,7 @@ def check_answer(answer: Answer) -> None:
     known, at = answer.request.tokens, 0
     while at < len(answer.tokens):
         rest = answer.tokens[at:]
-        want = expected(answer.preset, known, len(rest), guess=rest)
+        want = expected(answer.preset, known, len(rest), guess=rest, place=answer.place)
         at += _agreed(answer, at, want)
         known = np.concatenate([answer.request.tokens, np.array(answer.tokens[:at], np.uint32)])
 
@@ -193,10 +214,11 @@ def _agreed(answer: Answer, start: int, want: Expected) -> int:
         ours = answer.logits.get(answer.request.generated + at)
         assert ours is not None, f"{who}: was never drawn here"
         off = float((ours - row).abs().max())
-        assert off <= TOLERANCE, f"{who}: logits are off by {off:g}"
+        tolerance = answer.place.tolerance
+        assert off <= tolerance, f"{who}: logits are off by {off:g}"
         if answer.tokens[at] != token:
             best, second = row.topk(2).values.tolist()
-            assert best - second <= TOLERANCE, f"{who}: {answer.tokens[at]}, not {token}, which is no tie"
+            assert best - second <= tolerance, f"{who}: {answer.tokens[at]}, not {token}, which is no tie"
             assert answer.tokens[at] in row.topk(2).indices.tolist(), f"{who}: {answer.tokens[at]}, of no tie"
             return i + 1
     return len(want.tokens)
@@ -274,8 +296,9 @@ def _until_end(events: queue.SimpleQueue[Any], timeout_s: float | None) -> Itera
 class Lab:
     """Stores and engines of one test. Leaving it waits until they are idle, and checks that nothing leaked."""
 
-    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch, place: Place = CPU) -> None:
         self.machine = machine
+        self.place = place
         self.engines: dict[str, Engine] = {}
         self.presets: dict[str, str] = {}
         self.stores: list[Store] = []
@@ -286,7 +309,7 @@ class Lab:
         def tapped(logits: torch.Tensor, samplings: Sequence[Sampling], indexes: Sequence[int]) -> list[int]:
             for row, sampling, index in zip(logits, samplings, indexes, strict=True):
                 if id(sampling) in self._drawn:
-                    self._drawn[id(sampling)][1][index] = row.clone()
+                    self._drawn[id(sampling)][1][index] = row.float().cpu().clone()
             return choose_many(logits, samplings, indexes)
 
         monkeypatch.setattr(engine.shell.step, "choose_many", tapped)
@@ -314,8 +337,15 @@ class Lab:
     ) -> Engine:
         """One that runs. It is found by others under ``address_of``."""
         address = f"engine-{len(self.engines)}:1"
-        model = config.pop("served", None) or served(preset)
-        settings = {"arena": 24 << 20, "page_tokens": 16, "chunk_tokens": 64, "threads": 1, **config}
+        model = config.pop("served", None) or served(preset, dtype=self.place.dtype, device=self.place.device)
+        settings = {
+            "arena": 24 << 20,
+            "page_tokens": 16,
+            "chunk_tokens": 64,
+            "threads": 1,
+            "device": self.place.device,
+            **config,
+        }
         made = Engine(EngineConfig(model=preset, **settings), model, store, self.connect, observer)
         self.engines[address] = made
         self.presets[address] = preset
@@ -344,7 +374,7 @@ class Lab:
         chosen = Sampling(**{"max_tokens": count, "ignore_eos": True, **(sampling or {})})
         self._drawn[id(chosen)] = chosen, {}
         made = Request(id=f"request-{self._asked}", tokens=tokens, sampling=chosen, **request)
-        answer = Answer(self.presets[self.address_of(one)], made, self._drawn[id(chosen)][1])
+        answer = Answer(self.presets[self.address_of(one)], made, self._drawn[id(chosen)][1], place=self.place)
         one.submit(made, answer.emit)
         return answer
 
