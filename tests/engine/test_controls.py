@@ -19,6 +19,7 @@ from engine.shell.engine import Engine
 from kvstore import Layout
 from tests.helpers.engines import tokens as engine_tokens
 from tests.helpers.engines.tokens import (
+    CPU,
     MAIN,
     TOLERANCE,
     Answer,
@@ -211,8 +212,8 @@ def test_only_ties_are_forgiven(monkeypatch: pytest.MonkeyPatch, gap: float, rig
     first, second = torch.zeros(1, 10), torch.zeros(1, 10)
     first[0, [3, 5]], second[0, 7] = torch.tensor([2.0, 2.0 - gap]), 1.0
     known = {
-        ("none", TOKENS.tobytes()): Expected((3, 4), torch.cat([first, second])),
-        ("none", after.tobytes()): Expected((7,), second),
+        ("none", TOKENS.tobytes(), CPU): Expected((3, 4), torch.cat([first, second])),
+        ("none", after.tobytes(), CPU): Expected((7,), second),
     }
     monkeypatch.setattr(engine_tokens, "_expected", known)
     request = Request(id="tie", tokens=TOKENS, sampling=Sampling(max_tokens=2))
