@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError
+from kvstore.tier import cuda
 
 T = TypeVar("T")
 Seconds = list[list[float]]  # [rounds][steps]
@@ -195,6 +196,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "l3_bytes": l3_bytes(),
+        "devices": {device.name: device.model for device in cuda.find().devices},
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_1m": os.getloadavg()[0],
         "kernel": platform.release(),

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from kvstore.errors import DeadlineExceeded, OutOfSpace
+from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
 from kvstore.tier.cuda_copies import Way, threshold
 from kvstore.tier.cuda_driver import DriverError
 from kvstore.tier.device import Addresses, Bytes, Device, DeviceLost, DeviceStream
@@ -62,6 +62,10 @@ def calibrate(device: Device, stream: TriedStream) -> Mapping[Way, int]:
     except DeadlineExceeded as error:
         _STAYING.append(host)
         raise DeviceLost(str(error)) from None
+    except DeviceLost:
+        raise
+    except Unavailable:  # the kernel cannot reach registered memory here
+        found = dict.fromkeys(Way, 0)
     device.unregister(host)
     memory.free()
     return found

@@ -9,6 +9,7 @@ top of the calling thread's stack of contexts, and the stack is left as it was f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -154,10 +155,9 @@ class PrimaryContext:
         return CurrentContext(self)
 
     def let_go(self, function: Callable[..., Any], handle: object) -> None:
-        """Give up an event or a stream: when nobody knows it any more, in whichever thread. It cannot fail."""
-        if not self.lost and self.driver.cuCtxPushCurrent(self._context)[0].name == SUCCESS:
+        """Give up an event or a stream: when nobody knows it any more, in whichever thread."""
+        with contextlib.suppress(Unavailable), self.current():  # where the device is lost, they are as well
             function(handle)
-            self.driver.cuCtxPopCurrent()
 
 
 class CurrentContext:

@@ -39,6 +39,8 @@ PROBE_S: Final = 60.0  # for all of it
 COPY_S: Final = 10.0
 COPIED_BYTES: Final = 1 << 20
 
+UNUSED: Final = "it works, and no page goes that way yet"
+
 Report = dict[str, Any]
 
 
@@ -121,6 +123,7 @@ def ask(nvme: Sequence[str]) -> Report:
         many = "" if first.batches else "the driver is older than CUDA 12.8: each piece is a call"
         peers = _peers(devices)
         direct = "; ".join(filter(None, (gds.why_not(first, Path(path)) for path in nvme))) if nvme else "no NVMe here"
+        direct = direct or UNUSED
     except Unavailable as error:
         return nothing(str(error))
     nixl = nixl_agent.missing() or "it lends pages of DRAM only"
@@ -146,7 +149,7 @@ def copies(device: Device) -> str:
 
 def _peers(devices: Sequence[cuda.CudaDevice]) -> str:
     apart = [f"{a.name} to {b.name}" for a in devices for b in devices if a is not b and not a.reaches(b)]
-    return f"not from {apart[0]}" if apart else "" if len(devices) > 1 else "there is one device"
+    return f"not from {apart[0]}" if apart else UNUSED if len(devices) > 1 else "there is one device"
 
 
 if __name__ == "__main__":
