@@ -75,7 +75,7 @@ def _tier(tier: str, now: Stats, before: Stats | None, clients: _Rates, elapsed_
         "used_bytes": about["used_bytes"],
         "pages": about["pages"],
         "state": about.get("state", now["state"]),
-        "hit_tokens_per_s": clients.per_s(f"hit_{tier}_tokens"),
+        "hit_tokens_per_s": clients.per_s(tokens) if (tokens := f"hit_{tier}_tokens") in now["clients"] else None,
         "hit_ratio": hit / asked if hit is not None and asked else None,
         "in_bytes_per_s": rates.per_s("bytes_in"),
         "out_bytes_per_s": rates.per_s("bytes_out"),

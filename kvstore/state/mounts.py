@@ -73,6 +73,7 @@ class Mounts:
 
     Attributes:
         segments: by number; numbers are extent numbers, so that an address is of one tier alone.
+        counters: ``published_bytes``, and pages that left, as ``evicted_reused`` and ``evicted_ended``.
     """
 
     def __init__(
@@ -80,14 +81,13 @@ class Mounts:
         numbers: ExtentNumbers,
         tenants: Tenants,
         sessions: dict[int, ClientSession],
-        counters: Counter[str],
     ) -> None:
+        self.counters: Counter[str] = Counter()
         self.segments: dict[int, MountedSegment] = {}
         self._numbers = numbers
         self._tenants = tenants
         self._accounts = tenants.holdings[Tier.HBM]
         self._sessions = sessions
-        self._counters = counters
         self._listed: dict[bytes, Place] = {}
         self._others: dict[bytes, list[Place]] = {}  # more replicas of listed keys
 
@@ -164,7 +164,7 @@ class Mounts:
         if shown:
             keys, addresses, names = (list(column) for column in zip(*shown, strict=True))
             out.append(ev.ShowPages(keys, addresses, event.root, names))
-        self._counters["pages_mounted"] += statuses.count(_OK)
+        self.counters["published_bytes"] += statuses.count(_OK) * segment.frame_class.page_bytes
         return [*out, ev.Reply(statuses=statuses)]
 
     def _retract(self, event: ev.Retract) -> list[ev.Instruction]:
@@ -212,6 +212,7 @@ class Mounts:
 
     def _leave(self, segment: MountedSegment, frames: list[int], reason: str, out: list[ev.Instruction]) -> None:
         """What is in these frames leaves them."""
+        self.counters[f"evicted_{reason}"] += len(frames)
         left: dict[bytes, tuple[bytes, int]] = {}  # keys whose listed replica leaves: root and span
         for frame in frames:
             key, owner, span = segment.key(frame), segment.owner[frame], segment.span[frame]

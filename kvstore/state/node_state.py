@@ -76,7 +76,7 @@ class NodeState:
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
         self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
         self.pins = self.tiering.pins = Pins(self.spaces, self.tenants, pins_share_max)
-        self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions, self.counters)
+        self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions)
         self._handlers = self._table()
 
     def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:

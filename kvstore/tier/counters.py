@@ -68,7 +68,10 @@ _ROWS = _REUSE + 1 + len(REUSE_BOUNDS_S) + 1
 _ROW_GOT, _ROW_BYTES, _ROW_TOKENS, _ROW_GETS, _ROW_DRAM, _ROW_NVME, _ROW_PUT, _ROW_MISSED, _ROW_WORDS = range(9)
 ONE_GET: Final = 1 << 40  # carried long before gets reach 2^24; by then no pages reach 2^40
 ROWS_MAX: Final = 23  # page geometries of one client but for one: those beyond share the last row, without a size
-_WORDS: Final = _ROWS + ROWS_MAX * _ROW_WORDS
+_ROWS_END: Final = _ROWS + ROWS_MAX * _ROW_WORDS
+# Pages hit in memory that engines have mounted, and their bytes, of all geometries. Versions before leave zeros there.
+_HBM_PAGES, _HBM_BYTES = _ROWS_END, _ROWS_END + 1
+_WORDS: Final = _ROWS_END + 2
 assert 8 * _WORDS <= COUNTERS_BYTES
 COUNT_MAX: Final = 1 << 58  # of one session: clients write what they like into their files, ...
 SUM_MAX: Final = 1 << 62  # ... and sums of such must hold
@@ -93,6 +96,8 @@ NAMES: Final = (
     *(f"missed_{reason}" for reason in MISS_REASONS),  # pages after the match, by why it ended
     "read_dram_bytes",  # copied or lent
     "read_nvme_bytes",
+    "hit_hbm",
+    "read_hbm_bytes",
     "pages_put",  # new ones, acknowledged
     "put_bytes",
 )
@@ -144,7 +149,7 @@ class SessionCounters:
             if not self._attached:
                 self._attached = True
                 for place in range(1, _WORDS):
-                    if place < _ROWS or (place - _ROWS) % _ROW_WORDS not in (_ROW_BYTES, _ROW_TOKENS):
+                    if not _ROWS <= place < _ROWS_END or (place - _ROWS) % _ROW_WORDS not in (_ROW_BYTES, _ROW_TOKENS):
                         words[place] += counted[place]
 
     def row(self, page_bytes: int, page_tokens: int) -> int:
@@ -161,8 +166,8 @@ class SessionCounters:
                         self.rows[geometry] = row
         return row
 
-    def got(self, row: int, asked: int, dram: int, nvme: int, reason: str) -> None:
-        """A get of ``asked`` pages found ``dram + nvme`` of them, and no more for ``reason``.
+    def got(self, row: int, asked: int, dram: int, nvme: int, reason: str, hbm: int = 0) -> None:
+        """A get of ``asked`` pages found ``dram + nvme + hbm`` of them, and no more for ``reason``.
 
         Where all were in DRAM, ``PrefixCache.get`` does itself what this would: ``words[row] += ONE_GET + asked``.
         """
@@ -170,8 +175,12 @@ class SessionCounters:
         words[row] += ONE_GET + dram
         if dram != asked:
             words[row + _ROW_NVME] += nvme
-            words[row + _ROW_MISSED] += asked - dram - nvme
-            words[_MISSED.get(reason, 1)] += asked - dram - nvme
+            missed = asked - dram - nvme - hbm
+            words[row + _ROW_MISSED] += missed
+            words[_MISSED.get(reason, 1)] += missed
+            if hbm:
+                words[_HBM_PAGES] += hbm
+                words[_HBM_BYTES] += hbm * words[row + _ROW_BYTES]
 
     def timed(self, row: int, start_ns: int) -> None:
         """A get that is timed is done, since ``start_ns``. It was counted before, as those were that it stands for."""
@@ -288,8 +297,10 @@ def added(sum_: Vector, counts: Vector) -> Vector:
 
 
 def _vector(words: Vector) -> Vector:
-    rows = words[_ROWS:_WORDS].reshape(ROWS_MAX, _ROW_WORDS).astype(np.float64)  # whose products and sums do not wrap
-    got = words[_ROWS:_WORDS].reshape(ROWS_MAX, _ROW_WORDS)[:, _ROW_GOT]
+    rows = (
+        words[_ROWS:_ROWS_END].reshape(ROWS_MAX, _ROW_WORDS).astype(np.float64)
+    )  # whose products and sums do not wrap
+    got = words[_ROWS:_ROWS_END].reshape(ROWS_MAX, _ROW_WORDS)[:, _ROW_GOT]
     gets = (rows[:, _ROW_GETS] + got // np.uint64(ONE_GET)).sum()
     pages = rows[:, _ROW_DRAM:]
     pages[:, 0] += got % np.uint64(ONE_GET)
@@ -299,10 +310,11 @@ def _vector(words: Vector) -> Vector:
     rest = words[:_ROWS].astype(np.float64)
     missed = rest[1:_LATENCY]
     times = {name: rest[first + 1 : first + 1 + _BUCKETS].sum() for name, first in _FIRST.items()}
-    asked = dram + nvme + missed.sum()
+    hbm, hbm_bytes = words[_HBM_PAGES], words[_HBM_BYTES]
+    asked = dram + nvme + hbm + missed.sum()
     head = [times["lookup"], gets, times["lease"], times["put"], times["put_async"]]
     head += [asked, dram, nvme, dram_tokens, nvme_tokens, missed_tokens]
-    counts = np.array([*head, *missed, dram_bytes, nvme_bytes, put, put_bytes, *rest[_LATENCY:]])
+    counts = np.array([*head, *missed, dram_bytes, nvme_bytes, hbm, hbm_bytes, put, put_bytes, *rest[_LATENCY:]])
     return np.minimum(counts, COUNT_MAX).astype(np.uint64)
 
 

@@ -3,8 +3,6 @@ node's daemon."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
@@ -21,35 +19,9 @@ from kvstore.rpc.control import CHAINED, Op, pack_addresses, pack_class
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.mounted import HOLD_NS, MountedTable, mounted_numbers, mounted_path
 from tests.helpers.content import SMALL, chain, contents
-from tests.helpers.nursery import of_nodes
-from tests.helpers.processes import Machine, Worker, check_laws, check_pages, check_right, put, wait_until
-
-FRAMES = 64
-
-
-class Engine:
-    """A process that has mounted memory at node "n"."""
-
-    def __init__(self, machine: Machine, node: str = "n", frames: int = FRAMES) -> None:
-        told = json.dumps({"node": node, "frames": frames})
-        command = [sys.executable, "-m", "tests.helpers.workers.mounting", told]
-        self.process = machine.start(Worker, "mounting", command, of_nodes())
-        self.number: int = self.process.wait_for("mounted")["number"]
-        self._asked = 0
-
-    def begin(self, verb: str, *given: Any) -> None:
-        self.process.tell(json.dumps([verb, *given]))
-
-    def end(self) -> dict[str, Any]:
-        self._asked += 1
-        return self.process.wait_for("done", self._asked)
-
-    def ask(self, verb: str, *given: Any) -> dict[str, Any]:
-        self.begin(verb, *given)
-        return self.end()
-
-    def publish(self, seed: int, pages: int, first: int = 0, salt: str = "") -> None:
-        self.ask("publish", seed, pages, list(range(first, first + pages)), salt)
+from tests.helpers.mounted import FRAMES, Engine
+from tests.helpers.pool import Pool, patient
+from tests.helpers.processes import Machine, check_laws, check_pages, check_right, put, wait_until
 
 
 def tiers(store: Store, seed: int, pages: int, salt: str = "") -> dict[Tier, int]:
@@ -232,6 +204,47 @@ def test_a_reader_ends_well_in_a_frame_that_is_retired_meanwhile(
     monkeypatch.undo()
     assert segment.retire(range(4)) == [0, 1, 2, 3], "the reader has let go of them"
     assert store.cache(SMALL).get(keys).pages == 0
+
+
+def test_stats_and_commands_tell_of_it(machine: Machine) -> None:
+    machine.serve("n")
+    store, engine = machine.connect("n"), Engine(machine)
+    assert put(store, 7, 3) == 3
+    engine.publish(1, 20)
+    store.cache(SMALL).get(chain(1, 30))
+    engine.ask("retire", [0, 1])
+    stats = store.stats()
+    about, clients = stats["tiers"]["hbm"], stats["clients"]
+    assert list(stats["tiers"]) == ["hbm", "dram"]
+    assert (about["capacity_bytes"], about["used_bytes"]) == (FRAMES * SMALL.page_bytes, 18 * SMALL.page_bytes)
+    assert about["pages"] == about["frames"]["sealed"] == 18 and about["evicted"] == {"reused": 2}
+    assert (about["bytes_in"], about["bytes_out"]) == (20 * SMALL.page_bytes, 20 * SMALL.page_bytes)
+    assert clients["hit_hbm"] == 20 and clients["hit_nvme"] == 0 and clients["missed_absent"] == 10
+    assert clients["pages_asked"] == 30 and about["hit_ratio"] == pytest.approx(20 / 30)
+    for command in (("tiers",), ("top", "--once", "--interval", "0.1")):
+        told = machine.run(*command, "--node", "n")
+        assert told.returncode == 0 and "hbm" in told.stdout, (told.stdout, told.stderr)
+    engine.process.kill()
+    wait_until("the node has noticed", lambda: "hbm" not in store.stats()["tiers"])
+
+
+def test_the_directory_is_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines have is announced, as it comes and goes, and others read it."""
+    patient(monkeypatch)
+    pool = Pool(machine, f"file:{machine.logs / 'catalog'}")
+    engine = Engine(machine, "a")
+    engine.publish(1, 10)
+    pool.known("c", 1, 10)
+    assert pool.lookup("c", 1, 10).tiers == {Tier.HBM: 10}
+    match = pool.get("c", 1, 10)
+    assert (match.pages, match.tiers, match.nodes) == (10, {Tier.HBM: 10}, {"a": 10})
+    for name in "bc":  # an owner that begins anew is told all of it
+        pool.daemons[name].kill()
+        machine.serve(name)
+    engine.ask("retire", list(range(5, 10)))
+    wait_until("less is found", lambda: pool.lookup("c", 1, 10).pages == 5, 60)
+    engine.process.kill()
+    wait_until("nothing is found", lambda: pool.lookup("c", 1, 10).pages == 0, 60)
 
 
 def test_pages_of_other_tenants_are_not_served(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from kvstore.service.node import event_log
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import admin, node_of
 from tests.helpers.kv_follower import END, Follower, dump
+from tests.helpers.mounted import Engine
 from tests.helpers.processes import Daemon, Machine, free_port, wait_until
 
 SEEDS = range(40)
@@ -106,6 +107,22 @@ def test_both_tiers_are_told_of(
     follower.follow_until(lambda: agrees(follower, store))
     assert set(told(follower)) == {"CPU", "DISK"}
     check_facts(follower)
+
+
+def test_what_engines_mount_is_told_of(machine: Machine, addresses: dict[str, str], follower: Follower) -> None:
+    serve(machine, addresses)
+    store, engine = machine.connect("kv"), Engine(machine, "kv")
+    engine.publish(1, PAGES)
+    engine.publish(2, PAGES, first=PAGES)
+    follower.follow_until(lambda: agrees(follower, store) and len(follower.held.get("GPU", ())) == 2 * PAGES)
+    check_facts(follower)
+    engine.ask("retire", [PAGES - 1])
+    store.stats()
+    follower.follow_until(lambda: agrees(follower, store) and len(follower.held["GPU"]) == 2 * PAGES - 1)
+    late = Follower.of_dump(dump(store)[0])
+    assert late.held["GPU"] == follower.held["GPU"]
+    engine.process.kill()
+    follower.follow_until(lambda: told(follower) == stored(store) == {})
 
 
 def test_missed_events_are_replayed_to_a_dealer_and_to_a_req(

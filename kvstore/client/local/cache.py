@@ -150,13 +150,13 @@ class LocalCache(PrefixCache):
             checked = self._verify if verify is None else verify
             if reason in ELSEWHERE and target is not None:
                 pages, below, reason = self._beyond(mapped, keys, target, pages, reason, checked)
-            read, here = sum(below.values()), pages
+            read, here, hbm = sum(below.values()), pages, below.get(Tier.HBM, 0)
             if reason in ELSEWHERE and target is not None and node.elsewhere is not None:
                 others = node.elsewhere, keys, target[pages:], pages, below, checked
                 pages, below, nodes, reason = self._from_others(*others)
             if reason:
                 node.missed(reason)
-            mapped.counters.got(mapped.row(self.frame_class), asked, here - read, read, reason)
+            mapped.counters.got(mapped.row(self.frame_class), asked, here - read, read - hbm, reason, hbm)
         elif mapped.counting:
             counters, row = self._counted
             if counters is not mapped.counters:

@@ -28,7 +28,7 @@ log = logging.getLogger("kvstore.events")
 TOKENS_MAX = 4096  # of one batch, unless one page has more: some 15 KB
 
 # vLLM's names; other consumers know them too.
-MEDIUMS = {Tier.DRAM: "CPU", Tier.NVME: "DISK"}
+MEDIUMS = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}
 CLEARED: list[Any] = ["AllBlocksCleared"]
 
 
@@ -97,6 +97,9 @@ class PageReader:
 
         Of a page that comes, goes or moves meanwhile the events tell.
         """
+        if tier == Tier.HBM:
+            yield from self._stored_by_engines()
+            return
         snapshots = [snapshot(table) for table in self._contents.tables(tier)]
         links = closure.link(snapshots)
         order = np.argsort(links.parent, kind="stable")  # children of one page beside each other
@@ -117,9 +120,34 @@ class PageReader:
             if facts.tokens:
                 yield facts
 
+    def _stored_by_engines(self) -> Iterator[PageFacts]:
+        """The same of memory that engines have mounted, where a page may be without its parent."""
+        found = {key: page for key, address in self._contents.listed(Tier.HBM) if (page := self._mounted(key, address))}
+        children: dict[bytes, list[bytes]] = {}
+        for key, page in found.items():
+            children.setdefault(page.parent or b"", []).append(key)
+        waiting = [key for key, page in found.items() if page.parent not in found]
+        while waiting:
+            key = waiting.pop()
+            if self._told(key, Tier.HBM, found[key]) is not None:
+                waiting += children.get(key, ())
+                yield found[key]
+
+    def _mounted(self, key: bytes, address: Address) -> PageFacts | None:
+        table = self._contents.mounted(address.extent)
+        word = word_of(address.generation, FrameState.SEALED)
+        if table is None or address.frame >= table.frames or int(table.words[address.frame]) != word:
+            return None
+        record = Record(table.rows[address.frame].tobytes(), table.fmt)
+        if int(table.words[address.frame]) != word or record.key != key:
+            return None
+        return PageFacts(key, record.parent if record.parent != record.root else None, record.tokens)
+
     def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
         table = self._contents.table(address.extent)
-        if table is None or address.frame >= table.frames:
+        if table is None:
+            return self._mounted(key, address)
+        if address.frame >= table.frames:
             return None
         record = _record(table, key, address)
         if record is None:

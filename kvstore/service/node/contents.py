@@ -9,6 +9,7 @@ from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.performer import Performer
 from kvstore.state.views import Rows
 from kvstore.tier.base import TierStore
+from kvstore.tier.mounted import MountedTable, mounted_path
 from kvstore.tier.records import ExtentTable
 
 
@@ -21,6 +22,7 @@ class Contents:
 
     def __init__(self, performer: Performer) -> None:
         self._performer = performer
+        self._mounted: dict[int, MountedTable] = {}
 
     @property
     def extents(self) -> Mapping[int, ExtentTable]:
@@ -72,6 +74,21 @@ class Contents:
     def nvme(self) -> NvmePages | None:
         """See ``Node.nvme``."""
         return self._performer.nvme
+
+    def listed(self, tier: Tier) -> list[tuple[bytes, Address]]:
+        """What the index lists of a tier, by key."""
+        return list(self._performer.index.addresses(tier))
+
+    def mounted(self, number: int) -> MountedTable | None:
+        """The records of a segment that an engine has mounted; None where there are none. What they say is the
+        engine's word: believe a row where its word is the same before and after."""
+        found = self._mounted.get(number)
+        if found is None or not mounted_path(self._performer.folder, number).exists():
+            self._mounted.pop(number, None)
+            found = MountedTable.open(self._performer.folder, number, self._performer.header.incarnation)
+            if found is not None:
+                self._mounted[number] = found
+        return found
 
     def look(self, tier: Tier, keys: list[bytes]) -> list[Address | None] | None:
         """Where the index says that these pages are; None: it cannot tell at present."""

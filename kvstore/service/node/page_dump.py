@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.pool_secret import veil_of
-from kvstore.model.replica import FrameState
+from kvstore.model.replica import FrameState, Tier
 from kvstore.model.span import fingerprint, fingerprints
 from kvstore.service.node.event_log import CLEARED, STORED, EventLog, PageEvent
 from kvstore.service.node.node import Node
@@ -76,7 +76,20 @@ def _end(performer: Performer, state: NodeState, seen: Seen, secret: bytes | Non
     """The newest event, and all pages that were not seen."""
     numbers = [number for space in state.spaces.values() for number in space.segment.extents]
     whole = slice(None)
-    return performer.events.last, [_unseen(performer, state, number, whole, seen, secret) for number in numbers]
+    late = [_unseen(performer, state, number, whole, seen, secret) for number in numbers]
+    return performer.events.last, [*late, _mounted(state, secret)]
+
+
+def _mounted(state: NodeState, secret: bytes | None) -> Entries:
+    """All pages that engines have mounted: few enough to be looked at in one go."""
+    pages, spans, veils = list[int](), list[int](), dict[bytes, int]()
+    for key, root, span in state.mounts.listed():
+        if root not in veils:
+            veils[root] = _veil(secret, root)
+        pages.append(fingerprint(key) ^ veils[root])
+        spans.append(span)
+    marks = np.full(len(pages), TIERS.index(Tier.HBM), np.uint8)
+    return Entries(np.array(spans, np.uint64), np.array(pages, np.uint64), marks)
 
 
 def _unseen(

@@ -23,6 +23,7 @@ from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
 from kvstore.service.operator.peer_transports import peer_transports
 from kvstore.state.frames import Extent, Segment
+from kvstore.state.mounts import Mounts
 from kvstore.state.node_state import NodeState
 from kvstore.state.space import Space
 from kvstore.tier.counters import LATENCY_BOUNDS_S, Histogram
@@ -48,7 +49,7 @@ def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]
         "incarnation": f"{performer.header.incarnation:016x}",
         "state": DaemonState(performer.header.state).name.lower(),
         "uptime_s": (time.monotonic_ns() - node.started_ns) / 1e9,
-        "tiers": {"dram": _dram(node, clients), **_nvme(node, clients)},
+        "tiers": {**_hbm(state.mounts, clients), "dram": _dram(node, clients), **_nvme(node, clients)},
         "clients": clients,
         "latency": {name: _latency(took) for name, took in counted.latency.items()},
         "sessions": len(state.sessions),
@@ -126,6 +127,36 @@ def pins_stats(state: NodeState) -> dict[str, Any]:
     return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
 
 
+def _hbm(mounts: Mounts, clients: Mapping[str, int]) -> dict[str, Any]:
+    """``{"hbm": {...}}``: what engines have mounted; nothing where none has. What is there is for them to decide."""
+    segments = mounts.segments.values()
+    if not segments:
+        return {}
+    classes: list[dict[str, Any]] = [
+        {
+            "page_bytes": segment.frame_class.page_bytes,
+            "page_tokens": segment.frame_class.page_tokens,
+            "layers": segment.frame_class.layers,
+            "extents": 1,
+            "frames": {"free": segment.frames - segment.pages, "sealed": segment.pages},
+        }
+        for segment in segments
+    ]
+    about = {
+        **_tier_of(mounts.counters, "engine"),
+        "capacity_bytes": sum(segment.frames * segment.frame_class.page_bytes for segment in segments),
+        "used_bytes": sum(segment.pages * segment.frame_class.page_bytes for segment in segments),
+        "extents": len(mounts.segments),
+        "pages": sum(segment.pages for segment in segments),
+        "frames": {state: sum(kind["frames"][state] for kind in classes) for state in ("free", "sealed")},
+        "classes": classes,
+        "bytes_in": mounts.counters["published_bytes"],
+        "bytes_out": clients["read_hbm_bytes"],
+        "hit_ratio": _ratio(clients["hit_hbm"], clients["pages_asked"]),
+    }
+    return {"hbm": about}
+
+
 def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
     segment, counters = node.state.segment, node.state.counters
     return {
@@ -145,7 +176,7 @@ def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
         return {}
     written = node.nvme.devices.written_today(today()) if node.nvme is not None else 0
     about = {
-        **(_tier(space, space.counters, config.eviction) if space is not None else _no_tier(config.eviction)),
+        **(_tier(space, space.counters, config.eviction) if space is not None else _tier_of({}, config.eviction)),
         "state": _nvme_state(node, written),
         "demoted_pages": counters["pages_saved"],
         "demoted_bytes": counters["bytes_saved"],
@@ -164,11 +195,10 @@ def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, Any]:
     """What every tier says."""
     ages = {f"p{percent}": age_quantile(space.ages, percent / 100) for percent in (50, 90)}
-    evicted = {name.removeprefix(_EVICTED): n for name, n in counters.items() if name.startswith(_EVICTED) and n}
     return {
         **_contents(space.segment),
         "eviction": policy,
-        "evicted": evicted,
+        "evicted": _evicted(counters),
         "extents_reclaimed": counters.get("extents_reclaimed", 0),
         "age_at_eviction_s": ages,
         "ages_at_eviction": dict(space.ages),  # pages by the bit length of those whole seconds
@@ -176,12 +206,17 @@ def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, A
     }
 
 
-def _no_tier(policy: str) -> dict[str, Any]:
+def _evicted(counters: Mapping[str, int]) -> dict[str, int]:
+    return {name.removeprefix(_EVICTED): n for name, n in counters.items() if name.startswith(_EVICTED) and n}
+
+
+def _tier_of(counters: Mapping[str, int], policy: str) -> dict[str, Any]:
+    """What every tier says, of one that the node does not fill: nothing is there."""
     ages = {"p50": None, "p90": None}
     return {
         **_contents(Segment(FRAME_ALIGN, 0)),
         "eviction": policy,
-        "evicted": {},
+        "evicted": _evicted(counters),
         "extents_reclaimed": 0,
         "age_at_eviction_s": ages,
         "ages_at_eviction": {},

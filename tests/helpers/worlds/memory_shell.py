@@ -156,6 +156,9 @@ class MemoryShell:
             ev.Load: self._copy,
             ev.Carry: self._copy,
             ev.Erase: self._erase,
+            ev.ShowPages: self._show_pages,
+            ev.WriteMounts: self._write_mounts,
+            ev.EndMount: lambda _: iter(()),
             ev.CheckSession: self._check_session,
             ev.Reply: self._reply,
         }
@@ -523,6 +526,16 @@ class MemoryShell:
         yield
         self.copies.append(instruction)
 
+    def _show_pages(self, instruction: ev.ShowPages) -> Iterator[None]:
+        yield
+        assert len(instruction.spans) == (len(instruction.keys) if instruction.root else 0)
+        pages = zip(instruction.keys, instruction.addresses, strict=True)
+        self.ops += [("put", key, address, Tier.HBM) for key, address in pages]
+
+    def _write_mounts(self, instruction: ev.WriteMounts) -> Iterator[None]:
+        yield
+        self.next_extent = max(self.next_extent, instruction.next_extent)
+
     def _check_session(self, instruction: ev.CheckSession) -> Iterator[None]:
         yield
         self.to_check.append(instruction.session)
@@ -624,6 +637,7 @@ class MemoryShell:
         wrong = []
         for tier in state.spaces:
             wrong += integrity.check(state, tier, self.snapshots(tier), self.indexes[tier].items())
+        wrong += integrity.check_mounts(state, self.indexes[Tier.HBM].items())
         live = [page for page in state.pending.by_address.values() if not page.doomed]
         for key, address in self.pend.items():
             page = state.pending.by_address.get(address)
