@@ -82,6 +82,8 @@ def test_every_verb_of_a_client_is_counted(store: kvstore.Store) -> None:
         "missed_io": 0,
         "read_dram_bytes": 32 * PAGE,
         "read_nvme_bytes": 0,
+        "hit_hbm": 0,
+        "read_hbm_bytes": 0,
         "pages_put": 20,
         "put_bytes": 20 * PAGE,
     }

@@ -8,6 +8,7 @@ memory of our own, the next part on its way from the device while one is on its 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -54,7 +55,8 @@ class ReadHandler:
         reply = _Reply(exchange, request, mapped)
         reason = self._send(reply)
         row = mapped.row(request.chain.frame_class)
-        mapped.counters.got(row, len(request.keys), reply.sent - reply.from_below, reply.from_below, reason)
+        below, hbm = reply.from_below.total(), reply.from_below[Tier.HBM]
+        mapped.counters.got(row, len(request.keys), reply.sent - below, below - hbm, reason, hbm)
         exchange.reply(FrameKind.END, pack_end(reply.sent, reason))
 
     def _send(self, reply: _Reply) -> str:
@@ -94,7 +96,7 @@ class _Reply:
 
     Attributes:
         sent: leading pages that were sent, and held still.
-        from_below: how many of them came from a lower tier.
+        from_below: how many of them came from which other tier than memory.
     """
 
     def __init__(self, exchange: Exchange, request: ReadRequest, mapped: Mapped) -> None:
@@ -102,7 +104,7 @@ class _Reply:
         self.request = request
         self.closed = request.chain.closed
         self.sent = 0
-        self.from_below = 0
+        self.from_below = Counter[Tier]()
         self._exchange = exchange
         self._keys = mapped.in_pool(request.keys)
 
@@ -171,7 +173,7 @@ class _Reply:
             head = pack_range(self.sent, tier, sums_of(some, request.pieces))
             self._exchange.reply(FrameKind.RANGE, head, *buffers)
             self.sent += len(some)
-            self.from_below += len(some)
+            self.from_below[tier] += len(some)
 
 
 def sums_for(request: ReadRequest, run: Run, frames: slice) -> Sums:

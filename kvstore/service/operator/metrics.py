@@ -82,6 +82,10 @@ class NodeMetrics(DaemonMetrics):
             add("hit_pages", counts[f"hit_{tier}"], tier)
             add("hit_tokens", counts[f"hit_{tier}_tokens"], tier)
             add("read_bytes", counts[f"read_{tier}_bytes"], tier)
+        if "hbm" in stats["tiers"]:
+            add("hit_pages", counts["hit_hbm"], "hbm")
+            add("read_bytes", counts["read_hbm_bytes"], "hbm")
+            add("tier_bytes", counts["read_hbm_bytes"], "hbm", "out")
         for reason in MISS_REASONS:
             add("missed_pages", counts[f"missed_{reason}"], reason)
         add("missed_tokens", counts["missed_tokens"])
