@@ -113,13 +113,26 @@ class CudaDevice:
 
     def owns(self, address: int) -> bool:
         """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it."""
-        if self._opened is None:
-            _, active = call(self._driver.cuDevicePrimaryCtxGetState, call(self._driver.cuDeviceGet, self._ordinal))
-            if not active:
-                return False
+        if self._opened is None and not self.in_use:
+            return False
         opened = self._open()
         with opened.primary.current():
             return opened.copies.owns(address)
+
+    @property
+    def uuid(self) -> bytes:
+        """By which every process of the machine knows it, 16 bytes."""
+        return bytes(call(self._driver.cuDeviceGetUuid, call(self._driver.cuDeviceGet, self._ordinal)).bytes)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody in this process has opened it."""
+        _, active = call(self._driver.cuDevicePrimaryCtxGetState, call(self._driver.cuDeviceGet, self._ordinal))
+        return bool(active)
+
+    def close_peer(self, base: Any) -> None:
+        """Close memory of another process, which was opened by a handle."""
+        self._open().primary.let_go(self._driver.cuIpcCloseMemHandle, base)
 
     def reaches(self, other: CudaDevice) -> bool:
         """Whether it can read the memory of another one by itself."""

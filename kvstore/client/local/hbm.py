@@ -69,11 +69,14 @@ class HbmReader:
         self._folder = folder
         self._header = header
         self._segments: dict[int, _PeerSegment] = {}
-        self._own: set[int] = set()
 
-    def own(self, number: int) -> None:
+    def own(self, table: MountedTable, memory: PeerMemory) -> None:
         """This process has mounted that segment: it lives as long as we do."""
-        self._own.add(number)
+        self._segments[table.number] = _PeerSegment(table, memory, True)
+
+    def disown(self, number: int) -> None:
+        """It has no use for it any more."""
+        self._segments.pop(number, None)
 
     def readable(self) -> bool:
         """See ``LowerReader``."""
@@ -127,7 +130,7 @@ class HbmReader:
             return None
         for old in [old for old in self._segments if not mounted_path(self._folder, old).exists()]:
             self._segments.pop(old, None)  # rare enough to look: their mappings hold memory
-        segment = self._segments[number] = _PeerSegment(table, memory, number in self._own)
+        segment = self._segments[number] = _PeerSegment(table, memory, False)
         return segment
 
     def _lives(self, table: MountedTable) -> bool:

@@ -21,7 +21,7 @@ from kvstore.model.span import fingerprint, span_start, spans_of
 from kvstore.rpc.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
 from kvstore.tier.mounted import MountedTable, data_path
 from kvstore.tier.plain_files import open_plain
-from kvstore.transfer.exported import HOST, frames_in
+from kvstore.transfer.exported import HOST, MountedMemory, SharedFrames, frames_in
 
 ANSWER_S: Final = 1.0  # for a node that has to be told, the log being full
 
@@ -38,7 +38,7 @@ class LocalSegment:
 
     Attributes:
         number: what the node calls it.
-        pages: ``[frames, page_bytes]``, to be written into.
+        pages: ``[frames, page_bytes]``, to be written into; empty where the memory was given to ``mount``.
     """
 
     def __init__(self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable) -> None:
@@ -117,6 +117,7 @@ class LocalSegment:
             if self._closed:
                 return
             self._closed = True
+            self._mapped.hbm.disown(self.number)
             for frame in range(self.frames):
                 self._table.clear(frame)
             try:
@@ -160,27 +161,38 @@ class LocalSegment:
             return  # what the node does not know costs a miss; of a frame it hears again when that is used again
 
 
-def mount(node: LocalNode, layout: Layout, frames: int) -> LocalSegment:
+def mount(node: LocalNode, layout: Layout, frames: int, memory: MountedMemory | None) -> LocalSegment:
     """See ``LocalStore.mount``."""
     mapped = node.writable()
     frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+    stride = memory.stride if memory is not None else frame_class.frame_bytes
+    if memory is not None and (stride < layout.page_bytes or memory.nbytes < frames * stride):
+        raise InvalidRequest("memory", f"{memory.nbytes} bytes hold no {frames} frames, {stride} bytes apart")
+    export = memory.export() if memory is not None else b""
     message = mapped.exchange(Op.MOUNT, a=pack_class(frame_class), b=frames)
     if message.op != Status.OK:
         raise OutOfSpace(f"{node.name}: the node knows as much mounted memory as it may")
-    number, stride = message.a, frame_class.frame_bytes
-    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, stride
+    number, kind = message.a, memory.kind if memory is not None else HOST
+    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, stride, kind, export
     try:
-        mapped.folder.new_file(data_path(mapped.folder, number), frames * stride, b"")
-        table = MountedTable.create(mapped.folder, *parts, HOST, b"")
-        fd = open_plain(data_path(mapped.folder, number), os.O_RDWR)
+        shared = _shared(mapped, number, frames * stride) if memory is None else None
+        table = MountedTable.create(mapped.folder, *parts)
     except (OSError, OutOfSpace):
         mapped.exchange(Op.UNMOUNT, a=number)
         raise
+    segment = LocalSegment(node, mapped, layout, table)
+    if shared is not None:
+        segment.pages = frames_in(shared, table)
+    mapped.hbm.own(table, memory.here(table) if memory is not None else SharedFrames(segment.pages))
+    return segment
+
+
+def _shared(mapped: Mapped, number: int, nbytes: int) -> mmap.mmap:
+    """New shared memory of a segment. Raises OutOfSpace, OSError."""
+    path = data_path(mapped.folder, number)
+    mapped.folder.new_file(path, nbytes, b"")
+    fd = open_plain(path, os.O_RDWR)
     try:
-        memory = mmap.mmap(fd, frames * stride)
+        return mmap.mmap(fd, nbytes)
     finally:
         os.close(fd)
-    mapped.hbm.own(number)
-    segment = LocalSegment(node, mapped, layout, table)
-    segment.pages = frames_in(memory, table)
-    return segment

@@ -18,6 +18,7 @@ from kvstore.rpc import control
 from kvstore.rpc.control import Op
 from kvstore.tier.folder import list_nodes
 from kvstore.tier.header import DaemonState
+from kvstore.transfer.exported import MountedMemory
 
 ADMIN_TIMEOUT_S = 60.0
 BEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon
@@ -84,18 +85,23 @@ class LocalStore(Store, LocalObjects):
         mapped = self._node.mapped()
         return mapped.in_pool(keys) if mapped is not None else keys
 
-    def mount(self, layout: Layout, frames: int) -> LocalSegment:
+    def mount(self, layout: Layout, frames: int, memory: MountedMemory | None = None) -> LocalSegment:
         """Memory of this process for ``frames`` pages, which the node of this machine knows and its other processes
         read (``Tier.HBM``): what is published there is found by their lookups and gets until it is retired, or this
         process ends. The memory is counted for the tenants whose pages it holds, and charged to no quota.
 
+        Args:
+            memory: of a device, say: see ``transfer.cuda``. None makes shared memory of the host.
+
         Raises:
-            InvalidRequest: ``layout`` is no layout; ``frames`` is not positive, or more than a node may know.
+            InvalidRequest: ``layout`` is no layout; ``frames`` is not positive, or more than a node may know, or than
+                ``memory`` holds.
+            Unavailable: the memory cannot be shown to others.
             OutOfSpace: no memory, or the node knows as much mounted memory as it may.
             NodeUnavailable: there is no such node, or its daemon does not answer.
         """
         check_cache(layout, "", "", 0)
-        return mount(self._node, layout, frames)
+        return mount(self._node, layout, frames, memory)
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer

@@ -1,0 +1,90 @@
+"""Memory of a device that is mounted: read through pinned memory behind an event, and lost with its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Tier
+from kvstore.client.local.store import LocalStore
+from kvstore.client.match import IO
+from kvstore.errors import InvalidRequest
+from kvstore.model.replica import FrameClass
+from kvstore.tier.folder import NodeFolder
+from kvstore.tier.host_device import HostDevice, HostMemory
+from kvstore.tier.mounted import EXPORT_BYTES_MAX, MountedTable
+from kvstore.transfer import exported
+from kvstore.transfer.exported import CUDA, OPENERS, DevicePages, PeerMemory
+from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.inside import node_of
+
+FRAMES = 16
+STRIDE = SMALL.page_bytes + 512
+
+
+class DeviceFrames:
+    """See ``MountedMemory``: a device that copies as late as it may."""
+
+    kind = CUDA
+    stride = STRIDE
+
+    def __init__(self, device: HostDevice, memory: HostMemory) -> None:
+        self._device, self._memory = device, memory
+        self.nbytes = memory.nbytes
+
+    def export(self) -> bytes:
+        return b"no handle of any driver"
+
+    def here(self, table: MountedTable) -> PeerMemory:
+        return DevicePages(self._device, self._memory.address, table)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    monkeypatch.setattr(exported, "BOUNCE_BYTES", 3 * SMALL.page_bytes)  # some steps
+    with kvstore.open(dram="4MiB") as store:
+        assert isinstance(store, LocalStore)
+        yield store
+
+
+def test_pages_of_a_device_are_read_behind_their_event(store: LocalStore) -> None:
+    device = HostDevice()
+    memory = device.allocate(FRAMES * STRIDE)
+    segment = store.mount(SMALL, FRAMES, DeviceFrames(device, memory))
+    assert segment.pages.size == 0
+    keys, data = chain(1, 10), contents(chain(1, 10))
+    frames = [3, 4, 5, 6, 12, 0, 1, 2, 9, 8]
+    for page, frame in zip(data, frames, strict=True):
+        memory.view()[frame * STRIDE : frame * STRIDE + SMALL.page_bytes] = page
+    segment.publish(keys, frames)
+    match = store.cache(SMALL).get(keys)
+    assert match.tiers == {Tier.HBM: 10} and (match.data == data).all()
+    device.lose()
+    match = store.cache(SMALL).get(keys)
+    assert (match.pages, match.reason) == (0, IO), "a lost device is a miss"
+    assert segment.retire(frames) == frames
+
+
+def test_memory_that_is_too_small_is_refused(store: LocalStore) -> None:
+    device = HostDevice()
+    memory = device.allocate((FRAMES - 1) * STRIDE)
+    with pytest.raises(InvalidRequest, match="memory"):
+        store.mount(SMALL, FRAMES, DeviceFrames(device, memory))
+    assert "hbm" not in store.stats()["tiers"]
+
+
+def test_what_has_no_handle_here_is_a_miss(store: LocalStore) -> None:
+    """Without a driver, and for handles that are none."""
+    mapped = node_of(store).writable()
+    frame_class = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
+    folder = NodeFolder.at(mapped.folder.path)
+    for number, export in enumerate((b"", bytes(88), bytes(EXPORT_BYTES_MAX)), 1000):
+        parts = mapped.incarnation, number, mapped.channel.session, frame_class, FRAMES, STRIDE, CUDA, export
+        table = MountedTable.create(folder, *parts)
+        assert OPENERS[CUDA](folder, table) is None
+        found = MountedTable.open(folder, number, mapped.incarnation)
+        assert found is not None and found.export == export and OPENERS[CUDA](folder, found) is None
+        assert np.count_nonzero(found.words) == 0
