@@ -137,7 +137,7 @@ def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
 
 def _check_host(tensor: Any, field: str) -> None:
     if tensor.device.type != "cpu":
-        raise InvalidRequest(field, f"is on {tensor.device}; device memory comes with the HBM tier, pass host memory")
+        raise InvalidRequest(field, f"is device memory, of {tensor.device}: pass the host's")
 
 
 def _flat_tensor(tensor: Any, field: str) -> Rows:

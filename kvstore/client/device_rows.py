@@ -45,6 +45,10 @@ class DeviceRows:
         assert step == 1
         return replace(self, address=self.address + start * self.stride, rows=max(0, stop - start))
 
+    def columns(self, start: int, stop: int) -> DeviceRows:
+        """These bytes of each row."""
+        return replace(self, address=self.address + start, row_bytes=stop - start)
+
     @property
     def addresses(self) -> Addresses:
         """Of each row."""
@@ -69,6 +73,8 @@ class _Array(NamedTuple):
 def on_device(buffer: Any) -> bool:
     """Whether that is no host memory, by what it says of itself."""
     kind = type(buffer)
+    if kind is DeviceRows:
+        return True
     if kind is np.ndarray or kind in (bytes, bytearray, memoryview, list):
         return False
     if hasattr(kind, "untyped_storage"):
@@ -99,6 +105,9 @@ def device_rows_to_read(
 
 
 def _rows(buffer: Any, row_bytes: int, field: str, *, apart: bool, writable: bool) -> DeviceRows:
+    if isinstance(buffer, DeviceRows):
+        assert buffer.row_bytes == row_bytes
+        return buffer
     owner, array = _array_of(buffer, field)
     if writable and array.read_only:
         raise InvalidRequest(field, "must be writable")

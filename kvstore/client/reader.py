@@ -6,14 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, Final, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import rows_to_fill
+from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.device_link import link_of
+from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.tier.host_memory import empty
 
 
 class Reader(ABC):
@@ -42,15 +42,31 @@ class Reader(ABC):
 
         Args:
             out: ``[pages, layer_bytes]``, any C-contiguous writable buffer as for ``PrefixCache.get``; or an array or
-                tensor whose rows lie apart, each contiguous: ``arena[first:last, layer]`` of a page-major arena.
+                tensor whose rows lie apart, each contiguous: ``arena[first:last, layer]`` of a page-major arena. In a
+                device's memory it is written behind what its stream has been given, and there when this returns.
             heads: only these, ``[start, stop)``, as ``Layout.held_heads`` says; ``out`` has only them then.
 
         Raises:
-            DeadlineExceeded: names the layer and the first page that did not come; pages before it are in ``out``.
+            DeadlineExceeded: names the layer and the first page that did not come; pages before it are in ``out``, or
+                may be where that is a device's. Or the device did not copy in time, and may still write there.
+            DeviceLost: the device of ``out`` has failed.
             InvalidRequest: layer or heads are not in the layout; ``out`` is too small, read-only or not contiguous.
         """
         start, stop = _layer_range(self._layout, layer, heads)
-        target = rows_to_fill(out, stop - start, self.pages, apart=True)
+        if on_device(out):
+            rows = device_rows_to_fill(out, stop - start, self.pages, apart=True)
+            self._follow_to_device(layer, start, stop, rows)
+        else:
+            self._follow(layer, start, stop, rows_to_fill(out, stop - start, self.pages, apart=True))
+
+    def _follow_to_device(self, layer: int, start: int, stop: int, rows: DeviceRows) -> None:
+        """By way of the host's memory."""
+        host: Rows = empty((self.pages, stop - start))
+        self._follow(layer, start, stop, host)
+        link_of(rows.device).upload(host, rows[: self.pages])
+
+    def _follow(self, layer: int, start: int, stop: int, target: Any) -> None:
+        """Read page after page, as they come."""
         deadline = time.monotonic() + self._timeout_s
         page, (pause_s, pause_max_s) = 0, self.PAUSES_S
         while page < self.pages:
@@ -66,7 +82,7 @@ class Reader(ABC):
             pause_s = min(2 * pause_s, pause_max_s)
 
     @abstractmethod
-    def _read(self, page: int, layer: int, start: int, stop: int, target: npt.NDArray[np.uint8]) -> int:
+    def _read(self, page: int, layer: int, start: int, stop: int, target: Any) -> int:
         """Copy bytes ``start`` to ``stop``, of this layer, of pages ``page ..`` into their rows of ``target``, as far
         as they are ready; returns how many pages that were. Waits for nothing that is not there."""
 

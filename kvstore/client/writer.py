@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, flat_bytes, rows_to_read
+from kvstore.client.device_link import host_rows
+from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_read, on_device
 from kvstore.client.ranges import Ranges
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
@@ -46,6 +48,9 @@ class Writer(ABC):
         waits: whether leaving waits until pages are durable whose parent only NVMe has. It is not needed for them to be
             stored; those that are not yet do not count as ``sealed``.
     """
+
+    TAKES_DEVICE = False
+    """Whether ``_store_layer`` takes rows in a device's memory as they are."""
 
     def __init__(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> None:
         if shard.count > SHARDS_MAX:
@@ -93,22 +98,26 @@ class Writer(ABC):
         Args:
             data: ``[pages, bytes]`` for all pages of the keys (also those in no need of writing): ``layer_bytes``, or
                 this rank's heads' share of them, of any dtype and further shape. Rows may lie apart, each contiguous:
-                ``arena[first:last, layer]`` of a page-major arena is copied once.
+                ``arena[first:last, layer]`` of a page-major arena is copied once. In a device's memory they are copied
+                behind what its stream has been given, which nobody waits for: they stay as they are until the writer
+                is left, and readers follow when they have arrived.
 
         Raises:
             InvalidRequest: the layer is not in the layout or another stage's, or data has another size; nothing was
                 written.
             LeaseBroken: over gRPC, the reservation is over.
             NodeUnavailable, DeadlineExceeded: over gRPC, the node did not take it in time.
+            DeviceLost: the device of ``data`` has failed.
         """
         with self._open():
             start = self._starts.get(layer)
             if start is None:
                 start = self._starts[layer] = self._start(layer)
-            rows = data
+            rows: Rows | DeviceRows = data
             plain = type(data) is np.ndarray and data.dtype is _U8 and data.shape == self._shape
             if not plain or data.strides[1] != 1:
-                rows = rows_to_read(data, self._shard.width, len(self._keys), "data", apart=True)
+                read = any_rows if self.TAKES_DEVICE else host_rows
+                rows = read(data, self._shard.width, len(self._keys), "data", apart=True)
             if self._shard.writes and self.pages_new:
                 self._store_layer(start, rows)
                 if layer == self._even:
@@ -124,12 +133,22 @@ class Writer(ABC):
 
         Args:
             pages: as for ``PrefixCache.put``, ``[pages, page_bytes]`` for all pages of the keys, or of a shard its part
-                of each; or a list of such arrays, laid end to end. They stay where they are until the writer is left.
+                of each; or a list of such arrays of the host, laid end to end. They stay where they are until the
+                writer is left. In a device's memory: the stream is that of now.
 
         Raises:
             InvalidRequest: pages have another size, or are not contiguous. What it returns raises as ``write_layer``.
         """
+        if on_device(pages):
+            shard = self._shard
+            rows = device_rows_to_read(pages, shard.nbytes, len(self._keys), apart=True)
+            return partial(self._write_columns, rows)
         return partial(self._write_prepared, self._parts(pages))
+
+    def _write_columns(self, rows: DeviceRows, layer: int) -> None:
+        self._start(layer)
+        at = (layer - self._shard.layers[0]) * self._shard.width
+        self.write_layer(layer, rows.columns(at, at + self._shard.width))
 
     def _parts(self, pages: Any) -> list[Rows]:
         """Each of the arrays as ``[n, layers, width]``."""
@@ -153,7 +172,7 @@ class Writer(ABC):
         with self._open():
             self._check_page(page)
             shard, (first, last) = self._shard, self._shard.layers
-            rows = rows_to_read(data, shard.width, last - first, "data", apart=True)
+            rows = host_rows(data, shard.width, last - first, "data", apart=True)
             place = self._place(page)
             if shard.writes and place is not None:
                 self._store_page(page, rows)
@@ -162,7 +181,8 @@ class Writer(ABC):
                 self._show(page)
 
     def write_range(self, page: int, offset: int, data: Any) -> None:
-        """Write some bytes of one page where they lie in it; a layer is written when all bytes of it were.
+        """Write some bytes of one page where they lie in it, from memory of the host; a layer is written when all bytes
+        of it were.
 
         Raises:
             InvalidRequest: no such page among the keys, or the bytes are not in the page, or (of a shard) not in its
@@ -197,6 +217,7 @@ class Writer(ABC):
             InvalidRequest: a layer was not written; everything was revoked.
             LeaseBroken: over gRPC, the reservation was over; nothing is stored.
             NodeUnavailable, DeadlineExceeded: no acknowledgement; what was not sealed is revoked by its deadline.
+            DeviceLost, DeadlineExceeded: a layer did not arrive from its device; nothing is stored.
         """
         if kind is None and self._even == self._layout.layers:
             self._seal()
@@ -222,8 +243,9 @@ class Writer(ABC):
         """To be entered around what is stored into our frames. Raises where nothing may be."""
 
     @abstractmethod
-    def _store_layer(self, start: int, rows: Rows) -> None:
-        """Store ``rows``, one for each page of the keys, into the new pages, from byte ``start`` of each on."""
+    def _store_layer(self, start: int, rows: Any) -> None:
+        """Store ``rows``, one for each page of the keys, into the new pages, from byte ``start`` of each on. They are
+        the host's, or a device's where this ``TAKES_DEVICE``."""
 
     @abstractmethod
     def _store_page(self, page: int, rows: Rows) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvstore
-from kvstore import PrefixCache, Store
+from kvstore import Keys, PrefixCache, Store
 from kvstore.client import device_link, device_rows, prefix_cache
 from kvstore.client.device_link import link_of
-from kvstore.client.local import frame_copies
+from kvstore.client.local import frame_copies, layer_copies
 from kvstore.client.local.run_lease import RunLease
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.shard import Shard
 from kvstore.tier import device_copies
 from kvstore.tier.device import DeviceLost
-from kvstore.tier.host_device import HostDevice
+from kvstore.tier.host_device import FALSE_ANSWERS_MAX, HostDevice
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import Array, DLPackBuffer, InterfaceBuffer, added_device
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
@@ -155,6 +156,111 @@ def test_a_lost_device_fails_its_calls_alone(cache: PrefixCache, device: HostDev
         np.testing.assert_array_equal(out.seen, data)
 
 
+# --- layer by layer -------------------------------------------------------------------------------------------------
+
+
+def write(cache: PrefixCache, keys: Keys, pages: InterfaceBuffer) -> int:
+    """Layer by layer, out of pages that a kernel for each layer writes."""
+    with cache.writer(keys) as writer:
+        for layer in range(SMALL.layers):
+            begin, end = SMALL.byte_range(layer)
+            writer.write_layer(layer, pages.part(slice(None), slice(begin, end)))
+    return writer.sealed
+
+
+def test_layers_there_and_back(cache: PrefixCache, device: HostDevice) -> None:
+    keys = cache.keys(np.arange(7 * 16))
+    data, out = contents(keys), buffer(device, 7)
+    assert write(cache, keys, buffer(device, 7, data)) == 7
+    reader = cache.reader(keys)
+    for layer in reversed(range(SMALL.layers)):
+        begin, end = SMALL.byte_range(layer)
+        reader.read_layer(layer, out.part(slice(None), slice(begin, end)))
+    np.testing.assert_array_equal(out.seen, data)
+    heads = InterfaceBuffer(device, (7, SMALL.layer_bytes // 2))
+    reader.read_layer(1, heads, heads=(0, 2))
+    np.testing.assert_array_equal(heads.seen, data[:, slice(*SMALL.byte_range(1, 0, 2))])
+
+
+def test_pages_and_prepared_layers(cache: PrefixCache, device: HostDevice) -> None:
+    keys = cache.keys(np.arange(5 * 16))
+    data = contents(keys)
+    with cache.writer(keys[:3]) as writer:
+        for page in range(3):
+            writer.write_page(page, buffer(device, 1, data[page : page + 1]))
+    pages = buffer(device, 2)
+    with cache.writer(keys[3:]) as writer:
+        write_layer = writer.prepared(pages)
+        for layer in range(SMALL.layers):
+            part = slice(*SMALL.byte_range(layer))
+            pages.seen[:, part] = data[3:, part]
+            write_layer(layer)
+    np.testing.assert_array_equal(cache.get(keys).data, data)
+
+
+def test_a_layer_is_shown_when_it_has_arrived(near: PrefixCache, device: HostDevice) -> None:
+    keys = near.keys(np.arange(3 * 16))
+    data = contents(keys)
+    layers = [slice(*SMALL.byte_range(layer)) for layer in range(SMALL.layers)]
+    pages = buffer(device, 3, data)
+    found = np.zeros((3, SMALL.layer_bytes), np.uint8)
+    with near.writer(keys) as writer:
+        device.hold()
+        writer.write_layer(0, pages.part(slice(None), layers[0]))
+        writer.write_layer(1, data[:, layers[1]])  # the host's is there, and waits for it
+        with pytest.raises(DeadlineExceeded, match="layer 0 of page 0"):
+            near.reader(keys, timeout_s=0.05).read_layer(0, found)
+        device.let_go()
+        for layer in (2, 3):
+            for _ in range(FALSE_ANSWERS_MAX + 1):
+                writer.write_layer(layer, data[:, layers[layer]])
+        near.reader(keys).read_layer(0, found)
+        np.testing.assert_array_equal(found, data[:, layers[0]])
+    assert writer.sealed == 3
+
+
+def test_a_writer_is_given_what_a_lost_device_had(cache: PrefixCache, device: HostDevice) -> None:
+    keys = cache.keys(np.arange(3 * 16))
+    data, lost = contents(keys), buffer(device, 3)
+    device.lose()
+    with pytest.raises(DeviceLost), cache.writer(keys) as writer:
+        writer.write_layer(0, lost.part(slice(None), slice(*SMALL.byte_range(0))))
+    assert cache.lookup(keys).pages == 0 and cache.put(keys, data) == 3
+
+
+@pytest.mark.parametrize("layers", [2, SMALL.layers])
+def test_a_device_is_lost_with_layers_on_their_way(near: PrefixCache, device: HostDevice, layers: int) -> None:
+    """Before the last layer is given, and after that."""
+    keys = near.keys(np.arange(3 * 16))
+    data = contents(keys)
+    device.hold()
+    with pytest.raises(DeviceLost), near.writer(keys) as writer:
+        for layer in range(SMALL.layers):
+            if layer == layers:
+                device.lose()
+            writer.write_layer(layer, buffer(device, 3, data).part(slice(None), slice(*SMALL.byte_range(layer))))
+        device.lose()
+    assert near.lookup(keys).pages == 0 and near.put(keys, data) == 3
+
+
+def test_a_writer_whose_device_is_late(tmp_path: Path, device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
+        cache = store.cache(SMALL)
+        lost, keys = chain(1, 8), chain(5, 100)
+        monkeypatch.setattr(device_link, "COPY_DEADLINE_S", 0.05)
+        device.hold()
+        with pytest.raises(DeadlineExceeded):
+            write(cache, lost, buffer(device, 8, contents(lost)))
+        stored = cache.put(keys, contents(keys), wait=True)  # as much as there is room for
+        device.let_go()
+        monkeypatch.undo()
+        assert write(cache, chain(9, 1), buffer(device, 1)) <= 1  # and the copies have happened
+        assert stored > 50 and cache.lookup(lost).pages == 0
+        found = cache.get(keys, verify=True)
+        np.testing.assert_array_equal(found.data, contents(keys)[: found.pages])
+        assert found.pages >= stored - 1
+
+
 # --- straight from and to a node's frames ---------------------------------------------------------------------------
 
 
@@ -274,15 +380,29 @@ def right_behind_the_callers_stream(cache: PrefixCache, device: HostDevice) -> b
     return bool((cache.get(keys).data == contents(keys)).all())
 
 
+def right_layers(cache: PrefixCache, device: HostDevice) -> bool:
+    """Whether pages that are sealed have what the layers' kernels wrote."""
+    keys, stream = cache.keys(np.arange(7000, 7000 + 8 * 16)), device.stream()
+    pages = buffer(device, 8)
+    pages.stream = stream.handle
+    with cache.writer(keys) as writer:
+        for layer in range(SMALL.layers):
+            part = slice(*SMALL.byte_range(layer))
+            stream.launch(partial(pages.seen[:, part].__setitem__, ..., contents(keys)[:, part]))
+            writer.write_layer(layer, pages.part(slice(None), part))
+    return bool((cache.get(keys).data == contents(keys)).all())
+
+
 WAITS: dict[tuple[str, str], Callable[[PrefixCache, HostDevice], bool]] = {
     ("device_link", "wait"): right_get,
     ("device_link", "_bounce"): right_download,
     ("frame_copies", "to_device"): right_get,
     ("frame_copies", "from_device"): right_put,
+    ("layer_copies", "finish"): right_layers,
     ("prefix_cache", "_get_to_device"): right_get_by_bounce,
     ("device_copies", "copy"): right_behind_the_callers_stream,
 }
-SITES = wait_sites(device_link, frame_copies, prefix_cache, device_copies)
+SITES = wait_sites(device_link, frame_copies, layer_copies, prefix_cache, device_copies)
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)

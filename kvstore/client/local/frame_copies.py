@@ -51,9 +51,21 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Wante
     return pages, reason
 
 
-def to_device(mapped: Mapped, runs: list[Run], target: DeviceRows, now_ns: int) -> tuple[int, bool]:
+def to_device(
+    mapped: Mapped,
+    runs: list[Run],
+    target: DeviceRows,
+    now_ns: int,
+    part: slice = slice(None),
+    *,
+    leased: bool = True,
+) -> tuple[int, bool]:
     """As ``proof.copy_runs``, into memory of a device. The pages are leased until the copy's event is over, where the
     node can be asked, and compared again then.
+
+    Args:
+        part: which bytes of each page.
+        leased: False: they are frames that nobody can lease yet.
 
     Raises:
         DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -61,14 +73,14 @@ def to_device(mapped: Mapped, runs: list[Run], target: DeviceRows, now_ns: int) 
     if not runs:
         return 0, False
     link, lease = link_of(target.device), RunLease(mapped, LEASE_MS)
-    if mapped.header.state == DaemonState.READY:
+    if leased and mapped.header.state == DaemonState.READY:
         with contextlib.suppress(Unavailable):
             lease.take(runs)  # pages that it is not given for have changed, or may: that is seen below
     try:
         pairs = []
         for extent, frame, page, count, _ in runs:
             link.pin(extent.memory)
-            pairs.append((extent.pages[frame : frame + count], target[page : page + count]))
+            pairs.append((extent.pages[frame : frame + count, part], target[page : page + count]))
         event = link.copy(pairs, to_device=True)
         link.wait(event, pairs)
         pages = 0
@@ -80,7 +92,8 @@ def to_device(mapped: Mapped, runs: list[Run], target: DeviceRows, now_ns: int) 
                 return pages, True
         return pages, False
     finally:
-        lease.release()
+        if leased:
+            lease.release()
 
 
 def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:

@@ -9,10 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.buffers import Rows
+from kvstore.client.device_rows import DeviceRows
+from kvstore.client.local.frame_copies import to_device
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import wish, wish_shown
-from kvstore.client.local.proof import address_runs, equal_rows
+from kvstore.client.local.proof import Run, address_runs, equal_rows
 from kvstore.client.local.stored import known_below
 from kvstore.client.reader import Reader
 from kvstore.model.layout import Layout
@@ -61,7 +64,10 @@ class LocalReader(Reader):
         self._wish_s = 0.0  # when to tell the node next what we wait for
         self._looked = b""  # up to where we looked for it among what was published
 
-    def _read(self, page: int, layer: int, start: int, stop: int, target: npt.NDArray[np.uint8]) -> int:
+    def _follow_to_device(self, layer: int, start: int, stop: int, rows: DeviceRows) -> None:
+        self._follow(layer, start, stop, rows)
+
+    def _read(self, page: int, layer: int, start: int, stop: int, target: Rows | DeviceRows) -> int:
         """As far as the span goes that ``page`` is in."""
         span = self._span(page)
         if span is None:
@@ -70,7 +76,10 @@ class LocalReader(Reader):
         frame, generations = span.frame + skip, span.generations[skip:]
         count = _ready(extent, frame, generations, layer)
         if count:
-            copy(target[page : page + count], extent.pages[frame : frame + count, start:stop])
+            if isinstance(target, DeviceRows):
+                self._to_device(Run(extent, frame, page, count, b""), slice(start, stop), target)
+            else:
+                copy(target[page : page + count], extent.pages[frame : frame + count, start:stop])
             extent.last_use[frame : frame + count] = time.monotonic_ns()
             same = _same(extent, frame, generations[:count])
         else:
@@ -79,6 +88,13 @@ class LocalReader(Reader):
             self._forget(page + same)
             count = min(same, count)
         return count
+
+    def _to_device(self, run: Run, part: slice, target: DeviceRows) -> None:
+        """Sealed pages are leased meanwhile; those that are being written nobody takes away."""
+        assert self._mapped is not None
+        words = run.extent.words[run.frame : run.frame + run.length].tobytes()
+        sealed = words[::8] == bytes([_SEALED]) * run.length
+        to_device(self._mapped, [run._replace(words=words)], target, time.monotonic_ns(), part, leased=sealed)
 
     def _span(self, page: int) -> LayerRun | None:
         mapped = self._node.mapped()

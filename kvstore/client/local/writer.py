@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
+from kvstore.client.device_rows import DeviceRows, on_device
 from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
+from kvstore.client.local.layer_copies import LayerCopies
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import await_saved
 from kvstore.client.local.proof import address_runs
@@ -23,7 +25,7 @@ from kvstore.client.local.put import LocalPut
 from kvstore.client.local.spans import ReservedRun, parts_of, unbroken
 from kvstore.client.local.stored import stored_or_published, stored_pages
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameClass, FrameState, Status
 from kvstore.model.shard import Shard
@@ -40,6 +42,7 @@ from kvstore.rpc.control import (
     statuses_bytes,
 )
 from kvstore.rpc.publisher import Publisher
+from kvstore.tier.device import DeviceLost
 from kvstore.tier.host_memory import copy
 
 _RESERVED = int(FrameState.RESERVED)
@@ -53,6 +56,8 @@ class LocalWriter(Writer):
     One that is alone with its pages takes frames that were granted ahead, tells the node what they are for, and
     publishes their seal, as a put does: it waits for nobody. Others reserve frames under their keys, and seal those.
     """
+
+    TAKES_DEVICE = True
 
     def __init__(
         self,
@@ -77,6 +82,8 @@ class LocalWriter(Writer):
         self._until_s = 0.0  # their deadline
         self._raw = b""  # addresses of pages_new, end to end
         self._spans: list[ReservedRun] = []
+        self._memory: list[Rows] = []  # mappings that they lie in
+        self._coming = LayerCopies()
 
     # --- reserving --------------------------------------------------------------------------------------------------
 
@@ -193,6 +200,7 @@ class LocalWriter(Writer):
             extent.uses.begin(frames, theirs)  # frames that were granted the node does not
             shown = extent.uses.shown(frames, self._shard.number)
             levels = extent.uses.levels(theirs, self._layout.layers)
+            self._memory.append(extent.memory)
             self._spans.append(ReservedRun(extent.pages[frames], shown, self.pages_new[first], first, levels))
 
     def _runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
@@ -218,13 +226,15 @@ class LocalWriter(Writer):
 
     def prepared(self, pages: Any) -> Callable[[int], None]:
         """See ``Writer.prepared``. A layer whose turn it is costs a copy and a store of marks, per run of frames."""
+        if on_device(pages):
+            return super().prepared(pages)
         parts = self._parts(pages)
         pairs = [pair for span in self._spans for pair in span.beside(self._shard, parts)]
         return partial(self._write_in_turn, pairs, parts)
 
     def _write_in_turn(self, pairs: list[tuple[list[Rows], list[Rows]]], parts: list[Rows], layer: int) -> None:
         copies = self._copies
-        if copies is None or layer != self._even or layer == self._layout.layers:
+        if copies is None or self._coming or layer != self._even or layer == self._layout.layers:
             self._write_prepared(parts, layer)
             return
         with copies:
@@ -236,8 +246,13 @@ class LocalWriter(Writer):
             for span in self._spans:
                 span.shown[:] = span.levels[layer + 1]
 
-    def _store_layer(self, start: int, rows: Rows) -> None:
+    def _store_layer(self, start: int, rows: Rows | DeviceRows) -> None:
         stop = start + self._shard.width
+        if isinstance(rows, DeviceRows):
+            assert self._mapped is not None
+            pairs = [(span.pages[:, start:stop], rows[span.page : span.page + span.count]) for span in self._spans]
+            self._coming.begin(self._mapped.channel.copies, start // self._layout.layer_bytes, self._memory, pairs)
+            return
         for span in self._spans:
             copy(span.pages[:, start:stop], rows[span.page : span.page + span.count])
         if failpoint.ACTIVE:
@@ -259,19 +274,29 @@ class LocalWriter(Writer):
 
     def _show(self, page: int | None) -> None:
         """Show the leading layers that this shard has written."""
+        there = self._coming.below(self._layout.layers)
         if self._even is not None:
             for span in self._spans:
-                span.shown[:] = span.levels[self._even]
+                span.shown[:] = span.levels[min(self._even, there)]
             return
         for span in self._spans:
             if page is None or 0 <= page - span.page < span.count:
                 written = self._written[span.first : span.first + span.count]
-                leading = np.where(written.all(axis=1), self._layout.layers, written.argmin(axis=1))
+                leading = np.where(written.all(axis=1), there, np.minimum(written.argmin(axis=1), there))
                 span.shown[:] = span.levels[leading, np.arange(span.count)]
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def _seal(self) -> None:
+        try:
+            self._coming.finish()
+            self._show(None)
+        except DeviceLost:
+            self._revoke()
+            raise
+        except DeadlineExceeded:
+            self._let_be()
+            raise
         raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
         if self._mapped is None:
             return
@@ -333,7 +358,20 @@ class LocalWriter(Writer):
                 statuses[i] = Status.OK
         return bytes(statuses)
 
+    def _let_be(self) -> None:
+        """The device may still write into our frames: they are nobody's until this process has ended."""
+        self._raw, self._spans, self._copies, self._frames = b"", [], None, []
+        if self._mapped is not None:
+            self._mapped.claims.release(self)
+
     def _revoke(self) -> None:
+        try:
+            self._coming.finish()
+        except DeviceLost:
+            pass  # which writes no more
+        except DeadlineExceeded:
+            self._let_be()
+            return
         raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
         if self._put is not None:
             self._node.check_open()
