@@ -22,7 +22,8 @@ import numpy as np
 
 import kvstore
 from kvstore import Keys, PrefixCache, Store, Tier
-from kvstore.client.local import cache as copying
+from kvstore.client.local import cache as whole_pages
+from kvstore.client.local import copying
 from kvstore.errors import DeadlineExceeded, InvalidRequest, LeaseBroken, OutOfSpace, Unavailable
 from kvstore.model.shard import Shard
 from tests.helpers.content import LAYOUTS, Pages, chain, contents, first_wrong, layer_of
@@ -309,7 +310,7 @@ def stopped_get(a: Arguments) -> None:
     copy = copying.copy_runs
 
     def stop_and_copy(*args: Any) -> Any:
-        copying.copy_runs = copy
+        whole_pages.copy_runs = copying.copy_runs = copy
         log("proven")
         os.kill(os.getpid(), signal.SIGSTOP)
         return copy(*args)
@@ -317,7 +318,7 @@ def stopped_get(a: Arguments) -> None:
     with opened(a) as (_, cache):
         keys = keys_of(a, a["seed"], a["pages"])
         out = np.zeros((a["pages"], shard.nbytes), np.uint8)
-        copying.copy_runs = stop_and_copy
+        whole_pages.copy_runs = copying.copy_runs = stop_and_copy
         buffer = out if a["given"] else None
         match = cache.get(keys, buffer) if shard.count == 1 else cache.get_shard(keys, buffer, **shard.cut)
         found = out[: match.pages] if a["given"] else match.data
