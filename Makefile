@@ -4,6 +4,7 @@
 #   make check   lint, format, types, generated stubs
 #   make hosts   beside a real vLLM, in an environment of its own under .hosts (3.4 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
+#   make gpu     on a machine with a GPU, few and full: devices, kernels, tokens, and the rows of bytes to and from it
 #   make bench   the store against the limits of this machine
 #   make proto   write kvstore/pb again from proto/
 #   make clean   remove the environments and all caches
@@ -29,7 +30,7 @@ TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 PROTO_DIR := proto/kvstore/v1
 PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 
-.PHONY: demo test check hosts kernels bench proto clean
+.PHONY: demo test check hosts kernels gpu bench proto clean
 
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
@@ -51,6 +52,16 @@ hosts: $(VENV)/.dev $(VLLM)
 # `make test` skips these: Triton is large, and its interpreter slow.
 kernels: $(VENV)/.dev $(TRITON)
 	PYTHONPATH=.hosts/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/kernels
+
+# With the machine's own Python, whose torch has devices: GPU_PYTHON=python3. Rows go to bench/results/.
+GPU_PYTHON ?= python3
+GPU_ROWS := $(foreach size,2m 64k,hbm_read_$(size) hbm_write_$(size) hbm_both_$(size)) hbm_read_sweep hbm_write_sweep
+gpu:
+	$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "make: torch finds no GPU here")'
+	$(GPU_PYTHON) -m pytest -rs -x tests/tier/test_device_contract.py tests/tier/test_cuda.py tests/kernels
+	$(GPU_PYTHON) -m pytest -rs tests/engine/test_tokens.py tests/engine/test_handoff_tokens.py -k cuda
+	mkdir -p bench/results
+	$(GPU_PYTHON) bench/run.py $(GPU_ROWS) --json > bench/results/gpu.json
 
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,8 @@ def _tried(name: str, layout: Layout, device: torch.device) -> tuple[PageKernel 
     module, kind = CANDIDATES[name]
     try:
         kernel: PageKernel = getattr(importlib.import_module(module), kind)()
-        off = trial(kernel, layout, device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            off = trial(kernel, layout, device)
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         # What a compiler of kernels raises where a layout does not suit it.
         return None, " ".join(str(error).split())[:200] or type(error).__name__

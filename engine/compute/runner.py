@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from engine.compute import attention
 from engine.compute.graphs import Run, StepGraphs, cuda_recorder
 from engine.compute.kernels import chosen
+from engine.compute.lost import translated
 from engine.compute.models import Model
 from engine.compute.pacing import PacedRunner
 from engine.compute.paged_cache import Arena, Batch, PagedCache, Slice
@@ -43,6 +44,11 @@ def runner_of(model: Model, arena: Arena, steps_max: int) -> Forward:
     """What runs this model over ``arena``, in steps of so many sequences at most."""
     if model.pace is not None:
         return PacedRunner(model.pace, model.geometry.vocab_size, arena)
+    with translated(arena.device):
+        return _made(model, arena, steps_max)
+
+
+def _made(model: Model, arena: Arena, steps_max: int) -> Runner:
     runner = Runner(model, arena)
     if arena.device.type == "cuda":
         pages_max = -(-model.context_tokens_max // arena.layout.page_tokens)

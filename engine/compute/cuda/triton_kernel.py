@@ -216,8 +216,7 @@ class TritonKernel:
         out = query.new_empty((rows, heads, v_dim))
         sums = query.new_empty((rows * heads * splits * (v_dim + 2) if splits > 1 else 1,), dtype=torch.float32)
         sinks = sums if terms.sinks is None else terms.sinks.float().contiguous()
-        same = {"HEADS": heads, "V_DIM": v_dim, "V_PAD": max(16, triton.next_power_of_2(v_dim))}
-        same |= {"SINKS": terms.sinks is not None, "SPLITS": splits}
+        same = head_shape(heads, v_dim, terms.sinks is not None, splits)
         _attend[(*programs, splits)](
             query.contiguous(),
             pages,
@@ -242,8 +241,7 @@ class TritonKernel:
             V_AT=v_at,
             WINDOW=terms.window,
             SOFTCAP=bool(terms.softcap),
-            num_warps=8 if shape["BLOCK_M"] * v_dim > 64 * 64 else 4,
-            num_stages=stages_of(pages.element_size()),
+            **options_of(shape, v_dim, pages.element_size()),
             **same,
             **shape,
         )
@@ -270,6 +268,17 @@ def block_shape(group: int, k_dim: int, v_dim: int, element_bytes: int, steps: b
         "BLOCK_M": max(16, block_t * block_h),
         "BLOCK_N": block_n,
     }
+
+
+def head_shape(heads: int, v_dim: int, sinks: bool, splits: int) -> dict[str, int]:
+    """What both kernels are made for."""
+    v_pad = max(16, triton.next_power_of_2(v_dim))
+    return {"HEADS": heads, "V_DIM": v_dim, "V_PAD": v_pad, "SINKS": sinks, "SPLITS": splits}
+
+
+def options_of(shape: dict[str, int], v_dim: int, element_bytes: int) -> dict[str, int]:
+    """How the first one is compiled."""
+    return {"num_warps": 8 if shape["BLOCK_M"] * v_dim > 64 * 64 else 4, "num_stages": stages_of(element_bytes)}
 
 
 def stages_of(element_bytes: int) -> int:
