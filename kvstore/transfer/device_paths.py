@@ -16,9 +16,11 @@ there is a driver at all; whoever looks meanwhile hears that it does. What it fo
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -154,4 +156,7 @@ def _peers(devices: Sequence[cuda.CudaDevice]) -> str:
 
 if __name__ == "__main__":
     signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # nobody may be left to end it
-    sys.stdout.write(json.dumps(ask(sys.argv[1:])))
+    paths = [os.path.abspath(path) for path in sys.argv[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # cuFile leaves its log where it is asked
+        sys.stdout.write(json.dumps(ask(paths)))
