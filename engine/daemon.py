@@ -67,9 +67,13 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         store = _connect(config)
         if store is not None:
             life.at_end(store.close)
-        from engine.compute.models import load_model  # only here: torch and transformers take seconds
+        import torch  # only here: torch and transformers take seconds
+
+        from engine.compute.models import load_model
 
         life.begun(model=config.model)
+        if config.threads:
+            torch.set_num_threads(config.threads)  # a model is run once to be loaded
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
         gc.freeze()  # what torch and transformers made lives as long as we do: no collection need look at it
         _run(config, model, store, membership, life, announce)

@@ -39,6 +39,7 @@ from kvstore.transfer.wire import (
 STOP_S: Final = 5.0
 FAREWELL_S: Final = 0.5  # for the words to somebody who is being dropped
 ACCEPT_LOOK_S: Final = 0.25
+ROOM_S: Final = 1.0  # for those who were dropped to go
 
 log = logging.getLogger("kvstore.data")
 
@@ -98,6 +99,7 @@ class Server:
         self._listener: socket.socket | None = None
         self._unix: Path | None = None
         self._lock = threading.Lock()
+        self._gone = threading.Condition(self._lock)  # a connection has ended
         self._open: dict[_Connection, threading.Thread] = {}
         self._unknown: list[_Connection] = []  # of these, who have not said who they are; the oldest first
         self._callers: Counter[str] = Counter()
@@ -196,18 +198,21 @@ class Server:
                 continue
             connection = _Connection(self, sock, peer)
             thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
-            with self._lock:
+            with self._gone:
                 late = self._too_many(connection.address)
-                full = len(self._open) >= self.limits.connections_max + 2 * self.limits.unknown_max
-                if not full:
+                if late is not None:
+                    late.abort()
+                room = self._gone.wait_for(self._has_room, ROOM_S)  # those who were dropped go
+                if room:
                     self._open[connection] = thread
                     self._unknown.append(connection)
-            if late is not None:
-                late.abort()
-            if full:  # those who were dropped have not gone yet
-                sock.close()
-            else:
+            if room:
                 thread.start()
+            else:
+                sock.close()
+
+    def _has_room(self) -> bool:
+        return len(self._open) < self.limits.connections_max + 2 * self.limits.unknown_max
 
     def _too_many(self, address: str) -> _Connection | None:
         """Whoever makes room for somebody from that address, among those who have not said who they are."""
@@ -230,6 +235,7 @@ class Server:
                 del self._open[connection]
                 if connection in self._unknown:
                     self._unknown.remove(connection)
+                self._gone.notify()
 
 
 class _Connection:
@@ -244,6 +250,7 @@ class _Connection:
         self._caller: Caller | None = None
         self._request = 0
         self._deadline_s = 0.0
+        self._aborted = False
         self._broken = False  # in the middle of a frame: nothing can be said any more
 
     @property
@@ -268,6 +275,7 @@ class _Connection:
 
     def abort(self) -> None:
         """From any thread: end it now."""
+        self._aborted = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
@@ -313,6 +321,8 @@ class _Connection:
         self._sock.settimeout(hello_s)
         try:
             self._sock = secured = context.wrap_socket(self._sock, server_side=True, do_handshake_on_connect=False)
+            if self._aborted:  # the socket before this one was
+                raise WireError(f"{self._who}: dropped")
             secured.do_handshake()
         except (OSError, ValueError) as error:
             raise WireError(f"{self._who}: no TLS ({error})") from None

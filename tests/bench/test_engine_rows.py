@@ -23,6 +23,7 @@ from kvstore.bench.harness import BenchFailed
 from kvstore.bench.rows import ROWS as OWN
 from kvstore.bench.rows import chosen
 from tests.helpers.benchmarks import QUICK_S, run_quick
+from tests.helpers.nursery import of_engines
 
 MIB = 1 << 20
 
@@ -140,7 +141,7 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
     rows = "reuse_pays handoff_050 hook_layer prefill_stores turn_64 conductor_policies notebook engine_step_8"
-    lines = run_quick(tmp_path, *rows.split())
+    lines = run_quick(tmp_path, *rows.split(), nursery=of_engines())
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
         assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)

@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.nursery import Nursery
+from tests.helpers.processes import Process
 
 QUICK_S = 300  # an end for what hangs; half a minute on two quiet cores
 STOP_S = 60.0
 
 
-def run_quick(folder: Path, *rows: str) -> dict[str, dict[str, Any]]:
-    """The lines by name; nothing is left behind."""
+def run_quick(logs: Path, *rows: str, nursery: Nursery | None = None) -> dict[str, dict[str, Any]]:
+    """The lines by name; nothing is left behind. ``nursery``: what it is forked by, and all that it starts."""
+    folder = logs / "measured"
+    folder.mkdir()
     command = [sys.executable, "-m", "kvstore", "bench", "--quick", "--json", "--dir", str(folder), *rows]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Process(command, os.environ, logs / "bench.log", nursery)
     try:
-        output, complaints = process.communicate(timeout=QUICK_S)
+        code = process.wait(QUICK_S)
     except BaseException:
-        process.send_signal(signal.SIGINT)  # it ends what it has started
-        process.communicate(timeout=STOP_S)
+        process.signal(signal.SIGINT)  # it ends what it has started
+        process.wait(STOP_S)
         raise
-    assert process.returncode == 0, complaints
-    document = json.loads(output)
+    assert code == 0, process.trace()
+    document = json.loads(process.output())
     assert document["machine"]["cores"] >= 1 and not document["failed"]
     shm_dir = os.environ.get("KVSTORE_SHM_DIR") or "/dev/shm"
     assert not [name for name in os.listdir(shm_dir) if name.startswith(f"kvstore-bench-{process.pid}-")]

@@ -2,27 +2,32 @@
 
 Importing takes a daemon half a second of a core, and an engine six. A nursery imports once; ``Nursery.spawn`` forks it
 and runs what a new interpreter with that command line would run: ``-c CODE`` or ``-m MODULE``, with its environment,
-input and outputs. What is forked has no thread and no connection of the nursery's, which starts neither. Whoever tests
+input and outputs. What is forked has no thread and no connection of the nursery's, which starts neither. It ends as an
+interpreter does, but leaves its memory to the kernel. A command that starts others of its own (a daemon its data
+server, the demo its engines) has a nest: a fork of it, made before it does anything, that forks those. Whoever tests
 the start of an interpreter itself starts one.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from kvstore import failpoint
 
@@ -35,8 +40,9 @@ NODES = (
 ENGINES = (
     *("kvstore.cli.main", "engine.cli", "engine.daemon", "engine.compute.models", "engine.api.server"),
     *("engine.client", "engine.shell.engine", "kvstore.client.remote.store"),
-    *("engine.conductor.daemon", "engine.conductor.door.server"),
+    *("engine.conductor.daemon", "engine.conductor.door.server", "engine.compute.cpu.kernel", "kvstore.service.daemon"),
 )
+MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "deepseek_v3"))
 IMPORT_S = 120.0
 REQUEST_BYTES_MAX = 1 << 17
 POLL_S = 0.002
@@ -78,14 +84,9 @@ class Nursery:
 
     def spawn(self, command: Sequence[str], env: Mapping[str, str], stdin: int, stdout: int, stderr: int) -> Child:
         """Run ``command``, of a Python interpreter, on these descriptors."""
-        assert command[0] == sys.executable and command[1] in ("-c", "-m"), command
-        request = json.dumps({"command": list(command[1:]), "env": dict(env)}).encode()
-        assert len(request) <= REQUEST_BYTES_MAX
         with self._lock:
-            asked = self._socket = self._socket or self._start()
-            with _adopting():
-                socket.send_fds(asked, [request], [stdin, stdout, stderr])
-                return Child(int(asked.recv(64)))
+            self._socket = self._socket or self._start()
+            return Child(_asked(self._socket, command, env, (stdin, stdout, stderr)))
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -103,6 +104,22 @@ class Nursery:
         return ours
 
 
+def _asked(
+    nursery: socket.socket,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    streams: Sequence[int],
+    session: bool = False,
+) -> int:
+    """The process id of what is forked for that, as a child of ours."""
+    assert command[0] == sys.executable and command[1] in ("-c", "-m"), command
+    request = json.dumps({"command": list(command[1:]), "env": dict(env), "session": session}).encode()
+    assert len(request) <= REQUEST_BYTES_MAX
+    with _adopting():
+        socket.send_fds(nursery, [request], streams)
+        return int(nursery.recv(64))
+
+
 @lru_cache
 def of_nodes() -> Nursery:
     """For nodes, their clients and commands."""
@@ -112,7 +129,7 @@ def of_nodes() -> Nursery:
 @lru_cache
 def of_engines() -> Nursery:
     """For engines: with torch."""
-    return Nursery(ENGINES)
+    return Nursery((*ENGINES, *MODELS))
 
 
 class _adopting:
@@ -133,8 +150,27 @@ class _adopting:
 # --- in the nursery -------------------------------------------------------------------------------------------------
 
 
-def run(command: list[str]) -> None:
-    """What ``python *command`` runs."""
+def run(command: list[str]) -> NoReturn:
+    """What ``python *command`` runs, and its end."""
+    code: object = 1
+    try:
+        _run(command)
+        code = 0
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        traceback.print_exc()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _run(command: list[str]) -> None:
     how, what, *arguments = command
     if how == "-m":
         sys.argv = [what, *arguments]
@@ -162,6 +198,8 @@ def born(asked: socket.socket) -> dict[str, Any] | None:
             for number in (asked.detach(), told, tells, *streams):
                 os.close(number)
             request: dict[str, Any] = json.loads(message)
+            if request["session"]:
+                os.setsid()
             return request
         os.waitpid(between, 0)
         asked.send(os.read(told, 32))
@@ -176,12 +214,91 @@ def main() -> None:
         importlib.import_module(module)
     gc.freeze()  # what is shared stays shared: no collection writes to it
     request = born(asked)
+    while request is not None and starts_others(request["command"]):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            subprocess.Popen = nesting(ours, subprocess.Popen)  # type: ignore[assignment, misc]
+            break
+        ours.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the one that it forks for
+        with open(os.devnull, "r+b") as nothing:
+            for number in range(3):
+                os.dup2(nothing.fileno(), number)
+        request = born(theirs)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if request is None:
-        return
+        os._exit(0)
     os.environ.clear()
     os.environ.update(request["env"])
     failpoint.arm(os.environ.get("KVSTORE_FAILPOINT", ""))
     run(request["command"])
+
+
+# --- a nest ---------------------------------------------------------------------------------------------------------
+
+
+def starts_others(command: list[str]) -> bool:
+    """Whether that is a command of ``kvstore`` that starts others."""
+    return "demo" in command or "bench" in command or {"serve", "--catalog"} <= set(command)
+
+
+class Nested(Child):
+    """A process of a nest, with the part of ``subprocess.Popen`` that ``kvstore`` uses."""
+
+    def __init__(
+        self,
+        nest: socket.socket,
+        command: Sequence[str],
+        *,
+        start_new_session: bool,
+        stdin: int,
+        stdout: int,
+        stderr: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        theirs, self.stdin = self._stream(stdin, "wb")
+        said, self.stdout = self._stream(stdout, "rb")
+        errors = stderr.fileno() if stderr is not None else 2
+        super().__init__(_asked(nest, command, env or os.environ, (theirs, said, errors), start_new_session))
+        os.close(theirs)
+        os.close(said)
+
+    @staticmethod
+    def _stream(what: int, mode: str) -> tuple[int, IO[bytes] | None]:
+        """Its end, and ours."""
+        if what == subprocess.DEVNULL:
+            return os.open(os.devnull, os.O_RDWR), None
+        assert what == subprocess.PIPE
+        reads, writes = os.pipe()
+        its, ours = (reads, writes) if mode == "wb" else (writes, reads)
+        return its, open(ours, mode)
+
+    def wait(self, timeout_s: float = float("inf")) -> int:
+        """See ``Child``."""
+        return super().wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL, where it lives."""
+        self._signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM, where it lives."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def nesting(nest: socket.socket, popen: Callable[..., Any]) -> Callable[..., Any]:
+    """``subprocess.Popen``, but a module of ours is run by a process of the nest."""
+
+    def started(command: Sequence[str], **how: Any) -> Any:
+        mine = command[1] == "-m" and command[2].partition(".")[0] == "kvstore"
+        return Nested(nest, command, **how) if mine else popen(command, **how)
+
+    return started
 
 
 if __name__ == "__main__":

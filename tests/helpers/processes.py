@@ -285,7 +285,7 @@ class Machine:
 
     def run(self, *command: str, timeout_s: float = WAIT_S, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command of ``kvstore`` to its end."""
-        nursery = {"demo": None, "engine": of_engines()}.get(command[0], of_nodes())
+        nursery = of_engines() if command[0] in ("demo", "engine") else of_nodes()
         process = self.start(Process, command[0], [*CLI, *command], nursery, **env)
         process.stdin.close()
         code = process.wait(timeout_s)
