@@ -119,6 +119,15 @@ class Mounts:
             segment = self.segments[number]
             yield key, self._accounts.roots[segment.owner[frame]].root, segment.span[frame]
 
+    def root_of(self, key: bytes) -> bytes | None:
+        """The root of the page that is listed under that key, as its engine says; None where there is none."""
+        place = self._listed.get(key)
+        return self._accounts.roots[self.segments[place[0]].owner[place[1]]].root if place is not None else None
+
+    def copies(self) -> dict[int, Any]:
+        """What is large here, by its ``id``: copied at once, where ``deepcopy`` would take it entry by entry."""
+        return {id(self._listed): self._listed.copy()}
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _mount(self, event: ev.Mount) -> list[ev.Instruction]:

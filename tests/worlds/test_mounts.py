@@ -235,3 +235,25 @@ def test_what_a_node_knows_is_bounded() -> None:
     for frames, status in ((MOUNTED_FRAMES_MAX - 1, Status.OK), (2, Status.NO_SPACE), (1, Status.OK)):
         reply = world.send(ev.Mount(0, 2, SMALL, frames))
         assert reply is not None and reply.status == status
+
+
+def test_a_law_that_does_not_hold_is_found() -> None:
+    world = MountsWorld(1)
+    world.mount()
+    while len(world.shell.indexes[Tier.HBM]) < 2:
+        world.publish()
+        world.drain_all()
+    listed, mounts = world.shell.indexes[Tier.HBM], world.state.mounts
+    (key, address), (other, _) = list(listed.items())[:2]
+    segment = mounts.segments[address.extent]
+    assert world.shell.check(world.state) == []
+    del listed[key]
+    assert world.shell.check(world.state), "a page is not listed"
+    listed[key] = listed[other]
+    assert world.shell.check(world.state), "another one is listed in its place"
+    listed[key] = address
+    segment.pages += 1
+    assert world.shell.check(world.state), "pages are counted that are not there"
+    segment.pages -= 1
+    segment.generation[address.frame] = 0
+    assert world.shell.check(world.state), "a page has gone, and still counts"

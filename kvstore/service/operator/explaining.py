@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.pool_secret import tag_of
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Address
+from kvstore.model.replica import Address, Tier
 from kvstore.service.node.answers import fitted
 from kvstore.service.node.event_log import SLOTS, PageEvent
 from kvstore.service.node.node import Node
@@ -190,7 +190,7 @@ def _facts(performer: Performer, state: NodeState, keys: list[bytes], root: byte
 
 
 def _fact(performer: Performer, state: NodeState, key: bytes, root: bytes, now_ns: int) -> dict[str, Any]:
-    page: dict[str, Any] = {"tiers": []}
+    page: dict[str, Any] = {"tiers": [str(Tier.HBM)] if state.mounts.root_of(key) == root else []}
     for tier in state.spaces:
         address = performer.index.find(tier, key)
         if address is None:

@@ -95,6 +95,7 @@ def freeze(node: Node) -> Frozen:
 
 def _frozen(performer: Performer, state: NodeState, before: dict[int, _Records]) -> Frozen:
     shared: dict[int, Any] = {id(kept): kept for kept in (performer, performer.index, *performer.stores.values())}
+    shared |= state.mounts.copies()
     for space in state.spaces.values():
         shared |= {id(kept): kept for kept in (space.index, space.records)}
         # Number by number ``deepcopy`` would take a second for a million free frames.
@@ -116,11 +117,14 @@ def check(frozen: Frozen, ended: Callable[[], bool] = lambda: False) -> list[str
     # First: while the transaction lasts the index grows with every put, and a full one is rebuilt.
     copies = {tier: _copied(entries, ended) for tier, entries in frozen.entries.items()}
     frozen.entries.clear()
-    return [
+    found = [
         finding
         for tier in frozen.state.spaces
         for finding in integrity.check(frozen.state, tier, frozen.snapshots[tier], _addresses(copies[tier], ended))
     ]
+    if Tier.HBM not in frozen.state.spaces:
+        found += integrity.check_mounts(frozen.state, _addresses(copies.get(Tier.HBM, []), ended))
+    return found
 
 
 def _copied(entries: Iterator[tuple[bytes, bytes]], ended: Callable[[], bool]) -> list[bytes]:
