@@ -14,7 +14,7 @@ from kvstore.client.local import hbm
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.rpc.control import CHAINED, Op, pack_addresses, pack_class
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.mounted import HOLD_NS, MountedTable, mounted_numbers, mounted_path
@@ -177,6 +177,26 @@ def test_a_frame_that_is_being_read_is_not_free(machine: Machine) -> None:
     wait_until("the reader's time is over", lambda: segment.retire([2]) == [2])
     assert time.monotonic_ns() - began_ns >= HOLD_NS
     segment.publish(chain(2, 1), [2])
+    check_laws(store)
+
+
+def test_a_segment_ends_with_its_session(machine: Machine) -> None:
+    machine.serve("n")
+    store, other = machine.connect("n"), machine.connect("n")
+    segment = segment_of(other)
+    keys = chain(1, 4)
+    segment.pages[:4] = contents(keys)
+    segment.publish(keys, range(4))
+    assert tiers(store, 1, 4) == {Tier.HBM: 4}
+    other.renew_session()
+    with pytest.raises(NodeUnavailable, match="mount again"):
+        segment.publish(chain(2, 1), [5])
+    assert segment.retire(range(4)) == [0, 1, 2, 3]
+    wait_until("the node has noticed", lambda: mounted_pages(store) == 0)
+    segment.close()
+    other.close()
+    with pytest.raises(InvalidRequest):
+        segment.publish(chain(2, 1), [5])
     check_laws(store)
 
 

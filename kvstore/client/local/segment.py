@@ -64,7 +64,7 @@ class LocalSegment:
         Raises:
             InvalidRequest: keys of another layout, or as many frames as keys are needed; a frame is named twice, is not
                 there, or is not free. Nothing was published.
-            NodeUnavailable: the store is closed, or the node was made anew.
+            NodeUnavailable: the segment is closed, its session was renewed, or the node was made anew.
         """
         frames = [int(frame) for frame in frames]
         with self._lock:
@@ -130,9 +130,9 @@ class LocalSegment:
         return since_ns is not None and self._table.is_held(frame, since_ns)
 
     def _check(self, keys: Keys, frames: list[int]) -> None:
-        if self._closed:
-            raise NodeUnavailable(f"{self._node.name}: the segment is closed")
         self._node.check_open()
+        if self._closed or self._mapped.channel.ended:
+            raise NodeUnavailable(f"{self._node.name}: the segment is closed, or its session has ended: mount again")
         if keys.page_tokens != self._layout.page_tokens:
             raise InvalidRequest("keys", "are of another layout")
         if not frames or len(keys) != len(frames) or len(set(frames)) != len(frames):
