@@ -21,7 +21,7 @@ from kvstore.model.replica import ADDRESS_BYTES, Tier
 from kvstore.tier.header import Header
 from kvstore.tier.index import Index, IndexDamaged
 
-_EPOCH, _INCARNATION = Header.epoch.position, Header.incarnation.position
+_EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
 LOOKS = 8  # at what was published, while the node is just taking it in
 
 RootAt = Callable[[bytes], bytes | None]
@@ -137,7 +137,7 @@ def stored_beyond(
     """
     pages = mapped_pages
     below: dict[Tier, int] = {}
-    readers = mapped.below
+    readers = mapped.below if mapped.words[_MOUNTS] else mapped.lower  # mostly nothing is mounted: no call for that
     if closed:
         for tier, reader in readers.items():
             more = _leading(mapped, reader, keys, pages)
