@@ -105,6 +105,10 @@ class EngineConfig(DaemonConfig):
     """Tokens of a page; engines that share a pool agree on it."""
     arena: int = setting(GIB, parse_size, "Device memory for KV, such as 8GiB.", metavar="SIZE")
     """Device memory for the KV of all requests."""
+    keep_pages: float = setting(
+        1.0, parse_number, "Share of the arena that may keep pages of requests that have ended; 0: none."
+    )
+    """Share of the arena that may keep pages of requests that have ended, until frames are needed; 0: none are kept."""
     dtype: str = setting("float32", parse_text, "Of weights and KV.", metavar="|".join(DTYPES))
     """Of weights and KV: float32, bfloat16 or float16."""
     seed: int = setting(0, parse_count, "Of a preset's weights.")
@@ -174,6 +178,7 @@ class EngineConfig(DaemonConfig):
             require(name, low <= getattr(self, name) <= high, f"must be from {low} to {high}", getattr(self, name))
         for name in ("hold_s", "request_s_max"):
             require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
+        require("keep_pages", 0 <= self.keep_pages <= 1, "must be from 0 to 1", self.keep_pages)
         require("drain_s", self.drain_s >= 0, "must be zero or more", self.drain_s)
 
 

@@ -33,7 +33,7 @@ METRICS: Final = (
     _about("counter", "requests", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
     _about("counter", "prompt_tokens", "Tokens of the prompts of requests that ended."),
     _about("counter", "completion_tokens", "Tokens generated for them."),
-    _about("counter", "cached_tokens", "Prompt tokens whose KV was loaded from the pool, or shared here.", "tier"),
+    _about("counter", "cached_tokens", "Prompt tokens whose KV was in the pool, or in the arena (hbm).", "tier"),
     _about("counter", "computed_tokens", "Prompt tokens whose KV was computed here."),
     _about("counter", "step_tokens", "Tokens that steps worked on, by what for: prefill, decode.", "kind"),
     _about("counter", "pool_bytes", "KV loaded from the pool, or written to it.", "direction"),
@@ -49,7 +49,8 @@ METRICS: Final = (
     _about("gauge", "chunk_tokens", "Prompt tokens in the last step."),
     _about("gauge", "requests_here", "Requests by state, from waiting (for frames) to decoding.", "state"),
     _about("gauge", "prefills_held", "Prefills for other engines, computed or being so, whose frames are not back."),
-    _about("gauge", "frames", "Frames of the arena: free, used; and of those, shared by requests.", "state"),
+    _about("gauge", "frames", "Frames of the arena: free (kept: with a page), used (shared: by several).", "state"),
+    _about("counter", "kept_pages", "Pages of requests that had ended: found, evicted, demoted to the pool.", "event"),
     _about("gauge", "prefill_tokens_per_second", "Measured speed of steps that only prefill, smoothed."),
     _about("gauge", "decode_step_seconds", "Measured time of a step that only decodes, smoothed."),
     _about(
@@ -116,8 +117,8 @@ class EngineTally(Observer):
         }
 
     def cached_by_tier(self) -> dict[str, int]:
-        """Prompt tokens of requests that ended, that were loaded from the pool."""
-        return dict(sorted({"dram": 0, "nvme": 0, **self.cached}.items()))
+        """Prompt tokens of requests that ended, that were found in the arena or in the pool."""
+        return dict(sorted({"hbm": 0, "dram": 0, "nvme": 0, **self.cached}.items()))
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
         """The KV of a prompt was brought here."""
@@ -180,6 +181,9 @@ class EngineMetrics(DaemonMetrics):
         add("frames", frames["free"], "free")
         add("frames", frames["total"] - frames["free"], "used")
         add("frames", frames["shared"], "shared")
+        add("frames", frames["kept"], "kept")
+        for event, pages in status["kept_pages"].items():
+            add("kept_pages", pages, event)
         add("prefill_tokens_per_second", speeds["prefill_tokens_per_s"])
         add("decode_step_seconds", speeds["step_ms"] / 1e3)
         add("hook_seconds_per_layer", speeds["hook_us_per_layer"] / 1e6)

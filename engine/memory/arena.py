@@ -1,8 +1,7 @@
 """Arena: the device memory of an engine, page-major frames that hold what the store's pages hold, byte for byte.
 
-A frame is free -> taken (``take``) -> free again (``give_back``); that is the one way it ends, and whoever took it
-calls it. A frame that was taken may be shared (``share``): whoever did has it too, gives it back too, and it is free
-when the last one has. The allocator prefers one run of consecutive frames: a sequence in one run is read by attention,
+A frame is free -> taken (``take``) -> free again (``give_back``). ``engine.state`` decides who shares a frame, and how
+long it keeps its page. The allocator prefers one run of consecutive frames: a sequence in one run is read by attention,
 and moved by the store, with the fewest calls.
 
 Example: frames 0-9, 2-4 taken. ``take(3)`` gives 5-7: of the free runs 0-1 and 5-9 the smallest that is large enough.
@@ -51,18 +50,12 @@ class Arena:
             assert self._bytes.shape == (frames, layout.page_bytes), self._bytes.shape
         self._lock = threading.Lock()
         self._free = np.ones(frames, dtype=np.bool_)
-        self._users = np.zeros(frames, dtype=np.int32)
         self._frames_free = frames
 
     @property
     def frames_free(self) -> int:
-        """Frames that nobody has."""
+        """Frames that are not taken."""
         return self._frames_free
-
-    @property
-    def frames_shared(self) -> int:
-        """Frames that more than one has."""
-        return int(np.count_nonzero(self._users > 1))
 
     def take(self, count: int) -> torch.Tensor | None:
         """``count`` frames, ascending int64, in as few runs as possible; None where there are not so many free."""
@@ -72,29 +65,17 @@ class Arena:
                 return None
             chosen = _choose(self._free, count)
             self._free[chosen] = False
-            self._users[chosen] = 1
             self._frames_free -= count
         return torch.from_numpy(chosen)
 
-    def share(self, frames: torch.Tensor) -> None:
-        """One more has these frames, which somebody has. They are read, and written by nobody any more."""
-        numbers = frames.numpy()
-        with self._lock:
-            assert np.unique(numbers).size == numbers.size, "a frame is shared twice at once"
-            assert not self._free[numbers].any(), "a frame is shared that nobody has"
-            self._users[numbers] += 1
-
     def give_back(self, frames: torch.Tensor) -> None:
-        """Whoever took or shared these frames, all or some of them, in any order, has them no longer: those that nobody
-        else has are free."""
+        """These frames, taken together or not, in any order, are free."""
         numbers = frames.numpy()
         with self._lock:
             assert np.unique(numbers).size == numbers.size, "a frame is given back twice"
             assert not self._free[numbers].any(), "a frame is given back that nobody has"
-            self._users[numbers] -= 1
-            left = numbers[self._users[numbers] == 0]
-            self._free[left] = True
-            self._frames_free += left.size
+            self._free[numbers] = True
+            self._frames_free += numbers.size
 
     def rows(self, frame: int, count: int) -> Bytes:
         """The bytes of ``count`` frames from ``frame`` on, ``[count, page_bytes]``: a contiguous view, CPU only."""
@@ -113,7 +94,6 @@ class Arena:
             free = int(np.count_nonzero(self._free))
             assert free == self._frames_free, (free, self._frames_free)
             assert 0 <= free <= self.frames_total == self._free.size, free
-            assert ((self._users == 0) == self._free).all() and (self._users >= 0).all(), "users of free frames"
 
 
 def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int, int]]:

@@ -72,7 +72,8 @@ class Request:
         prefill: addresses of engines to ask for the prefill, in this order; None: those the engine was started with.
             Where none of them answers, it is computed here.
         handoff, source, grain: how the KV travels then; None: as the engine was started.
-        use_pool: False neither loads from the pool nor writes to it, nor shares frames with other requests.
+        use_pool: False neither loads from the pool nor writes to it, nor shares frames with other requests,
+            nor leaves pages there.
         allow_lossy: KV that went through int8 may be used. What is computed from it is never stored as exact.
         retention: how long its pages are worth keeping in the pool: ranges of its tokens and of the answer, counted
             from the prompt's first token.
@@ -105,7 +106,7 @@ class Usage:
 
     Attributes:
         cached_tokens: by the tier they were loaded from: "dram", "nvme"; lossy replicas as "dram-int8" and the like;
-            "arena": another request had them in the engine's own frames, which both share.
+            "hbm": they were in the engine's own frames, where another request has or had them.
         prefill_engine: address of the engine that computed the prompt; "" for this one.
         prefill_cached_tokens: what that engine found, by tier.
         ttft_ms: from submission to the first token; gap_ms: from there to the second; tpot_ms: mean of all later gaps.

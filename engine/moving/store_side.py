@@ -27,7 +27,7 @@ from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.tier.device import DeviceLost
@@ -53,6 +53,7 @@ class Pool:
     Attributes:
         layout: of the exact pages.
         codec: how pages are written: None as they are, else as lossy replicas under a layout of their own.
+        demoted_pages: kept ones that it lacked, and was given before their frames were reused.
         hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
     """
 
@@ -62,6 +63,7 @@ class Pool:
         self.codec: Lossy | None = Lossy.of(layout, compress)
         self.hook_s, self.hook_layers = 0.0, 0
         self.failures = 0
+        self.demoted_pages = 0
         self.up = store is not None  # whether the node takes pages, as far as we know
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
@@ -231,8 +233,18 @@ class Pool:
     def _readable(self) -> bool:
         return self.up or self._mapped
 
+    def offer(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> None:
+        """Write those of these pages that are not in the pool, without waiting for the acknowledgement."""
+        if self.up:
+            with self._forgiven():
+                self.demoted_pages += self._put_missing(cache, keys, frames)
+
     def _writes_to(self, work: Work) -> PrefixCache | None:
-        if work.cache is None or not self.up:
+        return self.written_to(work) if self.up else None
+
+    def written_to(self, work: Work) -> PrefixCache | None:
+        """Where its pages are written, while the node is there; None: nowhere."""
+        if work.cache is None:
             return None
         if self.codec is not None:
             return self.cache(work.request.salt, work.request.adapter, True)
@@ -241,13 +253,17 @@ class Pool:
     def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
         """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
         assert work.frames is not None
-        keys = keys_to_store(cache, work, 0, stop)
-        first = stored(cache, keys)  # not ``stored_pages``: what was put without waiting may have had no room
-        for index, frame, count in runs(work.frames[first:stop]):
+        pages = self._put_missing(cache, keys_to_store(cache, work, 0, stop), work.frames[:stop])
+        work.spent.written_bytes += pages * cache.page_bytes
+        return stop
+
+    def _put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
+        """Put those that are not stored: what was put before, without waiting, may have had no room. How many."""
+        first = stored(cache, keys)
+        for index, frame, count in runs(frames[first:]):
             start = first + index
             cache.put_async(keys[start : start + count], self.encoded(self._staging.send(frame, count)))
-            work.spent.written_bytes += count * cache.page_bytes
-        return stop
+        return len(keys) - first
 
     def encoded(self, rows: Rows) -> Rows:
         """Pages as they are written."""

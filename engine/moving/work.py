@@ -46,7 +46,7 @@ class Work:
         prompt: tokens it came with.
         tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
         frames: int64 page table; None while it has none.
-        shared_pages: leading pages whose frames another request has, or had, too: nobody writes there.
+        shared_pages: leading pages that were in the arena when it came: nobody writes there.
         stored_pages: leading pages that are known to be in the pool.
         keys: of its full pages, for whoever stores them, and the cache that made them.
         lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
@@ -91,6 +91,7 @@ class Work:
         self._telling = threading.Lock()
         self._ended = False
         self._first_s = self._second_s = self._last_s = 0.0
+        self._name = b""  # of its last full page, where it shares any
 
     @property
     def generated(self) -> int:
@@ -103,18 +104,23 @@ class Work:
         return self._text is not None and self._text.stopped is not None
 
     def page_names(self) -> tuple[bytes, ...]:
-        """Names of the pages of its prompt that others may share, see ``Submitted``. Those of one tenant and adapter
-        who do without lossy KV share; who leaves the pool alone has all that it reads computed for itself."""
+        """Names of the full pages of its prompt, which others may share, see ``Submitted``. Called once, before any
+        token is drawn. Those of one tenant and adapter who do without lossy KV share; who leaves the pool alone has all
+        that it reads computed for itself."""
         request = self.request
         if not request.use_pool or request.allow_lossy:
             return ()
-        name, names = blake2b(repr((request.salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest(), []
-        page_bytes = self.page_tokens * self.tokens.itemsize
-        data = self.tokens[: self.prompt - 1].tobytes()
-        for start in range(0, len(data) - page_bytes + 1, page_bytes):
-            name = blake2b(name + data[start : start + page_bytes], digest_size=NAME_BYTES).digest()
-            names.append(name)
-        return tuple(names)
+        self._name = blake2b(repr((request.salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest()
+        return tuple(self._next_name(stop) for stop in range(self.page_tokens, self.prompt + 1, self.page_tokens))
+
+    def new_page_name(self) -> bytes:
+        """The name of the page that the token drawn last is the last one of; b"" where it is in the middle of one."""
+        return self._next_name(self.length) if self._name and self.length % self.page_tokens == 0 else b""
+
+    def _next_name(self, stop: int) -> bytes:
+        page = self.tokens[stop - self.page_tokens : stop].tobytes()
+        self._name = blake2b(self._name + page, digest_size=NAME_BYTES).digest()
+        return self._name
 
     def since_first_s(self) -> float:
         """Seconds since its first token was drawn."""

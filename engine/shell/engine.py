@@ -89,6 +89,7 @@ class Engine:
         self.state = EngineState(
             Rules(
                 frames=frames,
+                kept_max=int(config.keep_pages * frames),
                 layers=self.layout.layers,
                 page_tokens=config.page_tokens,
                 chunk_tokens=config.chunk_tokens,
@@ -144,10 +145,10 @@ class Engine:
         return self._thread.is_alive()
 
     def check(self) -> None:
-        """What must hold in an engine that is idle; among it that all frames that nobody has are free."""
+        """What must hold in an engine that is idle; among it that frames with nothing in them are free."""
         self.arena.check()
         integrity.check(self.state)
-        assert self.arena.frames_free == self.state.roster.frames.free
+        assert self.arena.frames_free == self.state.roster.frames.unused
 
     def remains(self) -> dict[str, int]:
         """What is here that an idle engine has none of."""
@@ -155,7 +156,7 @@ class Engine:
             "known": len(self.door.known),
             "sequences": len(self.state.roster.sequences),
             "held": len(self.prefills),
-            "frames": self.arena.frames_total - self.arena.frames_free,
+            "frames": self.arena.frames_total - self.arena.frames_free - self.state.roster.frames.kept,
         }
         return {name: count for name, count in counts.items() if count}
 
@@ -311,7 +312,7 @@ class Engine:
         while self.remains() and time.monotonic() < until_s:
             for event in self.inbox.take(IDLE_S):
                 self._unless_lost(partial(self.performer.handle, event))
-        log.info("ended; %d of %d frames free", self.arena.frames_free, self.arena.frames_total)
+        log.info("ended; %d of %d frames free", self.state.roster.frames.free, self.arena.frames_total)
 
     def _unless_lost(self, act: Callable[[], bool | None]) -> bool:
         """Do that. A device that is lost on the way ends all requests here, and the engine goes on refusing."""

@@ -19,6 +19,7 @@ from engine.model.observer import Observer
 from engine.model.request import Admitted, Done, HandOff, Progress
 from engine.moving.fetch import Fetch
 from engine.moving.link import parse_link
+from engine.moving.pages import ArenaPages
 from engine.moving.peers import Peers
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
@@ -69,6 +70,7 @@ class EnginePerformer:
         self._vocab_size = vocab_size
         self._state = state
         self._arena, self._staging = staging.arena, staging
+        self._pages = ArenaPages(staging.arena, pool)
         self._pool = pool
         self._peers = peers
         self._prefills = prefills
@@ -84,6 +86,8 @@ class EnginePerformer:
         self._loaders = ThreadPoolExecutor(LOADERS, "engine-load")
         self._verbs: dict[type, Callable[[Any], None]] = {
             do.LoadPrefix: self._load,
+            do.EvictPages: lambda it: self._pages.evict(it.pages),
+            do.OfferPages: lambda it: self._pages.offer(it.pages),
             do.AskPrefill: self._ask,
             do.MoveIn: lambda it: self._fetches[it.sequence].move(it.start),
             do.GiveUp: lambda it: self._fetches.pop(it.sequence).give_up(),
@@ -105,7 +109,7 @@ class EnginePerformer:
             do.Forget: lambda it: self._forget(self.works[it.sequence].id),
             do.Finish: self._finish,
             do.Fail: self._fail,
-            do.GiveBack: self._give_back,
+            do.GiveBack: lambda it: self._pages.give_back(self.works[it.sequence], it.freed, it.stay),
             do.EndSequence: self._drop,
         }
 
@@ -134,12 +138,7 @@ class EnginePerformer:
 
     def _load(self, it: do.LoadPrefix) -> None:
         work = self.works[it.sequence]
-        own = self._arena.take(it.pages - it.shared)
-        assert own is not None, "the arena has fewer frames than the state thinks"
-        if it.shared:
-            self._share(work, self.works[it.donor], it.shared, own)
-        else:
-            work.frames = own
+        self._pages.take(work, it.table, it.shared)
 
         def load() -> None:
             try:
@@ -155,15 +154,6 @@ class EnginePerformer:
             self._inbox.post(ev.PrefixLoaded(time.monotonic(), work.number, tokens))
 
         self._loaders.submit(load)
-
-    def _share(self, work: Work, donor: Work, pages: int, own: torch.Tensor) -> None:
-        """Its page table begins with the frames of another one, which stay for as long as either has them."""
-        assert donor.frames is not None
-        common = donor.frames[:pages]
-        self._arena.share(common)
-        work.frames = torch.cat((common, own))
-        work.shared_pages, work.stored_pages = pages, min(donor.stored_pages, pages)
-        work.spent.cached["arena"] = pages * work.page_tokens
 
     def _run_step(self, it: do.Step) -> None:
         arrivals = {number: fetch.arrivals for number, fetch in self._fetches.items()}
@@ -191,7 +181,8 @@ class EnginePerformer:
             work.spent.prefill_engine = fetch.address
             work.spent.prefill_cached = dict(fetch.admitted.cached_tokens)
             work.spent.prefill_s = fetch.handoff.prefill_ms / 1e3 if fetch.handoff is not None else 0.0
-        self.handle(ev.TokenDrawn(time.monotonic(), it.sequence, work.token(it.token, self._eos)))
+        end = work.token(it.token, self._eos)
+        self.handle(ev.TokenDrawn(time.monotonic(), it.sequence, end, work.new_page_name()))
 
     # --- hand-offs --------------------------------------------------------------------------------------------------
 
@@ -283,12 +274,6 @@ class EnginePerformer:
         work = self.works[it.sequence]
         self._observer.ended("cancelled" if it.cancelled else "failed", work.usage())
         work.fail(it.error)
-
-    def _give_back(self, it: do.GiveBack) -> None:
-        work = self.works[it.sequence]
-        assert work.frames is not None
-        self._arena.give_back(work.frames)
-        work.frames = None
 
     def _drop(self, it: do.EndSequence) -> None:
         del self.works[it.sequence]

@@ -31,6 +31,7 @@ def describe(
 ) -> dict[str, Any]:
     """The document of ``Engine.status``. Any thread: it only looks."""
     found = [state.roster.sequences.get(number) for number in list(door.known.values())]
+    frames = state.roster.frames
     phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in found)
     return {
         "role": str(door.role),
@@ -48,7 +49,13 @@ def describe(
             "fields": asdict(arena.layout),
         },
         "context_tokens_max": model.context_tokens_max,
-        "frames": {"total": arena.frames_total, "free": arena.frames_free, "shared": arena.frames_shared},
+        "frames": {
+            "total": arena.frames_total,
+            "free": frames.free,  # those with a page that is kept among them: it leaves as soon as a frame is needed
+            "kept": frames.kept,
+            "shared": frames.shared,
+        },
+        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": pool.demoted_pages},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,
         "prefills_held": len(prefills),

@@ -82,19 +82,23 @@ class StepRunner:
             for row, (chunk, part) in enumerate(zip(chunks, step.parts, strict=True), len(decoding))
             if part.draws
         ]
-        ends = self._drawn(drawing, logits)
-        return Stepped(time.monotonic(), ends, frozenset(waits.missed), seconds, waits.waited_s)
+        ends, names = self._drawn(drawing, logits)
+        return Stepped(time.monotonic(), ends, frozenset(waits.missed), seconds, waits.waited_s, names)
 
-    def _drawn(self, drawing: list[tuple[int, Work]], logits: torch.Tensor) -> dict[int, str]:
-        """Draw from those rows; how the answers that this ends have ended."""
+    def _drawn(self, drawing: list[tuple[int, Work]], logits: torch.Tensor) -> tuple[dict[int, str], dict[int, bytes]]:
+        """Draw from those rows; how the answers that this ends have ended, and the names of pages that are full now."""
+        ends: dict[int, str] = {}
+        names: dict[int, bytes] = {}
         if not drawing:
-            return {}
+            return ends, names
         given = logits if len(drawing) == len(logits) else logits[[row for row, _ in drawing]]
         works = [work for _, work in drawing]
-        ends = {}
         for work, token in zip(works, draw(works, given), strict=True):
             if not work.answers:
                 work.first_token = token
-            elif end := work.token(token, self._eos):
+                continue
+            if end := work.token(token, self._eos):
                 ends[work.number] = end
-        return ends
+            if name := work.new_page_name():
+                names[work.number] = name
+        return ends, names

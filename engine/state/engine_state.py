@@ -105,7 +105,7 @@ class EngineState:
             deadline_s=event.deadline_s,
             hold_s=event.hold_s,
             page_tokens=self.rules.page_tokens,
-            names=event.names,
+            names=list(event.names),
             pulled=not event.answers,  # from now on others may
         )
         self.roster.sequences[event.sequence] = sequence
@@ -115,7 +115,7 @@ class EngineState:
             self.roster.finish(sequence, "stop")
         else:
             if event.answers:
-                sequence.engines = self._routes.choose(event)
+                sequence.engines = self._routes.choose(event, self.roster.frames.match(sequence))
             if not (event.lazy and self._routes.ask(sequence)):
                 self.roster.waiting.append(sequence)
 
@@ -139,6 +139,7 @@ class EngineState:
         self._sweep(event.now_s)
         self._passes.next_drained(event.now_s)
         self.roster.admit()
+        self.roster.offer()
         active = self.roster.active
         batch, aside = decoding(active.values(), self.rules, event.arriving, self.speeds.layer_s, self.aside)
         for number in aside:
@@ -158,14 +159,18 @@ class EngineState:
         assert step is not None
         tokens = sum(part.stop - part.start for part in step.parts)
         self.speeds.measured(len(step.decoding), tokens, event.seconds - event.waited_s)
+        for number, name in event.names.items():
+            self.roster.active[number].names.append(name)
         for number in step.decoding:
             if number not in event.missed:
                 sequence = self.roster.active[number]
                 sequence.cached += 1
+                self.roster.frames.reached(sequence)
                 self._drew(sequence, event.ends.get(number, ""), event.now_s)
         for part in step.parts:
             sequence = self.roster.active[part.sequence]
             sequence.cached = part.stop
+            self.roster.frames.reached(sequence)
             if part.draws:
                 self._drew(sequence, event.ends.get(part.sequence, ""), event.now_s)
             elif not sequence.answers:
@@ -186,6 +191,8 @@ class EngineState:
 
     def _drawn(self, event: ev.TokenDrawn) -> None:
         sequence = self.roster.sequences[event.sequence]
+        if event.name:
+            sequence.names.append(event.name)
         self._routes.settle(sequence)
         self._drew(sequence, event.end, event.now_s)
         self._routes.resolve(sequence, event.now_s)

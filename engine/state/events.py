@@ -44,8 +44,8 @@ class Submitted(Event):
         stored: leading tokens that the pool has as exact pages.
         lazy: the KV moves only once it is computed.
         stopped: what was generated already holds a stop string.
-        names: of its leading full pages, but for one that its last token is in: each stands for all tokens up to its
-            end, and who they belong to. Sequences of the same names share frames; none where it shares nothing.
+        names: of its leading full pages: each stands for all tokens up to its end, and who they belong to. Sequences of
+            the same names share frames; none where it shares nothing.
     """
 
     sequence: int
@@ -208,6 +208,7 @@ class Stepped(Event):
     Attributes:
         ends: by sequence, "eos" or "stop" where that token ended the answer.
         missed: those whose KV did not come in time: they drew nothing.
+        names: by sequence, of the page that its new token is the last one of, where it shares pages.
         seconds: what it took, of which it waited ``waited_s`` for layers.
     """
 
@@ -215,11 +216,13 @@ class Stepped(Event):
     missed: frozenset[int]
     seconds: float
     waited_s: float = 0.0
+    names: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class TokenDrawn(Event):
-    """``Draw`` is done; ``end`` as in ``Stepped.ends``, or ""."""
+    """``Draw`` is done; ``end`` as in ``Stepped.ends``, or "", and ``name`` as there, or b""."""
 
     sequence: int
     end: str
+    name: bytes = b""

@@ -11,13 +11,26 @@ from kvstore.errors import KVStoreError
 
 @dataclass(slots=True)
 class LoadPrefix:
-    """Give it ``pages`` frames, the first ``shared`` of them those of the sequence ``donor``, and read what else is
-    stored of its prompt into the others -> ``Loaded``."""
+    """Give it frames for the pages of its ``table``, of which the first ``shared`` are in the arena, and read what else
+    is stored of its prompt into the others -> ``PrefixLoaded``."""
 
     sequence: int
-    pages: int
+    table: list[int]
     shared: int = 0
-    donor: int = 0
+
+
+@dataclass(slots=True)
+class EvictPages:
+    """These pages are kept no longer: their frames are unused."""
+
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class OfferPages:
+    """These kept pages, consecutive ones of a chain, will be evicted soon: write to the pool what it has not."""
+
+    pages: list[int]
 
 
 @dataclass(slots=True)
@@ -197,9 +210,12 @@ class Fail:
 
 @dataclass(slots=True)
 class GiveBack:
-    """Its frames are free."""
+    """It has no frames any more. The pages of ``freed`` are gone; ``stay`` are those of its leading tokens that stay in
+    the arena, kept or had by others, in order."""
 
     sequence: int
+    freed: list[int]
+    stay: list[int]
 
 
 @dataclass(slots=True)
@@ -211,6 +227,8 @@ class EndSequence:
 
 Instruction = (
     LoadPrefix
+    | EvictPages
+    | OfferPages
     | AskPrefill
     | MoveIn
     | GiveUp

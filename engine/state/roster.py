@@ -20,7 +20,7 @@ class Roster:
         sequences: all that have not ended, or whose frames somebody may still touch, by number.
         active: those of them that take part in steps, or soon will, in the order in which they got their frames.
         waiting: for frames: first come, first served, so that a large one is not overtaken for ever.
-        frames: how many are free, and who shares which.
+        frames: how many are free, and who has which pages.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -28,7 +28,7 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.active: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
-        self.frames = Frames(rules.frames)
+        self.frames = Frames(rules.frames, rules.kept_max)
         self.out: list[Instruction] = []
 
     def admit(self) -> None:
@@ -40,17 +40,22 @@ class Roster:
         for sequence in list(islice(self.waiting, self.rules.batch_max)):
             if len(self.active) >= self.rules.batch_max:
                 return
-            donor, shared, coming = self.frames.best(sequence)
+            shared, coming = self.frames.look(sequence)
             if coming and sequence.answers and not sequence.engines and sequence.attempt is None:
                 continue
-            if sequence.pages - shared > self.frames.free:
+            if not self.frames.fits(sequence, shared):
                 return
             self.waiting.remove(sequence)
-            self.frames.take(sequence, donor, shared)
+            if evicted := self.frames.take(sequence, shared):
+                self.out.append(do.EvictPages(evicted))
             self.active[sequence.number] = sequence
             sequence.phase, sequence.loading = Phase.LOADING, True
-            number = donor.number if donor is not None else 0
-            self.out.append(do.LoadPrefix(sequence.number, sequence.pages, shared, number))
+            self.out.append(do.LoadPrefix(sequence.number, list(sequence.table), shared))
+
+    def offer(self) -> None:
+        """The pool is to have the pages that will be evicted soon."""
+        if pages := self.frames.to_offer():
+            self.out.append(do.OfferPages(pages))
 
     def compute_rest(self, sequence: Sequence) -> None:
         """What is not in the frames is computed here. Where all of it is, the last token is computed again, into its
@@ -60,6 +65,7 @@ class Roster:
             sequence.cached -= 1
             self.out.append(do.Recompute(sequence.number))
         sequence.phase = Phase.COMPUTING
+        self.frames.reached(sequence)
 
     def store(self, sequence: Sequence) -> None:
         """Write its full pages, unless their KV is still arriving."""
@@ -104,8 +110,7 @@ class Roster:
         if sequence.touched:
             return
         if sequence.holds:
-            self.frames.give_back(sequence)
-            self.out.append(do.GiveBack(sequence.number))
+            self.out.append(do.GiveBack(sequence.number, *self.frames.give_back(sequence)))
         if sequence.phase is Phase.ENDED and sequence.passing is None:
             del self.sequences[sequence.number]
             self.out.append(do.EndSequence(sequence.number))

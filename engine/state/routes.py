@@ -30,11 +30,13 @@ class Routes:
         """Others have come or gone."""
         self._found = event.engines
 
-    def choose(self, event: ev.Submitted) -> list[str]:
-        """Engines to ask, none where it is computed here. Where the pool has almost all, the rest is computed here."""
+    def choose(self, event: ev.Submitted, pages: int) -> list[str]:
+        """Engines to ask, none where it is computed here: so it is where the pool has almost all of it, or the arena,
+        which has ``pages`` of it."""
         asked, rules = event.engines, self._roster.rules
         addresses = asked if asked is not None else self._ours(event.sequence) if event.role is Role.DECODE else ()
-        if asked is None and max(1, event.prompt - event.stored) <= rules.local_prefill_tokens:
+        there = max(event.stored, pages * rules.page_tokens)
+        if asked is None and max(1, event.prompt - there) <= rules.local_prefill_tokens:
             return []
         return [address for address in addresses if self._avoided.get(address, 0.0) <= event.now_s]
 
@@ -132,6 +134,7 @@ class Routes:
         attempt = sequence.attempt
         if attempt is not None and attempt.moved and attempt.first_token is not None:
             sequence.attempt = None
+            self._roster.frames.reached(sequence)
             self._roster.out.append(do.Settle(sequence.number))
             self._roster.store(sequence)
 

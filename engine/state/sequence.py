@@ -64,7 +64,8 @@ class Sequence:
         cached: leading tokens whose KV is in the frames, or arriving there.
         pages: frames that it needs; it has all of them (``holds``) or none.
         table: numbers of the pages in them, of which other sequences may have the leading ones, too: see ``Frames``.
-        names: of the leading pages of its prompt that others may share.
+        names: of its leading full pages, as far as its tokens are known.
+        whole, listed: how many of these are complete in the frames; and how many leading ones of them others may take.
         answers: False where it is computed for another engine.
         engines: those that may still be asked for the prompt.
         loading, moving, aside, pulled: who may touch its frames beside the step: a loader, a mover, a side batch, other
@@ -82,7 +83,9 @@ class Sequence:
     deadline_s: float
     hold_s: float = 0.0
     page_tokens: int = 1
-    names: tuple[bytes, ...] = ()
+    names: list[bytes] = field(default_factory=list)
+    whole: int = 0
+    listed: int = 0
     table: list[int] = field(default_factory=list)
     length: int = 0
     cached: int = 0

@@ -117,7 +117,7 @@ def test_one_waits_for_pages_that_another_is_at_and_lets_others_pass() -> None:
     driver.loaded(1)
     driver.loaded(3)
     assert not only(driver.run(), do.LoadPrefix), "its pages are computed"
-    assert only(driver.run(), do.LoadPrefix) == [do.LoadPrefix(2, 5, shared=2, donor=1)], "and it needs 3 frames more"
+    assert only(driver.run(), do.LoadPrefix) == [do.LoadPrefix(2, [0, 1, 7, 8, 9], shared=2)], "it needs 3 frames more"
     assert driver.state.roster.frames.free == 0 and driver.state.roster.frames.shared == 2
     driver.state.handle(ev.Cancelled(0.0, 1))
     assert driver.state.roster.frames.free == 3 and driver.state.roster.frames.shared == 0
@@ -131,7 +131,7 @@ def test_one_goes_on_by_itself_where_the_other_was_given_up() -> None:
     driver.submit(2, 4 * PAGE, names=(b"a", b"b", b"c"))
     assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1]
     driver.state.handle(ev.Cancelled(0.0, 1))
-    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, 5)]
+    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, [5, 6, 7, 8, 9])]
 
 
 @pytest.mark.parametrize("how", [{"answers": False, "hold_s": 5.0}, {"engines": (ONE,)}])
@@ -150,7 +150,7 @@ def test_kv_that_still_arrives_is_not_shared() -> None:
     driver.state.handle(ev.Computed(driver.now_s, 1, 1, 5))
     driver.state.handle(ev.TokenDrawn(driver.now_s, 1, ""))
     driver.submit(2, names=(b"a", b"b", b"c"))
-    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, 5)]
+    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, [5, 6, 7, 8, 9])]
 
 
 def test_what_fits_no_arena_is_no_request_of_ours() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,7 +69,7 @@ def test_equal_prompts_have_one_copy_and_a_tail_each(
     gate.set()
     for answer in asked:
         check_answer(answer)
-    assert [answer.cached for answer in asked] == [{}] + [{"arena": TRUNK}] * (ALIKE - 1)
+    assert [answer.cached for answer in asked] == [{}] + [{"hbm": TRUNK}] * (ALIKE - 1)
     assert [answer.usage.computed_tokens for answer in asked] == [TRUNK + REST] + [REST] * (ALIKE - 1)
     assert (most.decoding, most.shared) == (ALIKE, TRUNK // PAGE)
 
@@ -83,7 +82,7 @@ def test_a_prompt_of_whole_pages_computes_its_last_page_itself(lab: Lab, monkeyp
     gate.set()
     for answer in asked:
         check_answer(answer)
-    assert [answer.cached for answer in asked] == [{}, {"arena": 3 * PAGE}, {"arena": 3 * PAGE}]
+    assert [answer.cached for answer in asked] == [{}, {"hbm": 3 * PAGE}, {"hbm": 3 * PAGE}]
 
 
 @pytest.mark.parametrize("other", [{"salt": "b"}, {"use_pool": False}, {"allow_lossy": True}])
@@ -117,7 +116,7 @@ def test_nothing_is_lost_when_those_who_share_are_given_up(lab: Lab) -> None:
         if i not in ended:
             check_answer(answer)
     lab.settle()
-    assert one.status()["frames"] == {"total": 48, "free": 48, "shared": 0}
+    assert one.status()["frames"] == {"total": 48, "free": 48, "kept": 0, "shared": 0}
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -127,34 +126,25 @@ class ArenaMachine(RuleBasedStateMachine):
         super().__init__()
         layout = kvstore.Layout(model="m", layers=1, kv_heads=1, head_dim=1, page_tokens=1, dtype="float32")
         self.arena = Arena(layout, 12, 1)
-        self.held: list[list[int]] = []
+        self.held: set[int] = set()
 
     @rule(count=st.integers(0, 13))
     def take(self, count: int) -> None:
         frames = self.arena.take(count)
-        free = 12 - len({frame for each in self.held for frame in each})
-        assert (frames is None) == (count > free)
+        assert (frames is None) == (count > 12 - len(self.held))
         if frames is not None:
-            assert len(frames) == count and not {*frames.tolist()} & {frame for each in self.held for frame in each}
-            self.held.append(frames.tolist())
+            assert len(frames) == count and self.held.isdisjoint(frames.tolist())
+            self.held.update(frames.tolist())
 
     @rule(which=st.randoms(use_true_random=False), part=st.integers(0, 12))
-    def share(self, which: random.Random, part: int) -> None:
-        if self.held:
-            frames = which.choice(self.held)[:part]
-            self.arena.share(torch.tensor(frames, dtype=torch.int64))
-            self.held.append(frames)
-
-    @rule(which=st.randoms(use_true_random=False))
-    def give_back(self, which: random.Random) -> None:
-        if self.held:
-            self.arena.give_back(torch.tensor(self.held.pop(which.randrange(len(self.held))), dtype=torch.int64))
+    def give_back(self, which: random.Random, part: int) -> None:
+        frames = which.sample(sorted(self.held), min(part, len(self.held)))
+        self.arena.give_back(torch.tensor(frames, dtype=torch.int64))
+        self.held.difference_update(frames)
 
     @invariant()
     def counts_are_those_of_who_has_them(self) -> None:
-        users = Counter(frame for each in self.held for frame in each)
-        assert self.arena.frames_free == 12 - len(users)
-        assert self.arena.frames_shared == sum(count > 1 for count in users.values())
+        assert self.arena.frames_free == 12 - len(self.held)
         self.arena.check()
 
 

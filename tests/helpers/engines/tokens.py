@@ -335,11 +335,13 @@ class Lab:
     def engine(
         self, preset: str, store: Store | None = None, *, observer: Observer | None = None, **config: Any
     ) -> Engine:
-        """One that runs. It is found by others under ``address_of``."""
+        """One that runs. It is found by others under ``address_of``. It keeps no pages in its arena unless it is told
+        to, so that what comes out of the store is seen."""
         address = f"engine-{len(self.engines)}:1"
         model = config.pop("served", None) or served(preset, dtype=self.place.dtype, device=self.place.device)
         settings = {
             "arena": 24 << 20,
+            "keep_pages": 0.0,
             "page_tokens": 16,
             "chunk_tokens": 64,
             "threads": 1,

@@ -52,6 +52,7 @@ class Known:
 
     Attributes:
         length, kv: tokens that are known; leading ones whose KV is in the frames.
+        frames: numbers of the pages in them; ``shares``: whether others may have them, too.
         ahead: tokens behind the prompt whose KV was computed while the prompt's was still arriving.
         stops_at: the number of the token that ends the answer; 0: its length does.
         pulls: hand-offs of other engines that read its frames.
@@ -68,6 +69,7 @@ class Known:
     pulls: set[Fetch] = field(default_factory=set)
     fetch: Fetch | None = None
     passing: Passing | None = None
+    shares: bool = True
     shared: int = 0
     stored: int = 0
     progress: int = 0
@@ -83,6 +85,12 @@ class Known:
     def taken(self) -> bool:
         """Whether another engine goes on with it."""
         return self.passing is not None and self.passing.taken
+
+    @property
+    def whole(self) -> int:
+        """Leading pages that are complete, and that nobody writes to."""
+        arriving = self.touching["mover"] or self.touching["loader"]
+        return self.shared if arriving else (self.kv - self.recomputed) // PAGE
 
     @property
     def generated(self) -> int:
@@ -101,7 +109,8 @@ class EngineMachine:
         self.door = Door(role, requests_max)
         self.known: dict[int, Known] = {}
         self.prefills: dict[str, int] = {}  # what others may pull
-        self.free = set(range(rules.frames))
+        self.taken: set[int] = set()  # numbers of the pages that frames are taken for
+        self.kept: dict[int, bytes] = {}  # of those, the names of pages that nobody has
         self.calls: set[int] = set()
         self.dead = self.stopped = False
         self._target: str | None = None
@@ -123,11 +132,10 @@ class EngineMachine:
             raise InvalidRequest("tokens", "see engine.shell.checks")
         self._numbers += 1
         self.door.enter(name, self._numbers)
-        trunk, alike = self.world.chance.randint(0, 2), self.world.chance.choice((0, 3, 12))  # prompts begin alike
-        names = [f"{trunk}.{i}" if i < alike else f"{name}.{i}" for i in range((how["prompt"] - 1) // PAGE)]
-        how["names"] = tuple(each.encode() for each in names)
+        shares = self.world.chance.random() < 0.9
+        how["names"] = tuple(self.world.page_name(name, i) for i in range(how["prompt"] // PAGE if shares else 0))
         event = ev.Submitted(self.world.now_s, self._numbers, name, role=self.door.role, answers=answers, **how)
-        self.known[event.sequence] = Known(event, listener, stops_at, event.prompt)
+        self.known[event.sequence] = Known(event, listener, stops_at, event.prompt, shares=shares)
         if not answers:
             self.prefills[name] = event.sequence
         return event
@@ -210,7 +218,7 @@ class EngineMachine:
                 "asks": known.fetch is not None and known.fetch.goes_on,
                 "elsewhere": known.passing is not None,
                 "frames": sequence.phase is Phase.WAITING
-                and (bool(roster.active) or len(self.free) < self.rules.frames),
+                and (bool(roster.active) or any(one.frames for one in self.known.values())),
                 "pulled": known.closed and bool(known.pulls),
             }
             if not any(reasons.values()):
@@ -221,7 +229,7 @@ class EngineMachine:
         """Nothing is left of what ran here."""
         assert not self.known and not self.door.known and not self.prefills, (self.known, self.door.known)
         assert not self.calls, "a call was not answered"
-        assert self.state.roster.frames.free == self.rules.frames == len(self.free)
+        assert self.state.roster.frames.free == self.rules.frames and self.taken == self.kept.keys()
         assert not self.state.roster.frames.shared
 
     # --- what is decided ----------------------------------------------------------------------------------------------
@@ -237,7 +245,8 @@ class EngineMachine:
             getattr(self, f"_do_{type(it).__name__.lower()}")(it)
         integrity.check(self.state)
         users = Counter(frame for known in self.known.values() for frame in known.frames)
-        assert len(users) + len(self.free) == self.rules.frames and self.free.isdisjoint(users)
+        assert self.taken == {*users, *self.kept} and self.kept.keys().isdisjoint(users)
+        assert len(self.taken) + self.state.roster.frames.unused == self.rules.frames
         assert sum(count > 1 for count in users.values()) == self.state.roster.frames.shared
         return instructions
 
@@ -257,21 +266,48 @@ class EngineMachine:
         known = self.known[it.sequence]
         event = known.event
         answer = event.tokens_max - event.generated if event.answers else 0
-        assert not known.frames and it.pages * PAGE >= event.prompt + answer
-        if it.shared:
-            donor = self.known[it.donor]
-            assert event.names[: it.shared] == donor.event.names[: it.shared] and it.shared * PAGE < event.prompt
-            assert donor.kv >= it.shared * PAGE, "shares what is not there"
-            known.frames = donor.frames[: it.shared]
-            known.shared = it.shared
-            self.world.counts["shared"] += it.shared
-        known.frames = known.frames + [self.free.pop() for _ in range(it.pages - it.shared)]
+        assert not known.frames and len(it.table) * PAGE >= event.prompt + answer
+        assert it.shared * PAGE < event.prompt
+        for index, number in enumerate(it.table[: it.shared]):
+            self.world.counts["found" if number in self.kept else "shared"] += 1
+            self._check_page(number, index, event.names[index])
+            self.kept.pop(number, None)
+        own = it.table[it.shared :]
+        assert self.taken.isdisjoint(own) and len(self.taken) + len(own) <= self.rules.frames
+        self.taken.update(own)
+        known.frames, known.shared = it.table, it.shared
 
         def loaded() -> None:
-            known.kv = self.world.chance.randint(it.shared, event.prompt // PAGE) * PAGE
+            known.kv = self.world.chance.randint(it.shared, event.prompt // PAGE) * PAGE  # what is shared, and more
             self.handle(ev.PrefixLoaded(self.world.now_s, it.sequence, known.kv))
 
         self._thread(it.sequence, "loader", loaded)
+
+    def _check_page(self, number: int, index: int, name: bytes) -> None:
+        """It is in the arena, whole: kept under that name, or of sequences of which it is that page."""
+        if number in self.kept:
+            assert self.kept[number] == name
+            return
+        users = [one for one in self.known.values() if number in one.frames]
+        assert users and number in self.taken, "shares what is not there"
+        for user in users:
+            assert user.frames.index(number) == index and user.shares
+            assert self.world.page_name(user.event.name, index) == name, "shares another page"
+        assert any(user.whole > index for user in users), "shares what is not computed"
+
+    def _do_evictpages(self, it: do.EvictPages) -> None:
+        for number in it.pages:
+            del self.kept[number]
+        self.taken.difference_update(it.pages)
+
+    def _do_offerpages(self, it: do.OfferPages) -> None:
+        assert it.pages and self.taken.issuperset(it.pages) and it.pages[-1] in self.kept
+
+    def _check_writes(self, known: Known, token: int) -> None:
+        """Nobody else reads the page that a token is in."""
+        page = known.frames[token // PAGE]
+        others = [one for one in self.known.values() if one is not known and page in one.frames]
+        assert not others and page not in self.kept, "writes into a frame that others read"
 
     def _do_askprefill(self, it: do.AskPrefill) -> None:
         known = self.known[it.sequence]
@@ -317,6 +353,7 @@ class EngineMachine:
         ready = {n for n, one in active.items() if one.phase is Phase.DECODING and self.known[n].fetch is None}
         assert ready <= {*it.decoding}, "an answer starves"
         ends: dict[int, str] = {}
+        names: dict[int, bytes] = {}
         missed = set()
         for number in it.decoding:
             known = self.known[number]
@@ -325,7 +362,7 @@ class EngineMachine:
                 missed.add(number)
             else:
                 self._decoded(known)
-                self._drawn(number, ends)
+                self._drawn(number, ends, names)
         for part in it.parts:
             known = self.known[part.sequence]
             assert not known.touching["mover"] and not known.touching["loader"] and not known.touching["side"]
@@ -335,18 +372,20 @@ class EngineMachine:
                 part,
                 known,
             )
-            assert part.start >= known.shared * PAGE, "writes into a frame that others read"
+            self._check_writes(known, part.start)
             assert whole or part.stop % PAGE == 0 or part.stop - part.start <= PAGE
             known.kv, known.recomputed = part.stop, False
             if part.draws and known.event.answers:
-                self._drawn(part.sequence, ends)
-        self.handle(ev.Stepped(self.world.now_s, ends, frozenset(missed), 0.01 + 0.01 * chance.random()))
+                self._drawn(part.sequence, ends, names)
+        seconds = 0.01 + 0.01 * chance.random()
+        self.handle(ev.Stepped(self.world.now_s, ends, frozenset(missed), seconds, names=names))
         for part in it.parts:
             known = self.known.get(part.sequence, known)
             assert part.draws or known.event.answers or known.progress == part.stop, "nobody heard of it"
 
     def _decoded(self, known: Known) -> None:
         """The KV of the last token that is known was computed; where more was on its way, it has come by now."""
+        self._check_writes(known, known.length - 1)
         if known.touching["mover"]:
             known.ahead += 1
             assert known.event.prompt + known.ahead == known.length
@@ -361,11 +400,13 @@ class EngineMachine:
         known.kv = fetch.arrived + (known.ahead if fetch.arrived == known.event.prompt else 0)
         self.handle(ev.Moved(self.world.now_s, number, fetch.attempt, fetch.arrived, fetch.error))
 
-    def _drawn(self, number: int, ends: dict[int, str]) -> None:
+    def _drawn(self, number: int, ends: dict[int, str], names: dict[int, bytes]) -> None:
         known = self.known[number]
         assert not known.end, "draws after its end"
         known.listener.token(known.generated)
         known.length += 1
+        if known.shares and known.length % PAGE == 0:
+            names[number] = self.world.page_name(known.event.name, known.length // PAGE - 1)
         if known.generated == known.stops_at:
             ends[number] = "eos"
 
@@ -396,8 +437,10 @@ class EngineMachine:
         else:
             assert it.token == SIDE_TOKEN
         ends: dict[int, str] = {}
-        self._drawn(it.sequence, ends)
-        self.handle(ev.TokenDrawn(self.world.now_s, it.sequence, ends.get(it.sequence, "")))
+        names: dict[int, bytes] = {}
+        self._drawn(it.sequence, ends, names)
+        end, name = ends.get(it.sequence, ""), names.get(it.sequence, b"")
+        self.handle(ev.TokenDrawn(self.world.now_s, it.sequence, end, name))
 
     def _do_recompute(self, it: do.Recompute) -> None:
         known = self.known[it.sequence]
@@ -413,7 +456,7 @@ class EngineMachine:
 
     def _do_telladmitted(self, it: do.TellAdmitted) -> None:
         known = self.known[it.sequence]
-        assert it.cached == known.kv - known.recomputed >= known.shared * PAGE and not known.admitted
+        assert it.cached == known.kv - known.recomputed and not known.admitted
         known.admitted = True
         known.listener.admitted()
 
@@ -502,8 +545,19 @@ class EngineMachine:
     def _do_giveback(self, it: do.GiveBack) -> None:
         known = self.known[it.sequence]
         assert known.frames and not known.touching.total() and not known.pulls, (it, known)
-        others = {frame for one in self.known.values() if one is not known for frame in one.frames}
-        self.free.update(frame for frame in known.frames if frame not in others)
+        others = {page for one in self.known.values() if one is not known for page in one.frames}
+        for index, page in enumerate(it.stay):
+            name = self.world.page_name(known.event.name, index)
+            if page not in self.kept and page in known.frames:
+                assert known.shares and known.whole > index and page == known.frames[index], "keeps what is not whole"
+                if page not in others:
+                    self.kept[page] = name
+            self._check_page(page, index, name)
+        own = {page for page in known.frames if page not in others and page not in it.stay}
+        evicted = [page for page in it.freed if page not in own]
+        assert own <= {*it.freed} and not {*it.freed} & {*it.stay}
+        self._do_evictpages(do.EvictPages(evicted))
+        self.taken -= own
         known.frames = []
 
     def _do_endsequence(self, it: do.EndSequence) -> None:

@@ -76,6 +76,7 @@ class EngineWorld:
         self.engines: dict[str, EngineMachine] = {}
         self.addresses = [f"engine-{i}:1" for i in range(engines or self.chance.choice((1, 2, 2, 3, 3)))]
         self._losses = 0.1
+        self._alike: dict[str, list[str]] = {}
         self._tasks: list[tuple[EngineMachine, Callable[[], None]]] = []
         for address in self.addresses:
             self.begin(address)
@@ -85,6 +86,22 @@ class EngineWorld:
     def task(self, engine: EngineMachine, run: Callable[[], None]) -> None:
         """Something that a thread of that engine is at: it ends, sooner or later, unless the engine does."""
         self._tasks.append((engine, run))
+
+    def page_name(self, request: str, page: int) -> bytes:
+        """Of a page of that request, prompt or answer: prompts begin alike, some as an earlier request went on."""
+        alike = self._alike.get(request)
+        if alike is None:
+            chance, pages = self.chance, self.chance.choice((0, 3, 12))
+            trunk = f"trunk-{chance.randint(0, 2)}"
+            if self._alike and chance.random() < 0.4:
+                trunk = chance.choice(list(self._alike))
+            alike = (
+                [self.page_name(trunk, index).decode() for index in range(pages)]
+                if trunk in self._alike
+                else [f"{trunk}.{index}" for index in range(pages)]
+            )
+            self._alike[request] = alike
+        return (alike[page] if page < len(alike) else f"{request}.{page}").encode()
 
     def count(self, what: str) -> int:
         """One more of them."""
@@ -118,7 +135,8 @@ class EngineWorld:
     def begin(self, address: str) -> None:
         """An engine starts there."""
         rules = Rules(
-            frames=self.chance.choice((14, 30, 90)),
+            frames=(frames := self.chance.choice((14, 30, 90))),
+            kept_max=self.chance.choice((0, 3, frames, frames)),
             layers=LAYERS,
             page_tokens=PAGE,
             chunk_tokens=self.chance.choice((6, 16, 40, 512)),

@@ -1,0 +1,109 @@
+"""Pages: which frames hold the pages that ``engine.state`` has numbered.
+
+A page that a sequence has left in the arena has nobody who knows its tokens any more. They are remembered here, so that
+the pool can be given a page that it lost, or never had, before the frame is used for another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.memory.arena import Arena
+from engine.moving.store_side import Pool
+from engine.moving.stored import keys_to_store
+from engine.moving.work import Work
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.model.prefix import Keys
+
+
+class LeftPage(NamedTuple):
+    """What the pool knows a page by, of which no sequence may be left."""
+
+    cache: PrefixCache
+    root: bytes
+    tag: bytes | None
+    before: bytes
+    link: bytes
+    tokens: bytes
+    hint: bytes
+
+
+@dataclass(slots=True)
+class PlacedPage:
+    """A page in its frame. ``left``: once a sequence left it here, and there is a pool."""
+
+    frame: int
+    left: LeftPage | None = None
+
+
+class ArenaPages:
+    """Of one arena. Used by the engine's thread alone.
+
+    A page is placed (``take``) -> it may outlive its sequence (``give_back``) -> its frame is unused: its sequence did
+    not leave it here, or it was evicted. A page number is used once.
+    """
+
+    def __init__(self, arena: Arena, pool: Pool) -> None:
+        self._arena = arena
+        self._pool = pool
+        self._placed: dict[int, PlacedPage] = {}
+
+    def take(self, work: Work, table: list[int], shared: int) -> None:
+        """A request has these pages, the first ``shared`` of which are here. It takes for granted that the pool has
+        those, too: who writes the next one finds out."""
+        own = self._arena.take(len(table) - shared)
+        assert own is not None, "the arena has fewer frames than the state thinks"
+        placed = self._placed
+        for number, frame in zip(table[shared:], own.tolist(), strict=True):
+            placed[number] = PlacedPage(frame)
+        work.frames = torch.tensor([placed[number].frame for number in table], dtype=torch.int64)
+        work.shared_pages = work.stored_pages = shared
+        if shared:
+            work.spent.cached["hbm"] = shared * work.page_tokens
+
+    def give_back(self, work: Work, freed: list[int], stay: list[int]) -> None:
+        """A request has no pages any more: some are gone, and those of its leading tokens may stay."""
+        self.evict(freed)
+        work.frames = None
+        cache = self._pool.written_to(work)
+        if cache is None or all(self._placed[number].left is not None for number in stay):
+            return
+        keys = keys_to_store(cache, work, 0, len(stay))
+        before, step = keys.before, work.page_tokens
+        for index, (number, link) in enumerate(zip(stay, keys.links, strict=True)):
+            page = self._placed[number]
+            if page.left is None:
+                tokens = keys.tokens[index * step : (index + 1) * step].tobytes()
+                hint = keys.hints[index : index + 1]
+                page.left = LeftPage(cache, keys.root, keys.tag, before, link, tokens, hint)
+            before = link
+
+    def evict(self, pages: list[int]) -> None:
+        """Their frames are unused."""
+        if pages:
+            self._arena.give_back(torch.tensor([self._placed.pop(number).frame for number in pages]))
+
+    def offer(self, pages: list[int]) -> None:
+        """Write to the pool what it lacks of these, consecutive ones of a chain."""
+        placed = [self._placed[number] for number in pages]
+        left = [page.left for page in placed if page.left is not None]
+        if len(left) < len(placed):
+            return  # without a pool
+        first = left[0]
+        tokens = np.frombuffer(b"".join(page.tokens for page in left), np.uint32)
+        hints = b"".join(page.hint for page in left)
+        keys = Keys(
+            len(first.tokens) // tokens.itemsize,
+            first.root,
+            first.before,
+            [page.link for page in left],
+            tokens,
+            None,
+            tag=first.tag,
+            hints=hints if len(hints) == len(left) else b"",
+        )
+        self._pool.offer(first.cache, keys, torch.tensor([page.frame for page in placed]))
