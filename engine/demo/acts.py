@@ -86,13 +86,13 @@ class Demo:
         return {"seconds": took_s, "node": line}
 
     def _restart(self, turns: list[ScriptTurn]) -> dict[str, Any]:
-        """The machine restarts; then conversations go on: the longest ones, of as many documents."""
+        """The machine restarts; then conversations go on, two turns each: the longest ones, of as many documents."""
         self._say(telling.RESTARTING)
         lines = self._machine.restart()
         self._say("\n".join(lines) + "\n")
         self._warm_up()
         before = len(self.rows)
-        for conversation in self._longest():
+        for conversation in 2 * self._longest():
             last = self._script.conversations[conversation]
             self._ask(ScriptTurn(conversation, last.turns + 1, 0, ANSWER_TOKENS_AFTER_RESTART), "restarted")
         self._say(telling.table(self.rows[before:]))
@@ -178,7 +178,7 @@ def _row(
 ) -> DemoRow:
     usage = given.usage
     assert usage is not None, "a stream ends with Finished, or raises"
-    dram, nvme = usage.cached_tokens.get("dram", 0), usage.cached_tokens.get("nvme", 0)
+    hbm, dram, nvme = (usage.cached_tokens.get(tier, 0) for tier in ("hbm", "dram", "nvme"))
     return DemoRow(
         number=number,
         phase=phase,
@@ -186,9 +186,10 @@ def _row(
         turn=conversation.turns,
         document=conversation.document,
         prompt_tokens=usage.prompt_tokens,
+        hbm_tokens=hbm,
         dram_tokens=dram,
         nvme_tokens=nvme,
-        computed_tokens=usage.prompt_tokens - dram - nvme,
+        computed_tokens=usage.prompt_tokens - hbm - dram - nvme,
         computed_by="prefill" if usage.prefill_engine == prefill else "decode",
         answer_tokens=len(given.tokens),
         ttft_ms=given.ttft_ms,

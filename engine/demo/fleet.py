@@ -205,6 +205,7 @@ class Fleet:
         plan, socket = self._plan, f"unix:{self._plan.place / f'engine{number}'}"
         arguments = ["engine", "--role", "both", "--model", plan.model, "--node", self._name(number)]
         arguments += ["--listen", socket, "--threads", "1", "--page-tokens", str(PAGE_TOKENS), "--arena", "256MiB"]
+        arguments += ["--keep-pages", "0"]  # what nodes have is shown here
         arguments += ["--drain-s", "1", "--name", f"engine{number}", "--log-level", "error"]
         child = self._child(f"engine {number}", arguments)
         self._engines.append(child)

@@ -105,6 +105,7 @@ class Machine:
         self._env = clean | {name: str(value) for name, value in ours.items()}
         self._children: list[Child] = []
         self._node: Child | None = None
+        self._restarted = False
         self._client: EngineClient | None = None
 
     @property
@@ -157,8 +158,10 @@ class Machine:
         self._node = None
 
     def restart(self) -> list[str]:
-        """What a restart of the machine does: nothing runs, shared memory is empty. Then as ``start``."""
+        """What a restart of the machine does: nothing runs, shared memory is empty. Then as ``start``, but that engines
+        keep pages from now on: before, all reuse is the pool's."""
         self._stop()
+        self._restarted = True
         return self.start()
 
     def close(self) -> None:
@@ -182,6 +185,7 @@ class Machine:
         plan = self.plan
         arguments = ["--role", role, "--model", plan.model, "--node", plan.name, "--listen", self._socket(role)]
         arguments += ["--threads", "1", "--page-tokens", str(PAGE_TOKENS), "--arena", "512MiB", "--drain-s", "1"]
+        arguments += ["--keep-pages", f"{int(self._restarted)}"]
         arguments += ["--local-prefill-tokens", str(LOCAL_PREFILL_TOKENS), "--name", role, "--log-level", "error"]
         return self._child(f"the {role} engine", ["engine", *arguments, *more])
 

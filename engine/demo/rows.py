@@ -11,7 +11,7 @@ class DemoRow:
 
     Attributes:
         phase: "up"; "down": without a node; "again": after that; "restarted": after the machine did.
-        dram_tokens, nvme_tokens: of the prompt, reused from there. The others were computed.
+        hbm_tokens, dram_tokens, nvme_tokens: of the prompt, reused from there. The others were computed.
         computed_by: "prefill" or "decode", the role of the engine.
         loaded_bytes, moved_bytes: read from the pool, and moved from engine to engine.
         same: both answers are the same tokens.
@@ -23,6 +23,7 @@ class DemoRow:
     turn: int
     document: str
     prompt_tokens: int
+    hbm_tokens: int
     dram_tokens: int
     nvme_tokens: int
     computed_tokens: int

@@ -17,14 +17,15 @@ GIBBERISH: Final = (
 KILLED: Final = "-- kill -9 of the node: what it held can still be read; nothing can be written until it is back"
 RESTARTING: Final = """
 The machine restarts: engines and node are stopped, shared memory is emptied. The node starts on the same NVMe file,
-and two conversations go on:
+and two conversations go on, two turns each. From now on engines keep pages in their arenas (HBM), too:
 """
 HEADERS: Final = (
-    "request", "node", "prompt", "DRAM", "NVMe", "computed", "by", "TTFT", "without", "times", "loaded", "moved",
+    "request", "node", "prompt", "HBM", "DRAM", "NVMe", "computed", "by", "TTFT", "without", "times", "loaded", "moved",
     "answer",
 )  # fmt: skip
 MEANING: Final = """\
-  prompt           its tokens; of these DRAM and NVMe: reused from there; computed by the prefill or decode engine
+  prompt           its tokens; of these HBM, DRAM and NVMe: reused from there, HBM being what the engine itself kept;
+                   computed by the prefill or decode engine
   TTFT, without    time to the first token with the pool, and of the same prompt once more without it
   loaded, moved    bytes of KV read from the pool, and brought from the prefill engine, with the pool
   answer           same: both answers are the same tokens"""
@@ -83,6 +84,7 @@ def table(rows: Sequence[DemoRow]) -> str:
             row.number,
             NODE[row.phase],
             row.prompt_tokens,
+            row.hbm_tokens,
             row.dram_tokens,
             row.nvme_tokens,
             row.computed_tokens,
@@ -120,12 +122,11 @@ def tiers(found: dict[str, Any]) -> str:
 def totals(rows: Sequence[DemoRow]) -> dict[str, Any]:
     """Sums over requests."""
     prompt = sum(row.prompt_tokens for row in rows)
-    dram, nvme = sum(row.dram_tokens for row in rows), sum(row.nvme_tokens for row in rows)
+    tiers = {f"{tier}_tokens": sum(getattr(row, f"{tier}_tokens") for row in rows) for tier in ("hbm", "dram", "nvme")}
     return {
         "prompt_tokens": prompt,
-        "dram_tokens": dram,
-        "nvme_tokens": nvme,
-        "reused_ratio": (dram + nvme) / prompt if prompt else 0.0,
+        **tiers,
+        "reused_ratio": sum(tiers.values()) / prompt if prompt else 0.0,
         "ttft_s": sum(row.ttft_ms for row in rows) / 1e3,
         "ttft_without_s": sum(row.ttft_without_ms for row in rows) / 1e3,
     }
@@ -133,12 +134,13 @@ def totals(rows: Sequence[DemoRow]) -> dict[str, Any]:
 
 def ending(found: dict[str, Any], wrong: Sequence[int]) -> str:
     """The sums, and whether all is well."""
-    dram, nvme, prompt = found["dram_tokens"], found["nvme_tokens"], found["prompt_tokens"]
+    hbm, dram, nvme, prompt = (found[f"{name}_tokens"] for name in ("hbm", "dram", "nvme", "prompt"))
+    reused = hbm + dram + nvme
     answers = (
         f"WRONG answers: requests {', '.join(map(str, wrong))}" if wrong else "every answer is the same without it"
     )
     return (
-        f"\nreused {dram + nvme} of {prompt} prompt tokens ({ratio_text(dram + nvme, prompt)}): {dram} from DRAM, "
+        f"\nreused {reused} of {prompt} prompt tokens ({ratio_text(reused, prompt)}): {hbm} from HBM, {dram} from DRAM, "
         f"{nvme} from NVMe\n"
         f"time to first tokens, all together: {duration_text(found['ttft_s'])} with the pool, "
         f"{duration_text(found['ttft_without_s'])} without; {answers}"

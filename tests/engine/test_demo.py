@@ -27,16 +27,20 @@ def test_what_is_reused_survives_the_kill_and_the_restart(machine: Machine, tmp_
     rows = told["requests"]
     assert told["same_answers"] is True and all(row["same"] and row["answer_tokens"] for row in rows)
     for row in rows:
-        assert row["dram_tokens"] + row["nvme_tokens"] + row["computed_tokens"] == row["prompt_tokens"], row
+        assert (
+            row["hbm_tokens"] + row["dram_tokens"] + row["nvme_tokens"] + row["computed_tokens"] == row["prompt_tokens"]
+        ), row
         assert row["ttft_ms"] > 0 < row["ttft_without_ms"]
         assert bool(row["loaded_bytes"]) == (row["dram_tokens"] + row["nvme_tokens"] > 0)
         assert bool(row["moved_bytes"]) == (row["computed_by"] == "prefill"), row
-    assert [row["phase"] for row in rows] == ["up"] * 3 + ["down"] + ["again"] * 2 + ["restarted"] * 2
+    assert [row["phase"] for row in rows] == ["up"] * 3 + ["down"] + ["again"] * 2 + ["restarted"] * 4
     assert {row["computed_by"] for row in rows} == {"prefill", "decode"}
     assert len({row["user"] for row in rows}) < len(rows), "conversations go on"
     before = [row for row in rows if row["phase"] != "restarted"]
     assert sum(row["dram_tokens"] for row in before) > 0 and any(row["dram_tokens"] for row in before[4:])
-    assert all(row["nvme_tokens"] > row["computed_tokens"] for row in rows[6:]), "what DRAM held was saved"
+    assert not any(row["hbm_tokens"] for row in before)
+    assert all(row["nvme_tokens"] > row["computed_tokens"] for row in rows[6:8]), "what DRAM held was saved"
+    assert all(row["hbm_tokens"] > row["computed_tokens"] for row in rows[8:]), "the engine kept them since"
     assert len(told["chats"]) == 4 and all(chat["answer"] and chat["route"]["answers"] for chat in told["chats"])
     assert told["chats"][1]["cached_tokens"] > 0, "the second chat begins as the first one"
     totals, tiers = told["totals"], told["tiers"]

@@ -339,7 +339,8 @@ def test_status_health_and_reflection(shared: EngineProcess, engine: EngineClien
 
 def test_metrics_count_what_happens(shared: EngineProcess, engine: EngineClient) -> None:
     before = Scrape(shared.http)
-    engine.generate(prompt(40), max_tokens=8, ignore_eos=True)
+    tokens = prompt(40, seed=40)
+    engine.generate(tokens, max_tokens=8, ignore_eos=True)
     with pytest.raises(InvalidRequest):
         engine.generate([], max_tokens=8)
     with pytest.raises(InvalidRequest):
@@ -352,6 +353,12 @@ def test_metrics_count_what_happens(shared: EngineProcess, engine: EngineClient)
     assert grew("requests_total", outcome="length") == 1
     assert grew("requests_total", outcome="invalid") == 2
     assert (grew("prompt_tokens_total"), grew("completion_tokens_total"), grew("computed_tokens_total")) == (40, 8, 40)
+    engine.generate(tokens, max_tokens=1, ignore_eos=True)
+    found = Scrape(shared.http)("kvstore_engine_cached_tokens_total", tier="hbm")
+    assert found - before("kvstore_engine_cached_tokens_total", tier="hbm") == 32
+    assert (
+        now("kvstore_engine_frames", state="kept") >= 2 and now("kvstore_engine_kept_pages_total", event="evicted") == 0
+    )
     assert grew("ttft_seconds_count") == grew("gap_seconds_count") == grew("tpot_seconds_count") == 1
     assert grew("step_seconds_count", kind="decode") == 7 and grew("step_seconds_count", kind="prefill") >= 1
     assert grew("grpc_calls_total", method="Submit", code="OK") == 1
