@@ -140,8 +140,8 @@ def ending(found: dict[str, Any], wrong: Sequence[int]) -> str:
         f"WRONG answers: requests {', '.join(map(str, wrong))}" if wrong else "every answer is the same without it"
     )
     return (
-        f"\nreused {reused} of {prompt} prompt tokens ({ratio_text(reused, prompt)}): {hbm} from HBM, {dram} from DRAM, "
-        f"{nvme} from NVMe\n"
+        f"\nreused {reused} of {prompt} prompt tokens ({ratio_text(reused, prompt)}): {hbm} from HBM, "
+        f"{dram} from DRAM, {nvme} from NVMe\n"
         f"time to first tokens, all together: {duration_text(found['ttft_s'])} with the pool, "
         f"{duration_text(found['ttft_without_s'])} without; {answers}"
     )

@@ -17,7 +17,10 @@ from tests.helpers.processes import wait_until
 # Chunks of two pages and a slow link, so that a fault comes into the middle of a prefill, and of a transfer.
 ENGINES = {
     "decode": {
-        **{"role": "decode", "prefill": "one,two", "local_prefill_tokens": "64", "link": "4MB/s"},
+        "role": "decode",
+        "prefill": "one,two",
+        "local_prefill_tokens": "64",
+        "link": "4MB/s",
         "keep_pages": "0",  # what the others left in the pool is looked for from here
     },
     "one": {"role": "prefill", "chunk_tokens": "32", "hold_s": "5"},
