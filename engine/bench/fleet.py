@@ -119,6 +119,7 @@ class PacedFleet:
         given = {"catalog": self._catalog, "listen": "127.0.0.1:0", "eviction": "lru"}
         self.nodes: list[Daemon] = [stage.daemon(scene, NODE_BYTES, EXTENT_BYTES, given) for _ in range(nodes)]
         usual = {"model": MODEL, "page_tokens": PAGE_TOKENS, "arena": ARENA_BYTES, "chunk_tokens": 64, "batch_max": 4}
+        usual |= {"keep_pages": 0}  # what is found comes from the pool, so that a route is worth what it is predicted
         self.engines = []
         for number, role in enumerate(roles):
             place = {"role": str(role), "node": self.nodes[number % nodes].name, "name": f"e{number}"}

@@ -62,13 +62,14 @@ class Scale:
 
     @property
     def engine(self) -> dict[str, object]:
-        """Settings of every engine of a row."""
+        """Settings of every engine of a row. It keeps no pages: what is found comes from the pool, or elsewhere."""
         return {
             "model": self.model,
             "threads": 1,
             "page_tokens": self.page_tokens,
             "chunk_tokens": self.step_tokens,
             "arena": self.arena_bytes,
+            "keep_pages": 0,
         }
 
 

@@ -5,7 +5,8 @@ hits and recomputations (``use_pool=False``) take turns, and every answer has to
 full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own TTFT, from
 submission to the first token.
 
-In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold.
+In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold. In
+those about HBM the engine has kept the pages in its arena; the other rows' engines keep none.
 """
 
 from __future__ import annotations
@@ -39,12 +40,19 @@ class ReusePool:
     tier: str = "dram"
 
     def hit(self, tokens: Tokens) -> Answer:
-        """An answer whose prefix comes from the tier, all of it. Raises BenchFailed where it does not."""
+        """An answer whose prefix comes from the tier, all of it. Raises BenchFailed where it does not.
+
+        The page that the last token is in is the engine's own, since it writes there: not out of its arena, but of the
+        pool.
+        """
         found = self.engine.answer(tokens)
         page_tokens = self.scale.page_tokens
         whole = min(len(tokens) // page_tokens * page_tokens, len(tokens) - 1)
-        if dict(found.usage.cached_tokens) != {self.tier: whole}:
-            raise BenchFailed(f"{len(tokens)} tokens: cached {dict(found.usage.cached_tokens)}, not {whole}")
+        want = {self.tier: whole}
+        if self.tier == "hbm" and (rest := whole % page_tokens):
+            want = {"hbm": whole - rest, "dram": rest}
+        if dict(found.usage.cached_tokens) != want:
+            raise BenchFailed(f"{len(tokens)} tokens: cached {dict(found.usage.cached_tokens)}, not {want}")
         return found
 
 
@@ -63,6 +71,26 @@ def reuse(stage: Stage, name: str, bar: Bar | None, tier: str) -> list[Result]:
         ]
         pairs = [(label, length) for label, length in lengths.items() if length + 1 in lengths.values()]
         return lines + [_longer(stage, f"{name}.{label}.longer", place, length) for label, length in pairs]
+
+
+def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """``<name>.1k`` and so on: how many times faster the first token comes where the engine has kept the pages in its
+    arena; ``<name>.1k.dram``: than where an engine that keeps none finds them in DRAM.
+    """
+    lines: list[Result] = []
+    with ExitStack() as scene:
+        dram = _place(stage, scene, with_nvme=False)
+        room = 2 * dram.scale.arena_bytes  # what is kept, and a prompt that is computed beside it
+        settings = {"role": "both", "node": dram.store.name, "keep_pages": 1, "arena": room}
+        hbm = ReusePool(started(stage, scene, 0, settings), dram.store, dram.scale, "hbm")
+        hbm.engine.ready()
+        lengths = hbm.scale.long
+        answers = _stored(hbm, lengths)
+        dram.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)
+        for label, length in lengths.items():
+            lines.append(_line(stage, f"{name}.{label}", bar, hbm, length, answers[label]))
+            lines.append(_sooner(stage, f"{name}.{label}.dram", hbm, dram, length, answers[label]))
+    return lines
 
 
 def pays(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
@@ -158,6 +186,22 @@ def _line(stage: Stage, name: str, bar: Bar | None, place: ReusePool, length: in
         hits.append(statistics.median(times))
     details = {"tokens": length, "tier": place.tier, "loaded_bytes": place.hit(tokens).usage.loaded_bytes}
     return result(name, Kind.GAIN, hits, computed, bar=bar, limit_is="the prompt computed again", details=details)
+
+
+def _sooner(stage: Stage, name: str, hbm: ReusePool, dram: ReusePool, length: int, want: Answer) -> Result:
+    """Hits in the arena of one engine, and in DRAM of another one, in turn."""
+    tokens = prompt(length, seed=1)
+    times: list[list[float]] = [[], []]
+    for turn in range(stage.settings.rounds):
+        found: list[list[float]] = [[], []]
+        for step in range(2 * HITS):
+            which = (turn + step) % 2
+            answer = (hbm, dram)[which].hit(tokens)
+            same(name, answer, want)
+            found[which].append(answer.usage.ttft_ms / 1e3)
+        for which in (0, 1):
+            times[which].append(statistics.median(found[which]))
+    return result(name, Kind.GAIN, *times, bar=None, limit_is="found in DRAM", details={"tokens": length})
 
 
 def _longer(stage: Stage, name: str, place: ReusePool, length: int) -> Result:

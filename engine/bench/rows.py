@@ -44,6 +44,12 @@ def late(module: str, function: str, **arguments: object) -> Measure:
 ROWS = (
     Row("reuse_dram", "TTFT of 1k-8k tokens computed again / found in DRAM", None, late("reuse", "reuse", tier="dram")),
     Row("reuse_nvme", "TTFT of 1k-8k tokens computed again / found on NVMe", None, late("reuse", "reuse", tier="nvme")),
+    Row(
+        "reuse_hbm",
+        "TTFT of 1k-8k tokens computed again / found in the arena; .dram: found in DRAM / in the arena",
+        None,
+        late("reuse", "arena"),
+    ),
     Row("reuse_pays", "cached tokens from which on reuse brings the first token earlier", None, late("reuse", "pays")),
     Row(
         "notebook",
