@@ -47,7 +47,7 @@ def test_a_pool_with_an_engine_that_hangs_and_one_that_dies(machine: Machine, tm
     url = f"file:{tmp_path / 'catalog'}"
     catalog = {"catalog": url, "catalog_ttl_s": "600"}  # who dies stays listed: it is asked, and does not answer
     machine.serve("n0", dram="32MiB", listen="127.0.0.1:0", **catalog)
-    engine = spawn_engine(machine, name="e", node="n0", **catalog)
+    engine = spawn_engine(machine, name="e", node="n0", keep_pages="0", **catalog)
     engine.wait_ready()
     conductor = serve_conductor(machine, name="c", **catalog)
     with client_of(conductor) as client, PoolWatch(url, "default") as watch:
