@@ -45,11 +45,15 @@ class ArenaPages:
 
     A page is placed (``take``) -> it may outlive its sequence (``give_back``) -> its frame is unused: its sequence did
     not leave it here, or it was evicted. A page number is used once.
+
+    Attributes:
+        demoted: pages that the pool lacked, and was given before their frames were reused.
     """
 
     def __init__(self, arena: Arena, pool: Pool) -> None:
         self._arena = arena
         self._pool = pool
+        self.demoted = 0
         self._placed: dict[int, PlacedPage] = {}
 
     def take(self, work: Work, table: list[int], shared: int) -> None:
@@ -91,8 +95,8 @@ class ArenaPages:
         """Write to the pool what it lacks of these, consecutive ones of a chain."""
         placed = [self._placed[number] for number in pages]
         left = [page.left for page in placed if page.left is not None]
-        if len(left) < len(placed):
-            return  # without a pool
+        if len(left) < len(placed) or not self._pool.up:
+            return  # there is no pool, or it is away
         first = left[0]
         tokens = np.frombuffer(b"".join(page.tokens for page in left), np.uint32)
         hints = b"".join(page.hint for page in left)
@@ -106,4 +110,5 @@ class ArenaPages:
             tag=first.tag,
             hints=hints if len(hints) == len(left) else b"",
         )
-        self._pool.offer(first.cache, keys, torch.tensor([page.frame for page in placed]))
+        with self._pool.forgiven():
+            self.demoted += self._pool.put_missing(first.cache, keys, torch.tensor([page.frame for page in placed]))

@@ -27,7 +27,7 @@ from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.tier.device import DeviceLost
@@ -53,7 +53,6 @@ class Pool:
     Attributes:
         layout: of the exact pages.
         codec: how pages are written: None as they are, else as lossy replicas under a layout of their own.
-        demoted_pages: kept ones that it lacked, and was given before their frames were reused.
         hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
     """
 
@@ -63,7 +62,6 @@ class Pool:
         self.codec: Lossy | None = Lossy.of(layout, compress)
         self.hook_s, self.hook_layers = 0.0, 0
         self.failures = 0
-        self.demoted_pages = 0
         self.up = store is not None  # whether the node takes pages, as far as we know
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
@@ -105,7 +103,7 @@ class Pool:
         """
         if self._in_doubt and self.up and self.store is not None:
             self._in_doubt = False
-            with self._forgiven():
+            with self.forgiven():
                 self.store.renew_session()
 
     def cache(self, salt: str, adapter: str, lossy: bool = False) -> PrefixCache | None:
@@ -163,7 +161,7 @@ class Pool:
             start = first + index
             asked = keys[start : start + count]
             found = Match(0, 0, "")
-            with self._forgiven(), self._staging.receive(frame, count) as rows:
+            with self.forgiven(), self._staging.receive(frame, count) as rows:
                 if kind and self.codec is not None:
                     found = cache.get(asked)
                     if found.data is not None and found.pages:
@@ -178,14 +176,14 @@ class Pool:
 
     def _there(self, cache: PrefixCache, keys: Keys) -> Match:
         found = Match(0, 0, "")
-        with self._forgiven():
+        with self.forgiven():
             found = cache.lookup(keys)
         return found
 
     def _get_scattered(self, work: Work, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
         """The same by way of a buffer: pages come from other nodes one after the other, and the frames lie apart."""
         loaded = 0
-        with self._forgiven():
+        with self.forgiven():
             found = cache.get(keys)
             for index, frame, count in runs(frames[: found.pages]):
                 assert found.data is not None, "it was given no buffer"
@@ -207,17 +205,17 @@ class Pool:
         """A writer of the pages up to ``stop_page``, of which those from ``start_page`` on are being computed; None
         where nothing is to be written.
         """
-        cache = self._writes_to(work)
+        cache = self.written_to(work) if self.up else None
         if cache is None or stop_page <= work.stored_pages:
             return None
         return ChunkWriter(self, cache, work, start_page, stop_page, self._staging)
 
     def append(self, work: Work, pages: int) -> None:
         """Write those of the first ``pages`` pages that are not stored yet, without waiting for the acknowledgement."""
-        cache = self._writes_to(work)
+        cache = self.written_to(work) if self.up else None
         if cache is None or pages <= work.stored_pages:
             return
-        with self._forgiven():
+        with self.forgiven():
             work.stored_pages = self._put(cache, work, pages)
 
     def written(self, work: Work, pages: int) -> int:
@@ -225,22 +223,13 @@ class Pool:
         if work.cache is None or not pages or not self._readable:
             return 0
         found = 0
-        with self._forgiven():
+        with self.forgiven():
             found = stored(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]))
         return found
 
     @property
     def _readable(self) -> bool:
         return self.up or self._mapped
-
-    def offer(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> None:
-        """Write those of these pages that are not in the pool, without waiting for the acknowledgement."""
-        if self.up:
-            with self._forgiven():
-                self.demoted_pages += self._put_missing(cache, keys, frames)
-
-    def _writes_to(self, work: Work) -> PrefixCache | None:
-        return self.written_to(work) if self.up else None
 
     def written_to(self, work: Work) -> PrefixCache | None:
         """Where its pages are written, while the node is there; None: nowhere."""
@@ -253,11 +242,11 @@ class Pool:
     def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
         """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
         assert work.frames is not None
-        pages = self._put_missing(cache, keys_to_store(cache, work, 0, stop), work.frames[:stop])
+        pages = self.put_missing(cache, keys_to_store(cache, work, 0, stop), work.frames[:stop])
         work.spent.written_bytes += pages * cache.page_bytes
         return stop
 
-    def _put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
+    def put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
         """Put those that are not stored: what was put before, without waiting, may have had no room. How many."""
         first = stored(cache, keys)
         for index, frame, count in runs(frames[first:]):
@@ -270,7 +259,7 @@ class Pool:
         return rows if self.codec is None else self.codec.encode(rows)
 
     @contextmanager
-    def _forgiven(self) -> Iterator[None]:
+    def forgiven(self) -> Iterator[None]:
         """The pool may fail: it is left alone until it is seen again, and nothing is lost but time."""
         try:
             yield
@@ -283,11 +272,6 @@ class Pool:
             log.warning("the pool cannot be used: %s", error)
             if isinstance(error, Unavailable):
                 self.up, self._failed_s, self._in_doubt = False, time.monotonic(), True
-
-    def failed(self, error: KVStoreError) -> None:
-        """What ``_forgiven`` does, for who cannot use a ``with``."""
-        with self._forgiven():
-            raise error
 
 
 class ChunkWriter:
@@ -412,4 +396,5 @@ class ChunkWriter:
 
     def _failed(self, error: KVStoreError) -> None:
         self._writer = self._write = None
-        self._pool.failed(error)
+        with self._pool.forgiven():
+            raise error

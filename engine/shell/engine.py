@@ -210,9 +210,9 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
-        steps, graphs = self.performer.sides.steps, self._runner.graphs
+        performer, graphs = self.performer, self._runner.graphs
         about = self.config, self.model, self.arena, self.pool, self.door, self.state, self.prefills
-        return describe(*about, steps, graphs)
+        return describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
 
     def set_role(self, role: Role) -> None:
         """Accept other requests from now on; ends a drain."""

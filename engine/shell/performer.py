@@ -43,7 +43,7 @@ class EnginePerformer:
     """Used by the engine's thread alone, but for ``works``, which others fill before they post ``Submitted``.
 
     Attributes:
-        works: what the shell has of every sequence, by number, until it is dropped.
+        works: what the shell has of every sequence, by number, until it is dropped; ``pages``: and of every page.
         calls: who waits for a ``Reply``, by the number of the call.
     """
 
@@ -70,7 +70,7 @@ class EnginePerformer:
         self._vocab_size = vocab_size
         self._state = state
         self._arena, self._staging = staging.arena, staging
-        self._pages = ArenaPages(staging.arena, pool)
+        self.pages = ArenaPages(staging.arena, pool)
         self._pool = pool
         self._peers = peers
         self._prefills = prefills
@@ -86,8 +86,8 @@ class EnginePerformer:
         self._loaders = ThreadPoolExecutor(LOADERS, "engine-load")
         self._verbs: dict[type, Callable[[Any], None]] = {
             do.LoadPrefix: self._load,
-            do.EvictPages: lambda it: self._pages.evict(it.pages),
-            do.OfferPages: lambda it: self._pages.offer(it.pages),
+            do.EvictPages: lambda it: self.pages.evict(it.pages),
+            do.OfferPages: lambda it: self.pages.offer(it.pages),
             do.AskPrefill: self._ask,
             do.MoveIn: lambda it: self._fetches[it.sequence].move(it.start),
             do.GiveUp: lambda it: self._fetches.pop(it.sequence).give_up(),
@@ -109,7 +109,7 @@ class EnginePerformer:
             do.Forget: lambda it: self._forget(self.works[it.sequence].id),
             do.Finish: self._finish,
             do.Fail: self._fail,
-            do.GiveBack: lambda it: self._pages.give_back(self.works[it.sequence], it.freed, it.stay),
+            do.GiveBack: lambda it: self.pages.give_back(self.works[it.sequence], it.freed, it.stay),
             do.EndSequence: self._drop,
         }
 
@@ -138,7 +138,7 @@ class EnginePerformer:
 
     def _load(self, it: do.LoadPrefix) -> None:
         work = self.works[it.sequence]
-        self._pages.take(work, it.table, it.shared)
+        self.pages.take(work, it.table, it.shared)
 
         def load() -> None:
             try:

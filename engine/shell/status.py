@@ -28,6 +28,7 @@ def describe(
     prefills: Prefills,
     side_steps: int,
     graphs: str,
+    demoted_pages: int,
 ) -> dict[str, Any]:
     """The document of ``Engine.status``. Any thread: it only looks."""
     found = [state.roster.sequences.get(number) for number in list(door.known.values())]
@@ -55,7 +56,7 @@ def describe(
             "kept": frames.kept,
             "shared": frames.shared,
         },
-        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": pool.demoted_pages},
+        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,
         "prefills_held": len(prefills),

@@ -139,7 +139,8 @@ class EngineState:
         self._sweep(event.now_s)
         self._passes.next_drained(event.now_s)
         self.roster.admit()
-        self.roster.offer()
+        if not self.stopped:
+            self.roster.offer()
         active = self.roster.active
         batch, aside = decoding(active.values(), self.rules, event.arriving, self.speeds.layer_s, self.aside)
         for number in aside:
