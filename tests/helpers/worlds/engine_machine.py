@@ -172,6 +172,11 @@ class EngineMachine:
         self.stopped = self.door.draining = True
         self.handle(ev.Stop(self.world.now_s))
 
+    def lose_device(self) -> None:
+        """Its device is lost, and with it everything that runs."""
+        self.stopped = self.door.draining = True
+        self.handle(ev.DeviceFailed(self.world.now_s, NodeUnavailable("the device is lost")))
+
     def not_taken(self, number: int, error: KVStoreError | None) -> None:
         """The other engine did not take it."""
         self.known[number].passing = None

@@ -267,7 +267,7 @@ class EngineWorld:
         self._losses = 0.0
         for engine in self.engines.values() if stop else ():
             late = self._late(engine)
-            engine.stop()
+            (engine.lose_device if self.chance.random() < 0.3 else engine.stop)()
             if late is not None:
                 engine.handle(late)
             assert all(known.end or known.closed for known in engine.known.values()), (
