@@ -17,7 +17,7 @@ from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from tests.helpers.content import SMALL, chain, contents
 
-TURN_S = 0.004  # for which a prompt stays
+TURN_S = 0.01  # for which a prompt stays
 
 
 def log(event: str, **fields: Any) -> None:
