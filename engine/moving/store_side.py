@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,7 @@ class Pool:
     Attributes:
         layout: of the exact pages.
         codec: how pages are written: None as they are, else as lossy replicas under a layout of their own.
+        outgoing: waits for layers that a device sends, and writes them.
         hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
     """
 
@@ -67,7 +69,6 @@ class Pool:
         self._failed_s = 0.0
         self._in_doubt = False  # the node may hold frames for us that we know nothing of
         self._staging = staging
-        # It waits for layers that a device sends, and writes them.
         self.outgoing = None if staging.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
         self._stopped = threading.Event()
@@ -329,58 +330,58 @@ class ChunkWriter:
 
     def layer(self, layer: int) -> None:
         """One layer is in the frames: write it."""
-        write = self._write
-        if write is None:
+        if (write := self._write) is None:
             return
         start_s = clock()
         try:
             write(layer)
         except KVStoreError as error:
-            self._abandon()
             self._failed(error)
         self._spent_s += clock() - start_s
         self._layers += 1
 
     def _send(self, layer: int) -> None:
-        assert self._writer is not None
-        rows, write, encoded = self._staging.sending(self._frames, layer), self._writer.write_layer, self._pool.encoded
+        write = partial(self._write_rows, layer, self._staging.sending(self._frames, layer))
         if self._pool.outgoing is None:
-            write(layer, encoded(rows()))
+            write()
         else:
-            self._sent.append(self._pool.outgoing.submit(lambda: write(layer, encoded(rows()))))
+            self._sent.append(self._pool.outgoing.submit(write))
+
+    def _write_rows(self, layer: int, rows: Callable[[], Rows]) -> None:
+        data, writer = rows(), self._writer
+        # One layer failed: who tries the others waits as long for each.
+        if writer is not None and not any(each.done() and each.exception() for each in self._sent):
+            writer.write_layer(layer, self._pool.encoded(data))
 
     def _all_sent(self) -> None:
         """Return when no other thread writes any more. Raises what it met."""
+        late = wait(self._sent, WRITE_TTL_S).not_done  # each has a deadline of its own, which is shorter
         sent, self._sent = self._sent, []
-        late = wait(sent, WRITE_TTL_S).not_done  # each has a deadline of its own, which is shorter
+        if late:
+            raise NodeUnavailable("layers were not written in time")
         for each in sent:
-            if each in late:
-                raise NodeUnavailable("layers were not written in time")
             each.result()
 
     def after(self, succeeded: bool) -> None:
         """Seal, or revoke where the forward failed."""
         self._pool.hook_s += self._spent_s
         self._pool.hook_layers += self._layers
-        writer, self._writer, self._write = self._writer, None, None
-        if writer is None:
+        self._write = None
+        if self._writer is None:
             return
         if not succeeded:
-            self._writer = writer
             self._abandon()
             return
         work = self._work
         try:
-            self._writer = writer
             self._all_sent()
-            self._writer = None
+            writer, self._writer = self._writer, None
             writer.__exit__(None, None, None)
             # What was not new is stored, or had no room: the index knows.
             whole = writer.sealed == self._count
             work.stored_pages = self._stop if whole else self._stored()
             work.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
         except KVStoreError as error:
-            self._abandon()
             self._failed(error)
 
     def _stored(self) -> int:
@@ -391,10 +392,9 @@ class ChunkWriter:
         writer, self._writer, self._write = self._writer, None, None
         if writer is not None:
             wait(self._sent, WRITE_TTL_S)
-            kind: type[BaseException] = InvalidRequest
-            writer.__exit__(kind, None, None)
+            writer.__exit__(InvalidRequest, None, None)
 
     def _failed(self, error: KVStoreError) -> None:
-        self._writer = self._write = None
+        self._abandon()
         with self._pool.forgiven():
             raise error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.model.request import Grain, Role, Source, Timing
+from kvstore.client.writer import Writer
 from kvstore.errors import NodeUnavailable
 from tests.helpers.engines.device import DeviceHost
 from tests.helpers.engines.tokens import MAIN, Lab, check_answer, prompt, to_nvme, within
@@ -72,6 +73,22 @@ def test_lossy_pages_and_an_answer_that_moves_on(lab: Lab) -> None:
         answer = lab.ask(lossy, prompt(4, 200), allow_lossy=True).wait()
         assert answer.error is None and len(answer.tokens) == 8
     assert any(kind.endswith("int8") for kind in answer.cached), answer.cached
+
+
+def test_a_layer_that_cannot_be_written_is_tried_once_and_the_answer_is_right(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = lab.engine("tiny-llama", lab.store(), chunk_tokens=64)
+    asked: list[int] = []
+
+    def write_layer(self: Writer, layer: int, data: object) -> None:
+        asked.append(layer)
+        raise NodeUnavailable("it is away")
+
+    monkeypatch.setattr(Writer, "write_layer", write_layer)
+    (answer,) = lab.answers(one, [prompt(8, 60)])
+    assert asked == [0] and answer.usage.computed_tokens == 60
+    within("its failure was counted", lambda: one.status()["pool"]["failures"] >= 1)
 
 
 def test_a_device_that_is_lost_fails_the_requests_of_its_engine_and_nothing_else(lab: Lab, host: DeviceHost) -> None:
