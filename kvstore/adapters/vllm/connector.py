@@ -1,0 +1,130 @@
+"""KVStoreConnector: what vLLM calls. The scheduler's side plans (``planning``), a worker's side moves (``moving``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+import kvstore
+from kvstore.adapters.vllm.moving import Mover
+from kvstore.adapters.vllm.planning import Moves, Planner
+from kvstore.adapters.vllm.served import served
+from kvstore.errors import KVStoreError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+SETTINGS = ("node", "salt", "page_blocks")
+ANSWER_S = 1.0  # that a step waits for a node, at most; what takes longer is computed
+
+
+class KVStoreConnector(KVConnectorBase_V1):
+    """Pages of prompts and answers, shared by all engines of a node and its pool.
+
+    ``kv_connector_extra_config`` may name the ``node`` (as ``kvstore.connect`` takes it; none: the only one on this
+    machine), the tenant's ``salt``, and ``page_blocks``, the blocks of a page.
+
+    Raises:
+        ValueError: a setting is unknown, there is no such node, or the model's cache cannot be stored.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra: dict[str, Any] = dict(self._kv_transfer_config.kv_connector_extra_config)
+        unknown = sorted(set(extra) - set(SETTINGS))
+        if unknown:
+            raise ValueError(f"KVStoreConnector: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
+        self._served = served(vllm_config, kv_cache_config, int(extra.get("page_blocks", 0)))
+        self._salt = str(extra.get("salt", ""))
+        try:
+            self._store = kvstore.connect(extra.get("node"), ANSWER_S)
+            self._store.cache(self._served.layout, self._salt)
+        except KVStoreError as error:
+            raise ValueError(f"KVStoreConnector: {error}") from error
+        transfer = self._kv_transfer_config
+        self._planner: Planner | None = None
+        self._mover: Mover | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            can = {"loads": transfer.is_kv_consumer, "saves": transfer.is_kv_producer}
+            self._planner = Planner(self._store, self._served, self._salt, **can)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """See the base class: what is not saved is computed."""
+        return False
+
+    # --- the scheduler's side ---------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See the base class."""
+        assert self._planner is not None
+        found = self._planner.found(request, num_computed_tokens)
+        return found, found > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See the base class."""
+        assert self._planner is not None
+        self._planner.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Moves:
+        """See the base class."""
+        assert self._planner is not None
+        return self._planner.step(scheduler_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class: its pages were saved step by step, so its blocks may go."""
+        assert self._planner is not None
+        self._planner.finished(request)
+        return False, None
+
+    # --- a worker's side --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See the base class. Raises ValueError."""
+        self._mover = Mover(self._store, self._served, self._salt, kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """See the base class."""
+        assert self._mover is not None
+        for move in self._moves().loads:
+            self._mover.load(move)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See the base class: nothing is loaded for the step that runs."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """See the base class: all layers are saved behind the last one."""
+
+    def wait_for_save(self) -> None:
+        """See the base class."""
+        assert self._mover is not None
+        self._mover.save(self._moves().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See the base class."""
+        return None, self._mover.loaded() if self._mover is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See the base class."""
+        return self._mover.failed() if self._mover is not None else set()
+
+    def shutdown(self) -> None:
+        """See the base class."""
+        if self._mover is not None:
+            self._mover.close()
+        self._store.close()
+
+    def _moves(self) -> Moves:
+        moves = self._get_connector_metadata()
+        assert isinstance(moves, Moves)
+        return moves

@@ -1,0 +1,223 @@
+"""A real vLLM over our connector: `make hosts` installs it and runs this. `make test` does not."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.processes import Machine, Process, wait_until
+from tests.hosts.test_vllm import QUIET, SMALL, VLLM
+
+START_S = 280.0
+ANSWER_S = 120.0
+BLOCK, PAGE = 32, 64
+TOKENS = 24  # of an answer
+
+pytestmark = [
+    pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not there: make hosts"),
+    pytest.mark.timeout(900),
+]
+
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+FAMILIES = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **SHAPE},
+}
+
+Tokens = list[int]
+
+
+class VllmEngine(Process):
+    """See ``workers.vllm_worker``. One process: its engine runs in it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._asked = 0
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What it has said, of one kind. vLLM prints lines of its own."""
+        lines = [line for line in self.output().splitlines() if line.startswith('{"event"')]
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def wait_for(self, name: str, count: int = 1, timeout_s: float = START_S) -> dict[str, Any]:
+        """The last of ``count`` such events."""
+        what = f"{self.log.name} says {name!r}"
+        wait_until(what, lambda: len(self.events(name)) >= count or not self.alive, timeout_s)
+        found = self.events(name)
+        assert len(found) >= count, f"{what}: {self.errors.read_text(errors='replace')[-3000:]}"
+        return found[count - 1]
+
+    def ask(self, prompts: list[Tokens]) -> None:
+        """Tell it prompts."""
+        self._asked += 1
+        self.stdin.write(json.dumps({"prompts": prompts, "tokens": TOKENS}).encode() + b"\n")
+        self.stdin.flush()
+
+    def answered(self) -> dict[str, Any]:
+        """What it answered to what it was told last."""
+        return self.wait_for("answered", self._asked, ANSWER_S)
+
+    def answer(self, prompts: list[Tokens]) -> tuple[list[Tokens], list[int]]:
+        """Answers, and how many tokens of each prompt were cached."""
+        self.ask(prompts)
+        found = self.answered()
+        return found["tokens"], found["cached"]
+
+
+def model(folder: Path, family: str) -> Path:
+    """A tiny model of that family, with random weights that are the same in every process."""
+    path = folder / family
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(FAMILIES[family]))
+    return path
+
+
+def transfer(node: str, role: str = "kv_both", **extra: Any) -> str:
+    """How vLLM is told to use the connector: as in the docs."""
+    return json.dumps(
+        {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore.adapters.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"node": node, **extra},
+        }
+    )
+
+
+def engine(machine: Machine, path: Path, told: str = "") -> VllmEngine:
+    """One that is being started."""
+    worker = Path(__file__).resolve().parents[1] / "helpers" / "workers" / "vllm_worker.py"
+    command = [str(VLLM), str(worker), str(path), told]
+    return machine.start(VllmEngine, "vllm", command, None, VLLM_ENABLE_V1_MULTIPROCESSING="0", **QUIET, **SMALL)
+
+
+def prompts() -> list[Tokens]:
+    """Four, of which each begins with the same 200 tokens."""
+    random = np.random.default_rng(11)
+    base = random.integers(3, 900, 200).tolist()
+    return [base + random.integers(3, 900, more).tolist() for more in (0, 10, 61, 90)]
+
+
+def by_hand(asked: list[Tokens]) -> list[int]:
+    """How many tokens a pool that has all of them finds: full pages, and never the last token."""
+    return [(len(each) - 1) // PAGE * PAGE for each in asked]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What an engine without a connector answers."""
+    folder = tmp_path_factory.mktemp("plain")
+    machine = Machine(folder)
+    try:
+        one = engine(machine, path := model(folder, request.param))
+        one.wait_for("ready")
+        tokens, _ = one.answer(prompts())
+        one.kill()
+        yield {"model": path, "tokens": tokens}
+    finally:
+        machine.close()
+
+
+def test_answers_are_those_without_a_connector_wherever_the_pages_are(
+    plain: dict[str, Any], machine: Machine, tmp_path: Path
+) -> None:
+    """Found again after a reset, by another process, after kill -9 of the node, and after a reboot, from NVMe."""
+    asked, expected = prompts(), plain["tokens"]
+    config = tmp_path / "node.toml"
+    config.write_text('[node]\nnvme_extent = "4MiB"\non_stop = "save"\n')
+    node = machine.serve("pool", dram="64MiB", nvme=f"{tmp_path / 'nvme'}:64MiB", config=str(config))
+    one, other = (engine(machine, plain["model"], transfer("pool")) for _ in range(2))
+    for each in (one, other):
+        each.wait_for("ready")
+    first, cached = one.answer(asked)
+    assert first == expected and cached != by_hand(asked)
+    assert one.answer(asked) == (expected, by_hand(asked)), "after reset_prefix_cache"
+    assert other.answer(asked) == (expected, by_hand(asked)), "another process"
+    node.kill()
+    assert other.answer(asked) == (expected, by_hand(asked)), "without a daemon"
+    node = machine.serve("pool")
+    assert one.answer(asked) == (expected, by_hand(asked)), "with a new daemon"
+    one.kill()
+    other.kill()
+    assert node.terminate() == 0
+    shutil.rmtree(machine.folder("pool"))
+    machine.serve("pool")
+    late = engine(machine, plain["model"], transfer("pool"))
+    late.wait_for("ready")
+    assert late.answer(asked) == (expected, by_hand(asked)), "after a reboot"
+
+
+def test_a_page_of_zeros_changes_the_answer(plain: dict[str, Any], machine: Machine) -> None:
+    """So equal answers tell that the pages were right."""
+    machine.serve("pool", dram="64MiB")
+    one = engine(machine, plain["model"], transfer("pool"))
+    one.wait_for("ready")
+    asked, expected = prompts(), plain["tokens"]
+    assert one.answer(asked)[0] == expected
+    for path in machine.folder("pool").glob("segment*"):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            data[:] = bytes(len(data))
+    assert one.answer(asked)[0] != expected
+
+
+def test_a_node_that_dies_costs_a_recompute(plain: dict[str, Any], machine: Machine) -> None:
+    """kill -9, and its memory is gone as well, while prompts are being answered."""
+    asked, expected = prompts(), plain["tokens"]
+    node = machine.serve("pool", dram="64MiB")
+    one = engine(machine, plain["model"], transfer("pool"))
+    one.wait_for("ready")
+    assert one.answer(asked)[0] == expected
+    one.ask(asked)
+    node.kill()
+    assert one.answered()["tokens"] == expected
+    shutil.rmtree(machine.folder("pool"))
+    assert one.answer(asked)[0] == expected
+
+
+def test_one_prefills_and_another_decodes(plain: dict[str, Any], machine: Machine) -> None:
+    asked, expected = prompts(), plain["tokens"]
+    machine.serve("pool", dram="64MiB")
+    prefill, decode = (
+        engine(machine, plain["model"], transfer("pool", role)) for role in ("kv_producer", "kv_consumer")
+    )
+    for each in (prefill, decode):
+        each.wait_for("ready")
+    assert decode.answer(asked)[0] == expected
+    assert prefill.answer(asked)[0] == expected
+    assert decode.answer(asked) == (expected, by_hand(asked))
+    again, cached = prefill.answer(asked)
+    assert again == expected and cached != by_hand(asked), "it does not load"
+
+
+def test_what_cannot_be_is_said_at_the_start(machine: Machine, tmp_path: Path) -> None:
+    path = model(tmp_path, "llama")
+    window = tmp_path / "window"
+    window.mkdir()
+    about = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    (window / "config.json").write_text(json.dumps({**SHAPE, **about}))
+    machine.serve("pool", dram="64MiB")
+    started = {
+        "no node named 'nowhere'": engine(machine, path, transfer("nowhere")),
+        "there is no setting 'pages'": engine(machine, path, transfer("pool", pages=3)),
+        "full attention": engine(machine, window, transfer("pool")),
+    }
+    for why, one in started.items():
+        assert why in one.wait_for("refused")["why"]
