@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 VLLM_VERSION := 0.32.0
-VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)
+VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)-kvstore
 TRITON_VERSION := 3.6.0
 TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 

@@ -19,15 +19,13 @@ import pytest
 from engine.demo.train import FOLDER
 from tests.helpers.conductors import ConductorProcess, client_of, serve_conductor
 from tests.helpers.engines.processes import serve_engine
+from tests.helpers.hosts import VLLM, VLLM_ENV
 from tests.helpers.processes import Machine, Process, free_port, wait_until
 
-VLLM = Path(__file__).resolve().parents[2] / ".hosts" / "vllm" / "bin" / "python"
 START_S = 280.0
 CALL_S = 120.0
 BLOCK = 32
 SYSTEM = "You answer questions about kvstore from its documents. " * 12
-QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
-SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 pytestmark = [
     pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not there: make hosts"),
@@ -94,7 +92,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedVllm]:
         "--enable-prompt-tokens-details",
     ]
     command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-    process = machine.start(VllmProcess, "vllm", command, None, **QUIET, **SMALL)
+    process = machine.start(VllmProcess, "vllm", command, None, **VLLM_ENV)
     url = f"http://127.0.0.1:{port}"
     words = f"{url} tokenizer={FOLDER} dialect=vllm events=tcp://127.0.0.1:{events} replay=tcp://127.0.0.1:{replay}"
     try:

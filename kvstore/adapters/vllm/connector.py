@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import kvstore
-from kvstore.adapters.vllm.moving import Mover
-from kvstore.adapters.vllm.planning import Moves, Planner
+from kvstore.adapters.vllm.moving import BlockMover
+from kvstore.adapters.vllm.planning import Planner, StepMoves
 from kvstore.adapters.vllm.served import served
 from kvstore.errors import KVStoreError
 
@@ -51,7 +51,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             raise ValueError(f"KVStoreConnector: {error}") from error
         transfer = self._kv_transfer_config
         self._planner: Planner | None = None
-        self._mover: Mover | None = None
+        self._mover: BlockMover | None = None
         if role == KVConnectorRole.SCHEDULER:
             can = {"loads": transfer.is_kv_consumer, "saves": transfer.is_kv_producer}
             self._planner = Planner(self._store, self._served, self._salt, **can)
@@ -74,7 +74,7 @@ class KVStoreConnector(KVConnectorBase_V1):
         assert self._planner is not None
         self._planner.allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Moves:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMoves:
         """See the base class."""
         assert self._planner is not None
         return self._planner.step(scheduler_output)
@@ -89,7 +89,7 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See the base class. Raises ValueError."""
-        self._mover = Mover(self._store, self._served, self._salt, kv_caches)
+        self._mover = BlockMover(self._store, self._served, self._salt, kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """See the base class."""
@@ -124,7 +124,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._mover.close()
         self._store.close()
 
-    def _moves(self) -> Moves:
+    def _moves(self) -> StepMoves:
         moves = self._get_connector_metadata()
-        assert isinstance(moves, Moves)
+        assert isinstance(moves, StepMoves)
         return moves

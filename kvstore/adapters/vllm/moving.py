@@ -18,8 +18,8 @@ import torch
 from kvstore.errors import KVStoreError, Unavailable
 
 if TYPE_CHECKING:
-    from kvstore.adapters.vllm.planning import Move
-    from kvstore.adapters.vllm.served import Served
+    from kvstore.adapters.vllm.planning import BlockMove
+    from kvstore.adapters.vllm.served import PagedModel
     from kvstore.client.match import Match
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.store import Store
@@ -31,14 +31,14 @@ BUFFER_BYTES = 64 << 20  # that are between the store and blocks at a time
 AWAY_S = 5.0  # that nothing is saved after the node did not answer: a step would wait for it each time
 
 
-class Mover:
+class BlockMover:
     """Made when the worker knows its tensors.
 
     Args:
         tensors: by layer, ``[blocks, kv_heads, block_size, content]``, of any strides.
     """
 
-    def __init__(self, store: Store, served: Served, salt: str, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, store: Store, served: PagedModel, salt: str, tensors: dict[str, torch.Tensor]) -> None:
         self._store = store
         self._served = served
         self._salt = salt
@@ -51,7 +51,7 @@ class Mover:
         self._failed: set[int] = set()
         self._away_until_s = 0.0
 
-    def load(self, move: Move) -> None:
+    def load(self, move: BlockMove) -> None:
         """Begin to load; see ``loaded`` and ``failed``."""
         self._loading[move.request] = self._pool.submit(self._load, move)
 
@@ -68,7 +68,7 @@ class Mover:
             failed, self._failed = self._failed, set()
         return failed
 
-    def save(self, moves: list[Move]) -> None:
+    def save(self, moves: list[BlockMove]) -> None:
         """Store these pages, as far as the store takes them. A node that does not answer is left alone for a while."""
         if not moves or time.monotonic() < self._away_until_s:
             return
@@ -87,7 +87,7 @@ class Mover:
 
     # --- pages ------------------------------------------------------------------------------------------------------
 
-    def _load(self, move: Move) -> None:
+    def _load(self, move: BlockMove) -> None:
         page_blocks, done = self._served.page_blocks, 0
         try:
             step = self._step()
@@ -116,7 +116,7 @@ class Mover:
         for layer, tensor in enumerate(self._layers):
             tensor[ids] = self._in_blocks(rows[:, layer]).flatten(0, 1)[first:]
 
-    def _save(self, move: Move) -> None:
+    def _save(self, move: BlockMove) -> None:
         step, page_blocks, cache = self._step(), self._served.page_blocks, self._cache(move.adapter)
         rows = self._rows(min(step, len(move.keys)))
         for start in range(0, len(move.keys), step):
@@ -167,7 +167,7 @@ class Mover:
         return found
 
 
-def _check(served: Served, layers: list[torch.Tensor]) -> None:
+def _check(served: PagedModel, layers: list[torch.Tensor]) -> None:
     """Raises ValueError where a tensor is not what the layout says."""
     start, stop = served.shard.heads
     wanted = [stop - start, served.block_size, served.layout.shape[-1]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvstore.adapters.vllm.served import Served
+    from kvstore.adapters.vllm.served import PagedModel
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.store import Store
     from kvstore.model.prefix import Keys
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CACHES_MAX = 1024  # of salts and adapters, kept ready
+LOADS_MAX = 2  # of one request: whose load failed, or who was preempted, asks again; and pages may be found for ever
 
 
 @dataclass
-class Move:
+class BlockMove:
     """Pages of one request on their way between the store and blocks.
 
     Attributes:
@@ -49,11 +50,11 @@ class Move:
 
 
 @dataclass
-class Moves(KVConnectorMetadata):
+class StepMoves(KVConnectorMetadata):
     """What workers do in one step."""
 
-    loads: list[Move] = field(default_factory=list)
-    saves: list[Move] = field(default_factory=list)
+    loads: list[BlockMove] = field(default_factory=list)
+    saves: list[BlockMove] = field(default_factory=list)
 
 
 @dataclass
@@ -66,12 +67,13 @@ class _Tracked:
     keys: Keys | None = None  # of the full pages that were known when they were asked for
     blocks: list[int] = field(default_factory=list)
     stored: int = 0  # pages that are stored, or on their way
+    loads: int = 0
 
 
 class Planner:
     """Of the scheduler's thread alone."""
 
-    def __init__(self, store: Store, served: Served, salt: str, *, loads: bool, saves: bool) -> None:
+    def __init__(self, store: Store, served: PagedModel, salt: str, *, loads: bool, saves: bool) -> None:
         self._store = store
         self._served = served
         self._salt = salt
@@ -79,7 +81,7 @@ class Planner:
         self._saves = saves
         self._caches: dict[str, PrefixCache] = {}
         self._tracked: dict[str, _Tracked] = {}
-        self._moves = Moves()
+        self._moves = StepMoves()
         self._told: set[str] = set()
 
     # --- before a request runs --------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class Planner:
     def found(self, request: Request, computed: int) -> int:
         """Tokens beyond ``computed`` that the store has; never the last one, which has to be computed."""
         tracked = self._track(request)
-        if tracked is None or not self._loads:
+        if tracked is None or not self._loads or tracked.loads == LOADS_MAX:
             return 0
         page_tokens = self._served.layout.page_tokens
         asked = (request.num_tokens - 1) // page_tokens
@@ -109,7 +111,7 @@ class Planner:
         pages = tracked.stored
         computed = pages * self._served.layout.page_tokens - external
         first = computed // self._served.layout.page_tokens
-        move = Move(
+        move = BlockMove(
             request.request_id,
             self._keys(tracked, pages)[first:pages],
             list(table[first * page_blocks : pages * page_blocks]),
@@ -117,10 +119,11 @@ class Planner:
             computed // size - first * page_blocks,
         )
         self._moves.loads.append(move)
+        tracked.loads += 1
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def step(self, output: SchedulerOutput) -> Moves:
+    def step(self, output: SchedulerOutput) -> StepMoves:
         """What is to be moved in this step."""
         if self._saves:
             for new in output.scheduled_new_reqs:
@@ -129,7 +132,7 @@ class Planner:
             for i, name in enumerate(cached.req_ids):
                 resumed = name in cached.resumed_req_ids
                 self._runs(name, cached.num_computed_tokens[i], output, cached.new_block_ids[i], afresh=resumed)
-        moves, self._moves = self._moves, Moves()
+        moves, self._moves = self._moves, StepMoves()
         return moves
 
     def finished(self, request: Request) -> None:
@@ -152,7 +155,7 @@ class Planner:
         if pages > tracked.stored:
             keys = self._keys(tracked, pages)[tracked.stored : pages]
             blocks_of = tracked.blocks[tracked.stored * page_blocks : pages * page_blocks]
-            self._moves.saves.append(Move(name, keys, blocks_of, tracked.adapter))
+            self._moves.saves.append(BlockMove(name, keys, blocks_of, tracked.adapter))
             tracked.stored = pages
 
     # --- requests ---------------------------------------------------------------------------------------------------

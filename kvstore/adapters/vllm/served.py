@@ -30,7 +30,7 @@ SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Served:
+class PagedModel:
     """What one engine serves.
 
     Attributes:
@@ -46,7 +46,7 @@ class Served:
     shard: Shard
 
 
-def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> Served:
+def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedModel:
     """What this engine serves.
 
     Args:
@@ -88,7 +88,7 @@ def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> Served
     rank = parallel.rank % ranks if ranks > 1 else 0
     stage = parallel.rank // ranks if stages > 1 else 0
     names = sorted(group.layer_names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-    return Served(layout, tuple(names), block, page_blocks, Shard(layout, rank, ranks, stage, stages))
+    return PagedModel(layout, tuple(names), block, page_blocks, Shard(layout, rank, ranks, stage, stages))
 
 
 def _weights(config: VllmConfig) -> str:

@@ -25,7 +25,6 @@ def main(model: str, transfer: str) -> None:
     try:
         llm = LLM(
             model=model,
-            load_format="dummy",
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="float32",

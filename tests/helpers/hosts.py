@@ -1,0 +1,16 @@
+"""Where the programs are that the store is a part of: `make hosts` installs them, each in an environment of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+VLLM = Path(__file__).resolve().parents[2] / ".hosts" / "vllm" / "bin" / "python"
+# It asks nobody outside, and is content with one core and a gigabyte.
+VLLM_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
