@@ -413,7 +413,7 @@ def test_a_node_can_ask_its_clients_to_verify_every_read(shm: Path, monkeypatch:
     monkeypatch.setenv("KVSTORE_SHM_DIR", str(shm))
     for asked in (True, False):
         name = f"asked-{asked}"
-        with kvstore.open(name, dram="8MiB", shm_dir=shm, verify_reads=asked) as owner:
+        with kvstore.open(name, dram="8MiB", shm_dir=shm, verify_reads=asked, scrub_bytes_per_s=0) as owner:
             owner.cache(LAYOUT).put(prompt(3), content(3), checksum=True)
             with open(shm / f"kvstore-{name}" / "segment", "r+b") as segment:
                 where = segment.read().index(content(3)[1].tobytes())
