@@ -160,7 +160,7 @@ def test_sixteen_ragged_requests(lab: Lab, preset: str, page: int) -> None:
     store = lab.store()
     one = lab.engine(preset, store, page_tokens=page, chunk_tokens=128, batch_max=16, observer=seen, arena=48 << 20)
     prompts = [prompt(100 + i, 1 + (i * 37) % 211) for i in range(16)]
-    asked = [lab.ask(one, tokens, 16) for tokens in prompts]
+    asked = [lab.ask(one, tokens, 32) for tokens in prompts]
     for answer in asked:
         check_answer(answer)
     assert max(decoding for decoding, _ in seen.steps) == 16

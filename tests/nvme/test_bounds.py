@@ -93,7 +93,8 @@ def test_five_times_what_nvme_holds(machine: Machine) -> None:
         writer.wait_well()
     assert len(seen) > 10, "too fast to have been measured"
     memory, tasks, files = zip(*seen, strict=True)
-    assert max(memory) <= memory[0] + 8 * MIB and max(memory) <= 96 * MIB, f"{memory[0]} to {max(memory)} bytes"
+    early = memory[len(memory) // 4]  # what its threads touch first is had by then
+    assert max(memory) <= early + 8 * MIB and max(memory) <= 96 * MIB, f"{early} to {max(memory)} bytes"
     assert max(tasks) <= tasks[0] + 2 and max(files) <= files[0] + 4, (tasks, files)
     assert tier(store)["evicted"].get("space", 0) >= 2 * capacity_pages, tier(store)["evicted"]
     put_all(store, range(50_000, 50_020))
