@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client.connect import connect
+    from kvstore.client.grouped_cache import GroupedCache
+    from kvstore.client.grouped_lease import GroupedLease
+    from kvstore.client.grouped_match import GroupedMatch
     from kvstore.client.lease import Lease
     from kvstore.client.match import Match
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.reader import Reader
     from kvstore.client.store import Store
     from kvstore.client.writer import Writer
+    from kvstore.model.groups import GroupedKeys
     from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
     from kvstore.model.replica import Tier
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "GroupedCache",
+    "GroupedKeys",
+    "GroupedLease",
+    "GroupedMatch",
     "Keys",
     "Layout",
     "Lease",
@@ -57,6 +65,10 @@ __all__ = [
 
 # Where each name lives. Loaded when first asked for, so that `kvstore --help` does not wait for numpy.
 _HOMES = {
+    "GroupedCache": "kvstore.client.grouped_cache",
+    "GroupedKeys": "kvstore.model.groups",
+    "GroupedLease": "kvstore.client.grouped_lease",
+    "GroupedMatch": "kvstore.client.grouped_match",
     "Keys": "kvstore.model.prefix",
     "Layout": "kvstore.model.layout",
     "Lease": "kvstore.client.lease",

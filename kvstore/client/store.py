@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Self, overload
 
 from kvstore.client.admin import AdminVerbs
 from kvstore.client.arguments import check_text
+from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.objects import ObjectVerbs
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import InvalidRequest
@@ -35,13 +37,29 @@ class Store(AdminVerbs, ObjectVerbs):
     def name(self) -> str:
         """The node's name."""
 
-    @abstractmethod
-    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> PrefixCache:
+    @overload
+    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> PrefixCache: ...
+
+    @overload
+    def cache(self, layout: Sequence[Layout], salt: str = "", adapter: str = "") -> GroupedCache: ...
+
+    def cache(self, layout: Layout | Sequence[Layout], salt: str = "", adapter: str = "") -> PrefixCache | GroupedCache:
         """The pages of one layout, tenant salt and adapter. Cheap; nothing is shared between different ones.
 
+        Args:
+            layout: or the layouts of a model with several cache groups, which are one cache then.
+
         Raises:
-            InvalidRequest: layout, salt or adapter is of the wrong type, or a page does not fit an extent of the node.
+            InvalidRequest: layout, salt or adapter is of the wrong type, or a page does not fit an extent of the node;
+                two groups have the same layout.
         """
+        if isinstance(layout, list | tuple):
+            return GroupedCache([self._cache(each, salt, adapter) for each in layout])
+        return self._cache(layout, salt, adapter)  # type: ignore[arg-type]  # what it is instead it says
+
+    @abstractmethod
+    def _cache(self, layout: Layout, salt: str, adapter: str) -> PrefixCache:
+        """The cache of one layout."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -38,6 +38,10 @@ class Layout:
     GQA and MHA: ``kv_heads`` and ``head_dim``; the content of a token is K and V packed, ``2 * head_dim`` elements.
     MLA: ``mla_latent`` and ``mla_rope`` elements per token (DeepSeek-V2, section 2.1.2: the compressed latent and
     the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; the one head is replicated over TP ranks.
+    Sliding windows: ``attention="window"``; a token attends to the ``window`` last ones, itself among them.
+    States (Mamba and the like): ``attention="state"``; a page holds, of each head, ``2 * head_dim`` elements of the
+    state behind its last token. Sizes that are no such product are given as bytes, with ``dtype="uint8"``.
+    ``group``: tells apart groups of a model whose other fields are equal.
 
     Raises:
         InvalidRequest: a field is out of range; the error names it.
@@ -92,10 +96,15 @@ class Layout:
         elements = self.mla_latent + self.mla_rope if self.mla_latent else 2 * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 
+    @property
+    def _entries(self) -> int:
+        """How many tokens' content a head has in a page."""
+        return 1 if self.attention == "state" else self.page_tokens
+
     @cached_property
     def head_bytes(self) -> int:
         """Bytes of one head of one layer of a page."""
-        return self.page_tokens * self.token_bytes
+        return self._entries * self.token_bytes
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -109,8 +118,8 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(layers, kv_heads, page_tokens, content elements)`` of a page."""
-        return self.layers, self.kv_heads, self.page_tokens, self.token_bytes // DTYPE_BYTES[self.dtype]
+        """``(layers, kv_heads, page_tokens, content elements)`` of a page; of a state 1 in place of ``page_tokens``."""
+        return self.layers, self.kv_heads, self._entries, self.token_bytes // DTYPE_BYTES[self.dtype]
 
     @cached_property
     def fingerprint(self) -> bytes:

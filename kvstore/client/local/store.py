@@ -38,8 +38,7 @@ class LocalStore(Store, LocalObjects):
         """See ``Store.name``."""
         return self._node.name
 
-    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> LocalCache:
-        """See ``Store.cache``."""
+    def _cache(self, layout: Layout, salt: str, adapter: str) -> LocalCache:
         self._node.check_open()
         mapped = self._node.mapped()
         check_cache(layout, salt, adapter, mapped.header.extent_bytes if mapped is not None else 0)

@@ -36,8 +36,7 @@ class MemoryStore(Store, MemoryObjects):
         """See ``Store.name``."""
         return "memory"
 
-    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> MemoryCache:
-        """See ``Store.cache``."""
+    def _cache(self, layout: Layout, salt: str, adapter: str) -> MemoryCache:
         self._pool.check_open()
         check_cache(layout, salt, adapter, self._pool.capacity_bytes)
         return MemoryCache(self._pool, layout, salt, adapter)

@@ -37,8 +37,7 @@ class RemoteStore(Store, RemoteObjects):
         """See ``Store.name``."""
         return str(self._node.about.name)
 
-    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> RemoteCache:
-        """See ``Store.cache``."""
+    def _cache(self, layout: Layout, salt: str, adapter: str) -> RemoteCache:
         self._node.check_open()
         check_cache(layout, salt, adapter, self._node.about.extent_bytes)
         cache = RemoteCache(self._node, layout, salt, adapter)

@@ -1,0 +1,341 @@
+"""GroupedCache: the pages of a model with several cache groups, as one cache."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.arguments import check_seconds
+from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_fill, on_device
+from kvstore.client.grouped_lease import GroupedLease
+from kvstore.client.grouped_match import GroupedMatch
+from kvstore.client.match import ABSENT, Match
+from kvstore.client.prefix_cache import PrefixCache
+from kvstore.errors import InvalidRequest
+from kvstore.model.groups import (
+    GROUPS_MAX,
+    GroupedKeys,
+    Lack,
+    SinglePages,
+    boundary_tokens,
+    is_chained,
+    longest_boundary,
+    pages_needed,
+)
+from kvstore.model.prefix import Keys, as_tokens
+from kvstore.model.replica import Tier
+from kvstore.model.retention import Retention, hints_of
+from kvstore.tier.host_memory import empty
+
+Asked = Callable[[PrefixCache, Keys], Match]
+
+
+class GroupedCache:
+    """Pages of several layouts, the cache groups of one model, under one tenant salt and adapter: sliding windows
+    beside full attention, an indexer beside MLA, states. Made by ``Store.cache`` of a list of layouts; lives as long as
+    its store.
+
+    A hit is the longest *boundary* that every group has: a number of tokens, a multiple of each group's
+    ``page_tokens``. There a full group needs all pages before it, a window group those that hold the ``window - 1``
+    tokens before it, a state group the page that ends there. What a group does not need there need not be stored.
+
+    Pages of full groups are those of the layout's own ``PrefixCache``. Those of window and state groups are found one
+    by one, so they have keys of their own: a ``PrefixCache`` of such a layout does not find them, nor this one its.
+
+    ``tokens`` in every verb is a prompt, matched up to its last but one token, or ``GroupedKeys``, which name their
+    pages outright. ``extras`` are lists as for ``PrefixCache.keys``, one per group. Threads may share it.
+
+    Attributes:
+        groups: the cache of each layout, for verbs of one group: writers and readers, layer by layer, take what
+            ``GroupedKeys.parts`` gives.
+        layouts: as given.
+        boundary_tokens: boundaries are multiples of this.
+    """
+
+    def __init__(self, groups: Sequence[PrefixCache]) -> None:
+        if not 0 < len(groups) <= GROUPS_MAX:
+            raise InvalidRequest("layout", f"must be one to {GROUPS_MAX} layouts, not {len(groups)}")
+        self.groups: Final = tuple(groups)
+        self.layouts: Final = tuple(group.layout for group in groups)
+        self.boundary_tokens: Final = boundary_tokens(self.layouts)
+        self._roots = tuple(group.root for group in groups)
+        if len(set(self._roots)) < len(groups):
+            raise InvalidRequest("layout", "is that of two groups: tell them apart by Layout.group")
+
+    # --- keys -------------------------------------------------------------------------------------------------------
+
+    def keys(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None = None) -> GroupedKeys:
+        """Keys of all full pages of ``tokens`` in every group, to reuse over several calls.
+
+        Args:
+            extras: per group digests of the media inside each full page (``b""`` where none), or None.
+
+        Raises:
+            InvalidRequest: tokens are empty, negative, too large or no integers; extras do not fit the pages.
+        """
+        array = as_tokens(tokens)
+        return self._keys(array, len(array), self._extras(extras, len(array)))
+
+    def _extras(self, extras: Sequence[Sequence[bytes]] | None, tokens: int) -> list[list[bytes] | None]:
+        if extras is None:
+            return [None] * len(self.groups)
+        if not isinstance(extras, list | tuple) or len(extras) != len(self.groups):
+            raise InvalidRequest("extras", f"must be {len(self.groups)} lists, one per group")
+        for layout, each in zip(self.layouts, extras, strict=True):
+            if not hasattr(each, "__len__") or len(each) != tokens // layout.page_tokens:
+                raise InvalidRequest(
+                    "extras", f"must be {tokens // layout.page_tokens} bytes values for {layout.group!r}"
+                )
+        return [list(each) for each in extras]
+
+    def _keys(self, tokens: npt.NDArray[np.uint32], count: int, extras: list[list[bytes] | None]) -> GroupedKeys:
+        """Keys of the first ``count`` tokens."""
+        named: list[Keys | SinglePages] = []
+        used = tokens[:count]
+        for group, media in zip(self.groups, extras, strict=True):
+            layout = group.layout
+            cut = media[: count // layout.page_tokens] if media is not None else None
+            if is_chained(layout):
+                named.append(Keys.of(used, layout.page_tokens, group.root, cut))
+            else:
+                named.append(SinglePages(used, layout.page_tokens, group.root, cut))
+        return GroupedKeys(count, self.layouts, self._roots, named)
+
+    def _named(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None) -> GroupedKeys:
+        if type(tokens) is not GroupedKeys:
+            return self.keys(tokens, extras)
+        if tokens.roots != self._roots:
+            raise InvalidRequest("tokens", "these keys are of other layouts, salt or adapter")
+        if extras is not None:
+            raise InvalidRequest("extras", "are part of the keys already")
+        return tokens
+
+    def _asked(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None) -> GroupedKeys:
+        """Keys of the pages that a prompt can match: of all tokens but the last one."""
+        if type(tokens) is GroupedKeys:
+            return self._named(tokens, extras)
+        array = as_tokens(tokens)
+        return self._keys(array, len(array) - 1, self._extras(extras, len(array)))
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None = None) -> GroupedMatch:
+        """The longest boundary that every group has. A hint: no page is touched, kept or marked used.
+
+        Raises:
+            InvalidRequest: as ``keys``, or the store is closed.
+            NodeUnavailable, DeadlineExceeded: over gRPC, the node did not answer in time.
+        """
+        return self._found(self._asked(tokens, extras), {}, _look_up)
+
+    def get(
+        self,
+        tokens: Any,
+        out: Sequence[Any] | None = None,
+        *,
+        extras: Sequence[Sequence[bytes]] | None = None,
+        verify: bool | None = None,
+    ) -> GroupedMatch:
+        """Copy what the longest boundary needs into ``out``; every page is proven to be what was asked for.
+
+        Args:
+            out: a buffer per group, as for ``PrefixCache.get``. Row ``i`` of it gets page ``match.pages[group][i]``: of
+                a full group page ``i``, of a window group the first page that the window needs comes first, of a state
+                group there is one row. Pages that are not needed have no rows. It must have rows for what the longest
+                boundary asked for needs, ``rows(tokens)``. None allocates ``match.data``.
+            verify: as for ``PrefixCache.get``.
+
+        Rows after those of the match are not changed, except that rows of a longer boundary may have been written
+        where one of its pages was evicted, or could not be proven, while it was read: then the next shorter boundary is
+        tried. Nothing raises for a miss.
+
+        Raises:
+            InvalidRequest: as ``keys``; a buffer is too small, read-only or not contiguous (nothing was copied).
+            DeviceLost, DeadlineExceeded, NodeUnavailable: as ``PrefixCache.get``.
+        """
+        keys = self._asked(tokens, extras)
+        buffers = self._to_fill(keys, out)
+        lost: dict[Lack, str] = {}
+        while True:
+            match = self._found(keys, lost, _look_up)
+            data = None if buffers else list(map(_room, match.pages, self.groups))
+            tiers, nodes = Counter[Tier](), Counter[str]()
+            if self._copy(keys, match, buffers or data or [], verify, lost, tiers, nodes):
+                return match.read(data, tiers, nodes)
+
+    def _copy(
+        self,
+        keys: GroupedKeys,
+        match: GroupedMatch,
+        buffers: Sequence[Any],
+        verify: bool | None,
+        lost: dict[Lack, str],
+        tiers: Counter[Tier],
+        nodes: Counter[str],
+    ) -> bool:
+        """Whether all pages of the match could be read; adds the one that could not to ``lost``."""
+        for number, (group, needed, rows) in enumerate(zip(self.groups, match.pages, buffers, strict=True)):
+            row = 0
+            for part in keys.parts(number, needed):
+                got = group.get(part, rows[row : row + len(part)], verify=verify)
+                row += got.pages
+                if got.pages < len(part):
+                    lost[Lack(number, needed.start + row)] = got.reason
+                    return False
+                tiers.update(got.tiers)
+                nodes.update(got.nodes)
+        return True
+
+    def rows(self, tokens: Any) -> tuple[int, ...]:
+        """Of each group the most rows that a ``get`` of these tokens, or keys, may fill."""
+        count = tokens.tokens if type(tokens) is GroupedKeys else len(as_tokens(tokens)) - 1
+        boundary = count // self.boundary_tokens * self.boundary_tokens
+        return tuple(len(pages_needed(layout, boundary)) for layout in self.layouts)
+
+    def _to_fill(self, keys: GroupedKeys, out: Sequence[Any] | None) -> list[Rows | DeviceRows] | None:
+        if out is None:
+            return None
+        self._check_groups(out, "out")
+        return [
+            (device_rows_to_fill if on_device(buffer) else rows_to_fill)(buffer, group.page_bytes, rows)
+            for buffer, group, rows in zip(out, self.groups, self.rows(keys), strict=True)
+        ]
+
+    def _check_groups(self, values: Any, field: str) -> None:
+        if not isinstance(values, list | tuple) or len(values) != len(self.groups):
+            raise InvalidRequest(field, f"must be a list of {len(self.groups)}, one per group")
+
+    def _found(self, keys: GroupedKeys, lost: Mapping[Lack, str], ask: Asked) -> GroupedMatch:
+        """The longest boundary whose pages ``ask`` finds, without those that are known to be ``lost``."""
+        leading, singles = [0] * len(self.groups), dict[Lack, Match]()
+        chains = dict[int, Match]()
+        for number, group in enumerate(self.groups):
+            if is_chained(group.layout):
+                parts = keys.parts(number, range(keys.pages(number)))
+                chains[number] = found = ask(group, parts[0]) if parts else Match(0, 0, "")
+                leading[number] = min([found.pages, *(each.page for each in lost if each.group == number)])
+
+        def has(number: int, page: int) -> bool:
+            each = Lack(number, page)
+            if each in lost:
+                return False
+            singles[each] = match = ask(self.groups[number], keys.parts(number, range(page, page + 1))[0])
+            return match.pages == 1
+
+        boundary, lack = longest_boundary(self.layouts, leading, keys.tokens, has)
+        needed = keys.needed(boundary)
+        matches = [
+            singles[Lack(number, page)] for number, pages in enumerate(needed) for page in pages if number not in chains
+        ]
+        for number, match in chains.items():
+            if match.pages > len(needed[number]) > 0:
+                match = ask(self.groups[number], keys.parts(number, needed[number])[0])
+            matches += [match] if needed[number] else []
+        tiers, nodes = Counter[Tier](), Counter[str]()
+        for match in matches:
+            tiers.update(match.tiers)
+            nodes.update(match.nodes)
+        reason = lost.get(lack, ABSENT) if lack is not None else ""
+        return GroupedMatch(boundary, needed, reason, lack.group if lack is not None else None, None, tiers, nodes)
+
+    def prefetch(
+        self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[Sequence[bytes]] | None = None
+    ) -> GroupedMatch:
+        """Have the node bring to DRAM what the longest stored boundary needs; returns the longest that is there then.
+
+        Raises:
+            InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+        """
+        deadline = time.monotonic() + check_seconds(timeout_s, "timeout_s")
+        keys = self._asked(tokens, extras)
+
+        def bring(group: PrefixCache, pages: Keys) -> Match:
+            return group.prefetch(pages, max(1e-3, deadline - time.monotonic()))
+
+        match = self.lookup(keys)
+        found = self._found(keys.upto(match.tokens), {}, bring) if match else match
+        return found if found.reason else found.because(match.reason, match.group)
+
+    def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[Sequence[bytes]] | None = None) -> GroupedLease:
+        """Read-only views of what the longest boundary needs, without a copy: ``with cache.lease(tokens) as lease``.
+
+        Raises:
+            InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
+        """
+        keys = self._asked(tokens, extras)
+        return GroupedLease(self.groups, keys, ttl_s, lambda lost: self._found(keys, lost, _look_up))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        tokens: Any,
+        pages: Sequence[Any],
+        extras: Sequence[Sequence[bytes]] | None = None,
+        *,
+        checksum: bool = False,
+        wait: bool = False,
+        retention: Retention | Sequence[Retention] = (),
+    ) -> tuple[int, ...]:
+        """Store pages of ``tokens``; returns of each group how many were new. Pages already in DRAM are skipped.
+
+        Args:
+            pages: per group what there is of it: a buffer ``[full pages, page_bytes]`` with all its pages; or a pair of
+                a range and a buffer, ``(range(4, 6), [2, page_bytes])``, with those pages alone; or None. Pages of a
+                full group that do not begin with the first are stored where those before them are.
+            checksum, wait, retention: as for ``PrefixCache.put``.
+
+        Raises:
+            InvalidRequest: as ``PrefixCache.put``; a range is not within the full pages. Nothing was stored.
+            QuotaExceeded, NodeUnavailable, DeadlineExceeded, DeviceLost: as ``PrefixCache.put``; pages of some groups
+                may be stored.
+        """
+        keys = self._named(tokens, extras)
+        self._check_groups(pages, "pages")
+        puts: list[tuple[range, list[Keys], Any, bytes]] = []
+        for number, (group, given) in enumerate(zip(self.groups, pages, strict=True)):
+            which, buffer = _given(given, keys.pages(number))
+            rows = any_rows(buffer, group.page_bytes, len(which)) if buffer is not None else None
+            hints = hints_of(retention, keys.pages(number), group.layout.page_tokens) if retention != () else b""
+            puts.append((which, keys.parts(number, which), rows, hints))
+        new = [0] * len(puts)
+        for number, (which, parts, rows, hints) in enumerate(puts):
+            row = 0
+            for part in parts:
+                hinted = part.hinted(hints[which.start + row : which.start + row + len(part)])
+                data = rows[row : row + len(part)]
+                new[number] += self.groups[number].put(hinted, data, checksum=checksum, wait=wait)
+                row += len(part)
+        return tuple(new)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("store", "cannot be pickled: call kvstore.connect() in the other process")
+
+
+def _look_up(group: PrefixCache, pages: Keys) -> Match:
+    return group.lookup(pages)
+
+
+def _room(pages: range, group: PrefixCache) -> Rows:
+    return empty((len(pages), group.page_bytes))
+
+
+def _given(given: Any, pages: int) -> tuple[range, Any]:
+    """Which pages of a group are given, and where."""
+    if given is None:
+        return range(0), None
+    if not isinstance(given, tuple):
+        return range(pages), given
+    which = given[0] if len(given) == 2 else None
+    if not isinstance(which, range) or which.step != 1:
+        raise InvalidRequest("pages", "must be a buffer, or a pair of a range and a buffer, or None, for each group")
+    if which and not 0 <= which.start < which.stop <= pages:
+        raise InvalidRequest("pages", f"{which} is not within the {pages} full pages")
+    return which, given[1]
