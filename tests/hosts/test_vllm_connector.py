@@ -67,19 +67,20 @@ class VllmEngine(Process):
         assert len(found) >= count, f"{what}: {self.errors.read_text(errors='replace')[-3000:]}"
         return found[count - 1]
 
-    def ask(self, prompts: list[Tokens]) -> None:
+    def ask(self, prompts: list[Tokens], salt: str = "") -> None:
         """Tell it prompts."""
         self._asked += 1
-        self.stdin.write(json.dumps({"prompts": prompts, "tokens": TOKENS}).encode() + b"\n")
+        told = {"prompts": prompts, "tokens": TOKENS, "salt": salt}
+        self.stdin.write(json.dumps(told).encode() + b"\n")
         self.stdin.flush()
 
     def answered(self) -> dict[str, Any]:
         """What it answered to what it was told last."""
         return self.wait_for("answered", self._asked, ANSWER_S)
 
-    def answer(self, prompts: list[Tokens]) -> tuple[list[Tokens], list[int]]:
+    def answer(self, prompts: list[Tokens], salt: str = "") -> tuple[list[Tokens], list[int]]:
         """Answers, and how many tokens of each prompt were cached."""
-        self.ask(prompts)
+        self.ask(prompts, salt)
         found = self.answered()
         return found["tokens"], found["cached"]
 
@@ -212,6 +213,18 @@ def test_one_prefills_and_another_decodes(plain: dict[str, Any], machine: Machin
     assert again == expected and cached != by_hand(asked), "it does not load"
 
 
+def test_salts_keep_pages_apart(plain: dict[str, Any], machine: Machine) -> None:
+    """A request's ``cache_salt``, which its user chooses, of any length."""
+    asked, expected = prompts(), plain["tokens"]
+    machine.serve("pool", dram="64MiB")
+    one = engine(machine, plain["model"], transfer("pool"))
+    one.wait_for("ready")
+    for salt in ("", "mine", "m" * 100_000):
+        first, cached = one.answer(asked, salt)
+        assert first == expected and cached != by_hand(asked), "another's pages"
+        assert one.answer(asked, salt) == (expected, by_hand(asked))
+
+
 def test_what_cannot_be_is_said_at_the_start(machine: Machine, tmp_path: Path) -> None:
     path = model(tmp_path, "llama")
     window = model(tmp_path, "window")
@@ -220,6 +233,7 @@ def test_what_cannot_be_is_said_at_the_start(machine: Machine, tmp_path: Path) -
         "no node named 'nowhere'": engine(machine, path, transfer("nowhere")),
         "there is no setting 'pages'": engine(machine, path, transfer("pool", pages=3)),
         "full attention": engine(machine, window, transfer("pool")),
+        "kv_load_failure_policy": engine(machine, path, transfer("pool").replace("recompute", "fail")),
     }
     for why, one in started.items():
         assert why in one.wait_for("refused")["why"]

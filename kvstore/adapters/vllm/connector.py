@@ -42,6 +42,11 @@ class KVStoreConnector(KVConnectorBase_V1):
         unknown = sorted(set(extra) - set(SETTINGS))
         if unknown:
             raise ValueError(f"KVStoreConnector: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
+        transfer = self._kv_transfer_config
+        if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+            raise ValueError(
+                'KVStoreConnector: pages may go while they are loaded: set "kv_load_failure_policy": "recompute"'
+            )
         self._served = served(vllm_config, kv_cache_config, int(extra.get("page_blocks", 0)))
         self._salt = str(extra.get("salt", ""))
         try:
@@ -49,7 +54,6 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._store.cache(self._served.layout, self._salt)
         except KVStoreError as error:
             raise ValueError(f"KVStoreConnector: {error}") from error
-        transfer = self._kv_transfer_config
         self._planner: Planner | None = None
         self._mover: BlockMover | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvstore.adapters.vllm.served import RootCaches
 from kvstore.errors import KVStoreError, Unavailable
 
 if TYPE_CHECKING:
@@ -39,12 +40,11 @@ class BlockMover:
     """
 
     def __init__(self, store: Store, served: PagedModel, salt: str, tensors: dict[str, torch.Tensor]) -> None:
-        self._store = store
         self._served = served
-        self._salt = salt
         self._layers = [tensors[name] for name in served.layers]
         _check(served, self._layers)
-        self._caches: dict[str, PrefixCache] = {}
+        self._loads_from = RootCaches(store, served.layout, salt)  # of the loading thread
+        self._saves_to = RootCaches(store, served.layout, salt)
         self._pool = ThreadPoolExecutor(1, "kvstore-load")
         self._lock = threading.Lock()
         self._loading: dict[str, Future[None]] = {}
@@ -94,7 +94,7 @@ class BlockMover:
             rows = self._rows(min(step, len(move.keys)))
             for start in range(0, len(move.keys), step):
                 keys = move.keys[start : start + step]
-                found = self._get(self._cache(move.adapter), keys, rows[: len(keys)].flatten(1))
+                found = self._get(self._loads_from.of(move.adapter), keys, rows[: len(keys)].flatten(1))
                 self._scatter(rows[: found.pages], move.blocks[start * page_blocks :], move.first - start * page_blocks)
                 done += found.pages
                 if found.pages < len(keys):
@@ -117,7 +117,7 @@ class BlockMover:
             tensor[ids] = self._in_blocks(rows[:, layer]).flatten(0, 1)[first:]
 
     def _save(self, move: BlockMove) -> None:
-        step, page_blocks, cache = self._step(), self._served.page_blocks, self._cache(move.adapter)
+        step, page_blocks, cache = self._step(), self._served.page_blocks, self._saves_to.of(move.adapter)
         rows = self._rows(min(step, len(move.keys)))
         for start in range(0, len(move.keys), step):
             keys = move.keys[start : start + step]
@@ -157,14 +157,6 @@ class BlockMover:
 
     def _step(self) -> int:
         return max(1, BUFFER_BYTES // self._served.layout.page_bytes)
-
-    def _cache(self, adapter: str) -> PrefixCache:
-        found = self._caches.get(adapter)
-        if found is None:
-            if len(self._caches) >= 1024:
-                self._caches.clear()
-            found = self._caches[adapter] = self._store.cache(self._served.layout, self._salt, adapter)
-        return found
 
 
 def _check(served: PagedModel, layers: list[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvstore.adapters.vllm.served import RootCaches, adapter_of
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CACHES_MAX = 1024  # of salts and adapters, kept ready
 LOADS_MAX = 2  # of one request: whose load failed, or who was preempted, asks again; and pages may be found for ever
 
 
@@ -74,12 +74,10 @@ class Planner:
     """Of the scheduler's thread alone."""
 
     def __init__(self, store: Store, served: PagedModel, salt: str, *, loads: bool, saves: bool) -> None:
-        self._store = store
         self._served = served
-        self._salt = salt
+        self._caches = RootCaches(store, served.layout, salt)
         self._loads = loads
         self._saves = saves
-        self._caches: dict[str, PrefixCache] = {}
         self._tracked: dict[str, _Tracked] = {}
         self._moves = StepMoves()
         self._told: set[str] = set()
@@ -89,7 +87,10 @@ class Planner:
     def found(self, request: Request, computed: int) -> int:
         """Tokens beyond ``computed`` that the store has; never the last one, which has to be computed."""
         tracked = self._track(request)
-        if tracked is None or not self._loads or tracked.loads == LOADS_MAX:
+        if tracked is None or not self._loads:
+            return 0
+        if tracked.loads == LOADS_MAX:
+            tracked.stored = 0  # what was found is of no use: it is saved again
             return 0
         page_tokens = self._served.layout.page_tokens
         asked = (request.num_tokens - 1) // page_tokens
@@ -167,20 +168,10 @@ class Planner:
         if request.mm_features or request.prompt_token_ids is None or request.pooling_params is not None:
             self._tell_once("requests with media, embeddings or pooling are not stored")
             return None
-        lora = request.lora_request
-        adapter = "\n".join(filter(None, (f"{lora.lora_name}@{lora.lora_path}" if lora else "", request.cache_salt)))
-        cache = self._cache(adapter)
-        tracked = _Tracked(request, cache, adapter)
+        adapter = adapter_of(request)
+        tracked = _Tracked(request, self._caches.of(adapter), adapter)
         self._tracked[request.request_id] = tracked
         return tracked
-
-    def _cache(self, adapter: str) -> PrefixCache:
-        found = self._caches.get(adapter)
-        if found is None:
-            if len(self._caches) >= CACHES_MAX:
-                self._caches.clear()
-            found = self._caches[adapter] = self._store.cache(self._served.layout, self._salt, adapter)
-        return found
 
     def _keys(self, tracked: _Tracked, pages: int) -> Keys:
         """Of the first pages."""

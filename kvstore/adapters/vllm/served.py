@@ -22,7 +22,12 @@ from kvstore.model.shard import Shard
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
+    from kvstore.client.prefix_cache import PrefixCache
+    from kvstore.client.store import Store
+
+ROOTS_MAX = 1024  # of salts and adapters, whose caches are kept ready
 PAGE_TOKENS_MIN = 64  # what a page has at least, where nobody says how many blocks it has
 # Of a model's folder: what tells its weights apart without reading gigabytes.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
@@ -44,6 +49,37 @@ class PagedModel:
     block_size: int
     page_blocks: int
     shard: Shard
+
+
+class RootCaches:
+    """The caches of one tenant, by the adapter part of their roots. Of one thread."""
+
+    def __init__(self, store: Store, layout: Layout, salt: str) -> None:
+        self._store = store
+        self._layout = layout
+        self._salt = salt
+        self._caches: dict[str, PrefixCache] = {}
+
+    def of(self, adapter: str) -> PrefixCache:
+        """Made when it is asked for first."""
+        found = self._caches.get(adapter)
+        if found is None:
+            if len(self._caches) >= ROOTS_MAX:
+                self._caches.clear()
+            found = self._caches[adapter] = self._store.cache(self._layout, self._salt, adapter)
+        return found
+
+
+def adapter_of(request: Request) -> str:
+    """What keeps this request's pages apart from others of its tenant: its LoRA and its ``cache_salt``.
+
+    A digest, as users choose the salt: none looks like another's LoRA, however long it is.
+    """
+    lora, salt = request.lora_request, request.cache_salt
+    if lora is None and not salt:
+        return ""
+    told = [[lora.lora_name, lora.lora_path] if lora else [], salt or ""]
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
 def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedModel:
@@ -76,7 +112,7 @@ def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedM
     content: dict[str, Any] = {"mla_latent": spec.head_size} if mla else {"head_dim": spec.head_size}
     layout = Layout(
         model=model.model,
-        revision=model.revision or "",
+        revision=getattr(model.hf_config, "_commit_hash", None) or model.revision or "",
         weights_digest=_weights(config),
         layers=model.get_total_num_hidden_layers(),
         kv_heads=heads,

@@ -1,8 +1,8 @@
 """A vLLM engine as a process of its own, in vLLM's environment: it answers prompts that are told line by line.
 
-A line is JSON: ``prompts``, lists of token ids, and ``tokens``, how many each answer has. The answer is a line with
-``event`` ``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were, and ``took_s``. Its own
-prefix cache is empty afterwards.
+A line is JSON: ``prompts``, lists of token ids, their ``salt``, and ``tokens``, how many each answer has. The answer
+is a line with ``event`` ``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were, and
+``took_s``. Its own prefix cache is empty afterwards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def main(model: str, transfer: str) -> None:
         told = json.loads(line)
         sampling = SamplingParams(temperature=0, max_tokens=told["tokens"], ignore_eos=True, detokenize=False)
         start_s = time.monotonic()
-        answers = llm.generate([{"prompt_token_ids": each} for each in told["prompts"]], sampling, use_tqdm=False)
+        salted = {"cache_salt": told["salt"]} if told["salt"] else {}
+        asked = [{"prompt_token_ids": each, **salted} for each in told["prompts"]]
+        answers = llm.generate(asked, sampling, use_tqdm=False)
         took_s = time.monotonic() - start_s
         llm.reset_prefix_cache()
         tokens = [list(answer.outputs[0].token_ids) for answer in answers]
