@@ -31,6 +31,7 @@ from kvstore.errors import InvalidRequest
 ENV_PREFIX = "KVSTORE_ENGINE_"
 WITHOUT_NODE = "none"
 CODECS = ("none", "int8")
+MOUNTS = ("auto", "none")
 DTYPES = ("float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
@@ -109,6 +110,10 @@ class EngineConfig(DaemonConfig):
         1.0, parse_number, "Share of the arena that may keep pages of requests that have ended; 0: none."
     )
     """Share of the arena that may keep pages of requests that have ended, until frames are needed; 0: none are kept."""
+    mount: str = setting(
+        "auto", parse_text, "Whether other processes of the machine read kept pages.", metavar="|".join(MOUNTS)
+    )
+    """auto: the node of this machine knows the pages that are kept, and its other processes read them; none: not so."""
     dtype: str = setting("float32", parse_text, "Of weights and KV.", metavar="|".join(DTYPES))
     """Of weights and KV: float32, bfloat16 or float16."""
     seed: int = setting(0, parse_count, "Of a preset's weights.")
@@ -156,12 +161,18 @@ class EngineConfig(DaemonConfig):
     drain_s: float = setting(10.0, parse_number, "Seconds that requests under way have when the engine is told to end.")
     """How long the engine waits at its end for requests under way."""
 
+    @property
+    def unmounted(self) -> str:
+        """Why the node is not to know what the arena keeps; "" where it is."""
+        return "mount is none" if self.mount == "none" else "" if self.keep_pages else "keep_pages is 0"
+
     def __post_init__(self) -> None:
         require("model", self.model != "", "is missing: a folder, or a preset such as tiny-llama", self.model)
         require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
         require("listen", bool(self.listen), "needs an address", self.listen)
         self.check_daemon()
         require("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}", self.dtype)
+        require("mount", self.mount in MOUNTS, f"must be one of {', '.join(MOUNTS)}", self.mount)
         require("compress", self.compress in CODECS, f"must be one of {', '.join(CODECS)}", self.compress)
         parse_link(self.link)
         for name, low, high in (

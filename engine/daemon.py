@@ -67,6 +67,9 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         store = _connect(config)
         if store is not None:
             life.at_end(store.close)
+        home = _home(config, store)
+        if home is not None:
+            life.at_end(home.close)
         import torch  # only here: torch and transformers take seconds
 
         from engine.compute.models import load_model
@@ -76,7 +79,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
             torch.set_num_threads(config.threads)  # a model is run once to be loaded
         model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
         gc.freeze()  # what torch and transformers made lives as long as we do: no collection need look at it
-        _run(config, model, store, membership, life, announce)
+        _run(config, model, store, home, membership, life, announce)
 
 
 def _connect(config: EngineConfig) -> Store | None:
@@ -86,10 +89,18 @@ def _connect(config: EngineConfig) -> Store | None:
     return kvstore.connect(config.node or None, POOL_S)
 
 
+def _home(config: EngineConfig, store: Store | None) -> Store | None:
+    """The same node once more, where it is one of this machine that may know the arena: in a session of the arena's."""
+    if store is None or not store.reads_without_node or config.unmounted:
+        return None
+    return kvstore.connect(store.name, POOL_S)
+
+
 def _run(
     config: EngineConfig,
     model: Model,
     store: Store | None,
+    home: Store | None,
     membership: Membership | None,
     life: Life,
     announce: Callable[[Ready], None],
@@ -100,7 +111,7 @@ def _run(
 
     tally = EngineTally()
     others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it
-    engine = Engine(config, model, store, lambda address: others.enter_context(EngineClient(address)), tally)
+    engine = Engine(config, model, store, lambda address: others.enter_context(EngineClient(address)), tally, home)
     server = EngineServer(config, engine, model, tally)
     place: ClusterPlace | None = None
     engine.start()

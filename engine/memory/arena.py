@@ -31,18 +31,26 @@ class Arena:
 
     Args:
         k_dim: elements of K (MLA: of the latent) in the content of a token and head; V (MLA: the rope key) follows.
+        memory: of a host, ``[frames, page_bytes]``, contiguous zeros, where it is not to be memory of its own.
 
     Attributes:
         pages: ``[frames, layers, kv_heads, page_tokens, content]``.
     """
 
-    def __init__(self, layout: kvstore.Layout, frames: int, k_dim: int, device: str = "cpu") -> None:
+    def __init__(
+        self, layout: kvstore.Layout, frames: int, k_dim: int, device: str = "cpu", memory: Bytes | None = None
+    ) -> None:
         assert frames > 0 and layout.dtype in DTYPES, (frames, layout.dtype)
         assert 0 < k_dim <= layout.shape[-1], (k_dim, layout.shape)
         self.layout = layout
         self.k_dim = k_dim
         self.device = torch.device(device)
-        self.pages = _zeros((frames, *layout.shape), DTYPES[layout.dtype], self.device)
+        shape, dtype = (frames, *layout.shape), DTYPES[layout.dtype]
+        if memory is None:
+            self.pages = _zeros(shape, dtype, self.device)
+        else:
+            assert memory.shape == (frames, layout.page_bytes) and memory.flags.c_contiguous, memory.shape
+            self.pages = torch.from_numpy(memory).view(-1).view(dtype).view(shape)
         self.frames_total = frames
         self._bytes: Bytes | None = None
         if self.device.type == "cpu":

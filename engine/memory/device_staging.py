@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from engine.memory.staging import HostStaging, Staging
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
 from kvstore.tier.device_copies import CopyStream, PinnedBounce, PinnedBounces, places_in
+
+if TYPE_CHECKING:
+    from kvstore.tier.cuda import CudaDevice
 
 Bytes = npt.NDArray[np.uint8]
 Runs = Sequence[tuple[int, int, int]]
@@ -239,6 +242,16 @@ def staging_of(arena: Arena) -> Staging:
     """
     if arena.device.type == "cpu":
         return HostStaging(arena)
+    device = device_of(arena)
+    return DeviceStaging(arena, device, device.stream_of(torch.cuda.current_stream(arena.device).cuda_stream))
+
+
+def device_of(arena: Arena) -> CudaDevice:
+    """The device that an arena is on, by its driver.
+
+    Raises:
+        InvalidRequest: it cannot be had.
+    """
     from kvstore.tier import cuda
 
     found = cuda.find()
@@ -246,4 +259,4 @@ def staging_of(arena: Arena) -> Staging:
     device = next((each for each in found.devices if each.name == name), None)
     if device is None:
         raise InvalidRequest("device", f"{name} cannot be used: {found.missing or 'the driver does not know it'}")
-    return DeviceStaging(arena, device, device.stream_of(torch.cuda.current_stream(arena.device).cuda_stream))
+    return device

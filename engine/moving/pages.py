@@ -1,23 +1,27 @@
 """Pages: which frames hold the pages that ``engine.state`` has numbered.
 
 A page that a sequence has left in the arena has nobody who knows its tokens any more. They are remembered here, so that
-the pool can be given a page that it lost, or never had, before the frame is used for another one.
+the pool can be given a page that it lost, or never had, before the frame is used for another one. From then on other
+processes of the machine find it here (``memory.mounting``), until its frame is unused: nobody writes into it meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.memory.arena import Arena
+from engine.memory.arena import Arena, runs
+from engine.memory.mounting import MountedArena
 from engine.moving.store_side import Pool
 from engine.moving.stored import keys_to_store
 from engine.moving.work import Work
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.model.prefix import Keys
+from kvstore.tier.device import DeviceLost
 
 
 class LeftPage(NamedTuple):
@@ -34,10 +38,11 @@ class LeftPage(NamedTuple):
 
 @dataclass(slots=True)
 class PlacedPage:
-    """A page in its frame. ``left``: once a sequence left it here, and there is a pool."""
+    """A page in its frame. ``left``: once a sequence left it here, and there is a pool. ``shown``: others find it."""
 
     frame: int
     left: LeftPage | None = None
+    shown: bool = False
 
 
 class ArenaPages:
@@ -46,13 +51,18 @@ class ArenaPages:
     A page is placed (``take``) -> it may outlive its sequence (``give_back``) -> its frame is unused: its sequence did
     not leave it here, or it was evicted. A page number is used once.
 
+    Args:
+        finish: returns when the device has computed what it was given.
+
     Attributes:
         demoted: pages that the pool lacked, and was given before their frames were reused.
     """
 
-    def __init__(self, arena: Arena, pool: Pool) -> None:
+    def __init__(self, arena: Arena, pool: Pool, mounted: MountedArena, finish: Callable[[], None]) -> None:
         self._arena = arena
         self._pool = pool
+        self._mounted = mounted
+        self._finish = finish
         self.demoted = 0
         self._placed: dict[int, PlacedPage] = {}
 
@@ -73,6 +83,10 @@ class ArenaPages:
         """A request has no pages any more: some are gone, and those of its leading tokens may stay."""
         self.evict(freed)
         work.frames = None
+        self._remember(work, stay)
+        self._show(work, stay)
+
+    def _remember(self, work: Work, stay: list[int]) -> None:
         cache = self._pool.written_to(work)
         if cache is None or all(self._placed[number].left is not None for number in stay):
             return
@@ -86,10 +100,42 @@ class ArenaPages:
                 page.left = LeftPage(cache, keys.root, keys.tag, before, link, tokens, hint)
             before = link
 
+    def _show(self, work: Work, stay: list[int]) -> None:
+        """Others are to find these leading pages of a request. All at once, and at its end: not step by step."""
+        fresh = [index for index, number in enumerate(stay) if not self._placed[number].shown]
+        if not fresh or work.cache is None or not self._pool.up or self._mounted.why:
+            return
+        try:
+            self._finish()
+        except DeviceLost as error:  # the next step says so, too
+            self._mounted.end(str(error))
+            return
+        # What is here is exact, whatever replicas the pool is given.
+        keys = keys_to_store(work.cache, work, 0, len(stay))
+        for _, first, count in runs(fresh):
+            pages = [self._placed[number] for number in stay[first : first + count]]
+            shown = self._mounted.show(keys[first : first + count], [page.frame for page in pages])
+            for page in pages:
+                page.shown = shown
+
+    def hide(self, why: str) -> None:
+        """Others find nothing here any more."""
+        self._mounted.end(why)
+
     def evict(self, pages: list[int]) -> None:
         """Their frames are unused."""
         if pages:
-            self._arena.give_back(torch.tensor([self._placed.pop(number).frame for number in pages]))
+            placed = [self._placed.pop(number) for number in pages]
+            shown = [page.frame for page in placed if page.shown]
+            if shown:
+                self._mounted.hide(shown)
+            self._arena.give_back(torch.tensor([page.frame for page in placed]))
+
+    def clear(self, work: Work) -> None:
+        """Return when its frames may be written into: others may still read what was there before. Any thread that was
+        told to load, and before it does."""
+        assert work.frames is not None
+        self._mounted.clear(work.frames[work.shared_pages :].tolist())
 
     def offer(self, pages: list[int]) -> None:
         """Write to the pool what it lacks of these, consecutive ones of a chain."""

@@ -31,6 +31,7 @@ from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.replica import Tier
 from kvstore.tier.device import DeviceLost
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class Pool:
         for tier, pages in found.tiers.items():
             name = f"{tier.name.lower()}{kind}"
             work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
+        work.from_arenas = work.from_arenas or Tier.HBM in found.tiers
         work.spent.loaded_bytes += found.pages * cache.page_bytes
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -221,11 +223,18 @@ class Pool:
 
     def written(self, work: Work, pages: int) -> int:
         """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say."""
+        return self._ask(work, pages, stored)
+
+    def readable(self, work: Work, pages: int) -> int:
+        """The same, with those that are in an engine's arena alone."""
+        return self._ask(work, pages, lambda cache, keys: cache.lookup(keys).pages)
+
+    def _ask(self, work: Work, pages: int, ask: Callable[[PrefixCache, Keys], int]) -> int:
         if work.cache is None or not pages or not self._readable:
             return 0
         found = 0
         with self.forgiven():
-            found = stored(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]))
+            found = ask(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]))
         return found
 
     @property

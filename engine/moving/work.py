@@ -39,7 +39,7 @@ class Spent:
 
 class Work:
     """One request here. Belongs to the engine's thread; a thread that was told to load or to move has its frames,
-    ``spent`` and ``lossy`` until it is done. Any thread may tell its client.
+    ``spent``, ``lossy`` and ``from_arenas`` until it is done. Any thread may tell its client.
 
     Attributes:
         number: what ``engine.state`` knows it by.
@@ -49,6 +49,7 @@ class Work:
         shared_pages: leading pages that were in the arena when it came: nobody writes there.
         stored_pages: leading pages that are known to be in the pool.
         keys: of its full pages, for whoever stores them, and the cache that made them.
+        from_arenas: some pages were loaded out of another engine's arena: the pool may not have them.
         lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
         progress: of a prefill for another engine: what that may pull.
         first_token: of such a prefill, once it is drawn.
@@ -84,6 +85,7 @@ class Work:
         self.shared_pages = self.stored_pages = 0
         self.keys: tuple[PrefixCache, Keys] | None = None
         self.lossy = False
+        self.from_arenas = False
         self.spent = Spent()
         self.progress: Arrivals | None = None
         self.first_token = 0

@@ -23,9 +23,9 @@ from engine.compute.lost import translated
 from engine.compute.models import Model
 from engine.compute.runner import runner_of
 from engine.config import EngineConfig
-from engine.memory.arena import Arena
 from engine.memory.device_staging import staging_of
 from engine.memory.lossy import codecs
+from engine.memory.mounting import arena_of
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
 from engine.model.piece import Piece
@@ -62,6 +62,10 @@ class Engine:
     """Life: made (memory taken, nothing runs) -> ``start`` -> requests -> ``stop``, which fails what is still running.
 
     Every method may be called from any thread.
+
+    Args:
+        home: a store of the node of this machine, which knows from it what the engine's arena keeps. Nobody else has
+            it: its session is the arena's.
     """
 
     def __init__(
@@ -71,13 +75,16 @@ class Engine:
         store: Store | None,
         connect: Callable[[str], Peer],
         observer: Observer | None = None,
+        home: Store | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.layout = model.layout(config.page_tokens)
         self.observer = observer or Observer()
         frames = memory_frames(config.arena, self.layout)
-        self.arena = Arena(self.layout, frames, model.geometry.k_dim, str(model.device))
+        self.arena, self.mounted = arena_of(
+            self.layout, frames, model.geometry.k_dim, str(model.device), home, config.unmounted
+        )
         self.staging = staging_of(self.arena)
         self.pool = Pool(store, self.layout, self.staging, config.compress)
         self.pool.check()
@@ -108,6 +115,7 @@ class Engine:
             self.state,
             self._runner,
             self.staging,
+            self.mounted,
             self.pool,
             self._peers,
             self.prefills,
@@ -131,6 +139,7 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
         self.performer.stop()
+        self.mounted.end("the engine has ended", logging.DEBUG)
         self.pool.stop()
         self.staging.close()
 
@@ -211,7 +220,7 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
         performer, graphs = self.performer, self._runner.graphs
-        about = self.config, self.model, self.arena, self.pool, self.door, self.state, self.prefills
+        about = self.config, self.model, self.arena, self.mounted, self.pool, self.door, self.state, self.prefills
         return describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
 
     def set_role(self, role: Role) -> None:
@@ -266,7 +275,7 @@ class Engine:
         work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers)
         stored = 0
         if answers and request.prefill is None and (self.config.prefill or self._found):
-            stored = self.pool.written(work, work.prompt // work.page_tokens) * work.page_tokens
+            stored = self.pool.readable(work, work.prompt // work.page_tokens) * work.page_tokens
         with self._entry:
             self.door.enter(request.id, work.number)
         self.performer.works[work.number] = work

@@ -14,6 +14,7 @@ from engine.compute.runner import Forward
 from engine.compute.side_batches import SideBatches
 from engine.config import EngineConfig
 from engine.memory.lossy import Lossy
+from engine.memory.mounting import MountedArena
 from engine.memory.staging import Staging
 from engine.model.observer import Observer
 from engine.model.request import Admitted, Done, HandOff, Progress
@@ -56,6 +57,7 @@ class EnginePerformer:
         state: EngineState,
         runner: Forward,
         staging: Staging,
+        mounted: MountedArena,
         pool: Pool,
         peers: Peers,
         prefills: Prefills,
@@ -70,7 +72,7 @@ class EnginePerformer:
         self._vocab_size = vocab_size
         self._state = state
         self._arena, self._staging = staging.arena, staging
-        self.pages = ArenaPages(staging.arena, pool)
+        self.pages = ArenaPages(staging.arena, pool, mounted, staging.finish)
         self._pool = pool
         self._peers = peers
         self._prefills = prefills
@@ -115,6 +117,8 @@ class EnginePerformer:
 
     def handle(self, event: ev.Event) -> None:
         """Have the state decide about an event, and do what it says."""
+        if isinstance(event, ev.DeviceFailed):
+            self.pages.hide(str(event.error))
         for instruction in self._state.handle(event):
             self._verbs[type(instruction)](instruction)
 
@@ -142,6 +146,7 @@ class EnginePerformer:
 
         def load() -> None:
             try:
+                self.pages.clear(work)
                 tokens = self._pool.load(work)
             except DeviceLost as error:
                 self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))
@@ -150,7 +155,7 @@ class EnginePerformer:
                 self._inbox.post(error)
                 raise
             if tokens > work.shared_pages * work.page_tokens:
-                work.stored_pages = 0 if work.lossy else tokens // work.page_tokens
+                work.stored_pages = 0 if work.lossy or work.from_arenas else tokens // work.page_tokens
             self._inbox.post(ev.PrefixLoaded(time.monotonic(), work.number, tokens))
 
         self._loaders.submit(load)

@@ -11,6 +11,7 @@ from engine.compute.kernels import chosen
 from engine.compute.models import Model
 from engine.config import EngineConfig
 from engine.memory.arena import Arena
+from engine.memory.mounting import MountedArena
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
 from engine.state.door import Door
@@ -22,6 +23,7 @@ def describe(
     config: EngineConfig,
     model: Model,
     arena: Arena,
+    mounted: MountedArena,
     pool: Pool,
     door: Door,
     state: EngineState,
@@ -56,6 +58,7 @@ def describe(
             "kept": frames.kept,
             "shared": frames.shared,
         },
+        "mounted": {"segment": mounted.number, "why_not": mounted.why},
         "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,

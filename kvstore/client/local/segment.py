@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -23,7 +24,9 @@ from kvstore.tier.mounted import MountedTable, data_path
 from kvstore.tier.plain_files import open_plain
 from kvstore.transfer.exported import HOST, MountedMemory, SharedFrames, frames_in
 
-ANSWER_S: Final = 1.0  # for a node that has to be told, the log being full
+ANSWER_S: Final = 0.25  # for a node that has to be told, the log being full
+SILENCE_NS: Final = 1_000_000_000  # one that did not answer is not told so again before that
+CLOSE_S: Final = 1.0
 
 
 class LocalSegment:
@@ -50,6 +53,7 @@ class LocalSegment:
         self._generation = 1  # the next one
         self._retired: dict[int, int] = {}  # frame -> since when
         self._closed = False
+        self._silent_ns = 0  # until then the node is told by the log alone
         self.number = table.number
         self.pages: npt.NDArray[np.uint8] = np.empty((0, layout.page_bytes), np.uint8)
 
@@ -58,8 +62,10 @@ class LocalSegment:
         """How many it has."""
         return self._table.frames
 
-    def publish(self, keys: Keys, frames: Sequence[int]) -> None:
+    def publish(self, keys: Keys, frames: Sequence[int]) -> bool:
         """These consecutive pages of a chain are in these frames from now on, for every process of the machine.
+
+        Returns whether the node was told. Where it was not, being away, it finds them when it starts.
 
         Raises:
             InvalidRequest: keys of another layout, or as many frames as keys are needed; a frame is named twice, is not
@@ -79,11 +85,13 @@ class LocalSegment:
             spans = spans_of(keys.hashes, position, before)
             self._table.fill(frames, first, keys, position, spans)
             addresses = [Address(self.number, frame, first + i) for i, frame in enumerate(frames)]
+            told = True
             for start in range(0, len(frames), BATCH_MAX):
                 some = slice(start, start + BATCH_MAX)
                 head = keys.root + CHAINED.pack(position + start, spans[start - 1] if start else before)
                 body = (head, pack_addresses(addresses[some]), *keys.hashes[some])
-                self._tell(Op.PUBLISH, len(addresses[some]), body)
+                told = self._tell(Op.PUBLISH, len(addresses[some]), body) and told
+            return told
 
     def retire(self, frames: Sequence[int]) -> list[int]:
         """Nobody begins to read these frames' pages. Returns the frames that are free: they may be written into. The
@@ -121,7 +129,7 @@ class LocalSegment:
             for frame in range(self.frames):
                 self._table.clear(frame)
             try:
-                self._mapped.exchange(Op.UNMOUNT, a=self.number, timeout_s=ANSWER_S)
+                self._mapped.exchange(Op.UNMOUNT, a=self.number, timeout_s=CLOSE_S)
             except (Unavailable, InvalidRequest):  # it learns that when our session ends
                 return
 
@@ -147,25 +155,31 @@ class LocalSegment:
             if not 0 <= frame < self.frames:
                 raise InvalidRequest("frames", f"{frame} is not below {self.frames}")
 
-    def _tell(self, op: Op, count: int, body: tuple[bytes, ...]) -> None:
-        """By the log; where that has no room by a message. A node that is down finds the records at its next start."""
+    def _tell(self, op: Op, count: int, body: tuple[bytes, ...]) -> bool:
+        """By the log; where that has no room by a message. Whether it was told: a node that is down finds the records
+        at its next start, and of a frame it hears again when that is used again."""
         channel = self._mapped.channel
         publisher = channel.publisher
         request = encode(op, 0, count=count, a=self.number, flags=NO_REPLY, body=body)
         try:
-            if publisher is None or not publisher.publish(request, [], self._mapped.header):
+            if publisher is not None and publisher.publish(request, [], self._mapped.header):
+                if publisher.unheard:
+                    with contextlib.suppress(Unavailable):  # it looks there by itself, later
+                        channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
+                return True
+            if time.monotonic_ns() >= self._silent_ns:
                 channel.request(op, count=count, a=self.number, body=body, timeout_s=ANSWER_S).result()
-            elif publisher.unheard:
-                channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
+                return True
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
-            return  # what the node does not know costs a miss; of a frame it hears again when that is used again
+            self._silent_ns = time.monotonic_ns() + SILENCE_NS
+        return False
 
 
 def mount(node: LocalNode, layout: Layout, frames: int, memory: MountedMemory | None) -> LocalSegment:
     """See ``LocalStore.mount``."""
     mapped = node.writable()
     frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-    stride = memory.stride if memory is not None else frame_class.frame_bytes
+    stride = memory.stride if memory is not None else layout.page_bytes
     if memory is not None and (stride < layout.page_bytes or memory.nbytes < frames * stride):
         raise InvalidRequest("memory", f"{memory.nbytes} bytes hold no {frames} frames, {stride} bytes apart")
     export = memory.export() if memory is not None else b""

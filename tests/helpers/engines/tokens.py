@@ -333,7 +333,13 @@ class Lab:
         return store
 
     def engine(
-        self, preset: str, store: Store | None = None, *, observer: Observer | None = None, **config: Any
+        self,
+        preset: str,
+        store: Store | None = None,
+        *,
+        observer: Observer | None = None,
+        home: Store | None = None,
+        **config: Any,
     ) -> Engine:
         """One that runs. It is found by others under ``address_of``. It keeps no pages in its arena unless it is told
         to, so that what comes out of the store is seen."""
@@ -348,7 +354,7 @@ class Lab:
             "device": self.place.device,
             **config,
         }
-        made = Engine(EngineConfig(model=preset, **settings), model, store, self.connect, observer)
+        made = Engine(EngineConfig(model=preset, **settings), model, store, self.connect, observer, home)
         self.engines[address] = made
         self.presets[address] = preset
         made.start()

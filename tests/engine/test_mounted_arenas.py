@@ -1,0 +1,241 @@
+"""What an engine keeps in its arena is found by the other processes of its machine, and read there.
+
+``hbm`` in what an answer found are tokens of pages that some engine has: here mostly another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from engine.shell.engine import Engine
+from kvstore import Tier
+from kvstore.client.local import hbm
+from kvstore.client.store import Store
+from kvstore.errors import OutOfSpace
+from kvstore.tier import mounted
+from tests.helpers.engines.processes import prompt as drawn
+from tests.helpers.engines.processes import serve_engine
+from tests.helpers.engines.tokens import Lab, Tokens, check_answer, prompt
+from tests.helpers.inside import node_of
+from tests.helpers.processes import Machine, wait_until
+
+PAGE = 16
+PAGES = 6
+LONG_NS = 600 * 10**9
+EVERYTHING = 1 << 20
+
+
+@pytest.fixture
+def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch) as here:
+        yield here
+
+
+def keeper(lab: Lab, frames: int = 0, preset: str = "tiny-llama", **config: Any) -> Engine:
+    """An engine beside node "n" that has mounted its arena; with so many frames."""
+    if frames:
+        config["arena"] = frames * lab.engine(preset).layout.page_bytes
+    store, home = lab.machine.connect("n"), lab.machine.connect("n")
+    made = lab.engine(preset, store, home=home, keep_pages=1.0, **config)
+    assert made.mounted.number is not None, made.mounted.why
+    return made
+
+
+def in_arena_alone(one: Engine, store: Store, tokens: Tokens, salt: str = "") -> Any:
+    """The engine has answered this prompt; its keys, once only its arena has the pages."""
+    cache, pages = store.cache(one.layout, salt=salt), len(tokens) // PAGE
+    keys = cache.keys(tokens[: pages * PAGE])
+    wait_until("all is stored", lambda: cache.lookup(keys).tiers == {Tier.DRAM: pages})
+    store.evict(pages=EVERYTHING)
+    wait_until("its arena is known", lambda: cache.lookup(keys).tiers == {Tier.HBM: pages})
+    return keys
+
+
+def test_another_engine_reads_what_one_keeps_until_that_is_killed(machine: Machine) -> None:
+    """Two processes and their node. Of a pool that has lost all of it, nothing is computed again; tokens are equal."""
+    machine.serve("n", dram="16MiB")
+    owner = serve_engine(machine, node="n", keep_pages="0.9")
+    reader = serve_engine(machine, node="n", keep_pages="0")
+    store = machine.connect("n")
+    one, other = owner.client(), reader.client()
+    about = one.status()
+    assert about["mounted"]["segment"] is not None and other.status()["mounted"]["why_not"] == "keep_pages is 0"
+    cache = store.cache(kvstore.Layout(**about["layout"]["fields"]))
+    tokens = drawn(PAGES * PAGE + 3)
+    first = one.generate(tokens, max_tokens=8)
+
+    def lost() -> dict[Tier, int]:
+        store.evict(pages=EVERYTHING)
+        return cache.lookup(tokens).tiers
+
+    wait_until("only the arena has it", lambda: lost() == {Tier.HBM: PAGES})
+    match = cache.get(tokens)
+    assert match.tiers == {Tier.HBM: PAGES} and match.data is not None
+    found = other.generate(tokens, max_tokens=8)
+    assert found.usage.cached_tokens == {"hbm": PAGES * PAGE} and found.tokens == first.tokens
+    wait_until("who read it has stored it", lambda: cache.lookup(tokens).tiers == {Tier.DRAM: PAGES})
+    assert (cache.get(tokens).data == match.data).all(), "what the reader computed with is what it stored"
+    told = machine.run("tiers", "--node", "n")
+    assert told.returncode == 0 and "hbm" in told.stdout
+    wait_until("only the arena has it", lambda: lost() == {Tier.HBM: PAGES})
+    asked = 0
+    while asked < 12:
+        if asked == 4:
+            owner.kill()
+        store.evict(pages=EVERYTHING)
+        again = other.generate(tokens, max_tokens=8)
+        assert again.tokens == first.tokens and set(again.usage.cached_tokens) <= {"hbm", "dram"}
+        asked += 1
+    wait_until("the node has noticed", lambda: "hbm" not in store.stats()["tiers"])
+    wait_until("nothing is found", lambda: not lost())
+    last = other.generate(tokens, max_tokens=8)
+    assert last.usage.cached_tokens == {} and last.tokens == first.tokens
+
+
+def test_the_node_comes_and_goes(lab: Lab) -> None:
+    """What is kept is read while there is no daemon, and known to the next one; what is kept then is known as well."""
+    daemon = lab.machine.serve("n")
+    one, reader = keeper(lab), lab.machine.connect("n")
+    first, second = prompt(1, PAGES * PAGE + 3), prompt(2, PAGES * PAGE + 3)
+    lab.answers(one, [first], 4)
+    keys = in_arena_alone(one, reader, first)
+    daemon.kill()
+    assert reader.cache(one.layout).get(keys).tiers == {Tier.HBM: PAGES}
+    lab.machine.serve("n")
+    assert reader.cache(one.layout).get(keys).tiers == {Tier.HBM: PAGES}
+    assert lab.answers(one, [first], 4)[0].cached == {"hbm": PAGES * PAGE}
+    wait_until("the pool takes pages", lambda: one.pool.up)
+    lab.answers(one, [second], 4)
+    in_arena_alone(one, reader, second)
+
+
+def test_a_frame_that_turns_over_while_it_is_read_is_right_or_a_miss(lab: Lab) -> None:
+    lab.machine.serve("n", dram="16MiB")
+    one, reader = keeper(lab, frames=20, chunk_tokens=48), lab.machine.connect("n")
+    cache = reader.cache(one.layout)
+    prompts = [prompt(seed, PAGES * PAGE + 3) for seed in range(10, 18)]
+    pages: dict[int, Any] = {}
+    for number, tokens in enumerate(prompts):
+        lab.answers(one, [tokens], 2)
+        pages[number] = cache.get(tokens).data
+        assert len(pages[number]) == PAGES
+    read = turns = 0
+    while read < 40 * PAGES or turns < 6:
+        reader.evict(pages=EVERYTHING)
+        answer = lab.ask(one, prompts[turns % len(prompts)], 2)
+        turns += 1
+        while True:
+            ended = not one.remains()
+            for number, tokens in enumerate(prompts):
+                match = cache.get(tokens)
+                assert match.data is not None and (match.data == pages[number][: match.pages]).all(), number
+                read += match.tiers.get(Tier.HBM, 0)
+            if ended:
+                break
+        check_answer(answer)
+        assert turns < 1000, "nothing is ever read out of the arena"
+    assert one.status()["kept_pages"]["evicted"] > PAGES
+
+
+def test_nobody_writes_where_somebody_reads(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt waits for its frames until the reader has ended; others decode meanwhile."""
+    for module in (hbm, mounted):
+        monkeypatch.setattr(module, "HOLD_NS", LONG_NS)
+    lab.machine.serve("n")
+    one, reader = keeper(lab, frames=24), lab.machine.connect("n")
+    tokens = prompt(20, 16 * PAGE + 3)
+    lab.answers(one, [tokens], 4)
+    keys = in_arena_alone(one, reader, tokens)
+    mapped = node_of(reader).writable()
+    table = mounted.MountedTable.open(mapped.folder, one.mounted.number or 0, mapped.incarnation)
+    assert table is not None
+    (frame,) = np.flatnonzero([table.key(frame) == mapped.in_pool(keys).hashes[2] for frame in range(table.frames)])
+    before = reader.cache(one.layout).get(keys).data
+    table.held[frame] = np.uint64((1 << 63) - 1)
+    beside = lab.ask(one, prompt(21, 5), 40)
+    late = lab.ask(one, prompt(22, 19 * PAGE), 4)
+    check_answer(beside.wait())
+    assert before is not None and one.status()["requests"]["loading"] == 1
+    assert (one.arena.rows(int(frame), 1)[0] == before[2]).all(), "it is as it was"
+    assert reader.cache(one.layout).get(keys).pages <= 2, "and nobody begins to read it"
+    table.held[frame] = np.uint64(0)
+    check_answer(late.wait())
+
+
+def test_other_tenants_find_nothing(lab: Lab) -> None:
+    lab.machine.serve("n")
+    one, reader = keeper(lab), lab.machine.connect("n")
+    tokens = prompt(30, PAGES * PAGE + 3)
+    lab.answers(one, [tokens], 4, salt="a")
+    keys = in_arena_alone(one, reader, tokens, "a")
+    assert reader.cache(one.layout, salt="a").get(keys).tiers == {Tier.HBM: PAGES}
+    assert not reader.cache(one.layout, salt="b").get(tokens).pages and not reader.cache(one.layout).get(tokens).pages
+    assert reader.stats()["tenants"]["a"]["hbm"]["pages"] == PAGES
+
+
+def test_what_only_an_arena_has_is_not_taken_for_stored(lab: Lab) -> None:
+    """It is given to the pool before its frames are reused, and so is what another engine computed after it."""
+    lab.machine.serve("n")
+    one, reader = keeper(lab, frames=24), lab.machine.connect("n")
+    cache = reader.cache(one.layout)
+    tokens = prompt(40, PAGES * PAGE + 3)
+    lab.answers(one, [tokens], 4)
+    keys = in_arena_alone(one, reader, tokens)
+    other = lab.engine("tiny-llama", lab.machine.connect("n"))
+    longer = np.concatenate([tokens, prompt(41, 4 * PAGE)])
+    answer = lab.answers(other, [longer], 4)[0]
+    assert answer.cached == {"hbm": PAGES * PAGE}
+    wait_until("all of it is stored", lambda: cache.lookup(longer).tiers == {Tier.DRAM: PAGES + 4})
+    in_arena_alone(one, reader, tokens)
+    lab.answers(one, [prompt(42, 15 * PAGE + 3)], 4)
+    wait_until("it was demoted", lambda: cache.lookup(keys).tiers == {Tier.DRAM: PAGES})
+    assert one.status()["kept_pages"]["demoted"] == PAGES
+
+
+def test_lossy_pools_and_exact_arenas(lab: Lab) -> None:
+    """An engine that stores int8 replicas keeps exact pages, and shows those."""
+    lab.machine.serve("n")
+    one, reader = keeper(lab, compress="int8"), lab.machine.connect("n")
+    tokens = prompt(50, PAGES * PAGE + 3)
+    lab.answers(one, [tokens], 4)
+    cache = reader.cache(one.layout)
+    wait_until("they are known", lambda: cache.lookup(tokens).tiers == {Tier.HBM: PAGES})
+    other = lab.engine("tiny-llama", lab.machine.connect("n"))
+    assert lab.answers(other, [tokens], 4)[0].cached == {"hbm": PAGES * PAGE}
+
+
+def test_an_engine_that_cannot_mount_serves_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.machine.serve("n")
+    home = lab.machine.connect("n")
+    assert "mount is none" in lab.engine("tiny-llama", home, home=home, keep_pages=1.0, mount="none").mounted.why
+    assert "no node" in lab.engine("tiny-llama", home, keep_pages=1.0).mounted.why
+
+    def full(*_: Any) -> None:
+        raise OutOfSpace("there is no room")
+
+    monkeypatch.setattr(type(home), "mount", full)
+    one = lab.engine("tiny-llama", home, home=home, keep_pages=1.0)
+    tokens = prompt(60, 70)
+    assert "no room" in one.status()["mounted"]["why_not"]
+    lab.answers(one, [tokens], 4)
+    assert lab.answers(one, [tokens], 4)[0].cached == {"hbm": 4 * PAGE}
+
+
+def test_an_arena_whose_session_ended_is_shown_no_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.machine.serve("n")
+    one, reader = keeper(lab), lab.machine.connect("n")
+    first, second = prompt(70, PAGES * PAGE + 3), prompt(71, PAGES * PAGE + 3)
+    lab.answers(one, [first], 4)
+    keys = in_arena_alone(one, reader, first)
+    segment = one.mounted._segment
+    assert segment is not None
+    segment._mapped.channel.ended = True
+    lab.answers(one, [second], 4)
+    wait_until("it says so", lambda: "session" in one.status()["mounted"]["why_not"])
+    assert not reader.cache(one.layout).get(keys).pages
+    assert lab.answers(one, [first], 4)[0].cached == {"hbm": PAGES * PAGE}
