@@ -17,6 +17,7 @@ Measure = Callable[[Stage, str, Any], list[Result]]
 
 IDEAL = Bar(1.2, at_least=False)
 STEP = Bar(1.15, at_least=False)
+MOUNTED = Bar(1.05, at_least=False)
 HOOK = Bar(0.8)
 STORES = Bar(1.03, at_least=False)
 DECIDE = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
@@ -106,6 +107,12 @@ ROWS = (
             late("engine_step", "engine_step", batch=batch),
         )
         for batch in (1, 8)
+    ),
+    Row(
+        "mounted_step_8",
+        "a decode step of 8 of an engine whose arena other processes may read / of one whose arena is its own",
+        MOUNTED,
+        late("engine_step", "mounted_step", batch=8),
     ),
     *(
         Row(

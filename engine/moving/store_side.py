@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
@@ -33,9 +33,6 @@ from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.tier.device import DeviceLost
-
-if TYPE_CHECKING:
-    import torch
 
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
@@ -221,20 +218,14 @@ class Pool:
         with self.forgiven():
             work.stored_pages = self._put(cache, work, pages)
 
-    def written(self, work: Work, pages: int) -> int:
-        """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say."""
-        return self._ask(work, pages, stored)
-
-    def readable(self, work: Work, pages: int) -> int:
-        """The same, with those that are in an engine's arena alone."""
-        return self._ask(work, pages, lambda cache, keys: cache.lookup(keys).pages)
-
-    def _ask(self, work: Work, pages: int, ask: Callable[[PrefixCache, Keys], int]) -> int:
+    def written(self, work: Work, pages: int, arenas: bool = False) -> int:
+        """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say. ``arenas``:
+        those count that only an engine has."""
         if work.cache is None or not pages or not self._readable:
             return 0
         found = 0
         with self.forgiven():
-            found = ask(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]))
+            found = stored(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]), arenas)
         return found
 
     @property

@@ -14,9 +14,9 @@ from kvstore.model.retention import hints_of
 SILENT_S = 0.5  # a lookup that took longer waited for its node, and in vain or nearly so
 
 
-def stored(cache: PrefixCache, keys: Keys) -> int:
+def stored(cache: PrefixCache, keys: Keys, arenas: bool = False) -> int:
     """How many leading pages of these are in the pool. Those that only an engine's arena has may be gone in a moment:
-    they do not count, and what is found behind them.
+    they do not count, nor what is found behind them, unless ``arenas`` are asked for.
 
     Raises NodeUnavailable where that took long: a lookup does not say that its node stands still, and misses then. What
     is asked next would wait as long again, and the thread that computes waits for one deadline.
@@ -24,7 +24,7 @@ def stored(cache: PrefixCache, keys: Keys) -> int:
     began_s = time.monotonic()
     found = cache.lookup(keys)
     pages = found.pages
-    if Tier.HBM in found.tiers:  # those of memory are the first ones, but for other nodes'
+    if Tier.HBM in found.tiers and not arenas:  # those of memory are the first ones, but for other nodes'
         pages = max(0, found.tiers.get(Tier.DRAM, 0) - sum(found.nodes.values()))
     if (took_s := time.monotonic() - began_s) > SILENT_S:
         raise NodeUnavailable(f"a lookup took {took_s:.2f} s")

@@ -275,7 +275,7 @@ class Engine:
         work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers)
         stored = 0
         if answers and request.prefill is None and (self.config.prefill or self._found):
-            stored = self.pool.readable(work, work.prompt // work.page_tokens) * work.page_tokens
+            stored = self.pool.written(work, work.prompt // work.page_tokens, arenas=True) * work.page_tokens
         with self._entry:
             self.door.enter(request.id, work.number)
         self.performer.works[work.number] = work

@@ -141,6 +141,7 @@ def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], token
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
     rows = "reuse_pays handoff_050 hook_layer prefill_stores turn_64 conductor_policies notebook engine_step_8"
+    rows += " mounted_step_8"
     lines = run_quick(tmp_path, *rows.split(), nursery=of_engines())
     for tier in ("dram", "nvme"):
         assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
@@ -150,10 +151,18 @@ def test_rows_from_end_to_end(tmp_path: Path) -> None:
         assert line["ours"] == pytest.approx(line["details"]["ttft_s"] + line["details"]["gap_s"])
     barred = {name for name, line in lines.items() if line["bar"]}
     ideals = {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
-    assert barred == ideals | {"hook_layer", "hook_layer.chunk", "prefill_stores", "turn_64", "engine_step_8"}
+    assert barred == ideals | {
+        "hook_layer",
+        "hook_layer.chunk",
+        "prefill_stores",
+        "turn_64",
+        "engine_step_8",
+        "mounted_step_8",
+    }
     assert lines["turn_64"]["ratio"] > 0
     routed = lines["conductor_policies.0.5.kv-centric"]["details"]
     assert routed["requests"] > 0 and routed["ttft_s"] > 0 and 0 <= routed["reuse"] <= 1
     assert lines["notebook"]["ratio"] > 0
+    assert lines["mounted_step_8"]["ratio"] > 0 and lines["mounted_step_8.show"]["ours"] > 0
     assert lines["prefill_stores"]["ratio"] > 0
     assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
