@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from tests.helpers.hosts import VLLM, VLLM_ENV
 from tests.helpers.processes import Machine, Process, wait_until
@@ -42,6 +49,13 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
     "window": MistralConfig(**SHAPE, sliding_window=64),
+    "hybrid": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 6},
+        sliding_window=100,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        query_pre_attn_scalar=32,
+        tie_word_embeddings=False,
+    ),
 }
 
 Tokens = list[int]
@@ -106,10 +120,10 @@ def transfer(node: str, role: str = "kv_both", **extra: Any) -> str:
     )
 
 
-def engine(machine: Machine, path: Path, told: str = "") -> VllmEngine:
-    """One that is being started."""
+def engine(machine: Machine, path: Path, told: str = "", **settings: Any) -> VllmEngine:
+    """One that is being started, with other settings of vLLM's."""
     worker = Path(__file__).resolve().parents[1] / "helpers" / "workers" / "vllm_worker.py"
-    command = [str(VLLM), str(worker), str(path), told]
+    command = [str(VLLM), str(worker), str(path), told, json.dumps(settings)]
     return machine.start(VllmEngine, "vllm", command, None, VLLM_ENABLE_V1_MULTIPROCESSING="0", **VLLM_ENV)
 
 
@@ -125,7 +139,7 @@ def by_hand(asked: list[Tokens]) -> list[int]:
     return [(len(each) - 1) // PAGE * PAGE for each in asked]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "hybrid"])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What an engine without a connector answers."""
     folder = tmp_path_factory.mktemp("plain")
@@ -225,14 +239,40 @@ def test_salts_keep_pages_apart(plain: dict[str, Any], machine: Machine) -> None
         assert one.answer(asked, salt) == (expected, by_hand(asked))
 
 
+def test_windows_keep_only_what_they_need(machine: Machine, tmp_path: Path) -> None:
+    """500 tokens, windows of 100, to be resumed every 192 tokens: what 192, 384 and 448 need, and what is answered."""
+    machine.serve("pool", dram="64MiB")
+    one = engine(machine, model(tmp_path, "hybrid"), transfer("pool", boundary_tokens=150))
+    one.wait_for("ready")
+    random = np.random.default_rng(12)
+    asked = random.integers(3, 900, 500).tolist()
+    other = asked[:300] + random.integers(3, 900, 50).tolist()
+    first, cached = one.answer([asked])
+    full, window = 8, len([1, 2, 4, 5, 6, 7])  # an answer has 24 tokens
+    assert cached == [0] and machine.connect("pool").pages(limit=1)["total"] == full + window
+    assert one.answer([asked]) == (first, [448])
+    expected, cached = one.answer([other], "apart")
+    assert cached == [0] and one.answer([other]) == (expected, [192])
+
+
+def test_a_model_of_windows_alone(machine: Machine, tmp_path: Path) -> None:
+    machine.serve("pool", dram="64MiB")
+    one = engine(machine, model(tmp_path, "window"), transfer("pool"))
+    one.wait_for("ready")
+    asked = prompts()
+    expected, _ = one.answer(asked)
+    assert one.answer(asked) == (expected, by_hand(asked))
+    assert one.answer([asked[3]], "apart") == (expected[3:], [0])
+
+
 def test_what_cannot_be_is_said_at_the_start(machine: Machine, tmp_path: Path) -> None:
     path = model(tmp_path, "llama")
-    window = model(tmp_path, "window")
+    hybrid = model(tmp_path, "hybrid")
     machine.serve("pool", dram="64MiB")
     started = {
         "no node named 'nowhere'": engine(machine, path, transfer("nowhere")),
         "there is no setting 'pages'": engine(machine, path, transfer("pool", pages=3)),
-        "full attention": engine(machine, window, transfer("pool")),
+        "its windows are kept whole": engine(machine, hybrid, transfer("pool"), disable_hybrid_kv_cache_manager=True),
         "kv_load_failure_policy": engine(machine, path, transfer("pool").replace("recompute", "fail")),
     }
     for why, one in started.items():

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 
 import kvstore
 from kvstore.adapters.vllm.moving import BlockMover
@@ -22,15 +27,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-SETTINGS = ("node", "salt", "page_blocks")
+SETTINGS = ("node", "salt", "page_blocks", "boundary_tokens")
 ANSWER_S = 1.0  # that a step waits for a node, at most; what takes longer is computed
+BOUNDARY_TOKENS = 1024
 
 
-class KVStoreConnector(KVConnectorBase_V1):
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Pages of prompts and answers, shared by all engines of a node and its pool.
 
     ``kv_connector_extra_config`` may name the ``node`` (as ``kvstore.connect`` takes it; none: the only one on this
-    machine), the tenant's ``salt``, and ``page_blocks``, the blocks of a page.
+    machine), the tenant's ``salt``, ``page_blocks``, the blocks of a page, and ``boundary_tokens``: a prompt whose
+    layers have sliding windows can be resumed every so many tokens, and at its end.
 
     Raises:
         ValueError: a setting is unknown, there is no such node, or the model's cache cannot be stored.
@@ -51,14 +58,15 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._salt = str(extra.get("salt", ""))
         try:
             self._store = kvstore.connect(extra.get("node"), ANSWER_S)
-            self._store.cache(self._served.layout, self._salt)
+            self._store.cache(self._served.layouts, self._salt)
         except KVStoreError as error:
             raise ValueError(f"KVStoreConnector: {error}") from error
         self._planner: Planner | None = None
         self._mover: BlockMover | None = None
         if role == KVConnectorRole.SCHEDULER:
             can = {"loads": transfer.is_kv_consumer, "saves": transfer.is_kv_producer}
-            self._planner = Planner(self._store, self._served, self._salt, **can)
+            every = int(extra.get("boundary_tokens", BOUNDARY_TOKENS))
+            self._planner = Planner(self._store, self._served, self._salt, **can, boundary_tokens=every)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,6 +97,12 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._planner.finished(request)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See ``SupportsHMA``: as ``request_finished``."""
+        return self.request_finished(request, block_ids[0])
+
     # --- a worker's side --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -117,6 +131,13 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
         return None, self._mover.loaded() if self._mover is not None else None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See the base class."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._mover is not None:
+            results.failed_recving = self._mover.failed_of(results.finished_recving)
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""

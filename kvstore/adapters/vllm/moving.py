@@ -13,22 +13,20 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import torch
-
+from kvstore.adapters.vllm.blocks import BlockGroup
+from kvstore.adapters.vllm.planning import NO_BLOCK
 from kvstore.adapters.vllm.served import RootCaches
 from kvstore.errors import KVStoreError, Unavailable
 
 if TYPE_CHECKING:
+    import torch
+
     from kvstore.adapters.vllm.planning import BlockMove
     from kvstore.adapters.vllm.served import PagedModel
-    from kvstore.client.match import Match
-    from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.store import Store
-    from kvstore.model.prefix import Keys
 
 _log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 64 << 20  # that are between the store and blocks at a time
 AWAY_S = 5.0  # that nothing is saved after the node did not answer: a step would wait for it each time
 
 
@@ -41,14 +39,14 @@ class BlockMover:
 
     def __init__(self, store: Store, served: PagedModel, salt: str, tensors: dict[str, torch.Tensor]) -> None:
         self._served = served
-        self._layers = [tensors[name] for name in served.layers]
-        _check(served, self._layers)
-        self._loads_from = RootCaches(store, served.layout, salt)  # of the loading thread
-        self._saves_to = RootCaches(store, served.layout, salt)
+        self._groups = [BlockGroup(group, [tensors[name] for name in group.layers]) for group in served.groups]
+        self._loads_from = RootCaches(store, served.layouts, salt)  # of the loading thread
+        self._saves_to = RootCaches(store, served.layouts, salt)
         self._pool = ThreadPoolExecutor(1, "kvstore-load")
         self._lock = threading.Lock()
         self._loading: dict[str, Future[None]] = {}
         self._failed: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._away_until_s = 0.0
 
     def load(self, move: BlockMove) -> None:
@@ -68,13 +66,22 @@ class BlockMover:
             failed, self._failed = self._failed, set()
         return failed
 
+    def failed_of(self, loaded: set[str]) -> set[str]:
+        """Which of these requests, whose loads have ended, hold nothing of use."""
+        with self._lock:
+            failed = self._failed_requests & loaded
+            self._failed_requests -= failed
+        return failed
+
     def save(self, moves: list[BlockMove]) -> None:
         """Store these pages, as far as the store takes them. A node that does not answer is left alone for a while."""
         if not moves or time.monotonic() < self._away_until_s:
             return
         try:
             for move in moves:
-                self._save(move)
+                caches = self._saves_to.of(move.adapter).groups
+                for group, cache, pages in zip(self._groups, caches, move.groups, strict=True):
+                    group.save(cache, pages, move.request)
         except Unavailable as error:
             self._away_until_s = time.monotonic() + AWAY_S
             _log.warning("kvstore: nothing is saved for %g s: %s", AWAY_S, error)
@@ -88,82 +95,24 @@ class BlockMover:
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _load(self, move: BlockMove) -> None:
-        page_blocks, done = self._served.page_blocks, 0
+        left = [sum(map(len, pages.parts)) for pages in move.groups]  # pages that have not come
         try:
-            step = self._step()
-            rows = self._rows(min(step, len(move.keys)))
-            for start in range(0, len(move.keys), step):
-                keys = move.keys[start : start + step]
-                found = self._get(self._loads_from.of(move.adapter), keys, rows[: len(keys)].flatten(1))
-                self._scatter(rows[: found.pages], move.blocks[start * page_blocks :], move.first - start * page_blocks)
-                done += found.pages
-                if found.pages < len(keys):
-                    _log.warning("kvstore: %d pages were not loaded: %s", len(move.keys) - done, found.reason)
-                    break
+            caches = self._loads_from.of(move.adapter).groups
+            for number, (group, cache, pages) in enumerate(zip(self._groups, caches, move.groups, strict=True)):
+                for count in group.load(cache, pages):
+                    left[number] -= count
         except KVStoreError as error:
-            _log.warning("kvstore: %d pages were not loaded: %s", len(move.keys) - done, error)
+            _log.warning("kvstore: pages were not loaded: %s", error)
         finally:
-            missing = move.blocks[max(move.first, done * page_blocks) :]
-            with self._lock:
-                self._failed.update(missing)
+            if any(left):
+                self._fail(move, left[0])
 
-    def _scatter(self, rows: torch.Tensor, blocks: list[int], first: int) -> None:
-        """Write ``[pages, layers, heads, page_tokens, content]`` into blocks from number ``first`` on."""
-        pages, first = len(rows), max(first, 0)
-        if not pages:
-            return
-        ids = torch.tensor(blocks[first : pages * self._served.page_blocks], device=rows.device)
-        for layer, tensor in enumerate(self._layers):
-            tensor[ids] = self._in_blocks(rows[:, layer]).flatten(0, 1)[first:]
-
-    def _save(self, move: BlockMove) -> None:
-        step, page_blocks, cache = self._step(), self._served.page_blocks, self._saves_to.of(move.adapter)
-        rows = self._rows(min(step, len(move.keys)))
-        for start in range(0, len(move.keys), step):
-            keys = move.keys[start : start + step]
-            some = rows[: len(keys)]
-            ids = torch.tensor(move.blocks[start * page_blocks :][: len(keys) * page_blocks], device=rows.device)
-            for layer, tensor in enumerate(self._layers):
-                self._in_blocks(some[:, layer]).copy_(tensor[ids].unflatten(0, (len(keys), page_blocks)))
-            self._put(cache, keys, some, move.request)
-
-    def _get(self, cache: PrefixCache, keys: Keys, rows: torch.Tensor) -> Match:
-        shard = self._served.shard
-        if shard.count == 1:
-            return cache.get(keys, rows)
-        return cache.get_shard(keys, rows, rank=shard.rank, ranks=shard.ranks, stage=shard.stage, stages=shard.stages)
-
-    def _put(self, cache: PrefixCache, keys: Keys, rows: torch.Tensor, request: str) -> None:
-        shard = self._served.shard
-        if shard.count == 1:
-            cache.put(keys, rows)
-        elif shard.writes:
-            with cache.writer(
-                keys, group=request, rank=shard.rank, ranks=shard.ranks, stage=shard.stage, stages=shard.stages
-            ) as writer:
-                for layer in range(len(self._layers)):
-                    writer.write_layer(shard.layers[0] + layer, rows[:, layer].contiguous())
-
-    def _in_blocks(self, layer: torch.Tensor) -> torch.Tensor:
-        """One layer of pages ``[pages, heads, page_tokens, content]``, seen as ``[pages, page_blocks, heads,
-        block_size, content]``."""
-        return layer.unflatten(2, (self._served.page_blocks, self._served.block_size)).transpose(1, 2)
-
-    def _rows(self, pages: int) -> torch.Tensor:
-        """A buffer for so many pages of this shard, where the cache is."""
-        heads, content = self._layers[0].shape[1], self._layers[0].shape[3]
-        shape = pages, len(self._layers), heads, self._served.layout.page_tokens, content
-        return torch.empty(shape, dtype=self._layers[0].dtype, device=self._layers[0].device)
-
-    def _step(self) -> int:
-        return max(1, BUFFER_BYTES // self._served.layout.page_bytes)
-
-
-def _check(served: PagedModel, layers: list[torch.Tensor]) -> None:
-    """Raises ValueError where a tensor is not what the layout says."""
-    start, stop = served.shard.heads
-    wanted = [stop - start, served.block_size, served.layout.shape[-1]]
-    for name, tensor in zip(served.layers, layers, strict=True):
-        if list(tensor.shape[1:]) != wanted:
-            found = list(tensor.shape)
-            raise ValueError(f"KVStoreConnector: the cache of {name} is {found}, pages need [blocks, *{wanted}]")
+    def _fail(self, move: BlockMove, left: int) -> None:
+        """So many pages of the first group are missing, or some of others."""
+        with self._lock:
+            if not self._served.by_blocks:
+                self._failed_requests.add(move.request)
+                return
+            (blocks,) = move.groups[0].blocks.values()
+            missing = blocks[len(blocks) - left * self._served.groups[0].page_blocks :]
+            self._failed.update(block for block in missing if block != NO_BLOCK)

@@ -7,6 +7,7 @@ and extended while it is answered.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,30 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvstore.adapters.vllm.served import PagedModel
-    from kvstore.client.prefix_cache import PrefixCache
+    from kvstore.adapters.vllm.served import PagedGroup, PagedModel
+    from kvstore.client.grouped_cache import GroupedCache
     from kvstore.client.store import Store
+    from kvstore.model.groups import GroupedKeys
     from kvstore.model.prefix import Keys
 
 _log = logging.getLogger(__name__)
 
+NO_BLOCK = 0  # vLLM's null block, where a window needs none
 LOADS_MAX = 2  # of one request: whose load failed, or who was preempted, asks again; and pages may be found for ever
+
+
+@dataclass
+class GroupMove:
+    """Pages of one group.
+
+    Attributes:
+        parts: their keys, as ``GroupedKeys.parts`` gives them.
+        blocks: of each of vLLM's tables that the group's layers have, ``[pages * page_blocks]``, where they are;
+            ``NO_BLOCK``: nowhere, or nothing is to be written there.
+    """
+
+    parts: list[Keys]
+    blocks: dict[int, list[int]]
 
 
 @dataclass
@@ -36,17 +53,13 @@ class BlockMove:
     """Pages of one request on their way between the store and blocks.
 
     Attributes:
-        keys: of consecutive pages.
-        blocks: ``[pages * page_blocks]``, where they are.
-        first: of these blocks that is to be written; those before it have what they need.
-        adapter: part of the pages' root.
+        groups: of each group of the model.
+        adapter: part of the pages' roots.
     """
 
     request: str
-    keys: Keys
-    blocks: list[int]
     adapter: str
-    first: int = 0
+    groups: list[GroupMove]
 
 
 @dataclass
@@ -62,20 +75,26 @@ class _Tracked:
     """A request that is being answered."""
 
     request: Request
-    cache: PrefixCache
+    cache: GroupedCache
     adapter: str
-    keys: Keys | None = None  # of the full pages that were known when they were asked for
-    blocks: list[int] = field(default_factory=list)
-    stored: int = 0  # pages that are stored, or on their way
+    keys: GroupedKeys | None = None  # of the full pages that were known when they were asked for
+    stored: int = 0  # pages that are stored, or on their way, as far as they are to be
     loads: int = 0
 
 
 class Planner:
-    """Of the scheduler's thread alone."""
+    """Of the scheduler's thread alone.
 
-    def __init__(self, store: Store, served: PagedModel, salt: str, *, loads: bool, saves: bool) -> None:
+    Args:
+        boundary_tokens: windows are stored so that a prompt can be resumed every so many tokens, beside its end.
+    """
+
+    def __init__(
+        self, store: Store, served: PagedModel, salt: str, *, loads: bool, saves: bool, boundary_tokens: int
+    ) -> None:
         self._served = served
-        self._caches = RootCaches(store, served.layout, salt)
+        self._every = max(1, -(-boundary_tokens // served.page_tokens)) * served.page_tokens
+        self._caches = RootCaches(store, served.layouts, salt)
         self._loads = loads
         self._saves = saves
         self._tracked: dict[str, _Tracked] = {}
@@ -92,10 +111,10 @@ class Planner:
         if tracked.loads == LOADS_MAX:
             tracked.stored = 0  # what was found is of no use: it is saved again
             return 0
-        page_tokens = self._served.layout.page_tokens
+        page_tokens = self._served.page_tokens
         asked = (request.num_tokens - 1) // page_tokens
         try:
-            pages = tracked.cache.lookup(self._keys(tracked, asked)).pages if asked else 0
+            pages = tracked.cache.lookup(self._keys(tracked, asked)).tokens // page_tokens if asked else 0
         except KVStoreError as error:
             self._tell_once(f"the pool cannot be asked: {error}")
             return 0
@@ -107,19 +126,21 @@ class Planner:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not external:
             return
-        (table,) = blocks.get_block_ids()
-        size, page_blocks = self._served.block_size, self._served.page_blocks
-        pages = tracked.stored
-        computed = pages * self._served.layout.page_tokens - external
-        first = computed // self._served.layout.page_tokens
-        move = BlockMove(
-            request.request_id,
-            self._keys(tracked, pages)[first:pages],
-            list(table[first * page_blocks : pages * page_blocks]),
-            tracked.adapter,
-            computed // size - first * page_blocks,
-        )
-        self._moves.loads.append(move)
+        page_tokens, pages = self._served.page_tokens, tracked.stored
+        computed, tables = pages * page_tokens - external, blocks.get_block_ids()
+        keys = self._keys(tracked, pages)
+        groups = []
+        for number, (group, needed) in enumerate(
+            zip(self._served.groups, keys.needed(pages * page_tokens), strict=True)
+        ):
+            which = range(max(needed.start, computed // page_tokens), pages)
+            there = computed // group.block_size  # blocks that have what they need
+            blocks_of = _blocks(group, which, tables)
+            for table, its in blocks_of.items():
+                before = max(0, there - which.start * group.page_blocks)
+                blocks_of[table] = [NO_BLOCK] * min(before, len(its)) + its[before:]
+            groups.append(GroupMove(keys.parts(number, which), blocks_of))
+        self._moves.loads.append(BlockMove(request.request_id, tracked.adapter, groups))
         tracked.loads += 1
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -128,11 +149,10 @@ class Planner:
         """What is to be moved in this step."""
         if self._saves:
             for new in output.scheduled_new_reqs:
-                self._runs(new.req_id, new.num_computed_tokens, output, new.block_ids, afresh=True)
+                self._runs(new.req_id, new.num_computed_tokens, output)
             cached = output.scheduled_cached_reqs
-            for i, name in enumerate(cached.req_ids):
-                resumed = name in cached.resumed_req_ids
-                self._runs(name, cached.num_computed_tokens[i], output, cached.new_block_ids[i], afresh=resumed)
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                self._runs(name, computed, output)
         moves, self._moves = self._moves, StepMoves()
         return moves
 
@@ -140,24 +160,37 @@ class Planner:
         """It is over, however it ended."""
         self._tracked.pop(request.request_id, None)
 
-    def _runs(
-        self, name: str, computed: int, output: SchedulerOutput, blocks: tuple[list[int], ...] | None, *, afresh: bool
-    ) -> None:
+    def _runs(self, name: str, computed: int, output: SchedulerOutput) -> None:
         tracked = self._tracked.get(name)
         if tracked is None:
             return
-        if afresh:
-            tracked.blocks.clear()
-        if blocks:
-            tracked.blocks += blocks[0]
         # Draft tokens may be refused: only those that the request has are behind a page.
         tokens = min(computed + output.num_scheduled_tokens[name], tracked.request.num_tokens)
-        pages, page_blocks = tokens // self._served.layout.page_tokens, self._served.page_blocks
-        if pages > tracked.stored:
-            keys = self._keys(tracked, pages)[tracked.stored : pages]
-            blocks_of = tracked.blocks[tracked.stored * page_blocks : pages * page_blocks]
-            self._moves.saves.append(BlockMove(name, keys, blocks_of, tracked.adapter))
-            tracked.stored = pages
+        pages = tokens // self._served.page_tokens
+        if pages <= tracked.stored:
+            return
+        assert output.kv_connector_block_state is not None
+        tables = output.kv_connector_block_state.get_block_ids(name)
+        assert tables is not None, "it is scheduled"
+        keys, prompt_tokens = self._keys(tracked, pages), tracked.request.num_prompt_tokens
+        groups = []
+        for number, group in enumerate(self._served.groups):
+            which = [page for page in range(tracked.stored, pages) if self._wanted(group, page, prompt_tokens)]
+            groups.append(_kept(keys, number, group, which, tables))
+        if any(group.parts for group in groups):
+            self._moves.saves.append(BlockMove(name, tracked.adapter, groups))
+        tracked.stored = pages
+
+    def _wanted(self, group: PagedGroup, page: int, prompt_tokens: int) -> bool:
+        """Whether a page is stored: of a window those that are needed at the end of the prompt, or at every so many
+        tokens of it, and those of the answer, whose end nobody knows."""
+        window, page_tokens = group.layout.window, self._served.page_tokens
+        first = (page + 1) * page_tokens  # the first boundary that needs it, and the last one
+        last = first + window - 2
+        if not window or first > prompt_tokens or last // self._every * self._every >= first:
+            return True
+        ends = (prompt_tokens // page_tokens * page_tokens, (prompt_tokens - 1) // page_tokens * page_tokens)
+        return any(first <= end <= last for end in ends)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -173,15 +206,37 @@ class Planner:
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _keys(self, tracked: _Tracked, pages: int) -> Keys:
+    def _keys(self, tracked: _Tracked, pages: int) -> GroupedKeys:
         """Of the first pages."""
-        keys = tracked.keys
-        if keys is None or len(keys) < pages:
-            tokens: Any = tracked.request.all_token_ids
-            keys = tracked.keys = tracked.cache.keys(np.array(tokens, np.uint32))
-        return keys[:pages]
+        keys, tokens = tracked.keys, pages * self._served.page_tokens
+        if keys is None or keys.tokens < tokens:
+            known: Any = tracked.request.all_token_ids
+            keys = tracked.keys = tracked.cache.keys(np.array(known, np.uint32))
+        return keys.upto(tokens)
 
     def _tell_once(self, what: str) -> None:
         if what not in self._told and len(self._told) < 16:
             self._told.add(what)
             _log.warning("kvstore: %s", what)
+
+
+def _blocks(group: PagedGroup, pages: Sequence[int], tables: tuple[list[int], ...]) -> dict[int, list[int]]:
+    """Of each of the group's tables the blocks of these pages."""
+    size = group.page_blocks
+    return {
+        table: [block for page in pages for block in tables[table][page * size : (page + 1) * size]]
+        for table in sorted(set(group.tables))
+    }
+
+
+def _kept(
+    keys: GroupedKeys, number: int, group: PagedGroup, pages: list[int], tables: tuple[list[int], ...]
+) -> GroupMove:
+    """These pages of a group, without those that a window has left behind: their blocks are another's."""
+    there = [page for page in pages if not any(NO_BLOCK in its for its in _blocks(group, [page], tables).values())]
+    parts: list[Keys] = []
+    for at, page in enumerate(there):
+        if not at or there[at - 1] != page - 1:  # a run begins
+            run = next((end for end in range(at, len(there) - 1) if there[end + 1] != there[end] + 1), len(there) - 1)
+            parts += keys.parts(number, range(page, there[run] + 1))
+    return GroupMove(parts, _blocks(group, there, tables))

@@ -1,8 +1,9 @@
-"""Which model an engine serves, in the store's words: the layout of its pages, and which shard of them a worker has.
+"""Which model an engine serves, in the store's words: the layouts of its pages, and which shard of them a worker has.
 
 vLLM's cache is one tensor per layer, ``[blocks, kv_heads, block_size, content]`` with K and V packed in content
-(MLA: one head, latent and rope). A page is the same for ``page_blocks`` consecutive blocks of a sequence and all
-layers.
+(MLA: one head, latent and rope). Layers that keep the same tokens are a group: all tokens, or those of a window. A page
+is the same for ``page_blocks`` consecutive blocks of a sequence and all layers of a group. vLLM may cut a group in
+several, each with a table of blocks of its own; pages do not tell.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvstore.model.layout import Layout
 from kvstore.model.shard import Shard
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvstore.client.prefix_cache import PrefixCache
+    from kvstore.client.grouped_cache import GroupedCache
     from kvstore.client.store import Store
 
 ROOTS_MAX = 1024  # of salts and adapters, whose caches are kept ready
@@ -35,38 +37,60 @@ SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class PagedModel:
-    """What one engine serves.
+class PagedGroup:
+    """Layers that keep the same tokens.
 
     Attributes:
-        layers: names of the layers whose cache this process has, as the model runs them.
+        layers: their names, as far as this process has their cache, as the model runs them.
+        tables: of each layer the number of vLLM's table that has its blocks.
         shard: the part of a page that this process has.
         block_size: tokens of a block. ``page_blocks``: blocks of a page.
     """
 
     layout: Layout
     layers: tuple[str, ...]
+    tables: tuple[int, ...]
     block_size: int
     page_blocks: int
     shard: Shard
 
 
+@dataclass(frozen=True)
+class PagedModel:
+    """What one engine serves.
+
+    Attributes:
+        page_tokens: tokens of a page, in every group.
+        by_blocks: whether what could not be loaded is told by blocks; else by whole requests, since of several tables,
+            and of a window, no part is of use.
+    """
+
+    groups: tuple[PagedGroup, ...]
+    page_tokens: int
+    by_blocks: bool
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of the groups."""
+        return [group.layout for group in self.groups]
+
+
 class RootCaches:
     """The caches of one tenant, by the adapter part of their roots. Of one thread."""
 
-    def __init__(self, store: Store, layout: Layout, salt: str) -> None:
+    def __init__(self, store: Store, layouts: list[Layout], salt: str) -> None:
         self._store = store
-        self._layout = layout
+        self._layouts = layouts
         self._salt = salt
-        self._caches: dict[str, PrefixCache] = {}
+        self._caches: dict[str, GroupedCache] = {}
 
-    def of(self, adapter: str) -> PrefixCache:
+    def of(self, adapter: str) -> GroupedCache:
         """Made when it is asked for first."""
         found = self._caches.get(adapter)
         if found is None:
             if len(self._caches) >= ROOTS_MAX:
                 self._caches.clear()
-            found = self._caches[adapter] = self._store.cache(self._layout, self._salt, adapter)
+            found = self._caches[adapter] = self._store.cache(self._layouts, self._salt, adapter)
         return found
 
 
@@ -91,40 +115,65 @@ def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedM
     Raises:
         ValueError: pages cannot hold what this model keeps; says what.
     """
-    groups = cache.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise _refused(f"the model has {len(groups)} cache groups ({kinds}), one of full attention is served")
-    (group,) = groups
-    spec, parallel = group.kv_cache_spec, config.parallel_config
-    if not isinstance(spec, FullAttentionSpec) or spec.sliding_window or spec.attention_chunk_size:
-        raise _refused(f"its cache is {type(spec).__name__}, full attention over all tokens is served")
+    kinds: dict[Any, list[tuple[str, int]]] = {}  # a spec -> its layers, and the tables of their blocks
+    for table, group in enumerate(cache.kv_cache_groups):
+        spec = group.kv_cache_spec
+        _check_spec(spec)
+        kinds.setdefault(spec, []).extend((name, table) for name in group.layer_names)
+    parallel = config.parallel_config
     if config.speculative_config is not None:
         raise _refused("the layers of a draft model are not stored: leave out speculative_config")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise _refused("context parallelism spreads one page over several workers")
+    if len(kinds) > 1 and parallel.pipeline_parallel_size > 1:
+        raise _refused("a model with several cache groups is not cut into pipeline stages")
+    block = lcm(*(spec.block_size for spec in kinds))
+    page_tokens = block * (page_blocks or max(1, PAGE_TOKENS_MIN // block))
+    groups = tuple(_group(config, spec, page_tokens, named, len(kinds) == 1) for spec, named in kinds.items())
+    by_blocks = len(cache.kv_cache_groups) == 1 and groups[0].layout.attention == "full"
+    return PagedModel(groups, page_tokens, by_blocks)
+
+
+def _check_spec(spec: Any) -> None:
+    """Raises ValueError where pages cannot hold such a cache."""
+    kind = type(spec)
+    if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        raise _refused(f"its cache is {kind.__name__}, full attention and sliding windows are served")
+    if kind is SlidingWindowSpec:
+        if spec.extra_retained_tokens:
+            raise _refused("its windows keep more tokens than they attend to")
+    elif spec.sliding_window or spec.attention_chunk_size:
+        raise _refused("its windows are kept whole: leave vLLM's hybrid cache manager on")
+
+
+def _group(config: VllmConfig, spec: Any, page_tokens: int, named: list[tuple[str, int]], alone: bool) -> PagedGroup:
+    """The group of these layers. ``alone``: there is no other, so that stages have their shares of it."""
+    model, parallel = config.model_config, config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
-    block = spec.block_size
-    page_blocks = page_blocks or max(1, PAGE_TOKENS_MIN // block)
-    model = config.model_config
-    heads = 1 if mla else model.get_total_num_kv_heads()
+    heads = 1 if mla else model.get_total_num_kv_heads() if alone or ranks > 1 else spec.num_kv_heads
+    if not mla and max(1, heads // ranks) != spec.num_kv_heads:
+        raise _refused(f"a worker has {spec.num_kv_heads} of {heads} KV heads of some layers, and others of others")
     content: dict[str, Any] = {"mla_latent": spec.head_size} if mla else {"head_dim": spec.head_size}
+    if isinstance(spec, SlidingWindowSpec):
+        content |= {"attention": "window", "window": spec.sliding_window}
     layout = Layout(
         model=model.model,
         revision=getattr(model.hf_config, "_commit_hash", None) or model.revision or "",
         weights_digest=_weights(config),
-        layers=model.get_total_num_hidden_layers(),
+        layers=model.get_total_num_hidden_layers() if alone else len(named),
         kv_heads=heads,
         dtype=str(spec.dtype).removeprefix("torch."),
-        page_tokens=block * page_blocks,
+        page_tokens=page_tokens,
         group="vllm",
         **content,
     )
     rank = parallel.rank % ranks if ranks > 1 else 0
     stage = parallel.rank // ranks if stages > 1 else 0
-    names = sorted(group.layer_names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-    return PagedModel(layout, tuple(names), block, page_blocks, Shard(layout, rank, ranks, stage, stages))
+    named = sorted(named, key=lambda each: [int(number) for number in re.findall(r"\d+", each[0])])
+    names, tables = zip(*named, strict=True)
+    block = spec.block_size
+    return PagedGroup(layout, names, tables, block, page_tokens // block, Shard(layout, rank, ranks, stage, stages))
 
 
 def _weights(config: VllmConfig) -> str:

@@ -18,8 +18,8 @@ def say(event: str, **about: Any) -> None:
     print(json.dumps({"event": event, **about}), flush=True)
 
 
-def main(model: str, transfer: str) -> None:
-    """Until its input ends. ``transfer``: JSON of ``kv_transfer_config``, or ""."""
+def main(model: str, transfer: str, settings: str) -> None:
+    """Until its input ends. ``transfer``: JSON of ``kv_transfer_config``, or "". ``settings``: JSON of others."""
     from vllm import LLM, SamplingParams
 
     try:
@@ -33,6 +33,7 @@ def main(model: str, transfer: str) -> None:
             max_num_seqs=4,
             max_num_batched_tokens=256,
             kv_transfer_config=json.loads(transfer) if transfer else None,
+            **json.loads(settings),
         )
     except (ValueError, RuntimeError) as error:
         say("refused", why=str(error))
