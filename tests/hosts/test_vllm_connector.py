@@ -198,6 +198,25 @@ def test_a_page_of_zeros_changes_the_answer(plain: dict[str, Any], machine: Mach
     assert one.answer(asked)[0] != expected
 
 
+def test_damage_costs_a_recompute(plain: dict[str, Any], machine: Machine, tmp_path: Path) -> None:
+    """The lookup finds pages that the load then cannot prove, since every read is verified here."""
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\nscrub_bytes_per_s = 0\nverify_reads = true\n")
+    machine.serve("pool", dram="64MiB", config=str(config))
+    one = engine(machine, plain["model"], transfer("pool"))
+    one.wait_for("ready")
+    asked, expected = prompts(), plain["tokens"]
+    assert one.answer(asked)[0] == expected
+    assert one.answer(asked) == (expected, by_hand(asked))
+    pool = machine.connect("pool")
+    assert pool.verify()["findings"] == [], "every page has its checksums now"
+    for path in machine.folder("pool").glob("segment*"):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            data[:] = bytes(len(data))
+    found, cached = one.answer(asked)
+    assert found == expected and cached != by_hand(asked)
+
+
 def test_a_node_that_dies_costs_a_recompute(plain: dict[str, Any], machine: Machine) -> None:
     """kill -9, and its memory is gone as well, while prompts are being answered."""
     asked, expected = prompts(), plain["tokens"]
