@@ -207,7 +207,8 @@ class Cluster:
         mine = {"{cluster.remote_node}", "none"}
         local = sum(flags.get("node") not in mine for flags in self.flags.values())
         folder = self.machine.folder(NODE) / "sessions"
-        wait_until("sessions of the dead are gone", lambda: len(list(folder.iterdir())) <= local, IDLE_S)
+        # A living one has two: its pool's, and its arena's.
+        wait_until("sessions of the dead are gone", lambda: len(list(folder.iterdir())) <= 2 * local, IDLE_S)
 
     def idle(self, name: str, timeout_s: float = IDLE_S) -> None:
         """Nothing is under way there, and every frame is back."""
