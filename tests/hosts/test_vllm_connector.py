@@ -2,156 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
 
-from tests.helpers.hosts import VLLM, VLLM_ENV
-from tests.helpers.processes import Machine, Process, wait_until
-
-START_S = 280.0
-ANSWER_S = 120.0
-BLOCK, PAGE = 32, 64
-TOKENS = 24  # of an answer
+from tests.helpers.hosts import VLLM
+from tests.helpers.processes import Machine
+from tests.helpers.vllm_engines import by_hand, engine, model, prompts, transfer
 
 pytestmark = [
     pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not there: make hosts"),
     pytest.mark.timeout(900),
 ]
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-}
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "window": MistralConfig(**SHAPE, sliding_window=64),
-    "hybrid": Gemma3TextConfig(
-        **SHAPE | {"num_hidden_layers": 6},
-        sliding_window=100,
-        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        query_pre_attn_scalar=32,
-        tie_word_embeddings=False,
-    ),
-}
-
-Tokens = list[int]
-
-
-class VllmEngine(Process):
-    """See ``workers.vllm_worker``. One process: its engine runs in it."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._asked = 0
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """What it has said, of one kind. vLLM prints lines of its own."""
-        lines = [line for line in self.output().splitlines() if line.startswith('{"event"')]
-        return [event for event in map(json.loads, lines) if event["event"] == name]
-
-    def wait_for(self, name: str, count: int = 1, timeout_s: float = START_S) -> dict[str, Any]:
-        """The last of ``count`` such events."""
-        what = f"{self.log.name} says {name!r}"
-        wait_until(what, lambda: len(self.events(name)) >= count or not self.alive, timeout_s)
-        found = self.events(name)
-        assert len(found) >= count, f"{what}: {self.errors.read_text(errors='replace')[-3000:]}"
-        return found[count - 1]
-
-    def ask(self, prompts: list[Tokens], salt: str = "") -> None:
-        """Tell it prompts."""
-        self._asked += 1
-        told = {"prompts": prompts, "tokens": TOKENS, "salt": salt}
-        self.stdin.write(json.dumps(told).encode() + b"\n")
-        self.stdin.flush()
-
-    def answered(self) -> dict[str, Any]:
-        """What it answered to what it was told last."""
-        return self.wait_for("answered", self._asked, ANSWER_S)
-
-    def answer(self, prompts: list[Tokens], salt: str = "") -> tuple[list[Tokens], list[int]]:
-        """Answers, and how many tokens of each prompt were cached."""
-        self.ask(prompts, salt)
-        found = self.answered()
-        return found["tokens"], found["cached"]
-
-
-def model(folder: Path, family: str) -> Path:
-    """A tiny model of that family. Its random weights are so large that an answer hangs on every token before it."""
-    path = folder / family
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(path)
-    return path
-
-
-def transfer(node: str, role: str = "kv_both", **extra: Any) -> str:
-    """How vLLM is told to use the connector: as in the docs."""
-    return json.dumps(
-        {
-            "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": "kvstore.adapters.vllm",
-            "kv_role": role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"node": node, **extra},
-        }
-    )
-
-
-def engine(machine: Machine, path: Path, told: str = "", **settings: Any) -> VllmEngine:
-    """One that is being started, with other settings of vLLM's."""
-    worker = Path(__file__).resolve().parents[1] / "helpers" / "workers" / "vllm_worker.py"
-    command = [str(VLLM), str(worker), str(path), told, json.dumps(settings)]
-    return machine.start(VllmEngine, "vllm", command, None, VLLM_ENABLE_V1_MULTIPROCESSING="0", **VLLM_ENV)
-
-
-def prompts() -> list[Tokens]:
-    """Four, of which each begins with the same 200 tokens."""
-    random = np.random.default_rng(11)
-    base = random.integers(3, 900, 200).tolist()
-    return [base + random.integers(3, 900, more).tolist() for more in (0, 10, 61, 90)]
-
-
-def by_hand(asked: list[Tokens]) -> list[int]:
-    """How many tokens a pool that has all of them finds: full pages, and never the last token."""
-    return [(len(each) - 1) // PAGE * PAGE for each in asked]
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3", "hybrid"])
-def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What an engine without a connector answers."""
-    folder = tmp_path_factory.mktemp("plain")
-    machine = Machine(folder)
-    try:
-        one = engine(machine, path := model(folder, request.param))
-        one.wait_for("ready")
-        tokens, _ = one.answer(prompts())
-        one.kill()
-        yield {"model": path, "tokens": tokens}
-    finally:
-        machine.close()
 
 
 def test_answers_are_those_without_a_connector_wherever_the_pages_are(
