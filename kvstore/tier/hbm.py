@@ -1,4 +1,7 @@
-"""HbmStore: pages in a device's memory as one of a node's tiers.
+"""HbmStore: pages in a device's memory, a tier like others.
+
+What engines have mounted is read by it (``transfer.exported``): its frames are named by the engine's records, and the
+engine alone writes them and decides about them.
 
 Where the bytes of a page lie is told by an arena: our own is page-major, one piece for a page; in a foreign one (a
 tensor ``[B, H, N, C]`` for each layer, and the like) a page is gathered from pieces that lie apart.
@@ -7,17 +10,20 @@ tensor ``[B, H, N, C]`` for each layer, and the like) a page is gathered from pi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import numpy as np
 
 from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.strides import Strides
 from kvstore.tier.base import Bytes
 from kvstore.tier.device import Addresses, Device
 from kvstore.tier.device_copies import CopyStream, PinnedBounces, places_in
+from kvstore.tier.host_memory import copy
 
 COPY_DEADLINE_S: Final = 10.0  # of one page
+BOUNCE_BYTES: Final = 8 << 20  # of pages that are on their way at a time, where a page is not larger
 
 
 class FrameMap(Protocol):
@@ -37,9 +43,9 @@ class FrameMap(Protocol):
         """Frames in one position; 0 where that class does not fit."""
         ...
 
-    def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
-        """Addresses and lengths of the pieces of a page, in the order of its bytes. Together they are the page, or its
-        whole frame."""
+    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
+        """Addresses and lengths of the pieces of so many pages, in the order of their bytes. Together they are the
+        page, or its whole frame, of each alike."""
         ...
 
 
@@ -53,54 +59,40 @@ class PageMajorFrames:
         """See ``FrameMap``."""
         return self.extent_bytes // frame_class.frame_bytes
 
-    def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
+    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
         """See ``FrameMap``."""
         start = self._address + position * self.extent_bytes + frame * frame_class.frame_bytes
-        return np.array([start], np.uint64), np.array([frame_class.frame_bytes], np.uint64)
+        sizes = np.full(count, frame_class.frame_bytes, np.uint64)
+        return places_in(start, sizes), sizes
 
 
 class StridedFrames:
     """See ``FrameMap``: blocks of another engine, all of one class, as one extent.
 
-    A page's bytes lie in the order ``[layer][dims...][piece]``. A tensor for each layer of shape ``[B, H, N, C]`` is
-    ``layers`` = their addresses, ``block_stride`` = ``H*N*C``, no ``dims`` and ``piece_bytes`` = ``H*N*C`` as well; one
-    of ``[B, N, H, C]`` has ``dims`` = ``[(H, C), (N, H*C)]`` and ``piece_bytes`` = ``C``. (All in bytes.)
-
     Args:
         frame_class: whose pages they hold.
-        layers: where each layer's tensor begins.
+        address: where their memory begins.
         blocks: frames there are.
-        block_stride: bytes from one block of a layer to the next.
-        dims: count and stride of each dimension between layer and piece, in the order of the page's bytes.
-        piece_bytes: what lies together.
+        strides: where pages lie in it.
     """
 
     positions = 1
 
-    def __init__(
-        self,
-        frame_class: FrameClass,
-        layers: Sequence[int],
-        blocks: int,
-        block_stride: int,
-        dims: Sequence[tuple[int, int]],
-        piece_bytes: int,
-    ) -> None:
-        self._frame_class, self._blocks, self._block_stride = frame_class, blocks, block_stride
+    def __init__(self, frame_class: FrameClass, address: int, blocks: int, strides: Strides) -> None:
+        assert strides.page_bytes == frame_class.page_bytes, "the pieces are not a page"
+        self._frame_class, self._blocks, self._block = frame_class, blocks, np.uint64(strides.block)
         self.extent_bytes = blocks * frame_class.frame_bytes
-        places = np.asarray(layers, np.uint64)
-        for count, stride in dims:
-            places = (places[:, None] + (np.arange(count) * stride).astype(np.uint64)).reshape(-1)
-        assert len(places) * piece_bytes == frame_class.page_bytes, "the pieces are not a page"
-        self._places, self._sizes = _joined(places, piece_bytes)
+        places, self._sizes = strides.pieces()
+        self._places = places + np.uint64(address)
 
     def frames_of(self, frame_class: FrameClass) -> int:
         """See ``FrameMap``."""
         return self._blocks if frame_class == self._frame_class else 0
 
-    def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
+    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
         """See ``FrameMap``."""
-        return self._places + np.uint64(frame * self._block_stride), self._sizes
+        starts = np.arange(frame, frame + count, dtype=np.uint64) * self._block
+        return (starts[:, None] + self._places).reshape(-1), np.tile(self._sizes, count)
 
 
 class HbmStore:
@@ -185,13 +177,23 @@ class HbmStore:
             DeviceLost: an OSError, as is the next. ``page`` is as it was, and stays so.
             DeadlineExceeded: the same.
         """
-        places, sizes = self._pieces(position, frame, frame_class)
-        deadline_s, copied = time.monotonic() + self._deadline_s, int(sizes.sum())
-        with self._bounces.borrow(len(page), deadline_s) as bounce:
-            bounce.event = self._stream.copy(places_in(bounce.address, sizes), places, sizes)
-            bounce.event.wait(deadline_s)
-            page[:copied] = bounce.memory[:copied]
-        page[copied:] = 0  # a foreign arena keeps no padding
+        self.read_pages(position, frame, frame_class, page[None])
+
+    def read_pages(self, position: int, frame: int, frame_class: FrameClass, rows: Bytes) -> None:
+        """The same of the pages in the frames from ``frame`` on, into ``rows`` ``[pages, page_bytes or more]``: what is
+        more is zeroed. The deadline is that of ``BOUNCE_BYTES`` at a time."""
+        step = max(1, BOUNCE_BYTES // frame_class.frame_bytes)
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            places, sizes = self._pieces(position, frame + first, frame_class, len(some))
+            deadline_s, nbytes = time.monotonic() + self._deadline_s, int(sizes.sum())
+            with self._bounces.borrow(nbytes, deadline_s) as bounce:
+                bounce.event = self._stream.copy(places_in(bounce.address, sizes), places, sizes)
+                bounce.event.wait(deadline_s)
+                found = bounce.memory[:nbytes].reshape(len(some), -1)
+                width = min(found.shape[1], some.shape[1])
+                copy(some[:, :width], found[:, :width])
+            some[:, width:] = 0  # a foreign arena keeps no padding
 
     def sync(self) -> None:
         """See ``TierStore``. Device memory survives nothing."""
@@ -200,14 +202,9 @@ class HbmStore:
         """See ``TierStore``."""
         self._bounces.close()
 
-    def _pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
-        frames = self.frames_of(frame_class)
-        assert self._carved.get(position) == frame_class and 0 <= frame < frames, (position, frame, frame_class)
-        return self._arena.pieces(position, frame, frame_class)
-
-
-def _joined(places: Addresses, piece_bytes: int) -> tuple[Addresses, Addresses]:
-    """Pieces of one length, those that lie behind each other as one."""
-    starts = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1] + np.uint64(piece_bytes)]))
-    counts = np.diff(np.append(starts, len(places)))
-    return places[starts], (counts * piece_bytes).astype(np.uint64)
+    def _pieces(
+        self, position: int, frame: int, frame_class: FrameClass, count: int = 1
+    ) -> tuple[Addresses, Addresses]:
+        assert self._carved.get(position) == frame_class, (position, frame_class)
+        assert frame >= 0 and frame + count <= self.frames_of(frame_class), (frame, count, frame_class)
+        return self._arena.pieces(position, frame, frame_class, count)

@@ -2,7 +2,8 @@
 
 The file ``mounted-<number>`` of a node's folder; the number is one of its extents', and names no other ever::
 
-    0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported, sum
+    0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported,
+                     where pages lie in it (``model.strides``), sum
     4 KiB    held    a word per frame, written by readers: until when somebody reads there (CLOCK_MONOTONIC)
     ..       rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
 
@@ -33,8 +34,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import FrameClass, FrameState, RecordFormat, info_word, word_of
+from kvstore.model.strides import DIMS_MAX, LAYERS_MAX, Strides
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import open_plain, remove
 from kvstore.tier.uses import Words
@@ -43,12 +46,13 @@ HOLD_NS: Final = 200_000_000  # that a frame which is taken back is kept for tho
 EXPORT_BYTES_MAX: Final = 1024
 
 _MAGIC: Final = int.from_bytes(b"KVMOUNT1", "little")
-_VERSION: Final = 1
+_VERSION: Final = 2
 _PREFIX: Final = "mounted-"
-_HEAD_BYTES: Final = 4096
+_HEAD_BYTES: Final = 4096  # enough for the longest export, and for strides of most layers and dimensions
 _PAGE: Final = 4096
-# magic, version, incarnation, number, session, page_bytes, page_tokens, layers, frames, stride, kind of export, length
-_HEAD: Final = struct.Struct("<12Q")
+# magic, version, incarnation, number, session, page_bytes, page_tokens, layers, frames, kind of export, its length,
+# layers and dimensions of the strides, whose numbers follow the export
+_HEAD: Final = struct.Struct("<13Q")
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
 _STATE: Final = np.uint64(0xFF)
 _GENERATION_BITS: Final = np.uint64(8)
@@ -93,17 +97,19 @@ class MountedTable:
 
     Attributes:
         number, session, frame_class, frames: which segment it is, whose, and what its frames are.
-        stride: bytes from one frame to the next.
+        strides: where pages lie in the memory.
         kind, export: how readers come to the memory: see ``transfer.exported``.
         words: ``[frames]``, strided; of readers read-only.
         held: ``[frames]``, writable for everyone.
         identity: ``[frames, bytes]``: key, root, extra and tokens of each page; of readers read-only.
     """
 
-    def __init__(self, head: tuple[int, ...], export: bytes, records: mmap.mmap, held: mmap.mmap | None) -> None:
-        _, _, _, self.number, self.session, *geometry, self.frames, self.stride, self.kind, _ = head
+    def __init__(
+        self, head: tuple[int, ...], export: bytes, strides: Strides, records: mmap.mmap, held: mmap.mmap | None
+    ) -> None:
+        _, _, _, self.number, self.session, *geometry, self.frames, self.kind, _, _, _ = head
         self.frame_class = FrameClass(*geometry)
-        self.export = export
+        self.export, self.strides = export, strides
         self.fmt = record_format(self.frame_class)
         rows_at = _rows_at(self.frames)
         self.rows = np.frombuffer(records, np.uint8, self.frames * self.fmt.row_bytes, rows_at).reshape(self.frames, -1)
@@ -116,6 +122,11 @@ class MountedTable:
         shared, at = (held, 0) if held is not None else (records, _HEAD_BYTES)
         self.held: Words = np.frombuffer(shared, "<u8", self.frames, at)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory, as far as pages lie in it."""
+        return self.strides.nbytes(self.frames)
+
     @classmethod
     def create(
         cls,
@@ -125,7 +136,7 @@ class MountedTable:
         session: int,
         frame_class: FrameClass,
         frames: int,
-        stride: int,
+        strides: Strides,
         kind: int,
         export: bytes,
     ) -> MountedTable:
@@ -136,8 +147,9 @@ class MountedTable:
         """
         assert len(export) <= EXPORT_BYTES_MAX
         geometry = frame_class.page_bytes, frame_class.page_tokens, frame_class.layers
-        head = _HEAD.pack(_MAGIC, _VERSION, incarnation, number, session, *geometry, frames, stride, kind, len(export))
-        head += export
+        lengths = len(export), len(strides.layers), len(strides.dims)
+        head = _HEAD.pack(_MAGIC, _VERSION, incarnation, number, session, *geometry, frames, kind, *lengths)
+        head += export + b"".join(number.to_bytes(8, "little") for number in strides.numbers())
         path = mounted_path(folder, number)
         size = _rows_at(frames) + frames * record_format(frame_class).row_bytes
         folder.new_file(path, size, head + xxhash.xxh3_64_digest(head))
@@ -146,7 +158,7 @@ class MountedTable:
             records = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        return cls(_HEAD.unpack_from(head), export, records, None)
+        return cls(_HEAD.unpack_from(head), export, strides, records, None)
 
     @classmethod
     def open(cls, folder: NodeFolder, number: int, incarnation: int) -> MountedTable | None:
@@ -160,9 +172,9 @@ class MountedTable:
             found = _sound(os.pread(fd, _HEAD_BYTES, 0), size, number, incarnation)
             if found is None:
                 return None
-            head, export = found
+            head, export, strides = found
             held = mmap.mmap(fd, _rows_at(head[8]) - _HEAD_BYTES, offset=_HEAD_BYTES)
-            return cls(head, export, mmap.mmap(fd, size, access=mmap.ACCESS_READ), held)
+            return cls(head, export, strides, mmap.mmap(fd, size, access=mmap.ACCESS_READ), held)
         except (OSError, ValueError):  # it was cut meanwhile
             return None
         finally:
@@ -240,21 +252,37 @@ def _rows_at(frames: int) -> int:
     return _HEAD_BYTES + -(-8 * frames // _PAGE) * _PAGE
 
 
-def _sound(data: bytes, size: int, number: int, incarnation: int) -> tuple[tuple[int, ...], bytes] | None:
-    """The head's words, and the export, where all of it fits together."""
+def _sound(data: bytes, size: int, number: int, incarnation: int) -> tuple[tuple[int, ...], bytes, Strides] | None:
+    """The head's words, the export, and where pages lie, where all of it fits together."""
     if len(data) < _HEAD_BYTES:
         return None
     head = _HEAD.unpack_from(data)
-    length = head[-1]
+    length, layers, dims = head[-3:]
     if head[:4] != (_MAGIC, _VERSION, incarnation, number) or length > EXPORT_BYTES_MAX:
         return None
-    stop = _HEAD.size + length
+    if layers > LAYERS_MAX or dims > DIMS_MAX:
+        return None
+    strides_at = _HEAD.size + length
+    stop = strides_at + 8 * (2 + layers + 2 * dims)
     if data[stop : stop + 8] != xxhash.xxh3_64_digest(data[:stop]):
         return None
-    page_bytes, page_tokens, layers, frames, stride = head[5:10]
-    if not (page_bytes and layers and frames and page_bytes <= stride) or page_tokens > 0xFFFF or frames > 1 << 32:
+    page_bytes, page_tokens, page_layers, frames = head[5:9]
+    if not (page_bytes and page_layers and frames) or page_tokens > 0xFFFF or frames > 1 << 32:
+        return None
+    strides = _strides(struct.unpack_from(f"<{2 + layers + 2 * dims}Q", data, strides_at), layers)
+    if strides is None or strides.page_bytes != page_bytes:
         return None
     # A row beyond the end of the file would be a SIGBUS, not a miss.
-    if size != _rows_at(frames) + frames * record_format(FrameClass(page_bytes, page_tokens, layers)).row_bytes:
+    if size != _rows_at(frames) + frames * record_format(FrameClass(page_bytes, page_tokens, page_layers)).row_bytes:
         return None
-    return head, data[_HEAD.size : stop]
+    return head, data[_HEAD.size : strides_at], strides
+
+
+def _strides(numbers: tuple[int, ...], layers: int) -> Strides | None:
+    """None where they are none."""
+    piece, block, *rest = numbers
+    dims = rest[layers:]
+    try:
+        return Strides(rest[:layers], block, list(zip(dims[::2], dims[1::2], strict=True)), piece)
+    except InvalidRequest:
+        return None

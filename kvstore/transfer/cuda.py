@@ -43,6 +43,6 @@ class PeerPages(DevicePages):
 def opened(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
     """The row of ``OPENERS``; None where it cannot be read from here: what is there is a miss."""
     try:
-        return PeerPages(PeerAllocation(table.export, table.frames * table.stride), table)
+        return PeerPages(PeerAllocation(table.export, table.nbytes), table)
     except Unavailable:
         return None

@@ -9,24 +9,23 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.tier.device import Device
-from kvstore.tier.device_copies import CopyStream, PinnedBounces
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.hbm import HbmStore, StridedFrames
 from kvstore.tier.host_memory import copy
 from kvstore.tier.mounted import MountedTable, data_path
 from kvstore.tier.plain_files import open_plain
 
 HOST: Final = 1  # shared memory: the file beside the records
 CUDA: Final = 2  # memory of a GPU, by a handle of its driver
-BOUNCE_BYTES: Final = 8 << 20  # of pages of a device that are on their way at a time, where a page is not larger
-COPY_S: Final = 5.0  # for each such step
+COPY_S: Final = 5.0  # for pages of a device that are on their way at a time
+NO_INCARNATION: Final = 0  # records of others say what is there
 
 
 class PeerMemory(Protocol):
@@ -45,8 +44,8 @@ class PeerMemory(Protocol):
 class SharedFrames:
     """Shared memory, mapped: see ``PeerMemory``."""
 
-    def __init__(self, frames: npt.NDArray[np.uint8]) -> None:
-        self._frames = frames
+    def __init__(self, memory: npt.NDArray[np.uint8], table: MountedTable) -> None:
+        self._layers = table.strides.views(memory, table.frames)
 
     @classmethod
     def open(cls, folder: NodeFolder, table: MountedTable) -> SharedFrames | None:
@@ -56,7 +55,7 @@ class SharedFrames:
         except OSError:
             return None
         try:
-            nbytes = table.frames * table.stride
+            nbytes = table.nbytes
             if os.fstat(fd).st_size < nbytes:
                 return None
             map_ = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
@@ -64,37 +63,31 @@ class SharedFrames:
             return None
         finally:
             os.close(fd)
-        return cls(frames_in(map_, table))
+        try:
+            return cls(np.frombuffer(map_, np.uint8), table)
+        except ValueError:  # pages so large that there are none
+            return None
 
     def read(self, frame: int, rows: npt.NDArray[np.uint8]) -> None:
         """See ``PeerMemory``."""
-        copy(rows, self._frames[frame : frame + len(rows)])
+        places = self._layers[0].shape[1:]
+        targets = rows.reshape(len(rows), len(self._layers), *places)
+        for layer, pages in enumerate(self._layers):
+            copy(targets[:, layer], pages[frame : frame + len(rows)])
 
 
 class DevicePages:
-    """Memory of a device that this process can address: see ``PeerMemory``. Pages come by way of pinned memory, so that
-    a copy that is late writes into nothing that the caller has."""
+    """Memory of a device that this process can address: see ``PeerMemory``. Pages come as they come out of every store
+    of a device's memory."""
 
     def __init__(self, device: Device, address: int, table: MountedTable) -> None:
-        self._address, self._stride = address, table.stride
-        self._stream = CopyStream(device)
-        self._bounces = PinnedBounces(device)
+        self._class = table.frame_class
+        arena = StridedFrames(table.frame_class, address, table.frames, table.strides)
+        self._store = HbmStore(device, arena, NO_INCARNATION, [(0, table.frame_class)], COPY_S)
 
     def read(self, frame: int, rows: npt.NDArray[np.uint8]) -> None:
         """See ``PeerMemory``."""
-        page_bytes = rows.shape[1]
-        step = max(1, BOUNCE_BYTES // page_bytes)
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            deadline_s = time.monotonic() + COPY_S
-            with self._bounces.borrow(some.size, deadline_s) as bounce:
-                places = np.arange(len(some), dtype=np.uint64)
-                sources = np.uint64(self._address) + (places + np.uint64(frame + first)) * np.uint64(self._stride)
-                targets = np.uint64(bounce.address) + places * np.uint64(page_bytes)
-                sizes = np.full(len(some), page_bytes, np.uint64)
-                bounce.event = self._stream.copy(targets, sources, sizes)
-                bounce.event.wait(deadline_s)
-                copy(some, bounce.memory[: some.size].reshape(some.shape))
+        self._store.read_pages(0, frame, self._class, rows)
 
 
 class MountedMemory(Protocol):
@@ -102,7 +95,7 @@ class MountedMemory(Protocol):
 
     Attributes:
         kind: the row of ``OPENERS`` by which others read it.
-        stride: bytes from one frame to the next.
+        stride: bytes from one frame to the next, where pages lie in one piece.
     """
 
     @property
@@ -127,12 +120,6 @@ class MountedMemory(Protocol):
     def here(self, table: MountedTable) -> PeerMemory:
         """The same, as this process reads it."""
         ...
-
-
-def frames_in(memory: Any, table: MountedTable) -> npt.NDArray[np.uint8]:
-    """``[frames, page_bytes]`` of a segment's memory, any buffer."""
-    whole = np.frombuffer(memory, np.uint8, table.frames * table.stride).reshape(table.frames, table.stride)
-    return whole[:, : table.frame_class.page_bytes]
 
 
 def _open_cuda(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:

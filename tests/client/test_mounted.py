@@ -329,7 +329,7 @@ def test_records_that_are_damaged_are_a_miss(machine: Machine) -> None:
     engine.publish(1, 4)
     path = mounted_path(NodeFolder.at(machine.folder("n")), engine.number)
     whole = path.read_bytes()
-    for at in range(0, 96, 8):  # each word of the head
+    for at in range(0, (13 + 3) * 8, 8):  # each word of the head, and of where pages lie
         damaged = bytearray(whole)
         damaged[at] ^= 0x40
         path.write_bytes(damaged)

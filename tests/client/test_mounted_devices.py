@@ -13,10 +13,11 @@ from kvstore.client.local.store import LocalStore
 from kvstore.client.match import IO
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
+from kvstore.model.strides import Strides
+from kvstore.tier import hbm
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.host_device import HostDevice, HostMemory
 from kvstore.tier.mounted import EXPORT_BYTES_MAX, MountedTable
-from kvstore.transfer import exported
 from kvstore.transfer.exported import CUDA, OPENERS, DevicePages, PeerMemory
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import node_of
@@ -44,7 +45,7 @@ class DeviceFrames:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
-    monkeypatch.setattr(exported, "BOUNCE_BYTES", 3 * SMALL.page_bytes)  # some steps
+    monkeypatch.setattr(hbm, "BOUNCE_BYTES", 3 * SMALL.page_bytes)  # some steps
     with kvstore.open(dram="4MiB") as store:
         assert isinstance(store, LocalStore)
         yield store
@@ -81,8 +82,9 @@ def test_what_has_no_handle_here_is_a_miss(store: LocalStore) -> None:
     mapped = node_of(store).writable()
     frame_class = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
     folder = NodeFolder.at(mapped.folder.path)
+    strides = Strides.whole(SMALL.page_bytes, STRIDE)
     for number, export in enumerate((b"", bytes(88), bytes(EXPORT_BYTES_MAX)), 1000):
-        parts = mapped.incarnation, number, mapped.channel.session, frame_class, FRAMES, STRIDE, CUDA, export
+        parts = mapped.incarnation, number, mapped.channel.session, frame_class, FRAMES, strides, CUDA, export
         table = MountedTable.create(folder, *parts)
         assert OPENERS[CUDA](folder, table) is None
         found = MountedTable.open(folder, number, mapped.incarnation)

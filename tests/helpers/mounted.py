@@ -15,8 +15,8 @@ FRAMES = 64
 class Engine:
     """A process that has mounted memory at node "n"."""
 
-    def __init__(self, machine: Machine, node: str = "n", frames: int = FRAMES) -> None:
-        told = json.dumps({"node": node, "frames": frames})
+    def __init__(self, machine: Machine, node: str = "n", frames: int = FRAMES, strided: bool = False) -> None:
+        told = json.dumps({"node": node, "frames": frames, "strided": strided})
         command = [sys.executable, "-m", "tests.helpers.workers.mounting", told]
         self.process = machine.start(Worker, "mounting", command, of_nodes())
         self.number: int = self.process.wait_for("mounted")["number"]

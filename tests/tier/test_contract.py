@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.strides import Strides
 from kvstore.service.node.nvme_store import NvmeStore
 from kvstore.tier.base import Bytes, TierStore
 from kvstore.tier.device import Addresses
@@ -131,15 +132,15 @@ class StridedByClass:
     def frames_of(self, frame_class: FrameClass) -> int:
         return EXTENT_BYTES // frame_class.frame_bytes
 
-    def pieces(self, position: int, frame: int, frame_class: FrameClass) -> tuple[Addresses, Addresses]:
+    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
         block_bytes = frame_class.page_bytes // frame_class.layers
         frames, heads, tokens = self.frames_of(frame_class), 2, block_bytes // 500
         content = block_bytes // (heads * tokens)
         begin = self._memory.address + position * EXTENT_BYTES
-        layers = [begin + layer * frames * block_bytes for layer in range(frame_class.layers)]
+        layers = [layer * frames * block_bytes for layer in range(frame_class.layers)]
         dims = [(tokens, content), (heads, tokens * content)]
-        arena = StridedFrames(frame_class, layers, frames, block_bytes, dims, content)
-        return arena.pieces(0, frame, frame_class)
+        arena = StridedFrames(frame_class, begin, frames, Strides(layers, block_bytes, dims, content))
+        return arena.pieces(0, frame, frame_class, count)
 
 
 def memory_opener() -> Opener:

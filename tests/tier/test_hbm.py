@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.errors import DeadlineExceeded, OutOfSpace
 from kvstore.model.replica import FrameClass
+from kvstore.model.strides import Strides
 from kvstore.tier import device_copies, hbm
 from kvstore.tier.base import Bytes
 from kvstore.tier.device import DeviceLost
@@ -81,7 +82,7 @@ def began_behind(fixture: Fixture) -> bool:
     return bool((target == source).all())
 
 
-WAITS = {"write_page": wrote, "read_page": found, "copy": began_behind}
+WAITS = {"write_page": wrote, "read_pages": found, "copy": began_behind}
 
 
 @pytest.mark.parametrize("site", wait_sites(hbm, device_copies), ids=str)
@@ -179,15 +180,18 @@ def test_pages_of_a_foreign_arena() -> None:
     theirs[...] = np.random.default_rng(0).integers(0, 256, theirs.shape, np.uint8)
     wanted = theirs.transpose(2, 0, 4, 3, 1, 5).reshape(blocks, -1).copy()
     page = FrameClass(wanted.shape[1], tokens, layers)
-    bases = [memory.address + layer * 2 * half for layer in range(layers)]
     dims = [(heads, content), (tokens, heads * content), (2, half)]
-    arena = StridedFrames(page, bases, blocks, tokens * heads * content, dims, content)
+    strides = Strides([layer * 2 * half for layer in range(layers)], tokens * heads * content, dims, content)
+    arena = StridedFrames(page, memory.address, blocks, strides)
     store = HbmStore(device, arena, 1, [(0, page)])
     assert store.frames_of(page) == blocks and store.frames_of(PAGE) == 0
     for block in range(blocks):
         found = np.full(page.frame_bytes, 1, np.uint8)
         store.read_page(0, block, page, NO_HEADER, found)
         assert (found[: page.page_bytes] == wanted[block]).all() and not found[page.page_bytes :].any()
+    rows = np.zeros((blocks, page.page_bytes), np.uint8)
+    store.read_pages(0, 0, page, rows)
+    assert (rows == wanted).all()
     memory.view()[:] = POISON
     for block in range(blocks):
         written = np.zeros(page.frame_bytes, np.uint8)

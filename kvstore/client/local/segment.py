@@ -19,10 +19,11 @@ from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.model.span import fingerprint, span_start, spans_of
+from kvstore.model.strides import Strides
 from kvstore.rpc.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
 from kvstore.tier.mounted import MountedTable, data_path
 from kvstore.tier.plain_files import open_plain
-from kvstore.transfer.exported import HOST, MountedMemory, SharedFrames, frames_in
+from kvstore.transfer.exported import HOST, MountedMemory, SharedFrames
 
 ANSWER_S: Final = 0.25  # for a node that has to be told, the log being full
 SILENCE_NS: Final = 1_000_000_000  # one that did not answer is not told so again before that
@@ -41,7 +42,8 @@ class LocalSegment:
 
     Attributes:
         number: what the node calls it.
-        pages: ``[frames, page_bytes]``, to be written into; empty where the memory was given to ``mount``.
+        memory: uint8, to be written into; empty where it was given to ``mount``.
+        pages: the same as ``[frames, page_bytes]``; empty where it has strides.
     """
 
     def __init__(self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable) -> None:
@@ -55,6 +57,7 @@ class LocalSegment:
         self._closed = False
         self._silent_ns = 0  # until then the node is told by the log alone
         self.number = table.number
+        self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.pages: npt.NDArray[np.uint8] = np.empty((0, layout.page_bytes), np.uint8)
 
     @property
@@ -175,29 +178,42 @@ class LocalSegment:
         return False
 
 
-def mount(node: LocalNode, layout: Layout, frames: int, memory: MountedMemory | None) -> LocalSegment:
+def mount(
+    node: LocalNode, layout: Layout, frames: int, memory: MountedMemory | None, strides: Strides | None
+) -> LocalSegment:
     """See ``LocalStore.mount``."""
+    whole = strides is None
+    if strides is None:
+        strides = Strides.whole(layout.page_bytes, memory.stride if memory is not None else layout.page_bytes)
+    if strides.page_bytes != layout.page_bytes:
+        raise InvalidRequest("strides", f"have {strides.page_bytes} bytes of a page, not {layout.page_bytes}")
+    if whole and strides.block < layout.page_bytes:
+        raise InvalidRequest("memory", f"has frames {strides.block} bytes apart, pages are {layout.page_bytes} long")
+    nbytes = strides.nbytes(frames)
+    if memory is not None and memory.nbytes < nbytes:
+        raise InvalidRequest("memory", f"{memory.nbytes} bytes hold no {frames} frames, which take {nbytes}")
     mapped = node.writable()
     frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-    stride = memory.stride if memory is not None else layout.page_bytes
-    if memory is not None and (stride < layout.page_bytes or memory.nbytes < frames * stride):
-        raise InvalidRequest("memory", f"{memory.nbytes} bytes hold no {frames} frames, {stride} bytes apart")
     export = memory.export() if memory is not None else b""
     message = mapped.exchange(Op.MOUNT, a=pack_class(frame_class), b=frames)
     if message.op != Status.OK:
         raise OutOfSpace(f"{node.name}: the node knows as much mounted memory as it may")
     number, kind = message.a, memory.kind if memory is not None else HOST
-    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, stride, kind, export
+    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, strides, kind, export
     try:
-        shared = _shared(mapped, number, frames * stride) if memory is None else None
+        shared = _shared(mapped, number, nbytes) if memory is None else None
         table = MountedTable.create(mapped.folder, *parts)
     except (OSError, OutOfSpace):
         mapped.exchange(Op.UNMOUNT, a=number)
         raise
     segment = LocalSegment(node, mapped, layout, table)
-    if shared is not None:
-        segment.pages = frames_in(shared, table)
-    mapped.hbm.own(table, memory.here(table) if memory is not None else SharedFrames(segment.pages))
+    if memory is not None:
+        mapped.hbm.own(table, memory.here(table))
+    elif shared is not None:
+        segment.memory = np.frombuffer(shared, np.uint8)
+        if whole:
+            segment.pages = segment.memory.reshape(frames, layout.page_bytes)
+        mapped.hbm.own(table, SharedFrames(segment.memory, table))
     return segment
 
 

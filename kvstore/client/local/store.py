@@ -11,9 +11,10 @@ from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.objects import LocalObjects
 from kvstore.client.local.segment import LocalSegment, mount
 from kvstore.client.store import Store, check_cache
-from kvstore.errors import DeadlineExceeded, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
+from kvstore.model.strides import Strides
 from kvstore.rpc import control
 from kvstore.rpc.control import Op
 from kvstore.tier.folder import list_nodes
@@ -84,23 +85,28 @@ class LocalStore(Store, LocalObjects):
         mapped = self._node.mapped()
         return mapped.in_pool(keys) if mapped is not None else keys
 
-    def mount(self, layout: Layout, frames: int, memory: MountedMemory | None = None) -> LocalSegment:
+    def mount(
+        self, layout: Layout, frames: int, memory: MountedMemory | None = None, strides: Strides | None = None
+    ) -> LocalSegment:
         """Memory of this process for ``frames`` pages, which the node of this machine knows and its other processes
         read (``Tier.HBM``): what is published there is found by their lookups and gets until it is retired, or this
         process ends. The memory is counted for the tenants whose pages it holds, and charged to no quota.
 
         Args:
             memory: of a device, say: see ``transfer.cuda``. None makes shared memory of the host.
+            strides: where pages lie in it, of another engine's making; None: each in one piece.
 
         Raises:
             InvalidRequest: ``layout`` is no layout; ``frames`` is not positive, or more than a node may know, or than
-                ``memory`` holds.
+                ``memory`` holds; ``strides`` are not those of a page.
             Unavailable: the memory cannot be shown to others.
             OutOfSpace: no memory, or the node knows as much mounted memory as it may.
             NodeUnavailable: there is no such node, or its daemon does not answer.
         """
         check_cache(layout, "", "", 0)
-        return mount(self._node, layout, frames, memory)
+        if not isinstance(frames, int) or frames < 1:
+            raise InvalidRequest("frames", f"must be a positive number, not {frames!r}")
+        return mount(self._node, layout, frames, memory, strides)
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer

@@ -1,7 +1,7 @@
 """An engine that mounts memory, and does what it is told: ``python -m tests.helpers.workers.mounting JSON``.
 
-Its argument is a JSON object: ``node``, ``frames``. Each line on stdin is a JSON list, a verb and its arguments; each
-is answered by a line ``done``. The end of stdin is its end.
+Its argument is a JSON object: ``node``, ``frames``, ``strided`` (laid out as another engine's). Each line on stdin is a
+JSON list, a verb and its arguments; each is answered by a line ``done``. The end of stdin is its end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import kvstore
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.strided import foreign_strides, write_foreign
 
 TURN_S = 0.01  # for which a prompt stays
 
@@ -28,7 +29,10 @@ def log(event: str, **fields: Any) -> None:
 def publish(segment: LocalSegment, seed: int, pages: int, frames: list[int], salt: str = "", first: int = 0) -> None:
     """The last of these pages of a prompt, into these frames."""
     keys = chain(seed, pages, salt=salt)[first:]
-    segment.pages[frames] = contents(keys)
+    if segment.pages.size:
+        segment.pages[frames] = contents(keys)
+    else:
+        write_foreign(segment.memory, SMALL, frames, contents(keys))
     segment.publish(keys, frames)
 
 
@@ -52,7 +56,8 @@ def main(told: dict[str, Any]) -> None:
     """See the module."""
     with kvstore.connect(told["node"]) as store:
         assert isinstance(store, LocalStore)
-        segment = store.mount(SMALL, told["frames"])
+        strides = foreign_strides(SMALL, told["frames"]) if told["strided"] else None
+        segment = store.mount(SMALL, told["frames"], strides=strides)
         log("mounted", number=segment.number)
         while line := sys.stdin.readline():
             verb, *given = json.loads(line)

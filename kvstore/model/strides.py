@@ -1,0 +1,95 @@
+"""Strides: where the bytes of a page lie in memory that another engine has laid out.
+
+A page's bytes are ``[layer][kv_head][token][content]``. In memory of ours a page lies in one piece. In that of another
+engine a page is one block of each layer's tensor, and inside of it heads and tokens may come in any order. All numbers
+are bytes, from where the memory begins; examples of ``frames`` blocks, H heads, N tokens, C bytes of content::
+
+    one piece, S bytes apart           layers [0]           block S       dims []                      piece L*H*N*C
+    a tensor [B, H, N, C] per layer    layers [0, B*H*N*C]  block H*N*C   dims []                      piece H*N*C
+    a tensor [B, N, H, C] per layer    layers as above      block H*N*C   dims [(H, C), (N, H*C)]      piece C
+    K and V apart, each [B, N, H, C/2] layers as above      block H*N*C/2 dims [(H, C/2), (N, H*C/2),  piece C/2
+                                                                                (2, B*H*N*C/2)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+
+LAYERS_MAX: Final = 256
+DIMS_MAX: Final = 4
+NUMBER_MAX: Final = 1 << 56  # of bytes, and of pieces
+
+Addresses = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Strides:
+    """See the module. Nothing says that pages are apart from each other: who writes there sees to that.
+
+    Attributes:
+        layers: where each layer's first block begins.
+        block: from one block of a layer to the next.
+        dims: count and stride of each dimension between layer and piece, in the order of the page's bytes.
+        piece: what lies together.
+
+    Raises:
+        InvalidRequest: no layer or too many of them, or of the dimensions; or a number that is no length.
+    """
+
+    layers: Sequence[int]
+    block: int
+    dims: Sequence[tuple[int, int]]
+    piece: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "dims", tuple((count, stride) for count, stride in self.dims))
+        if not 1 <= len(self.layers) <= LAYERS_MAX or len(self.dims) > DIMS_MAX:
+            raise InvalidRequest("strides", f"must have 1 to {LAYERS_MAX} layers, and {DIMS_MAX} dimensions at most")
+        counts = [self.piece, *(count for count, _ in self.dims)]
+        if min(counts) < 1 or not all(0 <= number < NUMBER_MAX for number in self.numbers()):
+            raise InvalidRequest("strides", "must be of positive lengths that a machine may have")
+
+    @classmethod
+    def whole(cls, page_bytes: int, stride: int) -> Strides:
+        """Of pages that lie in one piece, so many bytes apart."""
+        return cls((0,), stride, (), page_bytes)
+
+    def numbers(self) -> list[int]:
+        """All of it: piece, block, layers, dimensions."""
+        return [self.piece, self.block, *self.layers, *(number for dim in self.dims for number in dim)]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page's pieces together."""
+        return len(self.layers) * self.piece * math.prod(count for count, _ in self.dims)
+
+    def nbytes(self, frames: int) -> int:
+        """How long memory is that so many pages lie in: nothing of them is beyond that."""
+        inside = sum((count - 1) * stride for count, stride in self.dims)
+        return max(self.layers) + (frames - 1) * self.block + inside + self.piece
+
+    def pieces(self) -> tuple[Addresses, Addresses]:
+        """Where the pieces of the first page lie, and their lengths, in the order of its bytes; neighbours as one."""
+        places = np.asarray(self.layers, np.uint64)
+        for count, stride in self.dims:
+            places = (places[:, None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)).reshape(-1)
+        starts = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1] + np.uint64(self.piece)]))
+        counts = np.diff(np.append(starts, len(places)))
+        return places[starts], (counts * self.piece).astype(np.uint64)
+
+    def views(self, memory: npt.NDArray[np.uint8], frames: int) -> list[npt.NDArray[np.uint8]]:
+        """``[frames, counts of dims..., piece]`` of each layer, in memory that is as long as ``nbytes``."""
+        assert memory.flags.c_contiguous and memory.nbytes >= self.nbytes(frames), memory.nbytes
+        shape = (frames, *(count for count, _ in self.dims), self.piece)
+        strides = (self.block, *(stride for _, stride in self.dims), 1)
+        flat = memory.reshape(-1)
+        return [np.lib.stride_tricks.as_strided(flat[first:], shape, strides) for first in self.layers]
