@@ -18,6 +18,7 @@ from kvstore.client.local import hbm
 from kvstore.client.store import Store
 from kvstore.errors import OutOfSpace
 from kvstore.tier import mounted
+from tests.helpers.engines.device import DeviceHost
 from tests.helpers.engines.processes import prompt as drawn
 from tests.helpers.engines.processes import serve_engine
 from tests.helpers.engines.tokens import Lab, Tokens, check_answer, prompt
@@ -51,9 +52,14 @@ def in_arena_alone(one: Engine, store: Store, tokens: Tokens, salt: str = "") ->
     cache, pages = store.cache(one.layout, salt=salt), len(tokens) // PAGE
     keys = cache.keys(tokens[: pages * PAGE])
     wait_until("all is stored", lambda: cache.lookup(keys).tiers == {Tier.DRAM: pages})
-    store.evict(pages=EVERYTHING)
-    wait_until("its arena is known", lambda: cache.lookup(keys).tiers == {Tier.HBM: pages})
+    wait_until("only its arena has it", lambda: _evicted(store, cache, keys) == {Tier.HBM: pages})
     return keys
+
+
+def _evicted(store: Store, cache: kvstore.PrefixCache, tokens: Any) -> dict[Tier, int]:
+    """Where these pages are found, once the pool has none in memory."""
+    store.evict(pages=EVERYTHING)
+    return cache.lookup(tokens).tiers
 
 
 def test_another_engine_reads_what_one_keeps_until_that_is_killed(machine: Machine) -> None:
@@ -68,12 +74,7 @@ def test_another_engine_reads_what_one_keeps_until_that_is_killed(machine: Machi
     cache = store.cache(kvstore.Layout(**about["layout"]["fields"]))
     tokens = drawn(PAGES * PAGE + 3)
     first = one.generate(tokens, max_tokens=8)
-
-    def lost() -> dict[Tier, int]:
-        store.evict(pages=EVERYTHING)
-        return cache.lookup(tokens).tiers
-
-    wait_until("only the arena has it", lambda: lost() == {Tier.HBM: PAGES})
+    wait_until("only the arena has it", lambda: _evicted(store, cache, tokens) == {Tier.HBM: PAGES})
     match = cache.get(tokens)
     assert match.tiers == {Tier.HBM: PAGES} and match.data is not None
     found = other.generate(tokens, max_tokens=8)
@@ -82,7 +83,7 @@ def test_another_engine_reads_what_one_keeps_until_that_is_killed(machine: Machi
     assert (cache.get(tokens).data == match.data).all(), "what the reader computed with is what it stored"
     told = machine.run("tiers", "--node", "n")
     assert told.returncode == 0 and "hbm" in told.stdout
-    wait_until("only the arena has it", lambda: lost() == {Tier.HBM: PAGES})
+    wait_until("only the arena has it", lambda: _evicted(store, cache, tokens) == {Tier.HBM: PAGES})
     asked = 0
     while asked < 12:
         if asked == 4:
@@ -92,7 +93,7 @@ def test_another_engine_reads_what_one_keeps_until_that_is_killed(machine: Machi
         assert again.tokens == first.tokens and set(again.usage.cached_tokens) <= {"hbm", "dram"}
         asked += 1
     wait_until("the node has noticed", lambda: "hbm" not in store.stats()["tiers"])
-    wait_until("nothing is found", lambda: not lost())
+    wait_until("nothing is found", lambda: not _evicted(store, cache, tokens))
     last = other.generate(tokens, max_tokens=8)
     assert last.usage.cached_tokens == {} and last.tokens == first.tokens
 
@@ -239,3 +240,23 @@ def test_an_arena_whose_session_ended_is_shown_no_more(lab: Lab, monkeypatch: py
     wait_until("it says so", lambda: "session" in one.status()["mounted"]["why_not"])
     assert not reader.cache(one.layout).get(keys).pages
     assert lab.answers(one, [first], 4)[0].cached == {"hbm": PAGES * PAGE}
+
+
+def test_a_lost_device_takes_its_pages_with_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames on a device that copies late: what others read was there. When it is lost nobody finds them any more."""
+    host = DeviceHost(monkeypatch)
+    lab.machine.serve("n")
+    one, reader = keeper(lab), lab.machine.connect("n")
+    tokens = prompt(80, PAGES * PAGE + 3)
+    lab.answers(one, [tokens], 4)
+    stored = reader.cache(one.layout).get(tokens).data
+    keys = in_arena_alone(one, reader, tokens)
+    match = reader.cache(one.layout).get(keys)
+    assert match.tiers == {Tier.HBM: PAGES} and stored is not None and match.data is not None
+    assert (match.data == stored).all()
+    host.devices[-1].lose()
+    answer = lab.ask(one, prompt(81, 3 * PAGE), 4).wait()
+    assert answer.error is not None
+    wait_until("it says so", lambda: "lost" in one.status()["mounted"]["why_not"])
+    assert not reader.cache(one.layout).get(keys).pages
+    wait_until("the node knows", lambda: "hbm" not in reader.stats()["tiers"])
