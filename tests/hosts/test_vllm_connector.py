@@ -140,6 +140,25 @@ def test_windows_keep_only_what_they_need(machine: Machine, tmp_path: Path) -> N
     assert cached == [0] and one.answer([other]) == (expected, [192])
 
 
+def test_windows_where_blocks_are_scarce(machine: Machine, tmp_path: Path) -> None:
+    """No two requests wait with loaded pages for blocks that the other one has."""
+    path = model(tmp_path, "hybrid")
+    machine.serve("pool", dram="64MiB")
+    plain, one = (
+        engine(machine, path),
+        engine(machine, path, transfer("pool", boundary_tokens=192), num_gpu_blocks_override=60),
+    )
+    for each in (plain, one):
+        each.wait_for("ready")
+    random = np.random.default_rng(5)
+    base = random.integers(3, 900, 700).tolist()
+    shapes = [(291, 117), (63, 45), (629, 115), (52, 132), (686, 198), (203, 113)]
+    asked = [base[:cut] + random.integers(3, 900, more).tolist() for cut, more in shapes]
+    expected, _ = plain.answer(asked)
+    assert one.answer(asked)[0] == expected
+    assert one.answer(asked) == (expected, by_hand(asked))
+
+
 def test_a_model_of_windows_alone(machine: Machine, tmp_path: Path) -> None:
     machine.serve("pool", dram="64MiB")
     one = engine(machine, model(tmp_path, "window"), transfer("pool"))

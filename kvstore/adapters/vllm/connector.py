@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -75,11 +75,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """See the base class."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._planner is not None:
+            self._planner.held.bind(kv_cache_manager)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
         assert self._planner is not None
         found = self._planner.found(request, num_computed_tokens)
-        return found, found > 0
+        return found, bool(found)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See the base class."""

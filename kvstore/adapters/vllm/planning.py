@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvstore.adapters.vllm.held import HeldBlocks
 from kvstore.adapters.vllm.served import RootCaches, adapter_of
 from kvstore.errors import KVStoreError
 
@@ -100,11 +101,13 @@ class Planner:
         self._tracked: dict[str, _Tracked] = {}
         self._moves = StepMoves()
         self._told: set[str] = set()
+        self.held = HeldBlocks()
 
     # --- before a request runs --------------------------------------------------------------------------------------
 
-    def found(self, request: Request, computed: int) -> int:
-        """Tokens beyond ``computed`` that the store has; never the last one, which has to be computed."""
+    def found(self, request: Request, computed: int) -> int | None:
+        """Tokens beyond ``computed`` that the store has; never the last one, which has to be computed. None: this is to
+        be asked again, when others run."""
         tracked = self._track(request)
         if tracked is None or not self._loads:
             return 0
@@ -119,7 +122,11 @@ class Planner:
             self._tell_once(f"the pool cannot be asked: {error}")
             return 0
         tracked.stored = pages
-        return max(0, pages * page_tokens - computed)
+        if pages * page_tokens <= computed:
+            return 0
+        if not self._served.by_blocks and not self.held.has_room(request):
+            return None
+        return pages * page_tokens - computed
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """These blocks are the request's; so many tokens, the last of those that are there, come from the store."""
@@ -142,11 +149,14 @@ class Planner:
             groups.append(GroupMove(keys.parts(number, which), blocks_of))
         self._moves.loads.append(BlockMove(request.request_id, tracked.adapter, groups))
         tracked.loads += 1
+        self.held.add(request)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMoves:
         """What is to be moved in this step."""
+        for name in output.num_scheduled_tokens:
+            self.held.remove(name)
         if self._saves:
             for new in output.scheduled_new_reqs:
                 self._runs(new.req_id, new.num_computed_tokens, output)
@@ -159,6 +169,7 @@ class Planner:
     def finished(self, request: Request) -> None:
         """It is over, however it ended."""
         self._tracked.pop(request.request_id, None)
+        self.held.remove(request.request_id)
 
     def _runs(self, name: str, computed: int, output: SchedulerOutput) -> None:
         tracked = self._tracked.get(name)
