@@ -133,6 +133,7 @@ HOSTILE: dict[str, Tamper] = {
     "more heads than a page has": word(FIRST_COUNT, FAR),
     "no heads": word(FIRST_COUNT, 0),
     "a longer piece": word(PIECE, FAR),
+    "a shorter piece": lambda words: word(PIECE, words[PIECE] // 2)(words),
     "more layers than a head has room for": word(LAYERS_AT, FAR),
     "more dimensions": word(DIMS_AT, FAR),
     "fewer layers": word(LAYERS_AT, 1),
