@@ -34,10 +34,12 @@ def status(node: str | None, catalog: str | None, pool: str, as_json: bool) -> N
         return
     dram = stats["tiers"]["dram"]
     populated = f"{100 * dram['populated_bytes'] / dram['capacity_bytes']:.0f} % populated"
-    nvme = stats["tiers"].get("nvme")
+    hbm, nvme = stats["tiers"].get("hbm"), stats["tiers"].get("nvme")
+    above = {} if hbm is None else {"hbm": f"{_use(hbm)}, {hbm['extents']} segments mounted by engines"}
     below = {} if nvme is None else {"nvme": f"{_use(nvme)}, {nvme['state']}"}
     pairs = {
         "node": f"{stats['name']} ({stats['state']}, pid {stats['pid']}, up {duration_text(stats['uptime_s'])})",
+        **above,
         "dram": f"{_use(dram)}, {populated}",
         **below,
         "pages": dram["pages"] if nvme is None else f"{dram['pages']} in DRAM, {nvme['pages']} on NVMe",

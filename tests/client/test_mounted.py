@@ -248,7 +248,7 @@ def test_stats_and_commands_tell_of_it(machine: Machine) -> None:
     assert clients["pages_asked"] == 30 and about["hit_ratio"] == pytest.approx(20 / 30)
     explained = store.explain(chain(7, 3))["pages"] + store.explain(chain(1, 3))["pages"]
     assert [page["tiers"] for page in explained] == [["dram"]] * 3 + [[], [], ["hbm"]]
-    for command in (("tiers",), ("top", "--once", "--interval", "0.1")):
+    for command in (("tiers",), ("status",), ("top", "--once", "--interval", "0.1")):
         told = machine.run(*command, "--node", "n")
         assert told.returncode == 0 and "hbm" in told.stdout, (told.stdout, told.stderr)
     engine.process.kill()
