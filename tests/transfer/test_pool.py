@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.client.local.cache import LocalCache
@@ -53,6 +54,24 @@ def test_pages_are_read_wherever_they_are(pool: Pool) -> None:
         assert "pages from a" in pool.machine.run(command, "--node", "c").stdout
     more = pool.lookup("c", 1, PAGES + 20)
     assert (more.pages, more.reason) == (PAGES, "absent")
+
+
+def test_pages_of_several_groups_are_read_wherever_they_are(pool: Pool) -> None:
+    """Those of full attention are a chain, each of a window is found alone: here, or on another node."""
+    window = replace(SMALL, group="window", attention="window", window=40)
+    on_a, on_b, on_c = (pool.stores[name].cache([SMALL, window]) for name in "abc")
+    keys = on_a.keys(prompt(11, PAGES))
+    boundary = PAGES * SMALL.page_tokens
+    parts = keys.parts(1, keys.needed(boundary)[1])
+    rows = [contents(part)[0] for part in parts]
+    on_a.put(keys, [contents(chain(11, PAGES)), (range(PAGES - 3, PAGES - 1), np.stack(rows[:2]))])
+    on_b.put(keys, [None, (range(PAGES - 1, PAGES), rows[2])])
+    wait_until("c knows them", lambda: on_c.lookup(keys).tokens == boundary, 60)
+    match = on_c.get(keys)
+    assert match.data is not None and (match.tokens, match.nodes) == (boundary, {"a": PAGES + 2, "b": 1})
+    assert first_wrong(match.data[0], contents(chain(11, PAGES))) == "" == first_wrong(match.data[1], np.stack(rows))
+    evict_all(pool.stores["b"])
+    wait_until("b's is gone", lambda: on_c.lookup(keys).tokens == 0, 60)
 
 
 def test_another_replica_is_read_where_one_fails(pool: Pool) -> None:
