@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen3Config,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         query_pre_attn_scalar=32,
         tie_word_embeddings=False,
     ),
+    "mamba": MambaConfig(vocab_size=1000, hidden_size=128, state_size=16, num_hidden_layers=2),
 }
 
 Tokens = list[int]

@@ -159,6 +159,21 @@ def test_windows_where_blocks_are_scarce(machine: Machine, tmp_path: Path) -> No
     assert one.answer(asked) == (expected, by_hand(asked))
 
 
+def test_two_ranks_write_windows_that_one_reads(machine: Machine, tmp_path: Path) -> None:
+    path = model(tmp_path, "hybrid")
+    machine.serve("pool", dram="64MiB")
+    one = engine(machine, path, transfer("pool"))
+    two = engine(machine, path, transfer("pool"), tensor_parallel_size=2)
+    for each in (one, two):
+        each.wait_for("ready")
+    asked = prompts()
+    expected, _ = one.answer(asked, "apart")
+    first, cached = two.answer(asked)
+    assert first == expected and cached != by_hand(asked)
+    assert two.answer(asked) == (expected, by_hand(asked))
+    assert one.answer(asked) == (expected, by_hand(asked))
+
+
 def test_a_model_of_windows_alone(machine: Machine, tmp_path: Path) -> None:
     machine.serve("pool", dram="64MiB")
     one = engine(machine, model(tmp_path, "window"), transfer("pool"))
@@ -171,12 +186,13 @@ def test_a_model_of_windows_alone(machine: Machine, tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_said_at_the_start(machine: Machine, tmp_path: Path) -> None:
     path = model(tmp_path, "llama")
-    hybrid = model(tmp_path, "hybrid")
+    hybrid, states = model(tmp_path, "hybrid"), model(tmp_path, "mamba")
     machine.serve("pool", dram="64MiB")
     started = {
         "no node named 'nowhere'": engine(machine, path, transfer("nowhere")),
         "there is no setting 'pages'": engine(machine, path, transfer("pool", pages=3)),
         "its windows are kept whole": engine(machine, hybrid, transfer("pool"), disable_hybrid_kv_cache_manager=True),
+        "its cache is MambaSpec": engine(machine, states, transfer("pool")),
         "kv_load_failure_policy": engine(machine, path, transfer("pool").replace("recompute", "fail")),
     }
     for why, one in started.items():
