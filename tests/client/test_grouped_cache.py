@@ -276,6 +276,26 @@ def test_a_devices_memory(cache: GroupedCache) -> None:
             np.testing.assert_array_equal(buffer.seen, expected)
 
 
+def test_a_lease_keeps_every_group(cache: GroupedCache, store: Store) -> None:
+    keys = put_all(cache, range(64))
+    parts = [part for group, pages in enumerate(keys.needed(64)) for part in keys.parts(group, pages)]
+
+    def evicted() -> int:
+        return sum(store.evict(keys=part, tier="all")["pages"] for part in parts)
+
+    with cache.lease(keys, ttl_s=20) as lease:
+        assert [len(views) for views in lease.pages] == [4, 3, 1] and not lease.pages[1][0].flags.writeable
+        lease.renew(30)
+        lease.check()
+        assert evicted() == 0 and cache.lookup(keys).tokens == 64
+        lease.release()
+        assert evicted() == 8
+    with cache.lease(keys) as lease:
+        assert lease.match is not None and not lease.match
+    with pytest.raises(InvalidRequest, match="^lease: "):
+        lease.__enter__()
+
+
 def test_hints_go_with_the_pages(cache: GroupedCache, store: Store) -> None:
     keys = cache.keys(range(64))
     rows = [all_bytes(keys, group, range(4)) for group in range(3)]
