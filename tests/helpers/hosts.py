@@ -16,3 +16,6 @@ VLLM_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+
+LMCACHE = _ROOT / ".hosts" / "lmcache" / "bin" / "python"
+LMCACHE_ENV = {"PYTHONPATH": str(_ROOT), "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}

@@ -1,0 +1,225 @@
+"""LMCache: a plugin for its second level::
+
+    --l2-adapter '{"type": "plugin", "module_path": "kvstore.adapters.lmcache", "class_name": "KVStoreL2Adapter",
+                   "adapter_params": {"node": "pool"}}'
+
+LMCache names what it stores by hashes of its own, so its chunks are opaque objects here, whose names have all that its
+keys have: proven on every read, checksummed, evicted by the node, on NVMe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from kvstore.adapters.values import Values, connected
+
+SETTINGS = ("node", "salt")
+TASKS_MAX = 256  # of one kind that wait; what comes beyond them fails at once
+
+
+class Lane:
+    """Tasks of one kind, done in turn by a thread, and what came of them until somebody asks."""
+
+    def __init__(self, name: str) -> None:
+        self._notifier = create_event_notifier()
+        self._pool = ThreadPoolExecutor(1, f"kvstore-{name}")
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._next = 0
+        self._done: dict[int, Any] = {}
+
+    @property
+    def fd(self) -> int:
+        """Is readable when a task has ended."""
+        return self._notifier.fileno()
+
+    def submit(self, work: Callable[[], Any], refused: Any) -> int:
+        """The number of a new task, whose result is what ``work`` returns; ``refused`` where too many wait."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            taken = self._waiting < TASKS_MAX
+            self._waiting += taken
+        if taken:
+            self._pool.submit(self._run, number, work, refused)
+        else:
+            self._end(number, refused)
+        return number
+
+    def pop(self, number: int) -> Any:
+        """What came of it, once; None: it has not ended."""
+        with self._lock:
+            return self._done.pop(number, None)
+
+    def pop_all(self) -> dict[int, Any]:
+        """What came of all that have ended."""
+        with self._lock:
+            done, self._done = self._done, {}
+        return done
+
+    def close(self) -> None:
+        """Tasks that wait are forgotten."""
+        self._pool.shutdown(cancel_futures=True)
+        self._notifier.close()
+
+    def _run(self, number: int, work: Callable[[], Any], failed: Any) -> None:
+        result = failed
+        try:
+            result = work()
+        finally:
+            with self._lock:
+                self._waiting -= 1
+            self._end(number, result)
+
+    def _end(self, number: int, result: Any) -> None:
+        with self._lock:
+            self._done[number] = result
+        self._notifier.notify()
+
+
+class KVStoreL2Adapter(L2AdapterInterface):
+    """Made by LMCache from ``adapter_params``: ``node``, as ``kvstore.connect`` takes it (none: the only one on this
+    machine), and ``salt``, the tenant. A key's ``cache_salt`` is a part of its tenant.
+
+    The node evicts on its own, so LMCache sees no capacity. A chunk that leaves between lookup and load is a miss;
+    nothing is locked.
+
+    Raises:
+        ValueError: a setting is unknown, or there is no such node.
+    """
+
+    def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        super().__init__()
+        unknown = sorted(set(params) - set(SETTINGS))
+        if unknown:
+            raise ValueError(f"kvstore for LMCache: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
+        self._salt = str(params.get("salt", "lmcache"))
+        self._values = Values(connected("LMCache", params.get("node")))
+        self._stores, self._lookups, self._loads = Lane("store"), Lane("lookup"), Lane("load")
+
+    def get_store_event_fd(self) -> int:
+        """See the base class."""
+        return self._stores.fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """See the base class."""
+        return self._lookups.fd
+
+    def get_load_event_fd(self) -> int:
+        """See the base class."""
+        return self._loads.fd
+
+    # --- tasks ------------------------------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """See the base class."""
+        return self._stores.submit(lambda: self._store(keys, objects), L2StoreResult(False, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """See the base class."""
+        return self._stores.pop_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """See the base class: nothing is locked."""
+        return self._lookups.submit(lambda: self._look_up(keys), Bitmap(len(keys)))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """See the base class."""
+        return self._lookups.pop(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """See the base class: nothing is locked."""
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """See the base class."""
+        return self._loads.submit(lambda: self._load(keys, objects), Bitmap(len(keys)))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """See the base class."""
+        return self._loads.pop(task_id)
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """See the base class."""
+        gone: list[ObjectKey] = []
+        sizes: list[int] = []
+        for salt, places in self._by_tenant(keys).items():
+            for i, size in zip(places, self._values.delete([name_of(keys[i]) for i in places], salt), strict=True):
+                if size >= 0:
+                    gone.append(keys[i])
+                    sizes.append(size)
+        if gone:
+            self._notify_keys_deleted(gone, sizes)
+
+    def report_status(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"is_healthy": not self._values.away, "type": type(self).__name__, "salt": self._salt}
+
+    def close(self) -> None:
+        """See the base class."""
+        for lane in (self._stores, self._lookups, self._loads):
+            lane.close()
+        self._values.close()
+
+    # --- in the lanes' threads --------------------------------------------------------------------------------------
+
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        done = self._each(keys, [each.byte_array for each in objects], self._values.put)
+        stored = [(key, each.get_size()) for key, each, there in zip(keys, objects, done, strict=True) if there]
+        if stored:
+            self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
+        return L2StoreResult(all(done), sum(size for _, size in stored))
+
+    def _look_up(self, keys: list[ObjectKey]) -> Bitmap:
+        found = Bitmap(len(keys))
+        for salt, places in self._by_tenant(keys).items():
+            there = self._values.contains([name_of(keys[i]) for i in places], salt)
+            _set(found, [i for i, one in zip(places, there, strict=True) if one])
+        return found
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+        done = self._each(keys, [each.byte_array for each in objects], self._values.get)
+        loaded = Bitmap(len(keys))
+        _set(loaded, [i for i, one in enumerate(done) if one])
+        return loaded
+
+    def _each(
+        self, keys: list[ObjectKey], buffers: list[Any], move: Callable[[list[str], list[Any], str], list[bool]]
+    ) -> list[bool]:
+        """Put or get, by tenant."""
+        done = [False] * len(keys)
+        for salt, places in self._by_tenant(keys).items():
+            moved = move([name_of(keys[i]) for i in places], [buffers[i] for i in places], salt)
+            for i, one in zip(places, moved, strict=True):
+                done[i] = one
+        return done
+
+    def _by_tenant(self, keys: Sequence[ObjectKey]) -> dict[str, list[int]]:
+        """Places of keys by the salt of their values."""
+        places: dict[str, list[int]] = {}
+        for i, key in enumerate(keys):
+            salt = f"{self._salt}/{key.cache_salt}" if key.cache_salt else self._salt
+            places.setdefault(salt, []).append(i)
+        return places
+
+
+def name_of(key: ObjectKey) -> str:
+    """The name of a chunk's value. LMCache allows no ``@`` in a model's name."""
+    return f"{key.model_name}@{key.kv_rank:x}@{key.object_group_id:x}@{key.chunk_hash.hex()}"
+
+
+def _set(bitmap: Bitmap, places: list[int]) -> None:
+    for i in places:
+        bitmap.set(i)
