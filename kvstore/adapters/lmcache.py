@@ -27,7 +27,7 @@ SETTINGS = ("node", "salt")
 TASKS_MAX = 256  # of one kind that wait; what comes beyond them fails at once
 
 
-class Lane:
+class TaskLane:
     """Tasks of one kind, done in turn by a thread, and what came of them until somebody asks."""
 
     def __init__(self, name: str) -> None:
@@ -104,7 +104,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
             raise ValueError(f"kvstore for LMCache: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
         self._salt = str(params.get("salt", "lmcache"))
         self._values = Values(connected("LMCache", params.get("node")))
-        self._stores, self._lookups, self._loads = Lane("store"), Lane("lookup"), Lane("load")
+        self._stores, self._lookups, self._loads = TaskLane("store"), TaskLane("lookup"), TaskLane("load")
 
     def get_store_event_fd(self) -> int:
         """See the base class."""
