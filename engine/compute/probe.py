@@ -52,6 +52,11 @@ class Geometry:
     windows: tuple[int, ...]
     vocab_size: int
 
+    @property
+    def window(self) -> int:
+        """Tokens that the layer sees which sees most, where KV before them can be dropped; 0: one layer sees all."""
+        return max(self.windows) if all(self.windows) and not self.is_mla else 0
+
 
 def refuse_kind(config: PreTrainedConfig) -> None:
     """Refuse what its config or its class says we do not handle.

@@ -82,6 +82,7 @@ class Fetch:
         self._admitted = threading.Event()
         self._done = threading.Event()
         self._given_up = False
+        self.moving = False
         self._start = 0
         self._wire_id = uuid.uuid4().hex  # a second attempt is another prefill there
 
@@ -93,7 +94,7 @@ class Fetch:
 
     def move(self, start: int) -> None:
         """Bring it into the frames, from token ``start`` on. Returns at once."""
-        self._start = start
+        self._start, self.moving = start, True
         self.arrivals.all_reached(start)
         self._run(self._move)
 

@@ -68,13 +68,15 @@ class ArenaPages:
 
     def take(self, work: Work, table: list[int], shared: int) -> None:
         """A request has these pages, the first ``shared`` of which are here. It takes for granted that the pool has
-        those, too: who writes the next one finds out."""
-        own = self._arena.take(len(table) - shared)
+        those, too: who writes the next one finds out. Of a ring, each page stands several times."""
+        numbers = list(dict.fromkeys(table))
+        own = self._arena.take(len(numbers) - shared)
         assert own is not None, "the arena has fewer frames than the state thinks"
         placed = self._placed
-        for number, frame in zip(table[shared:], own.tolist(), strict=True):
+        for number, frame in zip(numbers[shared:], own.tolist(), strict=True):
             placed[number] = PlacedPage(frame)
         work.frames = torch.tensor([placed[number].frame for number in table], dtype=torch.int64)
+        work.ring = len(numbers)
         work.shared_pages = work.stored_pages = shared
         if shared:
             work.spent.cached["hbm"] = shared * work.page_tokens

@@ -90,7 +90,8 @@ class Prefills:
             beat: called every ``BEAT_S`` while a layer is waited for.
 
         Raises:
-            InvalidRequest: no such prefill, a start inside a page or beyond the prompt, an unknown codec.
+            InvalidRequest: no such prefill, a start inside a page or beyond the prompt, or before what the window
+                needs, an unknown codec.
             NodeUnavailable: the prefill failed or was given up.
             DeadlineExceeded: a layer was not ready within ``timeout_s``.
         """
@@ -103,6 +104,8 @@ class Prefills:
             work = prefill.work
             if token_start % work.page_tokens or not 0 <= token_start < work.prompt:
                 raise InvalidRequest("token_start", f"{token_start} begins no page of this prompt")
+            if token_start < work.needed(work.prompt):
+                raise InvalidRequest("token_start", f"{token_start} is out of the window: it may be overwritten")
             prefill.pulls += 1
         try:
             yield from self._pieces(work, token_start, self._codecs[codec], time.monotonic() + timeout_s, beat)

@@ -24,14 +24,12 @@ from engine.memory.lossy import Lossy
 from engine.memory.staging import Staging
 from engine.moving.stored import keys_to_store, stored
 from engine.moving.work import Work
-from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Tier
 from kvstore.tier.device import DeviceLost
 
 LOOK_S = 0.25
@@ -124,81 +122,6 @@ class Pool:
             self.cache("", "")
             self.cache("", "", True)
 
-    # --- loading ----------------------------------------------------------------------------------------------------
-
-    def load(self, work: Work) -> int:
-        """Copy the longest stored prefix of the prompt into the frames, but for pages that it shares; returns its
-        tokens with those, at most all.
-
-        Called in a thread of its own. A pool that cannot be read has nothing.
-        """
-        page_tokens = work.page_tokens
-        wanted, pages = work.prompt // page_tokens, work.shared_pages
-        if wanted == pages or work.cache is None or not self._readable:
-            return pages * page_tokens
-        tokens = work.tokens[: wanted * page_tokens]
-        pages += self._get(work, work.cache, work.cache.keys(tokens), pages, "")
-        if self.codec is None or not work.request.allow_lossy or pages == wanted:
-            return pages * page_tokens
-        lossy = self.cache(work.request.salt, work.request.adapter, True)
-        if lossy is not None:
-            more = self._get(work, lossy, lossy.keys(tokens), pages, f"-{self.codec.name}")
-            work.lossy = work.lossy or more > 0
-            pages += more
-        return pages * page_tokens
-
-    def _get(self, work: Work, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
-        """Load pages from number ``first`` on; how many that were."""
-        assert work.frames is not None
-        pages, loaded = len(keys), 0
-        if len(runs(work.frames[first:pages])) > 1 and not kind:
-            there = self._there(cache, keys[first:])  # one question to other nodes, and not one for each run of frames
-            pages = first + there.pages
-            if there.nodes:
-                return self._get_scattered(work, cache, keys[first:pages], work.frames[first:pages])
-        for index, frame, count in runs(work.frames[first:pages]):
-            start = first + index
-            asked = keys[start : start + count]
-            found = Match(0, 0, "")
-            with self.forgiven(), self._staging.receive(frame, count) as rows:
-                if kind and self.codec is not None:
-                    found = cache.get(asked)
-                    if found.data is not None and found.pages:
-                        self.codec.decode(found.data, out=rows[: found.pages])
-                else:
-                    found = cache.get(asked, out=rows)
-            self._count(work, cache, found, kind)
-            loaded += found.pages
-            if found.pages < count:
-                break
-        return loaded
-
-    def _there(self, cache: PrefixCache, keys: Keys) -> Match:
-        found = Match(0, 0, "")
-        with self.forgiven():
-            found = cache.lookup(keys)
-        return found
-
-    def _get_scattered(self, work: Work, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
-        """The same by way of a buffer: pages come from other nodes one after the other, and the frames lie apart."""
-        loaded = 0
-        with self.forgiven():
-            found = cache.get(keys)
-            for index, frame, count in runs(frames[: found.pages]):
-                assert found.data is not None, "it was given no buffer"
-                with self._staging.receive(frame, count) as rows:
-                    rows[:] = found.data[index : index + count]
-                loaded += count
-            self._count(work, cache, found, "")
-        return loaded
-
-    def _count(self, work: Work, cache: PrefixCache, found: Match, kind: str) -> None:
-        for tier, pages in found.tiers.items():
-            name = f"{tier.name.lower()}{kind}"
-            work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
-        work.from_arenas = work.from_arenas or Tier.HBM in found.tiers
-        work.spent.loaded_bytes += found.pages * cache.page_bytes
-
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def chunk(self, work: Work, start_page: int, stop_page: int) -> ChunkWriter | None:
@@ -221,7 +144,7 @@ class Pool:
     def written(self, work: Work, pages: int, arenas: bool = False) -> int:
         """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say. ``arenas``:
         those count that only an engine has."""
-        if work.cache is None or not pages or not self._readable:
+        if work.cache is None or not pages or not self.readable:
             return 0
         found = 0
         with self.forgiven():
@@ -229,7 +152,8 @@ class Pool:
         return found
 
     @property
-    def _readable(self) -> bool:
+    def readable(self) -> bool:
+        """Whether pages can be read, as far as we know."""
         return self.up or self._mapped
 
     def written_to(self, work: Work) -> PrefixCache | None:
@@ -241,9 +165,13 @@ class Pool:
         return work.cache if not work.lossy else None
 
     def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
-        """Put pages up to ``stop`` that are not stored; returns up to where they are on their way."""
+        """Put pages up to ``stop`` that are not stored; returns up to where they are on their way: less than ``stop``
+        where one is missing that a ring has overwritten."""
         assert work.frames is not None
-        pages = self.put_missing(cache, keys_to_store(cache, work, 0, stop), work.frames[:stop])
+        keys, oldest = keys_to_store(cache, work, 0, stop), work.oldest(stop)
+        if oldest and (there := stored(cache, keys[:oldest])) < oldest:
+            return there  # what follows a page that the pool never got is found by nobody
+        pages = self.put_missing(cache, keys[oldest:], work.frames[oldest:stop])
         work.spent.written_bytes += pages * cache.page_bytes
         return stop
 
@@ -312,7 +240,7 @@ class ChunkWriter:
             if self._behind > work.stored_pages:
                 work.stored_pages = self._pool._put(self._cache, work, self._behind)
             first = max(self._behind, work.stored_pages)
-            if first >= self._stop:
+            if first >= self._stop or work.stored_pages < self._behind:
                 return
             assert work.frames is not None
             self._frames = runs(work.frames[first : self._stop])

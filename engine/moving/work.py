@@ -46,6 +46,8 @@ class Work:
         prompt: tokens it came with.
         tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
         frames: int64 page table; None while it has none.
+        window: where it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
+        ring: frames of its ring.
         shared_pages: leading pages that were in the arena when it came: nobody writes there.
         stored_pages: leading pages that are known to be in the pool.
         keys: of its full pages, for whoever stores them, and the cache that made them.
@@ -81,6 +83,7 @@ class Work:
             for token in request.tokens[request.prompt_tokens :].tolist():
                 text.feed(token)
         self.frames: torch.Tensor | None = None
+        self.window = self.ring = 0
         self.cache = cache
         self.shared_pages = self.stored_pages = 0
         self.keys: tuple[PrefixCache, Keys] | None = None
@@ -108,9 +111,9 @@ class Work:
     def page_names(self) -> tuple[bytes, ...]:
         """Names of the full pages of its prompt, which others may share, see ``Submitted``. Called once, before any
         token is drawn. Those of one tenant and adapter who do without lossy KV share; who leaves the pool alone has all
-        that it reads computed for itself."""
+        that it reads computed for itself. A ring has nothing to share: its pages do not stay."""
         request = self.request
-        if not request.use_pool or request.allow_lossy:
+        if not request.use_pool or request.allow_lossy or self.window:
             return ()
         self._name = blake2b(repr((request.salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest()
         return tuple(self._next_name(stop) for stop in range(self.page_tokens, self.prompt + 1, self.page_tokens))
@@ -127,6 +130,14 @@ class Work:
     def since_first_s(self) -> float:
         """Seconds since its first token was drawn."""
         return time.monotonic() - self._first_s
+
+    def needed(self, tokens: int) -> int:
+        """See ``Sequence.needed``."""
+        return max(0, tokens - self.window) // self.page_tokens * self.page_tokens if self.window else 0
+
+    def oldest(self, pages: int) -> int:
+        """The first of so many leading pages that is still in the frames, were the next one begun."""
+        return max(0, pages + 1 - self.ring) if self.window else 0
 
     # --- telling its client -----------------------------------------------------------------------------------------
 

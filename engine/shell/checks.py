@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.compute.models import Model
 from engine.compute.sampling import check
 from engine.model.request import Request
+from engine.state.rules import Rules
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.retention import checked
@@ -22,7 +23,7 @@ def memory_frames(arena_bytes: int, layout: Layout) -> int:
     return frames
 
 
-def check_request(request: Request, model: Model, layout: Layout, frames: int, answers: bool) -> None:
+def check_request(request: Request, model: Model, rules: Rules, answers: bool) -> None:
     """Refuse what can never be served.
 
     Raises:
@@ -44,8 +45,9 @@ def check_request(request: Request, model: Model, layout: Layout, frames: int, a
     if total > model.context_tokens_max:
         what = f"{request.prompt_tokens} tokens and max_tokens={request.sampling.max_tokens}"
         raise InvalidRequest("tokens", f"{what} are beyond the context of {model.context_tokens_max}")
-    if -(-total // layout.page_tokens) > frames:
-        raise InvalidRequest("tokens", f"{total} tokens do not fit the arena of {frames * layout.page_tokens}")
+    if rules.frames_for(total) > rules.frames:
+        what = f"the arena of {rules.frames * rules.page_tokens}"
+        raise InvalidRequest("tokens", f"{total} tokens do not fit {what}")
     if request.adapter:
         raise InvalidRequest("adapter", "this engine runs its model without adapters")
     checked(request.retention)

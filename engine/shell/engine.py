@@ -103,6 +103,7 @@ class Engine:
                 batch_max=config.batch_max,
                 local_prefill_tokens=config.local_prefill_tokens,
                 prefill=config.prefill,
+                window=model.geometry.window,
             )
         )
         self._peers = Peers(connect)
@@ -269,10 +270,13 @@ class Engine:
 
     def _enter(self, request: Request, emit: Callable[[Any], None], hold_s: float, answers: bool) -> Cancel:
         self.door.check(answers)
-        check_request(request, self.model, self.layout, self.arena.frames_total, answers)
+        check_request(request, self.model, self.state.rules, answers)
         text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
         cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
         work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers)
+        capacity = len(work.tokens) if answers else work.prompt
+        if self.state.rules.frames_for(capacity) < -(-capacity // work.page_tokens):
+            work.window = self.state.rules.window
         stored = 0
         if answers and request.prefill is None and (self.config.prefill or self._found):
             stored = self.pool.written(work, work.prompt // work.page_tokens, arenas=True) * work.page_tokens

@@ -20,6 +20,7 @@ from engine.model.observer import Observer
 from engine.model.request import Admitted, Done, HandOff, Progress
 from engine.moving.fetch import Fetch
 from engine.moving.link import parse_link
+from engine.moving.loading import Loading
 from engine.moving.pages import ArenaPages
 from engine.moving.peers import Peers
 from engine.moving.serve import Prefills
@@ -74,6 +75,7 @@ class EnginePerformer:
         self._arena, self._staging = staging.arena, staging
         self.pages = ArenaPages(staging.arena, pool, mounted, staging.finish)
         self._pool = pool
+        self._loading = Loading(pool, staging)
         self._peers = peers
         self._prefills = prefills
         self._codecs = codecs
@@ -147,7 +149,7 @@ class EnginePerformer:
         def load() -> None:
             try:
                 self.pages.clear(work)
-                tokens = self._pool.load(work)
+                tokens = self._loading.load(work)
             except DeviceLost as error:
                 self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))
                 tokens = 0
@@ -223,6 +225,8 @@ class EnginePerformer:
         log.warning("prefill of %s by %s failed: %s", work.id, it.engine, it.error)
         work.lossy = work.lossy or fetch.lossy
         work.spent.prefill_engine, work.spent.prefill_cached = "", {}
+        if work.window and fetch.moving and fetch.arrivals.tokens_min() < work.prompt:  # all of a ring is made again
+            work.spent.cached.clear()
 
     def _tell_admitted(self, it: do.TellAdmitted) -> None:
         work = self.works[it.sequence]

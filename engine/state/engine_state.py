@@ -90,7 +90,8 @@ class EngineState:
 
     def _submitted(self, event: ev.Submitted) -> None:
         capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
-        pages = -(-capacity // self.rules.page_tokens)
+        pages, span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
+        assert pages == span or not event.names, "what is overwritten cannot be shared"
         assert pages <= self.rules.frames, "refused before it comes here: it would wait for ever"
         sequence = Sequence(
             number=event.sequence,
@@ -105,6 +106,8 @@ class EngineState:
             deadline_s=event.deadline_s,
             hold_s=event.hold_s,
             page_tokens=self.rules.page_tokens,
+            span=span,
+            window=self.rules.window if pages < span else 0,
             names=list(event.names),
             pulled=not event.answers,  # from now on others may
         )

@@ -12,7 +12,7 @@ from kvstore.errors import KVStoreError
 @dataclass(slots=True)
 class LoadPrefix:
     """Give it frames for the pages of its ``table``, of which the first ``shared`` are in the arena, and read what else
-    is stored of its prompt into the others -> ``PrefixLoaded``."""
+    is stored of its prompt into the others -> ``PrefixLoaded``. Of a ring, each page stands there several times."""
 
     sequence: int
     table: list[int]

@@ -50,7 +50,7 @@ class Roster:
                 self.out.append(do.EvictPages(evicted))
             self.active[sequence.number] = sequence
             sequence.phase, sequence.loading = Phase.LOADING, True
-            self.out.append(do.LoadPrefix(sequence.number, list(sequence.table), shared))
+            self.out.append(do.LoadPrefix(sequence.number, sequence.laid_out(), shared))
 
     def offer(self) -> None:
         """The pool is to have the pages that will be evicted soon."""

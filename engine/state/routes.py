@@ -66,7 +66,8 @@ class Routes:
         attempt = sequence.attempt
         assert attempt is not None and not sequence.moving
         sequence.phase, sequence.moving, attempt.begun = Phase.MOVING, True, True
-        self._roster.out.append(do.MoveIn(sequence.number, attempt.number, sequence.cached))
+        start = max(sequence.cached, sequence.needed(sequence.prompt))
+        self._roster.out.append(do.MoveIn(sequence.number, attempt.number, start))
         if attempt.first_token is not None:
             self._first(sequence, attempt.first_token)
 
@@ -140,12 +141,13 @@ class Routes:
 
     def _dismiss(self, sequence: Sequence, now_s: float) -> None:
         """The attempt is over. What it did not bring is still to be computed; what came as whole pages stays. Engines
-        that do not fit are a mistake to show; any other failure costs time only.
+        that do not fit are a mistake to show; any other failure costs time only. A ring that is not whole has no
+        beginning: all is computed again.
         """
         attempt = sequence.attempt
         assert attempt is not None and attempt.error is not None
         if attempt.begun:
-            whole = attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
+            whole = 0 if sequence.window else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
             sequence.cached = sequence.prompt if attempt.tokens >= sequence.prompt else whole
         sequence.attempt = None
         self._roster.out.append(do.Dismiss(sequence.number, attempt.engine, attempt.error))

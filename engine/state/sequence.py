@@ -63,6 +63,8 @@ class Sequence:
         length: tokens that are known: the prompt, then what was drawn.
         cached: leading tokens whose KV is in the frames, or arriving there.
         pages: frames that it needs; it has all of them (``holds``) or none.
+        span: pages of all its tokens: more than ``pages`` where it has a ring of frames, see ``Rules.frames_for``.
+        window: of a sequence with a ring: what its tokens see; else 0.
         table: numbers of the pages in them, of which other sequences may have the leading ones, too: see ``Frames``.
         names: of its leading full pages, as far as its tokens are known.
         whole, listed: how many of these are complete in the frames; and how many leading ones of them others may take.
@@ -83,6 +85,8 @@ class Sequence:
     deadline_s: float
     hold_s: float = 0.0
     page_tokens: int = 1
+    span: int = 0
+    window: int = 0
     names: list[bytes] = field(default_factory=list)
     whole: int = 0
     listed: int = 0
@@ -100,6 +104,15 @@ class Sequence:
     attempts: int = 0
     attempt: Attempt | None = None
     passing: Passing | None = None
+
+    def laid_out(self) -> list[int]:
+        """The page in whose frame each of its pages lies: ``table``, over and over where that is a ring."""
+        return [self.table[page % len(self.table)] for page in range(self.span)]
+
+    def needed(self, tokens: int) -> int:
+        """Of the first ``tokens`` tokens, where the page begins from which on they are needed by what follows, and by
+        the last of them, were it computed again."""
+        return max(0, tokens - self.window) // self.page_tokens * self.page_tokens if self.window else 0
 
     @property
     def touched(self) -> bool:

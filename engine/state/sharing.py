@@ -9,6 +9,8 @@ A listed page that no sequence has any more is kept: its frame counts as free, a
 a frame, the least recently used page first. Whoever has a page has its parents. So when the pages of a sequence are
 kept from the last one to the first, a page always stands behind its children, and no eviction leaves an unusable tail.
 
+A sequence with a ring of frames (``Rules.frames_for``) has no names: its pages do not stay, so nobody shares them.
+
 Worked example, pages of 16 tokens, three prompts that begin with the same 40 tokens and differ from there::
 
     first   pages a b 1 .      4 frames taken

@@ -22,7 +22,7 @@ from tests.helpers.engines.tokens import MAIN, TOLERANCE, Lab, Tokens, check_ans
 from tests.helpers.processes import Machine, wait_until
 
 PAGE = 16
-WINDOWED = ("tiny-gpt-oss", "tiny-mistral")  # sliding windows, sinks
+WINDOWED = ("tiny-gpt-oss", "tiny-gemma2")  # sliding windows beside full attention, sinks, soft caps
 CALLS = ("get", "lookup", "put", "put_async", "writer", "lease")
 
 

@@ -1,0 +1,165 @@
+"""A model whose layers all have a sliding window keeps a ring of frames per sequence: no more than the window and a
+chunk touch. Answers stay those of plain transformers, from every tier, over hand-offs and migrations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engine.model.observer import Observer
+from engine.model.request import Grain, Request, Role, Sampling, Source, Timing
+from engine.shell.engine import Engine
+from kvstore.errors import InvalidRequest
+from tests.helpers.engines.tokens import CPU, Lab, check_answer, distance, keys_of, prompt, served, to_nvme, within
+from tests.helpers.processes import Machine
+
+PRESET, WINDOW, PAGE, CHUNK = "tiny-mistral", 40, 16, 24
+RING = 5  # pages that 24 tokens, and the 39 before them, can touch
+NEEDED = 4  # pages that 40 tokens can touch
+WAYS = list(itertools.product(Timing, Source, Grain))
+
+
+@pytest.fixture
+def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch, CPU) as here:
+        yield here
+
+
+class FramesSeen(Observer):
+    """The most frames that were in use after a step."""
+
+    engine: Engine | None = None
+    most = 0
+
+    def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
+        """See Observer."""
+        if self.engine is not None:
+            self.most = max(self.most, self.engine.arena.frames_total - self.engine.arena.frames_free)
+
+
+def page_bytes() -> int:
+    return served(PRESET).layout(PAGE).page_bytes
+
+
+def test_long_sequences_use_a_ring_of_frames(lab: Lab) -> None:
+    """An arena of two rings answers sequences of which each would fill it several times over, two at a time."""
+    seen = FramesSeen()
+    arena = 2 * RING * page_bytes()
+    one = lab.engine(PRESET, chunk_tokens=CHUNK, page_tokens=PAGE, arena=arena, observer=seen, keep_pages=1.0)
+    seen.engine = one
+    assert one.arena.frames_total == 2 * RING
+    lab.answers(one, [prompt(i, 400 + i) for i in range(3)], 100)
+    assert seen.most == 2 * RING
+    lab.answers(one, [prompt(9, 21)] * 2, 9)  # what fits shares and keeps its pages, as ever
+    assert one.state.roster.frames.kept == 1
+    mixed = lab.engine("tiny-gpt-oss", chunk_tokens=CHUNK, page_tokens=PAGE, arena=arena)
+    with pytest.raises(InvalidRequest, match="do not fit the arena"):  # one layer sees everything
+        lab.ask(mixed, prompt(1, 400))
+
+
+@pytest.mark.parametrize("tier", ["dram", "nvme"])
+def test_hits_load_what_the_window_needs(lab: Lab, tier: str) -> None:
+    store = lab.store(nvme=True)
+    one = lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE, arena=2 * RING * page_bytes())
+    prompts = [prompt(20, 320), prompt(21, 327), prompt(22, 200)]
+    assert not any(answer.cached for answer in lab.answers(one, prompts, 40))
+    if tier == "nvme":
+        to_nvme(store)
+    for tokens in (*prompts, np.concatenate([prompt(20, 230), prompt(23, 100)])):
+        answer = lab.answers(one, [tokens], 40)[0]
+        stored = 224 if len(tokens) == 330 else len(tokens) // PAGE * PAGE
+        assert sum(answer.cached.values()) == min(stored, len(tokens) - 1)
+        assert sum(answer.cached.values()) + answer.usage.computed_tokens == len(tokens)
+        assert 3 * page_bytes() <= answer.usage.loaded_bytes <= NEEDED * page_bytes()
+
+
+def test_the_answer_is_stored_and_goes_on_elsewhere(lab: Lab) -> None:
+    """A ring's pages are stored before they are overwritten: the next turn and another engine find them all."""
+    store = lab.store()
+    one, other = (lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE) for _ in range(2))
+    answer = lab.answers(one, [prompt(30, 150)], 200)[0]
+    history = np.concatenate([prompt(30, 150), np.array(answer.tokens, np.uint32)])
+    pages = (len(history) - 1) // PAGE
+    keys = keys_of(one, store, history)
+    within("all of it is stored", lambda: store.cache(one.layout).lookup(keys).pages == pages)
+    turn = lab.answers(other, [np.concatenate([history, prompt(31, 20)])], 5)[0]
+    assert turn.cached == {"dram": pages * PAGE}
+    moving = lab.ask(one, prompt(32, 150), 200)
+    moving.wait(3)
+    assert one.migrate(moving.request.id, lab.address_of(other))
+    check_answer(moving)
+
+
+def test_what_the_pool_missed_is_not_written_from_other_frames(lab: Lab) -> None:
+    """The pool comes back when a ring has been overwritten: it is given no page in the name of another one."""
+    store = lab.store()
+    one = lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE)
+    one.pool._failed_s, one.pool.up = math.inf, False  # who looks for it does not see it
+    asked = lab.ask(one, prompt(40, 100), 400).wait(100)
+    one.pool.up = True
+    check_answer(asked)
+    history = np.concatenate([prompt(40, 100), np.array(asked.tokens, np.uint32)])
+    for stop in (60, 120, 250, 480):
+        answer = lab.answers(one, [history[:stop]], 5)[0]
+        assert stop > 60 or not answer.cached
+
+
+def test_lossy_pages_fill_a_ring(lab: Lab) -> None:
+    store = lab.store()
+    one = lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE, compress="int8")
+    for turn in range(2):
+        answer = lab.ask(one, prompt(80, 327), 3, allow_lossy=True).wait()
+        assert answer.cached == ({"dram-int8": 320} if turn else {})
+        assert distance(answer) < 0.5  # a wrong page makes more
+
+
+@pytest.mark.parametrize(("handoff", "source", "grain"), WAYS)
+def test_a_handoff_sends_what_the_window_needs(lab: Lab, handoff: Timing, source: Source, grain: Grain) -> None:
+    store = lab.store() if source is Source.DRAM else None
+    way = {"handoff": handoff, "source": source, "grain": grain, "chunk_tokens": CHUNK, "page_tokens": PAGE}
+    prefill, decode = lab.pair(PRESET, store, arena=2 * RING * page_bytes(), **way)
+    for answer in lab.answers(decode, [prompt(50 + i, count) for i, count in enumerate((300, 304, 80))], 60):
+        assert answer.usage.prefill_engine == lab.address_of(prefill)
+        assert answer.usage.computed_tokens == 0
+        came = answer.usage.moved_bytes + answer.usage.loaded_bytes  # a lazy one may find all of it in the pool
+        assert 0 < came <= (NEEDED + 1) * page_bytes()
+
+
+def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the window has come, and what was loaded before may be overwritten: nothing of it is used."""
+    store = lab.store()
+    how = {"chunk_tokens": CHUNK, "page_tokens": PAGE}
+    first = lab.engine(PRESET, store, **how)
+    lab.answers(first, [prompt(60, 200)], 2)
+    prefill = lab.engine(PRESET, role=Role.PREFILL, **how)
+    asks = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0}
+    decode = lab.engine(PRESET, store, role=Role.DECODE, **asks, **how)
+    send = prefill.staging.send_layer
+    sent: list[int] = []
+
+    def some(frame: int, count: int, layer: int) -> object:
+        sent.append(layer)
+        if len(sent) > 1:
+            raise InvalidRequest("layer", "enough")
+        return send(frame, count, layer)
+
+    monkeypatch.setattr(prefill.staging, "send_layer", some)
+    answer = lab.answers(decode, [prompt(60, 330)], 60)[0]
+    assert len(sent) > 1 and answer.usage.prefill_engine == ""
+    assert sum(answer.cached.values()) + answer.usage.computed_tokens >= 330
+
+
+def test_what_is_out_of_the_window_is_not_given_away(lab: Lab) -> None:
+    one = lab.engine(PRESET, role=Role.PREFILL, chunk_tokens=CHUNK, page_tokens=PAGE)
+    peer = lab.connect(lab.address_of(one))
+    asked = Request(id="windowed", tokens=prompt(70, 300), sampling=Sampling(max_tokens=4))
+    assert len(list(peer.prefill(asked, one.layout, 30.0))) > 2
+    with pytest.raises(InvalidRequest, match="out of the window"):
+        next(peer.pull("windowed", 240))
+    assert next(peer.pull("windowed", 256)).token_start == 256
+    one.release("windowed")
