@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 VLLM_VERSION := 0.32.0
-VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)-kvstore
+VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)-kvstore-plugin
 LMCACHE_VERSION := 0.5.6
 LMCACHE := .hosts/lmcache/.ready-$(LMCACHE_VERSION)
 TRITON_VERSION := 3.6.0

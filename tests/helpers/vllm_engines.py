@@ -75,16 +75,16 @@ class VllmEngine(Process):
         assert len(found) >= count, f"{what}: {self.errors.read_text(errors='replace')[-3000:]}"
         return found[count - 1]
 
-    def ask(self, prompts: list[Tokens], salt: str = "") -> None:
-        """Tell it prompts."""
+    def ask(self, prompts: list[Tokens], salt: str = "", **more: Any) -> None:
+        """Tell it prompts, and more of what the worker takes."""
         self._asked += 1
-        told = {"prompts": prompts, "tokens": TOKENS, "salt": salt}
+        told = {"prompts": prompts, "tokens": TOKENS, "salt": salt, **more}
         self.stdin.write(json.dumps(told).encode() + b"\n")
         self.stdin.flush()
 
-    def answered(self) -> dict[str, Any]:
+    def answered(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """What it answered to what it was told last."""
-        return self.wait_for("answered", self._asked, ANSWER_S)
+        return self.wait_for("answered", self._asked, timeout_s)
 
     def answer(self, prompts: list[Tokens], salt: str = "") -> tuple[list[Tokens], list[int]]:
         """Answers, and how many tokens of each prompt were cached."""

@@ -35,6 +35,7 @@ class BlockGroup:
     def __init__(self, served: PagedGroup, layers: list[torch.Tensor]) -> None:
         self._served = served
         self._layers = layers
+        self.part_bytes = served.shard.nbytes if served.shard.writes else 0  # of a page, that this worker moves
         start, stop = served.shard.heads
         wanted = [stop - start, served.block_size, served.layout.shape[-1]]
         for name, tensor in zip(served.layers, layers, strict=True):
@@ -60,8 +61,8 @@ class BlockGroup:
                 _log.warning("kvstore: pages were not loaded: %s", reason)
                 return
 
-    def save(self, cache: PrefixCache, move: GroupMove, request: str) -> None:
-        """Store these pages, as far as the store takes them."""
+    def save(self, cache: PrefixCache, move: GroupMove, request: str) -> int:
+        """Store these pages, as far as the store takes them; how many were given to it."""
         rows, page = self._rows(move), 0
         for batch in self._batches(move.parts):
             count, row = sum(map(len, batch)), 0
@@ -70,6 +71,7 @@ class BlockGroup:
                 self._put(cache, keys, rows[row : row + len(keys)], request)
                 row += len(keys)
             page += count
+        return page
 
     def _batches(self, parts: list[Keys]) -> Iterator[list[Keys]]:
         """These pages, so many at a time as the buffer has."""

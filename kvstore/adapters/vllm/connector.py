@@ -15,6 +15,7 @@ import kvstore
 from kvstore.adapters.vllm.moving import BlockMover
 from kvstore.adapters.vllm.planning import Planner, StepMoves
 from kvstore.adapters.vllm.served import served
+from kvstore.adapters.vllm.stats import MoveStats, PromMoveStats
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -108,6 +109,33 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """See ``SupportsHMA``: as ``request_finished``."""
         return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        """See the base class: what is in the pool stays there, for others, and this engine finds it no more."""
+        return self._planner is None or self._planner.reset()
+
+    # --- what both tell ---------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> MoveStats | None:
+        """See the base class."""
+        side = self._planner or self._mover
+        return side.take_stats() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MoveStats:
+        """See the base class."""
+        return MoveStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMoveStats:
+        """See the base class."""
+        return PromMoveStats(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- a worker's side --------------------------------------------------------------------------------------------
 

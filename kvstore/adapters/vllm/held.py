@@ -33,6 +33,10 @@ class HeldBlocks:
         """It runs, or is over."""
         self._held.pop(name, None)
 
+    def any(self) -> bool:
+        """Whether there are such requests."""
+        return bool(self._held)
+
     def has_room(self, request: Request) -> bool:
         """Whether this one may hold blocks as well: there are free ones for all that it and the others will need. The
         only one always may, since vLLM's cache has room for any single request."""

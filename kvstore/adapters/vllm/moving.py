@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.adapters.vllm.blocks import BlockGroup
 from kvstore.adapters.vllm.planning import NO_BLOCK
 from kvstore.adapters.vllm.served import RootCaches
+from kvstore.adapters.vllm.stats import MoveStats
 from kvstore.errors import KVStoreError, Unavailable
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class BlockMover:
         self._failed: set[int] = set()
         self._failed_requests: set[str] = set()
         self._away_until_s = 0.0
+        self._stats = MoveStats()
+        shard = served.groups[0].shard
+        self._counts_pages = not shard.rank and not shard.stage
 
     def load(self, move: BlockMove) -> None:
         """Begin to load; see ``loaded`` and ``failed``."""
@@ -77,16 +81,28 @@ class BlockMover:
         """Store these pages, as far as the store takes them. A node that does not answer is left alone for a while."""
         if not moves or time.monotonic() < self._away_until_s:
             return
+        start_s, failed = time.monotonic(), True
         try:
             for move in moves:
                 caches = self._saves_to.of(move.adapter).groups
                 for group, cache, pages in zip(self._groups, caches, move.groups, strict=True):
-                    group.save(cache, pages, move.request)
+                    self._count("saved", group.save(cache, pages, move.request), group)
+            failed = False
         except Unavailable as error:
             self._away_until_s = time.monotonic() + AWAY_S
             _log.warning("kvstore: nothing is saved for %g s: %s", AWAY_S, error)
         except KVStoreError as error:
             _log.warning("kvstore: pages are not saved: %s", error)
+        with self._lock:
+            self._stats.add(save_seconds=time.monotonic() - start_s, failed_saves=failed)
+
+    def take_stats(self) -> MoveStats | None:
+        """What was moved since this was asked last; None: nothing."""
+        with self._lock:
+            if self._stats.is_empty():
+                return None
+            taken, self._stats = self._stats, MoveStats()
+        return taken
 
     def close(self) -> None:
         """Nothing is moved any more."""
@@ -95,17 +111,28 @@ class BlockMover:
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _load(self, move: BlockMove) -> None:
+        start_s = time.monotonic()
         left = [sum(map(len, pages.parts)) for pages in move.groups]  # pages that have not come
         try:
             caches = self._loads_from.of(move.adapter).groups
             for number, (group, cache, pages) in enumerate(zip(self._groups, caches, move.groups, strict=True)):
                 for count in group.load(cache, pages):
                     left[number] -= count
+                    self._count("loaded", count, group)
         except KVStoreError as error:
             _log.warning("kvstore: pages were not loaded: %s", error)
         finally:
+            with self._lock:
+                self._stats.add(load_seconds=time.monotonic() - start_s, failed_pages=sum(left))
             if any(left):
                 self._fail(move, left[0])
+
+    def _count(self, what: str, pages: int, group: BlockGroup) -> None:
+        counts = {f"{what}_bytes": pages * group.part_bytes}
+        if self._counts_pages:
+            counts[f"{what}_pages"] = pages
+        with self._lock:
+            self._stats.add(**counts)
 
     def _fail(self, move: BlockMove, left: int) -> None:
         """So many pages of the first group are missing, or some of others."""

@@ -7,6 +7,7 @@ and extended while it is answered.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvstore.adapters.vllm.held import HeldBlocks
 from kvstore.adapters.vllm.served import RootCaches, adapter_of
+from kvstore.adapters.vllm.stats import MoveStats
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ class Planner:
         self._tracked: dict[str, _Tracked] = {}
         self._moves = StepMoves()
         self._told: set[str] = set()
+        self._era = ""
+        self._stats = MoveStats()
         self.held = HeldBlocks()
 
     # --- before a request runs --------------------------------------------------------------------------------------
@@ -148,6 +152,7 @@ class Planner:
                 blocks_of[table] = [NO_BLOCK] * min(before, len(its)) + its[before:]
             groups.append(GroupMove(keys.parts(number, which), blocks_of))
         self._moves.loads.append(BlockMove(request.request_id, tracked.adapter, groups))
+        self._stats.add(found_tokens=external)
         tracked.loads += 1
         self.held.add(request)
 
@@ -170,6 +175,20 @@ class Planner:
         """It is over, however it ended."""
         self._tracked.pop(request.request_id, None)
         self.held.remove(request.request_id)
+
+    def reset(self) -> bool:
+        """Nothing that was stored is found any more, since weights may have been changed in place: this engine's pages
+        have roots of their own from now on, and what runs is not saved. Whether no load was under way."""
+        self._era = uuid.uuid4().hex
+        self._tracked.clear()
+        return not self.held.any()
+
+    def take_stats(self) -> MoveStats | None:
+        """What was found since this was asked last; None: nothing."""
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, MoveStats()
+        return taken
 
     def _runs(self, name: str, computed: int, output: SchedulerOutput) -> None:
         tracked = self._tracked.get(name)
@@ -212,7 +231,7 @@ class Planner:
         if request.mm_features or request.prompt_token_ids is None or request.pooling_params is not None:
             self._tell_once("requests with media, embeddings or pooling are not stored")
             return None
-        adapter = adapter_of(request)
+        adapter = adapter_of(request, self._era)
         tracked = _Tracked(request, self._caches.of(adapter), adapter)
         self._tracked[request.request_id] = tracked
         return tracked

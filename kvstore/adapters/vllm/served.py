@@ -94,15 +94,16 @@ class RootCaches:
         return found
 
 
-def adapter_of(request: Request) -> str:
-    """What keeps this request's pages apart from others of its tenant: its LoRA and its ``cache_salt``.
+def adapter_of(request: Request, era: str = "") -> str:
+    """What keeps this request's pages apart from others of its tenant: its LoRA, its ``cache_salt``, and the engine's
+    era, "" until it is reset.
 
     A digest, as users choose the salt: none looks like another's LoRA, however long it is.
     """
     lora, salt = request.lora_request, request.cache_salt
-    if lora is None and not salt:
+    if lora is None and not salt and not era:
         return ""
-    told = [[lora.lora_name, lora.lora_path] if lora else [], salt or ""]
+    told = [[lora.lora_name, lora.lora_path] if lora else [], salt or "", *([era] if era else [])]
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 

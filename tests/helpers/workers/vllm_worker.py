@@ -1,8 +1,10 @@
 """A vLLM engine as a process of its own, in vLLM's environment: it answers prompts that are told line by line.
 
-A line is JSON: ``prompts``, lists of token ids, their ``salt``, and ``tokens``, how many each answer has. The answer
-is a line with ``event`` ``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were, and
-``took_s``. Its own prefix cache is empty afterwards.
+A line is JSON: ``prompts``, lists of token ids, their ``salt``, ``tokens``, how many each answer has, ``params``, which
+a proxy would pass as ``kv_transfer_params``, and ``reset``: whether the connector is reset afterwards, too. The answer
+is a line with ``event`` ``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were,
+``took_s``, ``reset``, whether it succeeded, and ``metrics``, the connector's counters. Its own prefix cache is empty
+afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ from typing import Any
 def say(event: str, **about: Any) -> None:
     """One line, for who has started this."""
     print(json.dumps({"event": event, **about}), flush=True)
+
+
+def metrics() -> dict[str, float]:
+    """Of the connector, by name, as /metrics has them."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    return {each.name: each.value for each in samples if each.name.startswith("vllm:kvstore_")}
 
 
 def main(model: str, transfer: str, settings: str) -> None:
@@ -32,6 +42,7 @@ def main(model: str, transfer: str, settings: str) -> None:
             max_model_len=1024,
             max_num_seqs=4,
             max_num_batched_tokens=256,
+            disable_log_stats=False,
             kv_transfer_config=json.loads(transfer) if transfer else None,
             **json.loads(settings),
         )
@@ -41,15 +52,19 @@ def main(model: str, transfer: str, settings: str) -> None:
     say("ready")
     for line in sys.stdin:
         told = json.loads(line)
-        sampling = SamplingParams(temperature=0, max_tokens=told["tokens"], ignore_eos=True, detokenize=False)
+        passed = {"kv_transfer_params": told["params"]} if told.get("params") else None
+        sampling = SamplingParams(
+            temperature=0, max_tokens=told["tokens"], ignore_eos=True, detokenize=False, extra_args=passed
+        )
         start_s = time.monotonic()
         salted = {"cache_salt": told["salt"]} if told["salt"] else {}
         asked = [{"prompt_token_ids": each, **salted} for each in told["prompts"]]
         answers = llm.generate(asked, sampling, use_tqdm=False)
         took_s = time.monotonic() - start_s
-        llm.reset_prefix_cache()
+        reset = llm.reset_prefix_cache(reset_connector=told.get("reset", False))
         tokens = [list(answer.outputs[0].token_ids) for answer in answers]
-        say("answered", tokens=tokens, cached=[answer.num_cached_tokens for answer in answers], took_s=took_s)
+        cached = [answer.num_cached_tokens for answer in answers]
+        say("answered", tokens=tokens, cached=cached, took_s=took_s, reset=reset, metrics=metrics())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,11 @@
+"""What vLLM calls in each of its processes, by the entry point ``vllm.general_plugins``: our connector has a name."""
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+NAME = "KVStoreConnector"
+
+
+def register() -> None:
+    """``kv_connector`` may be this name, without ``kv_connector_module_path``. Nothing more is imported."""
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, "kvstore.adapters.vllm.connector", NAME)
