@@ -1,14 +1,15 @@
-"""What else vLLM asks of a connector: its name, its metrics, a reset, and what proxies pass."""
+"""What else vLLM asks of a connector: its name, its metrics, a reset, what proxies pass, and that nothing is left."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.hosts import VLLM
-from tests.helpers.processes import Machine
+from tests.helpers.processes import Machine, wait_until
 from tests.helpers.vllm_engines import PAGE, TOKENS, by_hand, engine, model, prompts, ready, transfer
 
 pytestmark = [
@@ -41,3 +42,38 @@ def test_what_was_moved_is_counted_and_a_reset_forgets_it(machine: Machine, tmp_
     assert one.answered()["reset"] is True
     assert one.answer(asked) == (expected, [0]), "weights may have been changed"
     assert one.answer(asked) == (expected, [found]), "what it has saved since"
+
+
+def test_preempted_requests_are_answered_the_same(machine: Machine, tmp_path: Path) -> None:
+    """33 blocks, of which four requests want 10 each."""
+    path = model(tmp_path, "llama")
+    machine.serve("pool", dram="64MiB")
+    plain = engine(machine, path)
+    one = engine(machine, path, transfer("pool"), num_gpu_blocks_override=34)
+    ready(plain, one)
+    random = np.random.default_rng(3)
+    asked = [random.integers(3, 900, 300).tolist() for _ in range(4)]
+    expected, _ = plain.answer(asked)
+    assert one.answer(asked)[0] == expected
+    assert one.answer(asked) == (expected, by_hand(asked))
+
+
+def test_thousands_of_requests_leave_nothing_behind(machine: Machine, tmp_path: Path) -> None:
+    """Ten thousand, of a page or two, each with a prefix and an end of its own or another's."""
+    machine.serve("pool", dram="8MiB")
+    one = engine(machine, model(tmp_path, "llama"), transfer("pool"))
+    ready(one)
+    random = np.random.default_rng(4)
+    rss = []
+    for _ in range(10):
+        asked = [random.integers(3, 900, 64 + int(more)).tolist() for more in random.integers(1, 80, 1000)]
+        one.ask(asked, tokens=1)
+        assert len(one.answered(400)["tokens"]) == 1000
+        status = Path(f"/proc/{one.pid}/status").read_text()
+        rss.append(int(status.split("VmRSS:")[1].split()[0]) << 10)
+    assert rss[-1] - rss[4] < 48 << 20, rss
+    pool = machine.connect("pool")
+    assert pool.stats()["clients"]["pages_put"] > 10_000
+    one.kill()
+    wait_until("nothing is reserved", lambda: pool.stats()["reservations"] == 0)
+    assert pool.verify()["findings"] == []
