@@ -1,0 +1,232 @@
+"""Time to first token in vLLM of a prompt that was asked before: computed again, or found somewhere.
+
+.venv/bin/python bench/peers/vllm_ttft.py [--peers NAME,..] [--lengths 512,1024,2048] [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = ROOT / ".hosts"
+VLLM = HOSTS / "vllm" / "bin" / "python"
+MOONCAKE = HOSTS / "mooncake"  # a folder of packages
+LMCACHE = HOSTS / "lmcache" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+NODE = "peers-ttft"
+POOL_GIB = 2
+RUN_S = 900.0
+# 62 million parameters, 16 KiB of KV per token in float32.
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 8000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to answer a known prompt. ``connector``: vLLM's ``kv_transfer_config``, but for the role."""
+
+    connector: dict[str, Any] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    packages: tuple[Path, ...] = ()  # folders that vLLM's environment is to find packages in, after its own
+    reset: bool = True
+
+
+def peers(folder: Path, port: int) -> dict[str, Peer]:
+    """All there are. ``folder`` takes their files; Mooncake's master listens at ``port``."""
+    ours, theirs = folder / "ours.json", folder / "theirs.json"
+    ours.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": NODE, "protocol": "tcp"}))
+    told = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"127.0.0.1:{port}",
+        "protocol": "tcp",
+        "global_segment_size": f"{POOL_GIB}GB",
+        "local_buffer_size": "512MB",
+        "local_hostname": "127.0.0.1",
+    }
+    theirs.write_text(json.dumps(told))
+    store = {"kv_connector": "MooncakeStoreConnector"}
+    shim = ROOT / "kvstore" / "adapters" / "mooncake" / "shim"
+    lmcache = {
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(POOL_GIB),
+        "LMCACHE_CHUNK_SIZE": "64",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+    }
+    return {
+        "recompute": Peer(),
+        "vllm-own": Peer(reset=False),
+        "kvstore": Peer(
+            {
+                "kv_connector": "KVStoreConnector",
+                "kv_connector_module_path": "kvstore.adapters.vllm",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"node": NODE},
+            }
+        ),
+        "kvstore-dropin": Peer(store, {"PYTHONPATH": f"{ROOT}:{shim}", "MOONCAKE_CONFIG_PATH": str(ours)}),
+        "mooncake": Peer(store, {"MOONCAKE_CONFIG_PATH": str(theirs)}, (MOONCAKE,)),
+        "vllm-offload": Peer(
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_GIB << 30},
+            }
+        ),
+        "lmcache": Peer({"kv_connector": "LMCacheConnectorV1"}, lmcache, (LMCACHE,)),
+    }
+
+
+def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[dict[str, Any]] | str:
+    """Rows of an engine; or why there are none."""
+    for folder in peer.packages:
+        if not folder.is_dir():
+            return f"{folder.relative_to(ROOT)} is not there: see README.md"
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+    if peer.connector is not None:
+        settings = settings | {"kv_transfer_config": {**peer.connector, "kv_role": "kv_both"}}
+    told = {
+        "model": str(model),
+        "settings": settings,
+        "lengths": lengths,
+        "rounds": rounds,
+        "reset": peer.reset,
+        "packages": [str(folder) for folder in peer.packages],
+    }
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "0",
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **peer.environment,
+    }
+    command = [str(VLLM), str(Path(__file__).with_name("vllm_engine.py")), json.dumps(told)]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=RUN_S, check=False, cwd=ROOT
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end within {RUN_S:.0f} s"
+    for line in run.stdout.splitlines():
+        if line.startswith('{"rows"'):
+            rows: list[dict[str, Any]] = json.loads(line)["rows"]
+            return rows
+    told_why = [line.strip() for line in run.stderr.splitlines() if "Error" in line or "Exception" in line]
+    return told_why[-1][:160] if told_why else f"it ended with {run.returncode}"
+
+
+@contextlib.contextmanager
+def process(command: list[str], port: int | None = None) -> Iterator[None]:
+    """A daemon while this is open; ``port``: it is ready when it listens there, else when it has printed a line."""
+    output = subprocess.DEVNULL if port else subprocess.PIPE
+    child = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    try:
+        if child.stdout is not None:
+            child.stdout.readline()
+        for _ in range(100 if port else 0):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port or 0), 1.0):
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        child.terminate()
+        child.wait(30)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table."""
+    head = ("peer", "tokens", "new ms", "known ms", "found", "answer", "recompute/known")
+    computed = {row["length"]: row["new_ms"] for row in rows if row["peer"] == "recompute" and "why_not" not in row}
+    sys.stdout.write("{:15}{:>8}{:>10}{:>10}{:>7}{:>8}{:>17}\n".format(*head))
+    for row in rows:
+        if "why_not" in row:
+            sys.stdout.write(f"{row['peer']:15} {row['why_not']}\n")
+            continue
+        gain = f"{computed[row['length']] / row['known_ms']:.2f}" if row["length"] in computed else ""
+        same = "equal" if row["equal"] else "OTHER"
+        sys.stdout.write(
+            f"{row['peer']:15}{row['length']:8}{row['new_ms']:10.1f}{row['known_ms']:10.1f}{row['found']:7}"
+            f"{same:>8}{gain:>17}\n"
+        )
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(description="vLLM's time to first token of a known prompt, by where it is found.")
+    parser.add_argument("--peers", default="", help="names, separated by commas (default: all)")
+    parser.add_argument("--lengths", default="512,1024,2048", help="tokens of prompts")
+    parser.add_argument("--rounds", type=int, default=7, help="prompts of each length (default 7)")
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    told = parser.parse_args()
+    if not VLLM.exists():
+        sys.exit("vLLM is not there: make hosts")
+    folder = Path(tempfile.mkdtemp(prefix="peers-"))
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    there = peers(folder, port)
+    names = told.peers.split(",") if told.peers else list(there)
+    for name in names:
+        if name not in there:
+            sys.exit(f"there is no peer {name!r}, only {', '.join(there)}")
+    lengths = [int(length) for length in told.lengths.split(",")]
+    rows: list[dict[str, Any]] = []
+    master = MOONCAKE / "mooncake" / "mooncake_master"
+    serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", f"{POOL_GIB}GiB"]
+    try:
+        with contextlib.ExitStack() as daemons:
+            if any(name.startswith("kvstore") for name in names):
+                daemons.enter_context(process(serve))
+            if "mooncake" in names and master.exists():
+                daemons.enter_context(process([str(master), f"--rpc_port={port}"], port))
+            for name in names:
+                found = measured(there[name], model, lengths, told.rounds)
+                if isinstance(found, str):
+                    rows.append({"peer": name, "why_not": found})
+                    continue
+                for each in found:
+                    new_ms, known_ms = (1e3 * statistics.median(each[what]) for what in ("new_s", "known_s"))
+                    about = {"length": each["length"], "new_ms": new_ms, "known_ms": known_ms}
+                    rows.append({"peer": name, **about, "found": min(each["found"]), "equal": each["equal"]})
+    finally:
+        shutil.rmtree(folder)
+    if told.json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
