@@ -78,6 +78,10 @@ class VllmEngine(Process):
     def ask(self, prompts: list[Tokens], salt: str = "", **more: Any) -> None:
         """Tell it prompts, and more of what the worker takes."""
         self._asked += 1
+        self.tell(prompts, salt=salt, **more)
+
+    def tell(self, prompts: list[Tokens], salt: str = "", **more: Any) -> None:
+        """One line; see ``workers.vllm_worker``."""
         told = {"prompts": prompts, "tokens": TOKENS, "salt": salt, **more}
         self.stdin.write(json.dumps(told).encode() + b"\n")
         self.stdin.flush()

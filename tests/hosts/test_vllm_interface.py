@@ -58,6 +58,23 @@ def test_preempted_requests_are_answered_the_same(machine: Machine, tmp_path: Pa
     assert one.answer(asked) == (expected, by_hand(asked))
 
 
+def test_aborted_requests_give_everything_back(machine: Machine, tmp_path: Path) -> None:
+    """Aborted before they run, while their pages are loaded, and in the middle: where the cache has room for three."""
+    machine.serve("pool", dram="64MiB")
+    one = engine(machine, model(tmp_path, "llama"), transfer("pool"), num_gpu_blocks_override=34)
+    ready(one)
+    asked = prompts()
+    expected, _ = one.answer(asked)
+    for round_ in range(24):
+        one.tell(asked, abort=round_ % 6)
+    one.wait_for("aborted", 24, 120)
+    assert one.answer(asked) == (expected, by_hand(asked))
+    pool = machine.connect("pool")
+    one.kill()
+    wait_until("nothing is reserved", lambda: pool.stats()["reservations"] == 0)
+    assert pool.verify()["findings"] == []
+
+
 def test_thousands_of_requests_leave_nothing_behind(machine: Machine, tmp_path: Path) -> None:
     """Ten thousand, of a page or two, each with a prefix and an end of its own or another's."""
     machine.serve("pool", dram="8MiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,27 @@ pytestmark = [
 ]
 
 
-def test_one_reads_what_two_ranks_wrote_and_they_read_what_one_wrote(machine: Machine, tmp_path: Path) -> None:
-    """Llama with two KV heads: a rank has one of them."""
+def test_engines_of_one_two_and_four_ranks_read_one_another(machine: Machine, tmp_path: Path) -> None:
+    """Llama with two KV heads: of two ranks each has one, of four two have the same, and one of these writes."""
     path, asked = model(tmp_path, "llama"), prompts()
-    machine.serve("pool", dram="64MiB")
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\nscrub_bytes_per_s = 0\nverify_reads = true\n")
+    machine.serve("pool", dram="64MiB", config=str(config))
     one = engine(machine, path, transfer("pool"))
-    two = engine(machine, path, transfer("pool"), distributed_executor_backend="mp", tensor_parallel_size=2)
-    ready(one, two)
-    expected, cached = two.answer(asked)
-    assert cached != by_hand(asked)
-    assert one.answer(asked) == (expected, by_hand(asked)), "one reads what two wrote"
-    assert two.answer(asked) == (expected, by_hand(asked)), "two read what they wrote"
-    first, cached = one.answer(asked, "another")
-    assert first == expected and cached != by_hand(asked)
-    assert two.answer(asked, "another") == (expected, by_hand(asked)), "two read what one wrote"
+    two, four = (
+        engine(machine, path, transfer("pool"), distributed_executor_backend="mp", tensor_parallel_size=ranks)
+        for ranks in (2, 4)
+    )
+    ready(one, two, four)
+    expected, _ = one.answer(asked, "apart")
+    for salt, writer in {"one": one, "two": two, "four": four}.items():
+        first, cached = writer.answer(asked, salt)
+        assert first == expected and cached != by_hand(asked)
+        for reader in (one, two, four):
+            assert reader.answer(asked, salt) == (expected, by_hand(asked)), f"what {salt} wrote"
+    assert machine.connect("pool").verify()["findings"] == [], "every page has its checksums now"
+    for segment in machine.folder("pool").glob("segment*"):
+        with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            data[:] = bytes(len(data))
+    found, cached = four.answer(asked, "two")
+    assert found == expected and cached != by_hand(asked), "no rank can load: it is computed"

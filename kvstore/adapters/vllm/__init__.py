@@ -4,6 +4,13 @@
                        "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 """
 
-from kvstore.adapters.vllm.connector import KVStoreConnector
+import vllm
+
+try:
+    from kvstore.adapters.vllm.connector import KVStoreConnector
+except ImportError as error:
+    raise ImportError(
+        f"KVStoreConnector needs the interface of vLLM 0.32, this is {vllm.__version__}: {error}"
+    ) from error
 
 __all__ = ["KVStoreConnector"]

@@ -35,7 +35,8 @@ class BlockGroup:
     def __init__(self, served: PagedGroup, layers: list[torch.Tensor]) -> None:
         self._served = served
         self._layers = layers
-        self.part_bytes = served.shard.nbytes if served.shard.writes else 0  # of a page, that this worker moves
+        self.loaded_bytes = served.shard.nbytes  # of a page, that this worker loads
+        self.saved_bytes = self.loaded_bytes if served.shard.writes else 0  # and saves: heads that others have, too
         start, stop = served.shard.heads
         wanted = [stop - start, served.block_size, served.layout.shape[-1]]
         for name, tensor in zip(served.layers, layers, strict=True):
@@ -136,7 +137,7 @@ class BlockGroup:
         shard = self._served.shard
         if shard.count == 1:
             cache.put(keys, rows)
-        elif shard.writes:
+        else:  # ranks whose heads others write as well: a page is whole when each has come
             with cache.writer(
                 keys, group=request, rank=shard.rank, ranks=shard.ranks, stage=shard.stage, stages=shard.stages
             ) as writer:

@@ -86,7 +86,8 @@ class BlockMover:
             for move in moves:
                 caches = self._saves_to.of(move.adapter).groups
                 for group, cache, pages in zip(self._groups, caches, move.groups, strict=True):
-                    self._count("saved", group.save(cache, pages, move.request), group)
+                    count = group.save(cache, pages, move.request)
+                    self._count("saved", count, count * group.saved_bytes)
             failed = False
         except Unavailable as error:
             self._away_until_s = time.monotonic() + AWAY_S
@@ -118,7 +119,7 @@ class BlockMover:
             for number, (group, cache, pages) in enumerate(zip(self._groups, caches, move.groups, strict=True)):
                 for count in group.load(cache, pages):
                     left[number] -= count
-                    self._count("loaded", count, group)
+                    self._count("loaded", count, count * group.loaded_bytes)
         except KVStoreError as error:
             _log.warning("kvstore: pages were not loaded: %s", error)
         finally:
@@ -127,8 +128,8 @@ class BlockMover:
             if any(left):
                 self._fail(move, left[0])
 
-    def _count(self, what: str, pages: int, group: BlockGroup) -> None:
-        counts = {f"{what}_bytes": pages * group.part_bytes}
+    def _count(self, what: str, pages: int, part_bytes: int) -> None:
+        counts = {f"{what}_bytes": part_bytes}
         if self._counts_pages:
             counts[f"{what}_pages"] = pages
         with self._lock:

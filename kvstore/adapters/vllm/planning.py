@@ -16,6 +16,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvstore.adapters.vllm.held import HeldBlocks
+from kvstore.adapters.vllm.media import media_of
 from kvstore.adapters.vllm.served import RootCaches, adapter_of
 from kvstore.adapters.vllm.stats import MoveStats
 from kvstore.errors import KVStoreError
@@ -228,8 +229,11 @@ class Planner:
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
             return tracked
-        if request.mm_features or request.prompt_token_ids is None or request.pooling_params is not None:
-            self._tell_once("requests with media, embeddings or pooling are not stored")
+        if request.prompt_embeds is not None or request.prompt_token_ids is None or request.pooling_params is not None:
+            self._tell_once("requests with embeddings or pooling are not stored")
+            return None
+        if request.mm_features and not self._served.media_have_names:
+            self._tell_once("requests with media are not stored without vLLM's prefix cache or its processor cache")
             return None
         adapter = adapter_of(request, self._era)
         tracked = _Tracked(request, self._caches.of(adapter), adapter)
@@ -241,7 +245,9 @@ class Planner:
         keys, tokens = tracked.keys, pages * self._served.page_tokens
         if keys is None or keys.tokens < tokens:
             known: Any = tracked.request.all_token_ids
-            keys = tracked.keys = tracked.cache.keys(np.array(known, np.uint32))
+            media = media_of(tracked.request, self._served.page_tokens)
+            extras = [media] * len(self._served.groups) if media is not None else None
+            keys = tracked.keys = tracked.cache.keys(np.array(known, np.uint32), extras)
         return keys.upto(tokens)
 
     def _tell_once(self, what: str) -> None:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from kvstore.adapters.vllm.media import media_have_names
 from kvstore.model.layout import Layout
+from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ PAGE_TOKENS_MIN = 64  # what a page has at least, where nobody says how many blo
 # Of a model's folder: what tells its weights apart without reading gigabytes.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 SAMPLE_BYTES = 1 << 20
+PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")  # of caches; what others store, their tensors do not tell
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,13 @@ class PagedModel:
         page_tokens: tokens of a page, in every group.
         by_blocks: whether what could not be loaded is told by blocks; else by whole requests, since of several tables,
             and of a window, no part is of use.
+        media_have_names: see ``media``.
     """
 
     groups: tuple[PagedGroup, ...]
     page_tokens: int
     by_blocks: bool
+    media_have_names: bool
 
     @property
     def layouts(self) -> list[Layout]:
@@ -126,13 +131,16 @@ def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedM
         raise _refused("the layers of a draft model are not stored: leave out speculative_config")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise _refused("context parallelism spreads one page over several workers")
+    workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if workers > SHARDS_MAX:
+        raise _refused(f"a page is written by {SHARDS_MAX} workers at most, not {workers}")
     if len(kinds) > 1 and parallel.pipeline_parallel_size > 1:
         raise _refused("a model with several cache groups is not cut into pipeline stages")
     block = lcm(*(spec.block_size for spec in kinds))
     page_tokens = block * (page_blocks or max(1, PAGE_TOKENS_MIN // block))
     groups = tuple(_group(config, spec, page_tokens, named, len(kinds) == 1) for spec, named in kinds.items())
     by_blocks = len(cache.kv_cache_groups) == 1 and groups[0].layout.attention == "full"
-    return PagedModel(groups, page_tokens, by_blocks)
+    return PagedModel(groups, page_tokens, by_blocks, media_have_names(config))
 
 
 def _check_spec(spec: Any) -> None:
@@ -161,7 +169,7 @@ def _group(config: VllmConfig, spec: Any, page_tokens: int, named: list[tuple[st
     layout = Layout(
         model=model.model,
         revision=getattr(model.hf_config, "_commit_hash", None) or model.revision or "",
-        weights_digest=_weights(config),
+        weights_digest=weights_digest(config),
         layers=model.get_total_num_hidden_layers() if alone else len(named),
         kv_heads=heads,
         dtype=str(spec.dtype).removeprefix("torch."),
@@ -177,14 +185,17 @@ def _group(config: VllmConfig, spec: Any, page_tokens: int, named: list[tuple[st
     return PagedGroup(layout, names, tables, block, page_tokens // block, Shard(layout, rank, ranks, stage, stages))
 
 
-def _weights(config: VllmConfig) -> str:
-    """A digest of the model's config and of its weights: of a folder's files their sizes, fronts and ends."""
+def weights_digest(config: VllmConfig) -> str:
+    """A digest of the model's config, of how its cache is quantised, and of its weights: of a folder's files their
+    sizes, fronts and ends."""
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
     about = {"config": model.hf_config.to_dict(), "quantization": model.quantization, "seed": None}
     if config.load_config.load_format == "dummy":
         about["seed"] = model.seed
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
+    if (kept := config.cache_config.cache_dtype) not in PLAIN_DTYPES:
+        digest.update(f"kept as {kept}".encode())
     folder = Path(model.model)
     for pattern in WEIGHT_FILES if folder.is_dir() else ():
         for path in sorted(folder.glob(pattern)):

@@ -1,10 +1,10 @@
 """A vLLM engine as a process of its own, in vLLM's environment: it answers prompts that are told line by line.
 
 A line is JSON: ``prompts``, lists of token ids, their ``salt``, ``tokens``, how many each answer has, ``params``, which
-a proxy would pass as ``kv_transfer_params``, and ``reset``: whether the connector is reset afterwards, too. The answer
-is a line with ``event`` ``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were,
-``took_s``, ``reset``, whether it succeeded, and ``metrics``, the connector's counters. Its own prefix cache is empty
-afterwards.
+a proxy would pass as ``kv_transfer_params``, and ``reset``: whether the connector is reset afterwards, too. Where there
+is ``abort``, all are aborted after so many steps, and ``event`` is ``aborted``. The answer is a line with ``event``
+``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were, ``took_s``, ``reset``, whether it
+succeeded, and ``metrics``, the connector's counters. Its own prefix cache is empty afterwards.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ def metrics() -> dict[str, float]:
 
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return {each.name: each.value for each in samples if each.name.startswith("vllm:kvstore_")}
+
+
+def abort(engine: Any, prompts: list[list[int]], sampling: Any, steps: int) -> None:
+    """Requests that are aborted after so many steps."""
+    names = [f"aborted-{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def main(model: str, transfer: str, settings: str) -> None:
@@ -56,6 +68,10 @@ def main(model: str, transfer: str, settings: str) -> None:
         sampling = SamplingParams(
             temperature=0, max_tokens=told["tokens"], ignore_eos=True, detokenize=False, extra_args=passed
         )
+        if "abort" in told:
+            abort(llm.llm_engine, told["prompts"], sampling, told["abort"])
+            say("aborted")
+            continue
         start_s = time.monotonic()
         salted = {"cache_salt": told["salt"]} if told["salt"] else {}
         asked = [{"prompt_token_ids": each, **salted} for each in told["prompts"]]

@@ -1,0 +1,118 @@
+"""The connector's planner with vLLM's own requests, in vLLM's environment: what is found is printed, as a line of JSON.
+
+``found``: tokens, by what was asked after one prompt with an image was stored. ``step_us``: what a step costs the
+planner in which 64 requests decode and no page ends, the median of 1000.
+``kinds``: see there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+from vllm.v1.request import Request
+
+import kvstore
+from kvstore.adapters.vllm.planning import Planner
+from kvstore.adapters.vllm.served import PagedGroup, PagedModel, RootCaches, weights_digest
+from kvstore.model.shard import Shard
+
+LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=8, dtype="float32", page_tokens=64, group="vllm")
+TOKENS = list(range(3, 303))
+
+
+def paged(media_have_names: bool = True) -> PagedModel:
+    """One group of full attention."""
+    group = PagedGroup(LAYOUT, ("0", "1"), (0, 0), 32, 2, Shard(LAYOUT, 0, 1, 0, 1))
+    return PagedModel((group,), 64, True, media_have_names)
+
+
+def request(name: str, image: str = "", at: int = 80, **more: Any) -> Request:
+    """300 tokens, of which 30 may be an image's."""
+    place = PlaceholderRange(offset=at, length=30)
+    features = [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)]
+    sampling = SamplingParams(max_tokens=100)
+    return Request(name, TOKENS, sampling, None, mm_features=features if image else None, **more)
+
+
+def output(requests: list[Request], tokens: int) -> SchedulerOutput:
+    """A step in which each of these has so many tokens computed."""
+    made = SchedulerOutput.make_empty()
+    names = [each.request_id for each in requests]
+    computed = [each.num_computed_tokens for each in requests]
+    nobody: list[Any] = [None] * len(names)
+    made.scheduled_cached_reqs = CachedRequestData(names, set(), [], {}, nobody, computed, [1] * len(names))
+    made.num_scheduled_tokens = dict.fromkeys(names, tokens)
+    made.kv_connector_block_state = KVConnectorBlockState(set(names), lambda _: (list(range(1, 20)),), {})
+    return made
+
+
+def found(store: kvstore.Store) -> dict[str, int | None]:
+    """Tokens, by what was asked."""
+    planner = Planner(store, paged(), "", loads=True, saves=True, boundary_tokens=1024)
+    first = request("first", "cat")
+    before = planner.found(first, 0)
+    (move,) = planner.step(output([first], 300)).saves
+    caches = RootCaches(store, [LAYOUT], "")
+    for keys in move.groups[0].parts:
+        caches.of(move.adapter).groups[0].put(keys, np.zeros((len(keys), LAYOUT.page_bytes), np.uint8))
+    asked = {
+        "the same": request("a", "cat"),
+        "another image": request("b", "dog"),
+        "another place": request("c", "cat", 81),
+        "no image": request("d"),
+        "two pages": request("e", "cat", 120),
+        "embeddings": request("f", prompt_embeds=torch.zeros(300, 4), prompt_is_token_ids=[False] * 300),
+    }
+    answers = {what: planner.found(each, 0) for what, each in asked.items()}
+    nameless = Planner(store, paged(False), "", loads=True, saves=True, boundary_tokens=1024)
+    return {"before": before, **answers, "nameless": nameless.found(request("g", "cat"), 0)}
+
+
+def step_us(store: kvstore.Store) -> float:
+    """The median."""
+    planner = Planner(store, paged(), "apart", loads=True, saves=True, boundary_tokens=1024)
+    requests = [request(str(number)) for number in range(64)]
+    for each in requests:
+        planner.found(each, 0)
+    planner.step(output(requests, 300))
+    for each in requests:
+        each.num_computed_tokens = 300
+        each.append_output_token_ids(1)
+    idle, took_s = output(requests, 1), []
+    for _ in range(1000):
+        start_s = time.perf_counter()
+        moves = planner.step(idle)
+        planner.take_stats()
+        took_s.append(time.perf_counter() - start_s)
+        assert not moves.loads and not moves.saves
+    return statistics.median(took_s) * 1e6
+
+
+def kinds() -> list[str]:
+    """How the cache may be quantised, without those that have the same pages as one before."""
+    told: dict[str, str] = {}
+    model = SimpleNamespace(model="m", hf_config=SimpleNamespace(to_dict=dict), quantization=None, seed=0)
+    for kind in ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
+        kept = {"model_config": model, "cache_config": SimpleNamespace(cache_dtype=kind)}
+        config: Any = SimpleNamespace(**kept, load_config=SimpleNamespace(load_format="auto"))
+        told.setdefault(weights_digest(config), kind)
+    return list(told.values())
+
+
+def main() -> None:
+    """All of it."""
+    with kvstore.open(dram="16MiB") as store:
+        print(json.dumps({"found": found(store), "step_us": step_us(store), "kinds": kinds()}))
+
+
+if __name__ == "__main__":
+    main()
