@@ -78,7 +78,7 @@ def main() -> None:
         sys.exit("LMCache is not there: make hosts")
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="peers-"))
     serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", "4GiB"]
-    node = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     rows = []
     try:
         assert node.stdout is not None
@@ -90,6 +90,7 @@ def main() -> None:
         node.terminate()
         node.wait(30)
         shutil.rmtree(folder)
+        subprocess.run([sys.executable, "-m", "kvstore", "purge", NODE], cwd=ROOT, check=True, capture_output=True)
     if told.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return

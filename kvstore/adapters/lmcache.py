@@ -9,6 +9,7 @@ keys have: proven on every read, checksummed, evicted by the node, on NVMe.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,9 @@ from lmcache.v1.platform import create_event_notifier
 from kvstore.adapters.values import Values, connected
 
 SETTINGS = ("node", "salt")
+ABOUT_BYTES_MAX = 512  # of a name that are not numbers; longer ones are digests
 TASKS_MAX = 256  # of one kind that wait; what comes beyond them fails at once
+RESULTS_MAX = 4096  # of one kind that nobody has asked for; the oldest is forgotten
 
 
 class TaskLane:
@@ -83,12 +86,14 @@ class TaskLane:
     def _end(self, number: int, result: Any) -> None:
         with self._lock:
             self._done[number] = result
+            if len(self._done) > RESULTS_MAX:
+                del self._done[min(self._done)]
         self._notifier.notify()
 
 
 class KVStoreL2Adapter(L2AdapterInterface):
     """Made by LMCache from ``adapter_params``: ``node``, as ``kvstore.connect`` takes it (none: the only one on this
-    machine), and ``salt``, the tenant. A key's ``cache_salt`` is a part of its tenant.
+    machine), and ``salt``, the tenant. A key's ``cache_salt`` is a part of the value's name: there is one per user.
 
     The node evicts on its own, so LMCache sees no capacity. A chunk that leaves between lookup and load is a miss;
     nothing is locked.
@@ -153,15 +158,10 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """See the base class."""
-        gone: list[ObjectKey] = []
-        sizes: list[int] = []
-        for salt, places in self._by_tenant(keys).items():
-            for i, size in zip(places, self._values.delete([name_of(keys[i]) for i in places], salt), strict=True):
-                if size >= 0:
-                    gone.append(keys[i])
-                    sizes.append(size)
+        sizes = self._values.delete(names_of(keys), self._salt)
+        gone = [(key, size) for key, size in zip(keys, sizes, strict=True) if size >= 0]
         if gone:
-            self._notify_keys_deleted(gone, sizes)
+            self._notify_keys_deleted([key for key, _ in gone], [size for _, size in gone])
 
     def report_status(self) -> dict[str, Any]:
         """See the base class."""
@@ -176,50 +176,33 @@ class KVStoreL2Adapter(L2AdapterInterface):
     # --- in the lanes' threads --------------------------------------------------------------------------------------
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        done = self._each(keys, [each.byte_array for each in objects], self._values.put)
+        done = self._values.put(names_of(keys), [each.byte_array for each in objects], self._salt)
         stored = [(key, each.get_size()) for key, each, there in zip(keys, objects, done, strict=True) if there]
         if stored:
             self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
         return L2StoreResult(all(done), sum(size for _, size in stored))
 
     def _look_up(self, keys: list[ObjectKey]) -> Bitmap:
-        found = Bitmap(len(keys))
-        for salt, places in self._by_tenant(keys).items():
-            there = self._values.contains([name_of(keys[i]) for i in places], salt)
-            _set(found, [i for i, one in zip(places, there, strict=True) if one])
-        return found
+        return _bitmap(self._values.contains(names_of(keys), self._salt))
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
-        done = self._each(keys, [each.byte_array for each in objects], self._values.get)
-        loaded = Bitmap(len(keys))
-        _set(loaded, [i for i, one in enumerate(done) if one])
-        return loaded
-
-    def _each(
-        self, keys: list[ObjectKey], buffers: list[Any], move: Callable[[list[str], list[Any], str], list[bool]]
-    ) -> list[bool]:
-        """Put or get, by tenant."""
-        done = [False] * len(keys)
-        for salt, places in self._by_tenant(keys).items():
-            moved = move([name_of(keys[i]) for i in places], [buffers[i] for i in places], salt)
-            for i, one in zip(places, moved, strict=True):
-                done[i] = one
-        return done
-
-    def _by_tenant(self, keys: Sequence[ObjectKey]) -> dict[str, list[int]]:
-        """Places of keys by the salt of their values."""
-        places: dict[str, list[int]] = {}
-        for i, key in enumerate(keys):
-            salt = f"{self._salt}/{key.cache_salt}" if key.cache_salt else self._salt
-            places.setdefault(salt, []).append(i)
-        return places
+        return _bitmap(self._values.get(names_of(keys), [each.byte_array for each in objects], self._salt))
 
 
-def name_of(key: ObjectKey) -> str:
-    """The name of a chunk's value. LMCache allows no ``@`` in a model's name."""
-    return f"{key.model_name}@{key.kv_rank:x}@{key.object_group_id:x}@{key.chunk_hash.hex()}"
+def names_of(keys: Sequence[ObjectKey]) -> list[str]:
+    """Names of chunks' values. LMCache allows no ``@`` in models' names and salts."""
+    names = []
+    for key in keys:
+        about = f"{key.model_name}@{key.cache_salt}"
+        if len(about.encode()) > ABOUT_BYTES_MAX:
+            about = hashlib.blake2b(about.encode(), digest_size=32).hexdigest()
+        names.append(f"{about}@{key.kv_rank:x}@{key.object_group_id:x}@{key.chunk_hash.hex()}")
+    return names
 
 
-def _set(bitmap: Bitmap, places: list[int]) -> None:
-    for i in places:
-        bitmap.set(i)
+def _bitmap(ones: list[bool]) -> Bitmap:
+    bitmap = Bitmap(len(ones))
+    for i, one in enumerate(ones):
+        if one:
+            bitmap.set(i)
+    return bitmap

@@ -152,7 +152,7 @@ def test_a_deleted_object_stays_for_who_leased_it(store: Store) -> None:
     mapped = node_of(store).writable()
     found = find_head(mapped, objects.object_root(""), b"k")
     assert found is not None
-    cache = store._object_cache("", found.frame_class)
+    cache = store._object_cache("", found.frame_class, False)
     keys = found.about.head_keys(cache.root, found.frame_class.page_tokens)
     with pytest.raises(LeaseBroken), cache.lease(keys) as lease:  # its holder hears that the page is no more
         assert store.delete("k") == 1 and store.get("k") is None

@@ -31,6 +31,7 @@ from kvstore.tier.host_memory import empty
 
 BUSY_PAUSE_S = 0.005
 KEYS_PAGE = 16384  # of all keys, in memory at once
+CACHES_MAX = 256  # of salts and classes, kept ready
 PUTS_UNREAD_MAX = 16  # objects of one ``put_many`` whose acknowledgements nobody has read
 
 
@@ -49,6 +50,10 @@ class LocalObjects(ObjectVerbs):
     """Objects are found and read through shared memory; only puts and deletes need the daemon."""
 
     _node: LocalNode
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._object_caches: dict[tuple[str, FrameClass, bool], LocalCache] = {}
 
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
         """See ``ObjectVerbs.put_many``."""
@@ -136,22 +141,29 @@ class LocalObjects(ObjectVerbs):
         mapped = self._node.mapped()
         return find_head(mapped, root, name) if mapped is not None else None
 
-    def _object_cache(self, salt: str, frame_class: FrameClass) -> LocalCache:
-        mapped = self._node.mapped()
-        verify = mapped is not None and bool(mapped.header.verify_reads)
-        return _ObjectCache(self._node, frame_class.page_bytes, frame_class.page_tokens, salt, verify)
+    def _object_cache(self, salt: str, frame_class: FrameClass, verify: bool) -> LocalCache:
+        about = salt, frame_class, verify
+        cache = self._object_caches.get(about)
+        if cache is None:
+            if len(self._object_caches) >= CACHES_MAX:
+                self._object_caches.clear()
+            cache = _ObjectCache(self._node, frame_class.page_bytes, frame_class.page_tokens, salt, verify)
+            self._object_caches[about] = cache
+        return cache
 
     def _read(self, mapped: Mapped, salt: str, found: Found, into: Scattered) -> bool:
         """Copy a value whose head was found; False where a page of it is not there, or not proven."""
         about, frame_class = found.about, found.frame_class
         page_bytes, width = frame_class.page_bytes, frame_class.page_tokens
-        cache = self._object_cache(salt, frame_class)
+        start, verify = about.pieces * page_bytes, bool(mapped.header.verify_reads)
+        in_place = found.extent is not None and not verify
+        if in_place and not found.copy_to(into, start):
+            return False
+        if in_place and not about.pieces:
+            return True
+        cache = self._object_cache(salt, frame_class, verify)
         root = cache.root
-        start = about.pieces * page_bytes
-        if found.extent is not None and not cache._verify:
-            if not found.copy_to(into, start):
-                return False
-        else:
+        if not in_place:
             page = empty((1, page_bytes))
             if not cache.get(about.head_keys(root, width), out=page).pages:
                 return False

@@ -1,0 +1,198 @@
+"""Mooncake's calls, across two processes: our drop-in beside Mooncake itself, same buffers, in turns.
+
+    .venv/bin/python bench/peers/mooncake_store.py [--rounds N] [--json]
+
+One process puts batches of 32 values out of a registered buffer, another gets them into one. Mooncake runs twice: with
+a standalone client, whose memory both processes share, and over TCP, where the putting process has the memory. See
+README.md here for how to install it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MOONCAKE = ROOT / ".hosts" / "mooncake"
+SHIM = ROOT / "kvstore" / "adapters" / "mooncake" / "shim"
+SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "2 MiB": 2 << 20}
+BATCH = 32
+POOL, WARM = 3 << 30, 2 << 30  # bytes; of the second, each is written, read and removed before anything is measured
+NODE = "peers"
+MASTERS = {"Mooncake, shared memory": 50151, "Mooncake, TCP": 50152}  # ports; each has the segments of its own
+CLIENT = 50153
+PEERS = ("kvstore", "Mooncake, shared memory", "Mooncake, TCP")
+START_S = 60.0
+
+
+# --- in a process that puts or gets ---------------------------------------------------------------------------------
+
+
+def worker(peer: str, role: str, size: int) -> None:
+    """Told rounds line by line: moves one batch, and says how long that took."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store, total = MooncakeDistributedStore(), BATCH * size
+    if peer == "Mooncake, shared memory":
+        code = store.setup_dummy(total + (64 << 20), 64 << 20, f"127.0.0.1:{CLIENT}")
+        place = store.alloc_from_mem_pool(total)
+    else:
+        master = NODE if peer == "kvstore" else f"127.0.0.1:{MASTERS[peer]}"
+        memory = POOL if role == "put" else 64 << 20
+        code = store.setup("127.0.0.1", "P2PHANDSHAKE", memory, 64 << 20, "tcp", "", master)
+        raw = (ctypes.c_ubyte * (total + 4096))()
+        place = (ctypes.addressof(raw) + 4095) & ~4095
+    code = code or store.register_buffer(place, total)
+    buffer = (ctypes.c_ubyte * total).from_address(place)
+    print(json.dumps({"ready": code}), flush=True)
+    places = [place + i * size for i in range(BATCH)]
+    for line in sys.stdin:
+        number = int(line)
+        if number < 0:
+            codes = [store.remove(f"{peer}-{size}-{-number}-{i}", True) for i in range(BATCH)]
+            print(json.dumps({"took_s": 0.0, "well": not any(codes)}), flush=True)
+            continue
+        keys = [f"{peer}-{size}-{number}-{i}" for i in range(BATCH)]
+        ctypes.memset(place, number % 251 if role == "put" else 255, total)
+        start_s = time.perf_counter()
+        move = store.batch_put_from if role == "put" else store.batch_get_into
+        codes = move(keys, places, [size] * BATCH)
+        took_s = time.perf_counter() - start_s
+        well = codes == [0 if role == "put" else size] * BATCH and bytes(buffer[:: total // 64]) == bytes(
+            [number % 251]
+        ) * len(range(0, total, total // 64))
+        print(json.dumps({"took_s": took_s, "well": well}), flush=True)
+    store.close()
+
+
+# --- the one that measures ------------------------------------------------------------------------------------------
+
+
+class Mover:
+    """A process that puts or gets."""
+
+    def __init__(self, peer: str, role: str, size: int) -> None:
+        path = SHIM if peer == "kvstore" else MOONCAKE
+        environment = os.environ | {"PYTHONPATH": f"{path}:{ROOT}", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
+        command = [sys.executable, __file__, "--worker", peer, role, str(size)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        self.why = "" if self._answer().get("ready") == 0 else "it could not be set up"
+
+    def move(self, number: int) -> float | None:
+        """Seconds of one batch; None where it did not arrive whole."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"%d\n" % number)
+        self.process.stdin.flush()
+        answer = self._answer()
+        return answer["took_s"] if answer.get("well") else None
+
+    def close(self) -> None:
+        """End it. One that has memory takes it out of Mooncake's pool first."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # Mooncake prints lines of its own
+            if line.startswith(b"{"):
+                return dict(json.loads(line))
+        return {}
+
+
+def started() -> list[subprocess.Popen[bytes]]:
+    """Our node, Mooncake's master and its standalone client."""
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", str(POOL)]
+    node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+    assert node.stdout is not None
+    node.stdout.readline()
+    if not MOONCAKE.exists():
+        return [node]
+    folder = MOONCAKE / "mooncake"
+    libraries = os.environ | {"LD_LIBRARY_PATH": str(folder)}
+    masters = [
+        subprocess.Popen(
+            [folder / "mooncake_master", f"--port={port}", f"--metrics_port={port + 100}"], env=libraries, **quiet
+        )
+        for port in MASTERS.values()
+    ]
+    time.sleep(2)
+    master = MASTERS["Mooncake, shared memory"]
+    words = [f"--master_server_address=127.0.0.1:{master}", "--metadata_server=P2PHANDSHAKE", "--host=127.0.0.1"]
+    words += [f"--port={CLIENT}", f"--global_segment_size={POOL >> 30} GB", "--protocol=tcp"]
+    client = subprocess.Popen([folder / "mooncake_client", *words], env=libraries, **quiet)
+    time.sleep(5)
+    return [client, *masters, node]
+
+
+def measured(label: str, size: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows of all peers, taken in turns."""
+    movers: dict[str, tuple[Mover, Mover]] = {}
+    for peer in PEERS if MOONCAKE.exists() else PEERS[:1]:
+        movers[peer] = Mover(peer, "put", size), Mover(peer, "get", size)
+    took: dict[str, tuple[list[float], list[float]]] = {peer: ([], []) for peer in movers}
+    failed = dict.fromkeys(movers, 0)
+    for peer, (putter, getter) in movers.items():  # every process touches all memory that it will use
+        for number in range(1, WARM // (BATCH * size) + 1):
+            if not (putter.why or getter.why):
+                failed[peer] += None in (putter.move(number), getter.move(number), putter.move(-number))
+    for number in range(WARM, WARM + rounds):
+        for peer, pair in movers.items():
+            times = [mover.move(number) if not mover.why else None for mover in pair]
+            failed[peer] += None in times
+            for seconds, each in zip(took[peer], times, strict=True):
+                seconds += [each] if each is not None else []
+    for pair in movers.values():
+        for mover in pair:
+            mover.close()
+    rows = []
+    for peer, (puts, gets) in took.items():
+        speeds = [BATCH * size / statistics.median(each) / 1e9 if each else None for each in (puts, gets)]
+        rows.append({"size": label, "peer": peer, "put": speeds[0], "get": speeds[1], "batches_failed": failed[peer]})
+    return rows
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(description="Our drop-in beside Mooncake, across two processes.")
+    parser.add_argument("--rounds", type=int, default=15, help="batches of each (default 15)")
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.worker:
+        worker(told.worker[0], told.worker[1], int(told.worker[2]))
+        return
+    processes = started()
+    try:
+        rows = [row for label, size in SIZES.items() for row in measured(label, size, told.rounds)]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(30)
+        subprocess.run([sys.executable, "-m", "kvstore", "purge", NODE], cwd=ROOT, check=True, capture_output=True)
+    if told.json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        return
+    sys.stdout.write(f"{'values':8} {'peer':26} {'put GB/s':>9} {'get GB/s':>9} {'failed':>7}\n")
+    for row in rows:
+        speeds = ["-" if row[verb] is None else f"{row[verb]:.2f}" for verb in ("put", "get")]
+        sys.stdout.write(f"{row['size']:8} {row['peer']:26} {speeds[0]:>9} {speeds[1]:>9} {row['batches_failed']:>7}\n")
+
+
+if __name__ == "__main__":
+    main()
