@@ -57,6 +57,7 @@ def describe(
             "free": frames.free,  # those with a page that is kept among them: it leaves as soon as a frame is needed
             "kept": frames.kept,
             "shared": frames.shared,
+            "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no bound
         },
         "mounted": {"segment": mounted.number, "why_not": mounted.why},
         "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},

@@ -35,3 +35,9 @@ class Rules:
             return pages
         touched = self.window - 1 + max(self.chunk_tokens, self.page_tokens)
         return min(pages, max(touched - 2, 0) // self.page_tokens + 2)
+
+    @property
+    def tokens_max(self) -> int:
+        """Tokens of the longest sequence that all frames hold; 0: any, since it needs no more than a ring of them."""
+        tokens = self.frames * self.page_tokens
+        return 0 if self.frames_for(tokens + 1) <= self.frames else tokens

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from engine.conductor.shell.members import engine_about
 from engine.model.observer import Observer
 from engine.model.request import Grain, Request, Role, Sampling, Source, Timing
 from engine.shell.engine import Engine
@@ -60,6 +61,8 @@ def test_long_sequences_use_a_ring_of_frames(lab: Lab) -> None:
     mixed = lab.engine("tiny-gpt-oss", chunk_tokens=CHUNK, page_tokens=PAGE, arena=arena)
     with pytest.raises(InvalidRequest, match="do not fit the arena"):  # one layer sees everything
         lab.ask(mixed, prompt(1, 400))
+    told = [engine_about("e", "", each.status(), "", "").tokens_max for each in (one, mixed)]
+    assert told == [0, mixed.status()["frames"]["total"] * PAGE], "conductors send it what it takes"
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])

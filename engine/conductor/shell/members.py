@@ -147,7 +147,7 @@ class FleetMembers:
     def _reported(self, name: str, link: EngineLink, status: dict[str, Any], node: str, host: str) -> None:
         now_s = time.monotonic()
         try:
-            about = _about(name, link.address, status, node, host)
+            about = engine_about(name, link.address, status, node, host)
             report = _report(status)
             layout = store_pb2.Layout(**status["layout"]["fields"])
             path = status["model_path"]
@@ -231,8 +231,9 @@ class FleetMembers:
                     return
 
 
-def _about(name: str, address: str, status: dict[str, Any], node: str, host: str) -> EngineAbout:
-    layout = status["layout"]
+def engine_about(name: str, address: str, status: dict[str, Any], node: str, host: str) -> EngineAbout:
+    """What an engine says of itself in its status. One of the version before does not say how long prompts may be."""
+    layout, frames = status["layout"], status["frames"]
     page_tokens = int(layout["page_tokens"])
     return EngineAbout(
         name=name,
@@ -244,7 +245,7 @@ def _about(name: str, address: str, status: dict[str, Any], node: str, host: str
         node=node or status["pool"]["node"] or "",
         host=host,
         batch_max=int(status["batch_max"]),
-        tokens_max=int(status["frames"]["total"]) * page_tokens,
+        tokens_max=int(frames.get("tokens_max", frames["total"] * page_tokens)),
         context_max=int(status["context_tokens_max"]),
     )
 
