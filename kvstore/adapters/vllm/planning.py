@@ -19,6 +19,7 @@ from kvstore.adapters.vllm.held import HeldBlocks
 from kvstore.adapters.vllm.media import media_of
 from kvstore.adapters.vllm.served import RootCaches, adapter_of
 from kvstore.adapters.vllm.stats import MoveStats
+from kvstore.adapters.vllm.weights import LoraDigests
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Planner:
         self._moves = StepMoves()
         self._told: set[str] = set()
         self._era = ""
+        self._loras = LoraDigests()
         self._stats = MoveStats()
         self.held = HeldBlocks()
 
@@ -235,7 +237,11 @@ class Planner:
         if request.mm_features and not self._served.media_have_names:
             self._tell_once("requests with media are not stored without vLLM's prefix cache or its processor cache")
             return None
-        adapter = adapter_of(request, self._era)
+        try:
+            adapter = adapter_of(request, self._loras, self._era)
+        except OSError as error:
+            self._tell_once(f"requests with a LoRA whose files cannot be read are not stored: {error}")
+            return None
         tracked = _Tracked(request, self._caches.of(adapter), adapter)
         self._tracked[request.request_id] = tracked
         return tracked

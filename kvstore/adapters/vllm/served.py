@@ -13,12 +13,12 @@ import json
 import re
 from dataclasses import dataclass
 from math import lcm
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvstore.adapters.vllm.media import media_have_names
+from kvstore.adapters.vllm.weights import LoraDigests, weights_digest
 from kvstore.model.layout import Layout
 from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 ROOTS_MAX = 1024  # of salts and adapters, whose caches are kept ready
 PAGE_TOKENS_MIN = 64  # what a page has at least, where nobody says how many blocks it has
-# Of a model's folder: what tells its weights apart without reading gigabytes.
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
-SAMPLE_BYTES = 1 << 20
-PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")  # of caches; what others store, their tensors do not tell
 
 
 @dataclass(frozen=True)
@@ -99,16 +95,19 @@ class RootCaches:
         return found
 
 
-def adapter_of(request: Request, era: str = "") -> str:
+def adapter_of(request: Request, loras: LoraDigests, era: str = "") -> str:
     """What keeps this request's pages apart from others of its tenant: its LoRA, its ``cache_salt``, and the engine's
     era, "" until it is reset.
 
     A digest, as users choose the salt: none looks like another's LoRA, however long it is.
+
+    Raises:
+        OSError: the LoRA's files cannot be read.
     """
     lora, salt = request.lora_request, request.cache_salt
     if lora is None and not salt and not era:
         return ""
-    told = [[lora.lora_name, lora.lora_path] if lora else [], salt or "", *([era] if era else [])]
+    told = [[lora.lora_name, lora.lora_path, loras.of(lora)] if lora else [], salt or "", *([era] if era else [])]
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
@@ -183,29 +182,6 @@ def _group(config: VllmConfig, spec: Any, page_tokens: int, named: list[tuple[st
     names, tables = zip(*named, strict=True)
     block = spec.block_size
     return PagedGroup(layout, names, tables, block, page_tokens // block, Shard(layout, rank, ranks, stage, stages))
-
-
-def weights_digest(config: VllmConfig) -> str:
-    """A digest of the model's config, of how its cache is quantised, and of its weights: of a folder's files their
-    sizes, fronts and ends."""
-    model = config.model_config
-    digest = hashlib.blake2b(digest_size=16)
-    about = {"config": model.hf_config.to_dict(), "quantization": model.quantization, "seed": None}
-    if config.load_config.load_format == "dummy":
-        about["seed"] = model.seed
-    digest.update(json.dumps(about, sort_keys=True, default=str).encode())
-    if (kept := config.cache_config.cache_dtype) not in PLAIN_DTYPES:
-        digest.update(f"kept as {kept}".encode())
-    folder = Path(model.model)
-    for pattern in WEIGHT_FILES if folder.is_dir() else ():
-        for path in sorted(folder.glob(pattern)):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(SAMPLE_BYTES))
-                file.seek(max(0, size - SAMPLE_BYTES))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _refused(reason: str) -> ValueError:

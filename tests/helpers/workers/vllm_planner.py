@@ -2,27 +2,31 @@
 
 ``found``: tokens, by what was asked after one prompt with an image was stored. ``step_us``: what a step costs the
 planner in which 64 requests decode and no page ends, the median of 1000.
-``kinds``: see there.
+``kinds`` and ``loras``: see there.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
 import kvstore
 from kvstore.adapters.vllm.planning import Planner
-from kvstore.adapters.vllm.served import PagedGroup, PagedModel, RootCaches, weights_digest
+from kvstore.adapters.vllm.served import PagedGroup, PagedModel, RootCaches
+from kvstore.adapters.vllm.weights import weights_digest
 from kvstore.model.shard import Shard
 
 LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=8, dtype="float32", page_tokens=64, group="vllm")
@@ -77,6 +81,26 @@ def found(store: kvstore.Store) -> dict[str, int | None]:
     return {"before": before, **answers, "nameless": nameless.found(request("g", "cat"), 0)}
 
 
+def loras(store: kvstore.Store, folder: Path) -> dict[str, str]:
+    """Roots of requests with a LoRA whose files change."""
+    planner = Planner(store, paged(), "", loads=True, saves=True, boundary_tokens=1024)
+    file, told = folder / "adapter_model.safetensors", {}
+
+    def root(what: str, number: int, **more: Any) -> None:
+        asked = request(what, lora_request=LoRARequest("one", number, str(folder), **more))
+        planner.found(asked, 0)
+        (move,) = planner.step(output([asked], 300)).saves
+        told[what] = move.adapter
+
+    file.write_bytes(b"first")
+    root("first", 1)
+    file.write_bytes(b"other")
+    root("still loaded", 1)
+    root("loaded by another id", 2)
+    root("loaded in place", 1, load_inplace=True)
+    return told
+
+
 def step_us(store: kvstore.Store) -> float:
     """The median."""
     planner = Planner(store, paged(), "apart", loads=True, saves=True, boundary_tokens=1024)
@@ -110,8 +134,9 @@ def kinds() -> list[str]:
 
 def main() -> None:
     """All of it."""
-    with kvstore.open(dram="16MiB") as store:
-        print(json.dumps({"found": found(store), "step_us": step_us(store), "kinds": kinds()}))
+    with kvstore.open(dram="16MiB") as store, tempfile.TemporaryDirectory() as folder:
+        roots = loras(store, Path(folder))
+        print(json.dumps({"found": found(store), "step_us": step_us(store), "kinds": kinds(), "loras": roots}))
 
 
 if __name__ == "__main__":
