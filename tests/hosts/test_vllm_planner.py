@@ -51,4 +51,5 @@ def test_media_are_part_of_keys_and_idle_steps_cost_little() -> None:
     assert told["kinds"] == ["auto", "fp8_e4m3", "fp8_e5m2"], "bytes that mean something else are not shared"
     first, still, other, in_place = told["loras"].values()
     assert first == still != other == in_place, "files of a LoRA tell its pages apart, as they were when it was loaded"
+    assert told["kept"] == [0, 0]
     assert told["step_us"] < 300, "about 20, of which a step notices nothing"

@@ -2,15 +2,17 @@
 
 ``found``: tokens, by what was asked after one prompt with an image was stored. ``step_us``: what a step costs the
 planner in which 64 requests decode and no page ends, the median of 1000.
-``kinds`` and ``loras``: see there.
+``kinds``, ``loras`` and ``kept``: see there.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +103,25 @@ def loras(store: kvstore.Store, folder: Path) -> dict[str, str]:
     return told
 
 
+def kept(store: kvstore.Store) -> list[int]:
+    """Requests of 1000 that the planner keeps when they are finished, and after a reset."""
+    planner, counts = Planner(store, paged(), "kept", loads=True, saves=True, boundary_tokens=1024), []
+    for ended in (planner.finished, lambda _: planner.reset()):
+        requests = [request(str(number)) for number in range(1000)]
+        refs = [weakref.ref(each) for each in requests]
+        for each in requests:
+            planner.found(each, 0)
+        planner.step(output(requests, 300))
+        names = requests[:]
+        del requests, each
+        for one in names:
+            ended(one)
+        del names, one
+        gc.collect()
+        counts.append(sum(ref() is not None for ref in refs))
+    return counts
+
+
 def step_us(store: kvstore.Store) -> float:
     """The median."""
     planner = Planner(store, paged(), "apart", loads=True, saves=True, boundary_tokens=1024)
@@ -136,7 +157,17 @@ def main() -> None:
     """All of it."""
     with kvstore.open(dram="16MiB") as store, tempfile.TemporaryDirectory() as folder:
         roots = loras(store, Path(folder))
-        print(json.dumps({"found": found(store), "step_us": step_us(store), "kinds": kinds(), "loras": roots}))
+        print(
+            json.dumps(
+                {
+                    "found": found(store),
+                    "step_us": step_us(store),
+                    "kinds": kinds(),
+                    "loras": roots,
+                    "kept": kept(store),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":
