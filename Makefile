@@ -2,7 +2,7 @@
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
-#   make hosts   beside real vLLM and LMCache, in environments of their own under .hosts (5 GB), apart from all tests
+#   make hosts   beside real vLLM, LMCache and SGLang, in environments of their own under .hosts (8 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
 #   make gpu     on a machine with a GPU, few and full: devices, kernels, tokens, and the rows of bytes to and from it
 #   make bench   the store against the limits of this machine
@@ -26,6 +26,8 @@ VLLM_VERSION := 0.32.0
 VLLM := .hosts/vllm/.ready-$(VLLM_VERSION)-kvstore-plugin
 LMCACHE_VERSION := 0.5.6
 LMCACHE := .hosts/lmcache/.ready-$(LMCACHE_VERSION)
+SGLANG_VERSION := 0.5.23
+SGLANG := .hosts/sglang/.ready-$(SGLANG_VERSION)
 TRITON_VERSION := 3.6.0
 TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 
@@ -48,7 +50,7 @@ check: $(VENV)/.dev
 	$(check-stubs)
 
 # Not collected by `make test`: what hosts need is large, and takes a minute to start.
-hosts: $(VENV)/.dev $(VLLM) $(LMCACHE)
+hosts: $(VENV)/.dev $(VLLM) $(LMCACHE) $(SGLANG)
 	$(BIN)/python -m pytest -rs tests/hosts
 
 # `make test` skips these: Triton is large, and its interpreter slow.
@@ -112,6 +114,18 @@ $(LMCACHE):
 	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet -e .
 	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet $(LMCACHE_NEEDS)
 	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet --no-deps lmcache==$(LMCACHE_VERSION)
+	@touch $@
+
+# SGLang's storage without its engine, which needs CUDA: what its modules ask for when they are imported, no more.
+SGLANG_NEEDS := aiohttp apache-tvm-ffi==0.1.11 compressed-tensors dill einops fastapi gguf huggingface_hub \
+    interegular ipython msgspec numba orjson partial-json-parser pillow prometheus_client psutil pybase64 pydantic \
+    pyzmq requests safetensors scipy sentencepiece setproctitle tiktoken transformers triton uvloop xxhash
+$(SGLANG):
+	$(PYTHON) -m venv --clear .hosts/sglang
+	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt torch torchvision
+	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet -e .
+	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet $(SGLANG_NEEDS)
+	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 
 # Beside the environment and not in it: where torch finds Triton it loads it, at every start.

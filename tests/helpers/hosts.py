@@ -19,3 +19,6 @@ VLLM_ENV = {
 
 LMCACHE = _ROOT / ".hosts" / "lmcache" / "bin" / "python"
 LMCACHE_ENV = {"PYTHONPATH": str(_ROOT), "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
+
+SGLANG = _ROOT / ".hosts" / "sglang" / "bin" / "python"
+SGLANG_ENV = {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
