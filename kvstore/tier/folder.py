@@ -10,8 +10,7 @@
         records-<extent>  uses-<extent>    tables of each carved extent (records.ExtentTable)
         marks-<extent>                     of NVMe instead of uses; of memory for programs of the version before
         index-<epoch>/                 LMDB: key -> address (index.Index)
-        puts                           what clients put and the daemon has not taken in (put_log.PutLog); absent: an
-                                       earlier version's
+        puts                           what clients put and the daemon has not taken in (put_log.PutLog); may be absent
         secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
         data                           which data server sends its pages, locked while that lives (data_file)
@@ -293,6 +292,8 @@ class NodeFolder:
 
     def close(self) -> None:
         """Give the lock back. The files stay, for the next owner and for readers."""
+        if self in _locked:  # a child that another thread is just starting has it open, too
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         _locked.discard(self)
         self._close_fd()
 
