@@ -292,7 +292,7 @@ class NodeFolder:
 
     def close(self) -> None:
         """Give the lock back. The files stay, for the next owner and for readers."""
-        if self in _locked:  # a child that another thread is just starting has it open, too
+        if self.locked:  # a child that another thread is just starting has it open, too
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         _locked.discard(self)
         self._close_fd()
@@ -394,7 +394,7 @@ _locked: weakref.WeakSet[NodeFolder] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for folder in list(_locked):
-        folder.close()
+        folder._close_fd()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
