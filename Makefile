@@ -2,7 +2,7 @@
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
-#   make hosts   beside real vLLM, LMCache and SGLang, in environments of their own under .hosts (8 GB), apart from all tests
+#   make hosts   beside real vLLM, LMCache and SGLang, in environments of their own under .hosts (12 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
 #   make gpu     on a machine with a GPU, few and full: devices, kernels, tokens, and the rows of bytes to and from it
 #   make bench   the store against the limits of this machine
@@ -117,12 +117,13 @@ $(LMCACHE):
 	@touch $@
 
 # SGLang's storage without its engine, which needs CUDA: what its modules ask for when they are imported, no more.
+# torchvision brings the torch it was built with, for CUDA: its operators are not found on one for processors.
 SGLANG_NEEDS := aiohttp apache-tvm-ffi==0.1.11 compressed-tensors dill einops fastapi gguf huggingface_hub \
     interegular ipython msgspec numba orjson partial-json-parser pillow prometheus_client psutil pybase64 pydantic \
     pyzmq requests safetensors scipy sentencepiece setproctitle tiktoken transformers triton uvloop xxhash
 $(SGLANG):
 	$(PYTHON) -m venv --clear .hosts/sglang
-	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt torch torchvision
+	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet torchvision==0.29.1
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet -e .
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet $(SGLANG_NEEDS)
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==$(SGLANG_VERSION)
