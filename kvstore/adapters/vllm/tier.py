@@ -1,0 +1,126 @@
+"""A tier below the processor's memory for vLLM's own offloading, found by ``secondary_tiers[].module_path``::
+
+    {"type": "KVStoreTier", "module_path": "kvstore.adapters.vllm.tier", "node": "pool"}
+
+vLLM names its chunks by hashes of its own, so they are opaque objects here. Their names have all that vLLM's own file
+tier tells folders by (model, dtype, groups, ranks, format), and a chunk's bytes. Lookups read the node's mapped index
+on the scheduler's thread; chunks move in threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadKey, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore.adapters.values import Values, connected
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+FAILED_MAX = 65536  # chunks that were found and could not be loaded: they are misses from then on
+
+Move = Callable[[Sequence[str], Sequence[Any], str], list[bool]]
+
+
+class KVStoreTier(SecondaryTierManager):
+    """Made by vLLM's factory from its entry in ``secondary_tiers``: ``node``, as ``kvstore.connect`` takes it (none:
+    the only one on this machine), and ``salt``, the tenant. The node evicts on its own.
+
+    Jobs that wait are as many as the chunks which vLLM pins for them.
+
+    Raises:
+        ValueError: there is no such node, or it is not on this machine: the scheduler would wait for each lookup.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        node: str | None = None,
+        salt: str = "vllm-offload",
+        locality: str | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality) if locality is not None else None
+        store = connected("vLLM's offloading", node)
+        if not store.reads_without_node:
+            store.close()
+            raise ValueError("kvstore for vLLM's offloading: the node has to be on this machine: start one that joins")
+        self._values = Values(store)
+        self._salt = salt
+        self._chunks = np.asarray(primary_kv_view).view(np.uint8)
+        where = FileMapper.from_offloading_spec("", offloading_spec, offloading_spec.blocks_per_chunk, True)
+        about = f"{where.base_path}@{self.block_size_bytes}"
+        self._about = f"{hashlib.blake2b(about.encode(), digest_size=16).hexdigest()}@{where.rank}"
+        self._loads = ThreadPoolExecutor(1, "kvstore-tier-load")
+        self._stores = ThreadPoolExecutor(1, "kvstore-tier-store")
+        self._jobs: list[Future[JobResult]] = []
+        self._failed: dict[OffloadKey, None] = {}
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """See the base class."""
+        there = key not in self._failed and self._values.contains([self._name(key)], self._salt)[0]
+        return LookupResult.HIT if there else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """See the base class."""
+        self._jobs.append(self._stores.submit(self._moved, job_metadata, self._values.put))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """See the base class."""
+        self._jobs.append(self._loads.submit(self._moved, job_metadata, self._values.get))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """See the base class."""
+        ended = [job for job in self._jobs if job.done()]
+        self._jobs = [job for job in self._jobs if job not in ended]
+        return [job.result() for job in ended]
+
+    def has_pending_work(self) -> bool:
+        """See the base class: what waits for a load comes on when its job is asked for."""
+        return bool(self._jobs)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """See the base class."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """See the base class. Each ends: a node that does not answer is given up."""
+        wait(self._jobs)
+
+    def shutdown(self) -> None:
+        """See the base class."""
+        for pool in (self._loads, self._stores):
+            pool.shutdown()
+        self._values.close()
+
+    def _moved(self, job: TransferJob, move: Move) -> JobResult:
+        start_s, keys = time.monotonic(), list(job.keys)
+        rows = [self._chunks[int(number)] for number in job.chunk_ids]
+        done = move([self._name(key) for key in keys], rows, self._salt)
+        for key, well in zip(keys, done, strict=True):
+            if job.is_promotion and not well:
+                if len(self._failed) >= FAILED_MAX:
+                    self._failed.clear()
+                self._failed[key] = None
+        return JobResult(
+            job_id=job.job_id,
+            success=all(done),
+            successful_keys=[key for key, well in zip(keys, done, strict=True) if well],
+            transfer_time=time.monotonic() - start_s,
+            transfer_bytes=sum(done) * self.block_size_bytes,
+        )
+
+    def _name(self, key: OffloadKey) -> str:
+        return f"{self._about}@{key.hex()}"

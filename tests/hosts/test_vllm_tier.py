@@ -1,0 +1,98 @@
+"""vLLM's own tiered offloading over our tier. The whole way needs a GPU: here is all of it but the GPU."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.hosts import VLLM, VLLM_ENV
+from tests.helpers.processes import Machine, Process, wait_until
+
+START_S = 120.0
+ANSWER_S = 60.0
+
+pytestmark = [
+    pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not there: make hosts"),
+    pytest.mark.timeout(400),
+]
+
+
+class TierWorker(Process):
+    """See ``workers.vllm_tier``."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lines = 1
+
+    def wait_for(self, lines: int, timeout_s: float) -> dict[str, Any]:
+        """The answer of that number."""
+
+        def answers() -> list[dict[str, Any]]:
+            return [json.loads(line) for line in self.output().splitlines() if line.startswith("{")]
+
+        wait_until("an answer", lambda: len(answers()) >= lines or not self.alive, timeout_s)
+        assert len(answers()) >= lines, self.errors.read_text(errors="replace")[-3000:]
+        return answers()[lines - 1]
+
+    def do(self, what: str, first: int, count: int) -> list[bool]:
+        """What came of it."""
+        self.stdin.write(json.dumps({"do": what, "first": first, "count": count}).encode() + b"\n")
+        self.stdin.flush()
+        self._lines += 1
+        done: list[bool] = self.wait_for(self._lines, ANSWER_S)["done"]
+        return done
+
+
+def started(machine: Machine, model: str = "a/model", dtype: str = "float16", **settings: Any) -> TierWorker:
+    """One that is being started, with a tier as in the docs."""
+    path = Path(__file__).resolve().parents[1] / "helpers" / "workers" / "vllm_tier.py"
+    entry = {"type": "KVStoreTier", "module_path": "kvstore.adapters.vllm.tier", **settings}
+    told = json.dumps({"entry": entry, "model": model, "dtype": dtype})
+    return machine.start(TierWorker, "vllm-tier", [str(VLLM), str(path), told], None, **VLLM_ENV)
+
+
+def test_chunks_outlive_the_first_tier_and_its_process(machine: Machine, tmp_path: Path) -> None:
+    """Found after a reset, by another process, and without a daemon; damage and a node that is gone are misses."""
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\nscrub_bytes_per_s = 0\nverify_reads = true\n")
+    node = machine.serve("pool", dram="64MiB", config=str(config))
+    one, other, apart = (
+        started(machine, node="pool"),
+        started(machine, node="pool"),
+        started(machine, node="pool", dtype="bfloat16"),
+    )
+    for each in (one, other, apart):
+        assert each.wait_for(1, START_S) == {"ready": True}
+    assert one.do("load", 0, 4) == [False] * 4
+    assert one.do("store", 0, 8) == [True] * 8
+    assert one.do("load", 0, 8) == [True] * 8, "after a reset"
+    assert other.do("load", 4, 8) == [True] * 4 + [False] * 4, "another process"
+    assert apart.do("load", 0, 8) == [False] * 8, "another dtype"
+    with machine.connect("pool") as pool:
+        assert pool.verify()["findings"] == [], "every chunk has its checksums now"
+    node.kill()
+    assert other.do("load", 0, 8) == [True] * 8, "reads need no daemon"
+    assert one.do("store", 20, 2) == [True] * 2, "vLLM hears of no error"
+    node = machine.serve("pool", config=str(config))
+    for path in machine.folder("pool").glob("segment*"):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            data[:] = bytes(len(data))
+    assert other.do("load", 0, 8) == [False] * 8, "damaged"
+    node.kill()
+    shutil.rmtree(machine.folder("pool"))
+    assert one.do("load", 0, 8) == [False] * 8
+
+
+def test_what_cannot_be_is_said_at_the_start(machine: Machine) -> None:
+    machine.serve("pool", dram="64MiB")
+    refused = {
+        "no node named 'nowhere'": started(machine, node="nowhere"),
+        "unexpected keyword argument 'size'": started(machine, node="pool", size=3),
+    }
+    for why, one in refused.items():
+        assert why in one.wait_for(1, START_S)["refused"]
