@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -76,6 +76,31 @@ class Strides:
         """How long memory is that so many pages lie in: nothing of them is beyond that."""
         inside = sum((count - 1) * stride for count, stride in self.dims)
         return max(self.layers) + (frames - 1) * self.block + inside + self.piece
+
+    def part(self, number: int, parts: int) -> Strides | None:
+        """Where one of so many equal parts of a page lies, a layer of it for example; None where such a part is not as
+        regular as the whole."""
+        apart = len(self.layers)
+        if apart % parts == 0:
+            each = apart // parts
+            return replace(self, layers=self.layers[number * each : (number + 1) * each])
+        if parts % apart:
+            return None
+        parts //= apart
+        first, number = self.layers[number // parts], number % parts
+        for at, (count, stride) in enumerate(self.dims):
+            if count % parts == 0:
+                each = count // parts
+                dims = [(each, stride), *self.dims[at + 1 :]]
+                return Strides((first + number * each * stride,), self.block, dims, self.piece)
+            if parts % count:
+                return None
+            parts //= count
+            first, number = first + number // parts * stride, number % parts
+        if self.piece % parts:
+            return None
+        piece = self.piece // parts
+        return Strides((first + number * piece,), self.block, (), piece)
 
     def pieces(self) -> tuple[Addresses, Addresses]:
         """Where the pieces of the first page lie, and their lengths, in the order of its bytes; neighbours as one."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.tier.device import Device
+from kvstore.errors import Unavailable
+from kvstore.model.replica import FrameClass
+from kvstore.model.strides import Strides
+from kvstore.tier.device import Addresses, Device
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.hbm import HbmStore, StridedFrames
 from kvstore.tier.host_memory import copy
@@ -31,12 +35,15 @@ NO_INCARNATION: Final = 0  # records of others say what is there
 class PeerMemory(Protocol):
     """The frames of a segment of another process. Threads may share it; it is unmapped with the last reference."""
 
-    def read(self, frame: int, rows: npt.NDArray[np.uint8]) -> None:
+    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
         """Copy the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes]``, and return when that is
         done. What lies there is somebody else's matter: ask the records before and after.
 
+        Args:
+            layer: only that one of each page, into ``[pages, layer_bytes]``.
+
         Raises:
-            Unavailable: the memory, or the device, is gone, or too slow.
+            Unavailable: the memory, or the device, is gone, or too slow; or its layers do not lie apart.
         """
         ...
 
@@ -45,7 +52,9 @@ class SharedFrames:
     """Shared memory, mapped: see ``PeerMemory``."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], table: MountedTable) -> None:
-        self._layers = table.strides.views(memory, table.frames)
+        self._memory, self._frames, self._strides = memory, table.frames, table.strides
+        self._page_layers = table.frame_class.layers
+        self._whole = table.strides.views(memory, table.frames)
 
     @classmethod
     def open(cls, folder: NodeFolder, table: MountedTable) -> SharedFrames | None:
@@ -68,12 +77,14 @@ class SharedFrames:
         except ValueError:  # pages so large that there are none
             return None
 
-    def read(self, frame: int, rows: npt.NDArray[np.uint8]) -> None:
+    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
         """See ``PeerMemory``."""
-        places = self._layers[0].shape[1:]
-        targets = rows.reshape(len(rows), len(self._layers), *places)
-        for layer, pages in enumerate(self._layers):
-            copy(targets[:, layer], pages[frame : frame + len(rows)])
+        views = self._whole
+        if layer is not None:
+            views = _layer(self._strides, layer, self._page_layers).views(self._memory, self._frames)
+        targets = rows.reshape(len(rows), len(views), *views[0].shape[1:])
+        for number, pages in enumerate(views):
+            copy(targets[:, number], pages[frame : frame + len(rows)])
 
 
 class DevicePages:
@@ -82,12 +93,50 @@ class DevicePages:
 
     def __init__(self, device: Device, address: int, table: MountedTable) -> None:
         self._class = table.frame_class
+        self._device, self._layers = device, _Layers(table, address)
         arena = StridedFrames(table.frame_class, address, table.frames, table.strides)
         self._store = HbmStore(device, arena, NO_INCARNATION, [(0, table.frame_class)], COPY_S)
+        self._by_layer: HbmStore | None = None  # made when first a layer is read
+        self._making = threading.Lock()
 
-    def read(self, frame: int, rows: npt.NDArray[np.uint8]) -> None:
+    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
         """See ``PeerMemory``."""
-        self._store.read_pages(0, frame, self._class, rows)
+        if layer is None:
+            self._store.read_pages(0, frame, self._class, rows)
+            return
+        layers = self._layers
+        with self._making:
+            if self._by_layer is None:
+                carved = ((position, layers.frame_class) for position in range(layers.positions))
+                self._by_layer = HbmStore(self._device, layers, NO_INCARNATION, carved, COPY_S)
+        self._by_layer.read_pages(layer, frame, layers.frame_class, rows)
+
+
+class _Layers:
+    """See ``FrameMap``: of a segment's pages each layer is one position."""
+
+    def __init__(self, table: MountedTable, address: int) -> None:
+        whole, frames = table.frame_class, table.frames
+        self.frame_class = FrameClass(whole.page_bytes // whole.layers, whole.page_tokens, 1)
+        self.positions, self.extent_bytes = whole.layers, frames * self.frame_class.frame_bytes
+        self._address, self._frames, self._strides = address, frames, table.strides
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        """See ``FrameMap``."""
+        return self._frames if frame_class == self.frame_class else 0
+
+    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
+        """See ``FrameMap``. Raises Unavailable where the layers do not lie apart."""
+        strides = _layer(self._strides, position, self.positions)
+        return StridedFrames(frame_class, self._address, self._frames, strides).pieces(0, frame, frame_class, count)
+
+
+def _layer(strides: Strides, layer: int, layers: int) -> Strides:
+    """Where one layer of the pages lies. Raises Unavailable."""
+    found = strides.part(layer, layers)
+    if found is None:
+        raise Unavailable("the layers of that memory do not lie apart")
+    return found
 
 
 class MountedMemory(Protocol):

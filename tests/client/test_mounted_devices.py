@@ -16,31 +16,14 @@ from kvstore.model.replica import FrameClass
 from kvstore.model.strides import Strides
 from kvstore.tier import hbm
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.host_device import HostDevice, HostMemory
+from kvstore.tier.host_device import HostDevice
 from kvstore.tier.mounted import EXPORT_BYTES_MAX, MountedTable
-from kvstore.transfer.exported import CUDA, OPENERS, DevicePages, PeerMemory
+from kvstore.transfer.exported import CUDA, OPENERS
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.device_frames import STRIDE, DeviceFrames
 from tests.helpers.inside import node_of
 
 FRAMES = 16
-STRIDE = SMALL.page_bytes + 512
-
-
-class DeviceFrames:
-    """See ``MountedMemory``: a device that copies as late as it may."""
-
-    kind = CUDA
-    stride = STRIDE
-
-    def __init__(self, device: HostDevice, memory: HostMemory) -> None:
-        self._device, self._memory = device, memory
-        self.nbytes = memory.nbytes
-
-    def export(self) -> bytes:
-        return b"no handle of any driver"
-
-    def here(self, table: MountedTable) -> PeerMemory:
-        return DevicePages(self._device, self._memory.address, table)
 
 
 @pytest.fixture

@@ -339,6 +339,7 @@ class LocalCache(PrefixCache):
 
     def _lease(self, keys: Keys, ttl_s: float) -> LocalLease:
         self._gather(keys, self._node.timeout_s)
+        self._keeping.lift(keys, Patience(self._node.timeout_s, here_s=self._node.timeout_s), self._names)
         return LocalLease(self._node, self.layout, keys, ttl_s, self._name)
 
     def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> LocalWriter:

@@ -104,6 +104,12 @@ class HbmReader:
         """See ``LowerReader``."""
         return HbmRead(self, located, keys, frame_class, rows)
 
+    def start_layer(
+        self, located: list[bytes], keys: Keys, frame_class: FrameClass, layer: int, rows: Bytes
+    ) -> HbmRead:
+        """The same of one layer of each page, into ``rows`` ``[pages, layer_bytes]``."""
+        return HbmRead(self, located, keys, frame_class, rows, layer)
+
     def segment(self, number: int) -> _PeerSegment | None:
         """The segment of that number, while its engine lives."""
         segment = self._segments.get(number) or self._open(number)
@@ -147,13 +153,20 @@ class HbmRead:
     addresses = b""  # the node promotes nothing of what is not its own
 
     def __init__(
-        self, reader: HbmReader, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes
+        self,
+        reader: HbmReader,
+        located: list[bytes],
+        keys: Keys,
+        frame_class: FrameClass,
+        rows: Bytes,
+        layer: int | None = None,
     ) -> None:
         self._reader = reader
         self._located = located
         self._keys = keys
         self._class = frame_class
         self._rows = rows
+        self._layer = layer
 
     def result(self, silence_s: float) -> tuple[int, str]:
         """See ``PendingRead``."""
@@ -191,7 +204,7 @@ class HbmRead:
         try:
             count, why = self._proven(run)
             if count:
-                segment.memory.read(run.frame, self._rows[run.page : run.page + count])
+                segment.memory.read(run.frame, self._rows[run.page : run.page + count], self._layer)
         except Unavailable:
             return 0, IO
         finally:

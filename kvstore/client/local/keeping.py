@@ -4,6 +4,9 @@ A page that this machine reads from another node for the second time is worth a 
 this machine's memory: for a lease, a reader, a shard, a prefetch. It is received in the frame in which it stays, sealed
 when it was verified, and read from there by all programs of the machine. One of them brings it; the others wait for
 that. Copies are worth less than pages that nobody else has: they leave first.
+
+So are pages that only engines of this machine have, in memory that they mounted, where they have to stay for longer
+than an engine waits for readers: for a lease, or because others are brought that hang on them.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
+from kvstore.client.buffers import Rows
 from kvstore.client.local.arriving import ArrivingPages, Bringer, await_coming
 from kvstore.client.local.elsewhere import Brought, Elsewhere, Patience
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import heard_from
-from kvstore.client.local.stored import stored_beyond, stored_pages
+from kvstore.client.local.stored import first_unstored, locate, stored_beyond, stored_pages
 from kvstore.errors import Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.retention import Retention, hints_of
@@ -51,6 +55,45 @@ class Keeping:
                 pass
         return brought
 
+    def lift(self, keys: Keys, patience: Patience, name: Name) -> None:
+        """Copy what only engines of this machine have of these pages to frames of the node, as far as there is room."""
+        with contextlib.suppress(Unavailable):
+            while not patience.over and self._lift_some(keys, patience, name):
+                pass
+
+    def _lift_some(self, keys: Keys, patience: Patience, name: Name) -> bool:
+        """Some more of them; False where there are no more, or none can come."""
+        mapped = self._node.mapped()
+        if mapped is None or not mapped.hbm.readable() or not heard_from(mapped):
+            return False
+        ours = mapped.in_pool(keys)
+        ours = ours[first_unstored(mapped, ours, self._chain.closed) :]
+        located = locate(mapped, mapped.hbm, ours, self._chain.closed)
+        if not located:
+            return False
+        arrival = ArrivingPages(self._node, mapped, ours[: len(located)], self._chain.frame_class, patience.here_s)
+        with patience.asking():
+            name(mapped, patience.here_s)
+            place = arrival.reserve()
+        if place is not Bringer.OURS:
+            return place is not Bringer.NONE and self._await(mapped, ours.hashes[0], patience)
+        pages = 0
+        try:
+            with mapped.channel.copies:
+                pages = self._read(mapped, located, ours, arrival.rows)
+        finally:
+            arrival.seal(pages)
+        return pages > 0
+
+    def _read(self, mapped: Mapped, located: list[bytes], keys: Keys, rows: list[Rows]) -> int:
+        """Fill these frames with the leading pages that are still there; how many."""
+        for page, row in enumerate(rows):
+            one = slice(page, page + 1)
+            read = mapped.hbm.start(located[one], keys[one], self._chain.frame_class, row[None])
+            if not read.result(mapped.timeout_s)[0]:
+                return page
+        return len(rows)
+
     def _go_on(self, elsewhere: Elsewhere, keys: Keys, patience: Patience, brought: Brought, name: Name) -> bool:
         """Bring some more pages, or wait for somebody else who does; False where nothing more comes."""
         mapped = self._node.mapped()
@@ -60,6 +103,7 @@ class Keeping:
         found = elsewhere.seek(self._chain, keys, pages, (), patience) if pages < len(keys) else []
         if not found:
             return False
+        self.lift(keys[:pages], patience, name)  # what is brought may hang on them
         wanted = mapped.in_pool(keys[pages : pages + found[-1].stop])
         wanted = wanted.hinted(hints_of(COPIES, len(wanted), wanted.page_tokens))
         arrival = ArrivingPages(self._node, mapped, wanted, self._chain.frame_class, patience.here_s)
@@ -70,7 +114,11 @@ class Keeping:
             return self._bring(elsewhere, mapped, arrival, keys, pages, patience, brought)
         if place is Bringer.NONE:
             return False
-        joined = await_coming(mapped, wanted.hashes[0], patience.here_s)
+        return self._await(mapped, wanted.hashes[0], patience)
+
+    def _await(self, mapped: Mapped, key: bytes, patience: Patience) -> bool:
+        """Wait for somebody else of this machine who brings that page; whether they have ended."""
+        joined = await_coming(mapped, key, patience.here_s)
         patience.waited(0.0 if joined else patience.here_s)
         return joined
 

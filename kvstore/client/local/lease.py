@@ -20,7 +20,8 @@ from kvstore.model.prefix import Keys
 
 class LocalLease(Lease):
     """A lease whose views are of DRAM: what only a lower tier has is brought there when it is taken, as
-    far as there is room.
+    far as there is room, and so is what only an engine's own memory has: an engine waits for its readers, but not as
+    long as a lease may last, and memory of a device has no views.
 
     It ends with the death of this process too. After its end the views show whatever is there, and leaving raises
     ``LeaseBroken`` where a page changed. Views live no longer than the lease; they are memory all the same, so using

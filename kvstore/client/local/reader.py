@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.buffers import Rows
+from kvstore.client.device_link import link_of
 from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.frame_copies import to_device
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import wish, wish_shown
 from kvstore.client.local.proof import Run, address_runs, equal_rows
-from kvstore.client.local.stored import known_below
+from kvstore.client.local.stored import known_below, locate
 from kvstore.client.reader import Reader
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameState
-from kvstore.tier.host_memory import copy
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState
+from kvstore.tier.host_memory import copy, empty
 from kvstore.tier.index import IndexDamaged
 
 WISH_S = 0.05
@@ -59,6 +60,7 @@ class LocalReader(Reader):
         super().__init__(layout, keys, timeout_s)
         self._node = node
         self._name = name  # tells the node whose pages these are
+        self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._mapped: Mapped | None = None
         self._spans: list[LayerRun] = []
         self._wish_s = 0.0  # when to tell the node next what we wait for
@@ -68,10 +70,10 @@ class LocalReader(Reader):
         self._follow(layer, start, stop, rows)
 
     def _read(self, page: int, layer: int, start: int, stop: int, target: Rows | DeviceRows) -> int:
-        """As far as the span goes that ``page`` is in."""
+        """As far as the span goes that ``page`` is in; where DRAM has no such page, as far as engines have them."""
         span = self._span(page)
         if span is None:
-            return 0
+            return self._from_engines(page, layer, slice(start, stop), target)
         extent, skip = span.extent, page - span.page
         frame, generations = span.frame + skip, span.generations[skip:]
         count = _ready(extent, frame, generations, layer)
@@ -87,6 +89,26 @@ class LocalReader(Reader):
         if same < max(count, 1):
             self._forget(page + same)
             count = min(same, count)
+        return count
+
+    def _from_engines(self, page: int, layer: int, part: slice, target: Rows | DeviceRows) -> int:
+        """The same of pages in memory that engines of this machine have mounted, each read where it lies."""
+        mapped, (begin, end) = self._mapped, self._layout.byte_range(layer)
+        if mapped is None or not mapped.hbm.readable():
+            return 0
+        keys = self._keys[page:]
+        located = locate(mapped, mapped.hbm, keys, self._layout.attention == "full")
+        if not located:
+            return 0
+        self._name(mapped, True)
+        wanted = (part.start, part.stop) == (begin, end) and not isinstance(target, DeviceRows)
+        rows: Any = target[page : page + len(located)] if wanted else empty((len(located), end - begin))
+        count, _ = mapped.hbm.start_layer(located, keys, self._class, layer, rows).result(mapped.timeout_s)
+        found = rows[:count, part.start - begin : part.stop - begin]
+        if isinstance(target, DeviceRows):
+            link_of(target.device).upload(found, target[page : page + count])
+        elif not wanted:
+            copy(target[page : page + count], found)
         return count
 
     def _to_device(self, run: Run, part: slice, target: DeviceRows) -> None:
@@ -147,7 +169,7 @@ class LocalReader(Reader):
             self._spans.append(LayerRun(extent, frame, page, generations[:count]))
 
     def _waits_for(self, page: int) -> None:
-        """Layers are read in DRAM: a page that only a lower tier has has to come there first."""
+        """Layers are read in memory: a page that only a lower tier has has to come to DRAM first."""
         now_s = time.monotonic()
         if now_s < self._wish_s:
             return

@@ -168,6 +168,17 @@ def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collect
     return set[int]().union(*(_known(mapped, reader, keys, start) for reader in readers))
 
 
+def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
+    """The first page that no tier of the node has, whatever engines have mounted; ``len(keys)`` where all are there."""
+    start = stored_pages(mapped, keys, closed)[0]
+    try:
+        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[start:])
+    except IndexDamaged:
+        return len(keys)
+    below = known_below(mapped, keys, start, closed)
+    return next((page for page, raw in enumerate(found, start) if raw is None and page not in below), len(keys))
+
+
 def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> list[bytes]:
     """Raw addresses of the leading pages of ``keys`` in that tier. Hints too."""
     closed = closed and reader.closed
