@@ -4,8 +4,10 @@ cuFile by itself goes through host memory where it cannot do better, and says th
 ``why_not`` tells whether bytes of a file really come directly, and come right. It may hang or end the process, as its
 driver may: ``device_paths`` asks it in a process of its own.
 
-Pages do not come this way yet. They are proven by checksums, and the host computes those over bytes that it has: reads
-from NVMe go through pinned memory, as everywhere else.
+Pages do not come this way. Every page read from NVMe is proven by its checksums (xxh3, one after the other over its
+bytes), and the host computes those. A page that came past the host would have to be copied back to be proven, over the
+same bus that its bounce would have taken. So reads from NVMe go through pinned memory, as everywhere else, and this way
+is tried and shown alone.
 """
 
 from __future__ import annotations
