@@ -46,7 +46,7 @@ EMBEDDED_PREFIX: Final = "kvstore-embedded-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPORARY = ".tmp-"
 # `kvstore status` probes locks with a shared lock for microseconds; a daemon that starts just then tries again.
-_LOCK_TRIES = 5
+_LOCK_TRIES = 50
 _LOCK_RETRY_S = 0.01
 
 

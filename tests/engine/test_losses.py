@@ -74,8 +74,9 @@ def test_any_subset_is_evicted(lab: Lab, nvme: bool, number: int) -> None:
         for tokens in chance.sample(prompts, len(prompts)):
             there = found(one, store, tokens)
             answer = lab.answers(one, [tokens], 4)[0]
-            assert sum(answer.cached.values()) == there
-            assert answer.usage.computed_tokens == len(tokens) - there
+            hit = sum(answer.cached.values())
+            assert hit >= there, "what the answer before stores may arrive in between"
+            assert answer.usage.computed_tokens == len(tokens) - hit
             hits.add(there // page)
     assert len(hits) >= 3, f"too tame: {hits}"
     check_laws(store)
