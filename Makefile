@@ -105,8 +105,8 @@ $(VLLM):
 	@touch $@
 
 # LMCache as it is, with what its second level needs: it asks for CUDA and for many stores otherwise.
-LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools fastapi httptools httpx huggingface_hub msgspec numba nvtx \
-    opentelemetry-exporter-otlp opentelemetry-exporter-prometheus psutil py-cpuinfo pyyaml pyzmq safetensors \
+LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi httptools httpx huggingface_hub msgspec numba nvtx \
+    opentelemetry-exporter-otlp opentelemetry-exporter-prometheus psutil py-cpuinfo pyyaml pyzmq redis safetensors \
     sortedcontainers transformers uvicorn
 $(LMCACHE):
 	$(PYTHON) -m venv --clear .hosts/lmcache
