@@ -7,7 +7,9 @@ against what the reference goes on with after it.
 
 from __future__ import annotations
 
+import faulthandler
 import queue
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +167,7 @@ class Answer:
             try:
                 event = self._events.get(timeout=max(0.001, deadline - time.monotonic()))
             except queue.Empty:
+                faulthandler.dump_traceback(sys.__stderr__)  # a thread that hangs, or is not there any more, is seen
                 raise AssertionError(f"{self.request.id}: not within {timeout_s:g} s, after {self.tokens}") from None
             match event:
                 case Token():
