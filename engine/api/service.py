@@ -88,8 +88,8 @@ class Served(Protocol):
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer."""
 
-    def layout(self, page_tokens: int) -> Layout:
-        """Of pages of so many tokens."""
+    def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
+        """Of pages of so many tokens, one per cache group."""
 
 
 class Mailbox(Generic[Item]):
@@ -180,7 +180,7 @@ class EngineCalls:
         self._config = config
         self._engine = engine
         self._model = model
-        self._layout = model.layout(config.page_tokens)
+        self._layout = model.layouts(config.page_tokens)[0]
         self._tally = tally
         self._owners = owners
         self._data_port = data_port

@@ -123,7 +123,7 @@ class Turns:
             frames = arena.take(pages)
             if cache is None or frames is None:
                 raise BenchFailed("the engine has no pool, or no frames")
-            keys, places = cache.keys(tokens), frames.tolist()
+            keys, places = cache.groups[0].keys(tokens), frames.tolist()
             start_s = time.perf_counter()
             shown = mounted.show(keys, places)
             mounted.hide(places)

@@ -25,7 +25,7 @@ from engine.compute.models import load_model
 from engine.compute.paged_cache import Batch
 from engine.compute.runner import Runner
 from engine.memory.arena import Arena
-from engine.memory.staging import HostStaging
+from engine.memory.staging import HostStaging, Stagings
 from engine.model.request import Request
 from engine.moving.chunk import Chunk
 from engine.moving.store_side import Pool
@@ -82,7 +82,7 @@ class Prefiller:
         self.tokens = self.scale.handed // self.scale.step_tokens * self.scale.step_tokens
         self.arena = Arena(self.layout, self.tokens // self.scale.page_tokens + 1, model.geometry.k_dim)
         self.runner = Runner(model, self.arena)
-        self.pool = Pool(store, self.layout, HostStaging(self.arena))
+        self.pool = Pool(store, [self.layout], Stagings(self.arena, [HostStaging(self.arena)]))
         chunk_pages = self.scale.step_tokens // self.scale.page_tokens
         self.plain = Plain(stage, 8 * chunk_pages, self.layout.page_bytes)
         self._walk(store, chunk_pages)
@@ -111,7 +111,7 @@ class Prefiller:
             for number in range(self.tokens // self.scale.step_tokens):
                 self._chunk(work, number, ours, limit, (number + first) % 2 == 0)
         finally:
-            self.arena.give_back(work.frames)
+            self.arena.give_back(work.frames[0])
         self._check(work)
         return ours, limit
 
@@ -130,7 +130,7 @@ class Prefiller:
             return time.perf_counter() - start
         finally:
             assert work.frames is not None
-            self.arena.give_back(work.frames)
+            self.arena.give_back(work.frames[0])
             if stores:
                 self._check(work)
 
@@ -138,12 +138,13 @@ class Prefiller:
         request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
         cache = self.pool.cache(request.salt, "")
         work = Work(seed, request, lambda event: None, None, self.scale.page_tokens, cache, False)
-        work.frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
-        assert work.frames is not None, "the arena holds one prompt"
+        frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
+        assert frames is not None, "the arena holds one prompt"
+        work.frames = frames[None]
         return work
 
     def _check(self, work: Work) -> None:
-        if self.pool.failures or work.stored_pages != self.tokens // self.scale.page_tokens:
+        if self.pool.failures or work.stored_pages != [self.tokens // self.scale.page_tokens]:
             raise BenchFailed(f"{work.stored_pages} pages of a prompt were stored, {self.pool.failures} failures")
 
     def _chunk(self, work: Work, number: int, ours: Times, limit: Times, is_ours: bool) -> None:
@@ -152,7 +153,7 @@ class Prefiller:
         assert work.frames is not None
         page_tokens = self.scale.page_tokens
         first, count = chunk.start // page_tokens, chunk.tokens // page_tokens
-        frame = int(work.frames[first])
+        frame = int(work.frames[0, first])
         self.plain.before(count)
         clock = time.perf_counter
 

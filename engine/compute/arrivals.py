@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.state.events import Arriving
@@ -43,6 +43,12 @@ class Arrivals:
         """The same for all layers, where they came together."""
         with self._changed:
             self._tokens = [max(tokens, there) for there in self._tokens]
+            self._changed.notify_all()
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """So many tokens of each layer are there, or not needed."""
+        with self._changed:
+            self._tokens = [max(each) for each in zip(tokens, self._tokens, strict=True)]
             self._changed.notify_all()
 
     def fail(self, error: KVStoreError) -> None:

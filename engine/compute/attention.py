@@ -63,14 +63,14 @@ def paged_attention(
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0, sinks)
     rows = query[0].transpose(0, 1)  # [T, heads, dim]
-    mla = bool(paged.arena.layout.mla_latent)
+    mla = bool(paged.layout.mla_latent)
     step = _step_mla if mla else _step
     if paged.kernel is not None:
         return step(module, rows, paged, partial(_on_device, layer, paged, terms))[None], None
     read = partial(_run_kernel, layer, paged, terms)
     if paged.steps is not None and paged.steps.index is None:
         return step(module, rows, paged, read)[None], None
-    out = rows.new_empty((*rows.shape[:2], value.shape[-1] if mla else paged.arena.layout.head_dim))
+    out = rows.new_empty((*rows.shape[:2], value.shape[-1] if mla else paged.layout.head_dim))
     if paged.steps is not None:
         out[paged.steps.index] = step(module, rows[paged.steps.index], paged, read)
     at = 0
@@ -81,7 +81,8 @@ def paged_attention(
         else:
             start = max(part.start + 1 - terms.window, 0) if terms.window else 0
             context = paged.context(layer, part, start)
-            k, v = context[..., : paged.arena.k_dim], context[..., paged.arena.k_dim :]
+            k_dim = paged.arenas.groups[0].k_dim
+            k, v = context[..., :k_dim], context[..., k_dim:]
         out[first : first + part.count] = attend(rows[first : first + part.count], k, v, terms)
     return out[None], None
 
@@ -91,7 +92,7 @@ def paged_attention(
 
 def _step(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: Read) -> torch.Tensor:
     """``[n, heads, head_dim]`` of ``query [n, heads, head_dim]``."""
-    head_dim = batch.arena.layout.head_dim
+    head_dim = batch.layout.head_dim
     return read(query, head_dim, head_dim)
 
 
@@ -101,8 +102,8 @@ def _step_mla(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: 
     Rows of ``kv_b_proj`` make of a latent, head by head, first the key, then the value. So key dot query is latent dot
     (those rows, transposed, times query), and the sum of values is the rows of the value times the sum of latents.
     """
-    latent = batch.arena.layout.mla_latent
-    nope = query.shape[-1] - batch.arena.layout.mla_rope
+    latent = batch.layout.mla_latent
+    nope = query.shape[-1] - batch.layout.mla_rope
     projection = module.kv_b_proj
     assert isinstance(projection, torch.nn.Linear), "not the MLA that is known here"
     assert getattr(projection, "bias", None) is None, "latents of a projection with a bias cannot be absorbed"
@@ -116,7 +117,8 @@ def _step_mla(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: 
 def _on_device(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_dim: int, v_at: int) -> torch.Tensor:
     """All tokens of the batch, chunks as well."""
     assert batch.kernel is not None
-    return batch.kernel.attend(batch.arena.pages[:, layer], query, batch.reading, terms, v_dim, v_at)
+    reading = batch.readings[batch.arenas.places[layer][0]]
+    return batch.kernel.attend(batch.arenas.layer_pages(layer), query, reading, terms, v_dim, v_at)
 
 
 def _run_kernel(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_dim: int, v_at: int) -> torch.Tensor:
@@ -124,7 +126,8 @@ def _run_kernel(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_d
     of the content are K."""
     steps: Steps | None = batch.steps
     assert steps is not None
-    layout, pages = batch.arena.layout, batch.arena.pages
+    group, number = batch.arenas.places[layer]
+    layout, pages = batch.layout, batch.arenas.groups[group].pages
     _, kv_heads, page_tokens, content = layout.shape
     count, heads, dim = query.shape
     shape = Shape(
@@ -144,9 +147,9 @@ def _run_kernel(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_d
     sinks = _no_sinks(heads) if terms.sinks is None else terms.sinks.float().contiguous()
     out = torch.empty((count, heads, v_dim), dtype=torch.float32)
     low = steps.low(terms.window)
-    addresses = (steps.tables, steps.first, low, steps.high, exact, sinks, out)
+    addresses = (steps.tables[group], steps.first, low, steps.high, exact, sinks, out)
     run = partial(
-        kernel(shape), pages.data_ptr(), layer, *(x.data_ptr() for x in addresses), terms.scaling, terms.softcap
+        kernel(shape), pages.data_ptr(), number, *(x.data_ptr() for x in addresses), terms.scaling, terms.softcap
     )
     items = count * kv_heads
     if torch.get_num_threads() == 1:

@@ -20,7 +20,7 @@ import torch
 
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.tiles import BatchReading, PageKernel, SliceTable
-from engine.memory.arena import Arena
+from engine.memory.arena import Arenas
 
 Run = Callable[[], torch.Tensor]
 EVEN = 8  # beyond so many sequences, graphs are so far apart
@@ -39,24 +39,25 @@ def step_rows(batch: Batch, sizes: Sequence[int], pages_max: int) -> int | None:
     """Rows of the graph for this batch; None where it has to run as ever."""
     if batch.before is not None or batch.after is not None:
         return None
-    page_tokens = batch.arena.layout.page_tokens
+    page_tokens = batch.layout.page_tokens
     if any(part.count > 1 or -(-part.stop // page_tokens) > pages_max for part in batch.slices):
         return None
     return next((size for size in sizes if size >= len(batch.slices)), None)
 
 
 class StepTensors:
-    """Where graphs find a step, int64: ``heads [4, rows]`` (token, position, frame, slot), ``tables [rows, pages]``."""
+    """Where graphs find a step, int64: ``heads [3 + groups, rows]`` (token, position, slot, then a frame per cache
+    group), ``tables [groups, rows, pages]``."""
 
-    def __init__(self, device: torch.device, rows: int, pages: int) -> None:
-        self.heads = torch.zeros((4, rows), dtype=torch.int64, device=device)
-        self.tables = torch.zeros((rows, pages), dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, groups: int, rows: int, pages: int) -> None:
+        self.heads = torch.zeros((3 + groups, rows), dtype=torch.int64, device=device)
+        self.tables = torch.zeros((groups, rows, pages), dtype=torch.int64, device=device)
 
     def fill(self, slices: Sequence[Slice], rows: int, page_tokens: int) -> None:
         """Put single tokens there, so many rows of them: see the module on those that are left over."""
         heads, tables = laid_out(slices, rows, page_tokens)
         self.heads[:, :rows] = torch.from_numpy(heads)
-        self.tables[:rows, : tables.shape[1]] = torch.from_numpy(tables)
+        self.tables[:, :rows, : tables.shape[2]] = torch.from_numpy(tables)
 
 
 def laid_out(
@@ -65,42 +66,47 @@ def laid_out(
     """What ``StepTensors`` holds, for so many rows; what no row reads of a table is 0."""
     starts = np.array([part.start for part in slices])
     pages = starts // page_tokens + 1
-    tables = np.zeros((rows, int(pages.max())), np.int64)
+    tables = np.zeros((len(slices[0].tables), rows, int(pages.max())), np.int64)
     for row, (part, count) in enumerate(zip(slices, pages.tolist(), strict=True)):
-        tables[row, :count] = part.frames[:count].numpy()
+        tables[:, row, :count] = part.tables[:, :count].numpy()
     tokens = np.array([int(part.tokens[0]) for part in slices])
-    frames = tables[np.arange(len(slices)), pages - 1]
-    heads = np.empty((4, rows), np.int64)
-    heads[:, : len(slices)] = tokens, starts, frames, starts % page_tokens
+    heads = np.empty((3 + len(tables), rows), np.int64)
+    heads[:3, : len(slices)] = tokens, starts, starts % page_tokens
+    heads[3:, : len(slices)] = tables[:, np.arange(len(slices)), pages - 1]
     heads[:, len(slices) :] = heads[:, :1]
-    tables[len(slices) :] = tables[0]
+    tables[:, len(slices) :] = tables[:, :1]
     return heads, tables
 
 
 class StepBatch(Batch):
     """A batch of the first ``rows`` of ``tensors``, whatever these hold when it is run."""
 
-    def __init__(self, arena: Arena, kernel: PageKernel, tensors: StepTensors, rows: int) -> None:
-        self.arena = arena
+    def __init__(self, arenas: Arenas, kernel: PageKernel, tensors: StepTensors, rows: int) -> None:
+        self.arenas, self.layout = arenas, arenas.groups[0].layout
         self.before = self.after = None
         self.kernel = kernel
         self.steps, self.chunks, self.slices = None, [], []
         self.tokens, self.positions = tensors.heads[0, None, :rows], tensors.heads[1, None, :rows]
-        self._frames, self._slots = tensors.heads[2, :rows], tensors.heads[3, :rows]
-        each = torch.arange(rows, device=arena.device)
+        self._slots, self._frames = tensors.heads[2, :rows], tensors.heads[3:, :rows]
+        each = torch.arange(rows, device=arenas.device)
         self.last = each
-        pages = tensors.tables.shape[1]
-        table = SliceTable(
-            row=each,
-            start=tensors.heads[1, :rows],
-            count=torch.ones_like(each),
-            first=each * pages,
-            frames=tensors.tables.view(-1),
-            stop_max=pages * arena.layout.page_tokens,
-            steps=True,
-            slices=rows,
-        )
-        self.reading = BatchReading(table, np.ones(rows, np.int64))
+        pages = tensors.tables.shape[2]
+        self.readings = [
+            BatchReading(
+                SliceTable(
+                    row=each,
+                    start=tensors.heads[1, :rows],
+                    count=torch.ones_like(each),
+                    first=each * pages,
+                    frames=frames.view(-1),
+                    stop_max=pages * self.layout.page_tokens,
+                    steps=True,
+                    slices=rows,
+                ),
+                np.ones(rows, np.int64),
+            )
+            for frames in tensors.tables
+        ]
 
 
 class StepGraphs:
@@ -111,29 +117,30 @@ class StepGraphs:
         kernel: what the forward reads pages with.
         rows_max: sequences of a step at most.
         pages_max: of one of them.
-        frame: one that nobody has meanwhile: recording writes there.
+        frames: of each cache group, one that nobody has meanwhile: recording writes there.
         record: makes a call that repeats what another one does on the device, to the same tensors.
     """
 
     def __init__(
         self,
         forward: Callable[[Batch], torch.Tensor],
-        arena: Arena,
+        arenas: Arenas,
         kernel: PageKernel,
         rows_max: int,
         pages_max: int,
-        frame: int,
+        frames: Sequence[int],
         record: Callable[[Run], Run],
     ) -> None:
-        self._arena = arena
+        self._arenas = arenas
         self._pages_max = pages_max
         self._sizes = graph_sizes(rows_max)
-        self._tensors = StepTensors(arena.device, rows_max, pages_max)
-        self._tensors.heads[2] = self._tensors.tables[:] = frame
+        self._tensors = StepTensors(arenas.device, len(frames), rows_max, pages_max)
+        for group, frame in enumerate(frames):
+            self._tensors.heads[3 + group] = self._tensors.tables[group] = frame
         self._lock = threading.Lock()
         self._graphs: dict[int, Run] = {}
         for rows in reversed(self._sizes):  # the largest first: the others find room in its memory
-            batch = StepBatch(arena, kernel, self._tensors, rows)
+            batch = StepBatch(arenas, kernel, self._tensors, rows)
             self._graphs[rows] = record(lambda batch=batch: forward(batch))  # type: ignore[misc]
 
     def rows(self, batch: Batch) -> int | None:
@@ -143,7 +150,7 @@ class StepGraphs:
     def replay(self, batch: Batch, rows: int) -> torch.Tensor:
         """What ``forward(batch)`` would give, by the graph of so many rows."""
         with self._lock:
-            self._tensors.fill(batch.slices, rows, self._arena.layout.page_tokens)
+            self._tensors.fill(batch.slices, rows, self._arenas.groups[0].layout.page_tokens)
             return self._graphs[rows]()[: len(batch.slices)].clone()
 
 

@@ -72,7 +72,7 @@ class Model:
     pace: presets.Pace | None = None
 
     def layout(self, page_tokens: int) -> Layout:
-        """Layout of this model's pages of so many tokens.
+        """Layout of pages of so many tokens that hold all layers.
 
         Raises:
             InvalidRequest: pages of that size cannot be, see `kvstore.Layout`.
@@ -90,6 +90,22 @@ class Model:
             head_dim=0 if kv.is_mla else kv.k_dim,
             mla_latent=kv.k_dim if kv.is_mla else 0,
             mla_rope=kv.v_dim if kv.is_mla else 0,
+        )
+
+    def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
+        """Of each cache group (``Geometry.groups``) the layout of its pages. Where there is one group, pages hold all
+        layers, and are chained, whether they have a window or not.
+
+        Raises:
+            InvalidRequest: as ``layout``.
+        """
+        whole, groups = self.layout(page_tokens), self.geometry.groups
+        if len(groups) == 1:
+            return (whole,)
+        kinds = ["window" if group.window else "full" for group in groups]
+        return tuple(
+            replace(whole, layers=len(group.layers), attention=kind, window=group.window, group=kind)
+            for group, kind in zip(groups, kinds, strict=True)
         )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.compute.paged_cache import Arena, Batch, Slice
+from engine.compute.paged_cache import Arenas, Batch, Slice
 from engine.compute.presets import Pace
 
 TOKENS: Final = 256  # an answer's are bytes
@@ -35,14 +35,14 @@ class PacedRunner:
 
     graphs = "none: nothing is computed"
 
-    def __init__(self, pace: Pace, vocab_size: int, arena: Arena) -> None:
+    def __init__(self, pace: Pace, vocab_size: int, arenas: Arenas) -> None:
         self._pace = pace
         self._vocab_size = vocab_size
-        self._arena = arena
+        (self._arena,) = arenas.groups  # no preset of this kind has windows
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``Runner.forward``."""
-        assert batch.arena is self._arena, "a batch over another arena"
+        assert batch.arenas.groups == (self._arena,), "a batch over another arena"
         began_s = time.monotonic()
         chunks = [(part.start, part.count) for part in batch.slices if part.count > 1]
         step_s = self._pace.step_s(chunks, len(batch.slices) - len(chunks))
@@ -63,7 +63,7 @@ class PacedRunner:
     def _next(self, part: Slice) -> int:
         """The token after a slice, by what the frames hold."""
         layout = self._arena.layout
-        pages = part.frames[: -(-part.stop // layout.page_tokens)]
+        pages = part.tables[0, : -(-part.stop // layout.page_tokens)]
         held = self._arena.pages[pages, :, 0, :, 0].transpose(0, 1).reshape(layout.layers, -1)[:, : part.stop]
         own = held.to(torch.int64).numpy() - np.arange(layout.layers)[:, None]
         return paced_token(own.sum(axis=0) // layout.layers)

@@ -1,9 +1,10 @@
 """Batch: one packed forward over sequences whose KV lies in frames of an arena, and the cache that puts it there.
 
-Every sequence is a page table (its frames, in order). A forward takes a slice of tokens of each: one token of those
-that decode, a chunk of those that prefill, all end to end in one ``[1, T]`` input with explicit position ids. Each
-layer then, in this order: ``before(layer)``, the new K and V go into the frames, ``after(layer)``, attention reads
-frames. ``start`` of a slice is logical: what is before it may arrive as late as in ``before(layer)``.
+Every sequence is a page table (its frames, in order), one per cache group of the model. A forward takes a slice of
+tokens of each: one token of those that decode, a chunk of those that prefill, all end to end in one ``[1, T]`` input
+with explicit position ids. Each layer then, in this order: ``before(layer)``, the new K and V go into the frames,
+``after(layer)``, attention reads frames. ``start`` of a slice is logical: what is before it may arrive as late as in
+``before(layer)``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from transformers.cache_utils import Cache
 
 from engine.compute.kernels import chosen
 from engine.compute.tiles import BatchReading, reading_of
-from engine.memory.arena import Arena, runs
+from engine.memory.arena import Arena, Arenas, runs
 
-__all__ = ["Arena", "Batch", "PagedCache", "Slice", "runs"]
+__all__ = ["Arena", "Arenas", "Batch", "PagedCache", "Slice", "runs"]
 
 LayerHook = Callable[[int], None]
 
@@ -32,7 +33,8 @@ class Slice:
     """Part of one sequence in one forward: tokens ``[start, start + count)``.
 
     Attributes:
-        frames: its page table, int64 ``[>= ceil((start + count) / page_tokens)]``.
+        frames: its page table, int64 ``[>= ceil((start + count) / page_tokens)]``; ``[groups, pages]`` where the
+            model has several cache groups.
         start: tokens before; their KV is there, or will be when ``before(layer)`` returns.
         tokens: integers ``[count]``, at least one.
     """
@@ -40,6 +42,11 @@ class Slice:
     frames: torch.Tensor
     start: int
     tokens: torch.Tensor | npt.NDArray[Any]
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """``[groups, pages]``."""
+        return self.frames.view(-1, self.frames.shape[-1])
 
     @property
     def count(self) -> int:
@@ -58,13 +65,13 @@ class Steps:
     Attributes:
         index: int64 ``[n]``, where their tokens are in the input; None where they are the whole input, in order.
         count: ``n``.
-        tables: their page tables, int64, end to end; ``first[i]`` is where the one of ``i`` starts.
+        tables: per group their page tables, int64, end to end; ``first[i]`` is where the one of ``i`` starts.
         high: int64 ``[n]``: the tokens of each sequence, this one included.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        arenas: Arenas,
         slices: Sequence[Slice],
         chosen: npt.NDArray[np.intp],
         last: npt.NDArray[np.int64],
@@ -72,11 +79,12 @@ class Steps:
         self.count = len(chosen)
         self.index = None if self.count == len(slices) else torch.from_numpy(last[chosen])
         self.high = torch.tensor([slices[i].stop for i in chosen])
-        pages = -(-self.high // arena.layout.page_tokens)
+        pages = -(-self.high // arenas.groups[0].layout.page_tokens)
         self.first = torch.cumsum(pages, 0) - pages
-        self.tables = torch.cat([slices[i].frames[:n] for i, n in zip(chosen, pages.tolist(), strict=True)])
+        self.tables = torch.cat([slices[i].tables[:, :n] for i, n in zip(chosen, pages.tolist(), strict=True)], dim=1)
         assert self.tables.dtype == torch.int64, self.tables.dtype
-        assert self.tables.min() >= 0 and self.tables.max() < arena.frames_total, "a page table names no frame"
+        for table, arena in zip(self.tables, arenas.groups, strict=True):
+            assert table.min() >= 0 and table.max() < arena.frames_total, "a page table names no frame"
         self._low: dict[int, torch.Tensor] = {}
 
     def low(self, window: int) -> torch.Tensor:
@@ -98,23 +106,25 @@ class Batch:
         last: int64 ``[len(slices)]``, where the last token of each slice is.
         steps: the slices of one token, None where there are none, or where they are read like chunks.
         chunks: all other slices, and where each starts in the input.
-        kernel: of a device with one, by which all slices are read as ``reading`` says; ``steps`` and ``chunks`` are
-            empty then.
+        layout: of the first cache group; the others' differ in layers, and in what else a forward does not read.
+        kernel: of a device with one, by which all slices are read as ``readings`` say, one per group; ``steps`` and
+            ``chunks`` are empty then.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        arenas: Arenas,
         slices: Sequence[Slice],
         before: LayerHook | None = None,
         after: LayerHook | None = None,
     ) -> None:
         assert slices, "a forward of nothing"
-        page_tokens = arena.layout.page_tokens
+        self.layout = layout = arenas.groups[0].layout
         for part in slices:
+            pages = part.frames.shape[-1]
             assert part.count >= 1 and part.start >= 0, (part.start, part.count)
-            assert part.stop <= len(part.frames) * page_tokens, (part.stop, len(part.frames))
-        self.arena = arena
+            assert part.stop <= pages * layout.page_tokens, (part.stop, pages)
+        self.arenas = arenas
         self.slices = list(slices)
         self.before = before
         self.after = after
@@ -122,13 +132,13 @@ class Batch:
         ends = np.cumsum(self._counts)
         firsts: list[int] = (ends - self._counts).tolist()
         self._ends, self._firsts = ends, firsts
-        self.kernel = chosen(arena.layout, arena.device).kernel
+        self.kernel = chosen(layout, arenas.device).kernel
         self.steps: Steps | None = None
         self.chunks: list[tuple[int, Slice]] = []
         if self.kernel is None:
-            single = self._counts == 1 if arena.device.type == "cpu" else np.zeros(len(slices), np.bool_)
+            single = self._counts == 1 if arenas.device.type == "cpu" else np.zeros(len(slices), np.bool_)
             if single.any():
-                self.steps = Steps(arena, slices, np.flatnonzero(single), ends - 1)
+                self.steps = Steps(arenas, slices, np.flatnonzero(single), ends - 1)
             self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
 
     # What a forward needs goes to the device when it is first asked for: a step that is replayed needs none of it.
@@ -137,23 +147,24 @@ class Batch:
     def tokens(self) -> torch.Tensor:
         """See the class."""
         parts = [torch.as_tensor(np.asarray(part.tokens, np.int64)) for part in self.slices]
-        return torch.cat(parts)[None].to(self.arena.device)
+        return torch.cat(parts)[None].to(self.arenas.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """See the class."""
-        return torch.from_numpy(self._places)[None].to(self.arena.device)
+        return torch.from_numpy(self._places)[None].to(self.arenas.device)
 
     @cached_property
     def last(self) -> torch.Tensor:
         """See the class."""
-        return torch.from_numpy(self._ends - 1).to(self.arena.device)
+        return torch.from_numpy(self._ends - 1).to(self.arenas.device)
 
     @cached_property
-    def reading(self) -> BatchReading:
+    def readings(self) -> list[BatchReading]:
         """See the class."""
-        tables, starts = [part.frames for part in self.slices], [part.start for part in self.slices]
-        return reading_of(tables, starts, self._counts.tolist(), self.arena.layout.page_tokens, self.arena.device)
+        starts, counts, device = [part.start for part in self.slices], self._counts.tolist(), self.arenas.device
+        tables = zip(*(part.tables for part in self.slices), strict=True)
+        return [reading_of(each, starts, counts, self.layout.page_tokens, device) for each in tables]
 
     @cached_property
     def _places(self) -> npt.NDArray[np.int64]:
@@ -161,26 +172,28 @@ class Batch:
 
     @cached_property
     def _frames(self) -> torch.Tensor:
-        pages = torch.from_numpy(self._places // self.arena.layout.page_tokens)
+        pages = torch.from_numpy(self._places // self.layout.page_tokens)
         rows = zip(self._firsts, self.slices, strict=True)
-        return torch.cat([part.frames[pages[a : a + part.count]] for a, part in rows]).to(self.arena.device)
+        return torch.cat([part.tables[:, pages[a : a + part.count]] for a, part in rows], dim=1).to(self.arenas.device)
 
     @cached_property
     def _slots(self) -> torch.Tensor:
-        return torch.from_numpy(self._places % self.arena.layout.page_tokens).to(self.arena.device)
+        return torch.from_numpy(self._places % self.layout.page_tokens).to(self.arenas.device)
 
     def write(self, layer: int, content: torch.Tensor) -> None:
         """Puts ``content [T, kv_heads, content]`` of all new tokens where it belongs."""
-        self.arena.pages[:, layer][self._frames, :, self._slots] = content
+        group, number = self.arenas.places[layer]
+        self.arenas.groups[group].pages[:, number][self._frames[group], :, self._slots] = content
 
     def context(self, layer: int, part: Slice, start: int = 0) -> torch.Tensor:
         """``[kv_heads, stop - start, content]``: a copy of the KV of tokens from ``start`` to the end of a slice."""
-        shape = self.arena.layout.shape
+        group, pages = self.arenas.places[layer][0], self.arenas.layer_pages(layer)
+        shape = self.layout.shape
         page = start // shape[2]
-        frames = part.frames[page : -(-part.stop // shape[2])]
-        out = torch.empty((shape[1], len(frames), *shape[2:]), dtype=self.arena.pages.dtype, device=self.arena.device)
+        frames = part.tables[group, page : -(-part.stop // shape[2])]
+        out = torch.empty((shape[1], len(frames), *shape[2:]), dtype=pages.dtype, device=pages.device)
         for index, frame, count in runs(frames):
-            out[:, index : index + count] = self.arena.pages[frame : frame + count, layer].transpose(0, 1)
+            out[:, index : index + count] = pages[frame : frame + count].transpose(0, 1)
         return out.view(shape[1], -1, shape[3])[:, start - page * shape[2] : part.stop - page * shape[2]]
 
 
@@ -206,12 +219,13 @@ class PagedCache(Cache):
         batch.write(layer_idx, torch.cat((key_states, value_states), dim=-1)[0].transpose(0, 1))
         if batch.after is not None:
             batch.after(layer_idx)
-        if not batch.arena.layout.mla_latent:
+        if not batch.layout.mla_latent:
             return key_states, value_states
         if not batch.chunks:
             return key_states[:, :, :1], value_states[:, :, :1]
         context = torch.cat([batch.context(layer_idx, part) for _, part in batch.chunks], dim=1)[None]
-        return context[..., : batch.arena.k_dim], context[..., batch.arena.k_dim :]
+        k_dim = batch.arenas.groups[0].k_dim
+        return context[..., :k_dim], context[..., k_dim:]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are given to the model, it need not count."""

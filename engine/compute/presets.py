@@ -129,6 +129,12 @@ PRESETS: Mapping[str, Preset] = {
         std=0.2,
         config={**_TINY, "num_hidden_layers": 4, "sliding_window": 40, "query_pre_attn_scalar": 16},
     ),
+    "tiny-gemma3": Preset(  # five layers with a window, then one without
+        family="gemma3_text",
+        std=0.2,
+        head_norm=1.0,  # to which its norms add 1
+        config={**_TINY, "num_hidden_layers": 6, "sliding_window": 40, "query_pre_attn_scalar": 16},
+    ),
     "tiny-gpt-oss": Preset(
         family="gpt_oss",
         std=0.2,

@@ -11,7 +11,7 @@ to by the plain formula. Both must give the logits that the model gives by itsel
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -30,6 +30,13 @@ TOKENS = 12
 # How far logits of the packed run may be from the model's own, relative to those, in float32 and in shorter types.
 APART_MAX, APART_SHORT_MAX = 0.01, 0.3
 MEDIA = ("vision", "image", "audio", "video", "speech")
+
+
+class CacheGroup(NamedTuple):
+    """Layers of a model whose KV is kept alike. ``window``: tokens that they see, 0 where they see everything."""
+
+    layers: tuple[int, ...]
+    window: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +60,13 @@ class Geometry:
     vocab_size: int
 
     @property
-    def window(self) -> int:
-        """Tokens that the layer sees which sees most, where KV before them can be dropped; 0: one layer sees all."""
-        return max(self.windows) if all(self.windows) and not self.is_mla else 0
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Layers whose KV is kept alike, those that see most first: those that see everything, and those with a window,
+        where KV before it can be dropped. The largest window stands for all."""
+        everything = tuple(layer for layer, window in enumerate(self.windows) if not window or self.is_mla)
+        windowed = tuple(layer for layer in range(self.layers) if layer not in everything)
+        found = CacheGroup(everything, 0), CacheGroup(windowed, max(self.windows))
+        return tuple(group for group in found if group.layers)
 
 
 def refuse_kind(config: PreTrainedConfig) -> None:

@@ -14,7 +14,7 @@ from engine.compute.kernels import chosen
 from engine.compute.lost import translated
 from engine.compute.models import Model
 from engine.compute.pacing import PacedRunner
-from engine.compute.paged_cache import Arena, Batch, PagedCache, Slice
+from engine.compute.paged_cache import Arenas, Batch, PagedCache, Slice
 
 
 class HasNet(Protocol):
@@ -40,33 +40,34 @@ class Forward(Protocol):
         ...
 
 
-def runner_of(model: Model, arena: Arena, steps_max: int) -> Forward:
-    """What runs this model over ``arena``, in steps of so many sequences at most."""
+def runner_of(model: Model, arenas: Arenas, steps_max: int) -> Forward:
+    """What runs this model over ``arenas``, in steps of so many sequences at most."""
     if model.pace is not None:
-        return PacedRunner(model.pace, model.geometry.vocab_size, arena)
-    with translated(arena.device):
-        return _made(model, arena, steps_max)
+        return PacedRunner(model.pace, model.geometry.vocab_size, arenas)
+    with translated(arenas.device):
+        return _made(model, arenas, steps_max)
 
 
-def _made(model: Model, arena: Arena, steps_max: int) -> Runner:
-    runner = Runner(model, arena)
-    if arena.device.type == "cuda":
-        pages_max = -(-model.context_tokens_max // arena.layout.page_tokens)
-        runner.record(steps_max, min(pages_max, arena.frames_total), cuda_recorder(arena.device))
+def _made(model: Model, arenas: Arenas, steps_max: int) -> Runner:
+    runner = Runner(model, arenas)
+    if arenas.device.type == "cuda":
+        first = arenas.groups[0]
+        pages_max = -(-model.context_tokens_max // first.layout.page_tokens)
+        runner.record(steps_max, min(pages_max, first.frames_total), cuda_recorder(arenas.device))
     return runner
 
 
 class Runner:
-    """Runs batches through ``model.net`` over ``arena``. Several threads may, each a batch of its own.
+    """Runs batches through ``model.net`` over ``arenas``. Several threads may, each a batch of its own.
 
     The net attends to pages from then on: nothing but a runner can run it.
     """
 
     graphs = "none: only a CUDA device has them"
 
-    def __init__(self, model: HasNet, arena: Arena) -> None:
+    def __init__(self, model: HasNet, arenas: Arenas) -> None:
         self._net = model.net
-        self._arena = arena
+        self._arenas = arenas
         self._graphs: StepGraphs | None = None
         self._net.set_attn_implementation(attention.NAME)
         self._warm_up()
@@ -77,7 +78,7 @@ class Runner:
         Puts the KV of all tokens of the batch into their frames. What a hook of the batch raises ends the forward;
         layers before it have been written.
         """
-        assert batch.arena is self._arena, "a batch over another arena"
+        assert batch.arenas is self._arenas, "a batch over another arena"
         if self._graphs is not None and (rows := self._graphs.rows(batch)) is not None:
             return self._graphs.replay(batch, rows)
         return self._forward(batch)
@@ -85,20 +86,31 @@ class Runner:
     def record(self, rows_max: int, pages_max: int, record: Callable[[Run], Run]) -> None:
         """Have steps of up to so many sequences replayed from now on, where the model and its kernel can be recorded.
         Before anybody computes."""
-        kernel = chosen(self._arena.layout, self._arena.device).kernel
-        frames = self._arena.take(1)
+        kernel = chosen(self._arenas.groups[0].layout, self._arenas.device).kernel
+        frames = self._borrow()
         if kernel is None or frames is None:
             self.graphs = "none: pages are gathered" if kernel is None else "none: all frames are taken"
             return
         try:
-            frame = int(frames[0])
-            self._graphs = StepGraphs(self._forward, self._arena, kernel, rows_max, pages_max, frame, record)
+            some = frames[:, 0].tolist()
+            self._graphs = StepGraphs(self._forward, self._arenas, kernel, rows_max, pages_max, some, record)
             self.graphs = f"steps of up to {rows_max} sequences and {pages_max} pages each"
         except RuntimeError as error:  # a model that looks at numbers on its way, as some mixtures of experts do
             self.graphs = f"none: {' '.join(str(error).split())[:200]}"
         finally:
-            self._arena.pages[frames] = 0
-            self._arena.give_back(frames)
+            self._return(frames)
+
+    def _borrow(self) -> torch.Tensor | None:
+        """A frame of each cache group, ``[groups, 1]``; None where one has none."""
+        if any(not arena.frames_free for arena in self._arenas.groups):
+            return None
+        taken = [arena.take(1) for arena in self._arenas.groups]
+        return torch.stack([frames for frames in taken if frames is not None])
+
+    def _return(self, frames: torch.Tensor) -> None:
+        for arena, some in zip(self._arenas.groups, frames, strict=True):
+            arena.pages[some] = 0
+            arena.give_back(some)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         with torch.inference_mode():
@@ -114,11 +126,10 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Has the code for this model's shapes made, so that nobody's first token waits for it."""
-        frames = self._arena.take(1)
+        frames = self._borrow()
         if frames is None:
             return
         try:
-            self.forward(Batch(self._arena, [Slice(frames, 0, torch.zeros(1, dtype=torch.int64))]))
-            self._arena.pages[frames] = 0
+            self.forward(Batch(self._arenas, [Slice(frames, 0, torch.zeros(1, dtype=torch.int64))]))
         finally:
-            self._arena.give_back(frames)
+            self._return(frames)

@@ -12,7 +12,7 @@ from engine.compute.arrivals import Arrivals, Waits
 from engine.compute.lost import translated
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Forward
-from engine.memory.arena import Arena
+from engine.memory.arena import Arenas
 
 Done = Callable[[torch.Tensor | BaseException | None], None]
 
@@ -26,9 +26,9 @@ class SideBatches:
         steps: how many there were.
     """
 
-    def __init__(self, runner: Forward, arena: Arena, threads: int) -> None:
+    def __init__(self, runner: Forward, arenas: Arenas, threads: int) -> None:
         self._runner = runner
-        self._arena = arena
+        self._arenas = arenas
         self._threads = ThreadPoolExecutor(threads, "engine-side")
         self.steps = 0
 
@@ -47,8 +47,8 @@ class SideBatches:
         outcome: torch.Tensor | BaseException | None = None
         waits.budget_s = max(0.0, deadline_s - time.monotonic())
         try:
-            with translated(self._arena.device):
-                given = self._runner.forward(Batch(self._arena, [part], waits.before))
+            with translated(self._arenas.device):
+                given = self._runner.forward(Batch(self._arenas, [part], waits.before))
                 outcome = None if waits.missed else given[0].cpu()
         except BaseException as error:
             outcome = error

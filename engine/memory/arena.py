@@ -1,4 +1,5 @@
-"""Arena: the device memory of an engine, page-major frames that hold what the store's pages hold, byte for byte.
+"""Arena: the device memory of an engine, page-major frames that hold what the store's pages hold, byte for byte. A
+model with several cache groups has an arena for each (``Arenas``).
 
 A frame is free -> taken (``take``) -> free again (``give_back``). ``engine.state`` decides who shares a frame, and how
 long it keeps its page. The allocator prefers one run of consecutive frames: a sequence in one run is read by attention,
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +26,51 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Bytes = npt.NDArray[np.uint8]
 
 
-class Arena:
+class Arenas(ABC):
+    """The memory of an engine: an arena per cache group of its model. One arena is the memory of a model with one."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[Arena, ...]:
+        """An arena per group."""
+
+    @property
+    @abstractmethod
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer of the model its group, and its number in there."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.groups[0].pages.device
+
+    def layer_pages(self, layer: int) -> torch.Tensor:
+        """One layer of the model in all frames of its group, ``[frames, kv_heads, page_tokens, content]``."""
+        group, number = self.places[layer]
+        return self.groups[group].pages[:, number]
+
+
+class GroupedArenas(Arenas):
+    """Those of a model with several cache groups: ``members`` are the layers of each."""
+
+    def __init__(self, arenas: Sequence[Arena], members: Sequence[Sequence[int]]) -> None:
+        assert [arena.layout.layers for arena in arenas] == [len(layers) for layers in members], members
+        found = {layer: (g, n) for g, layers in enumerate(members) for n, layer in enumerate(layers)}
+        self._groups = tuple(arenas)
+        self._places = tuple(found[layer] for layer in range(len(found)))
+
+    @property
+    def groups(self) -> tuple[Arena, ...]:
+        """See ``Arenas``."""
+        return self._groups
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """See ``Arenas``."""
+        return self._places
+
+
+class Arena(Arenas):
     """``frames`` frames of the pages of ``layout`` on ``device``. Thread-safe as to who has which frame.
 
     What is in a frame belongs to whoever took it. Memory starts as zeros, and a frame given back keeps what was in it.
@@ -44,10 +90,10 @@ class Arena:
         assert 0 < k_dim <= layout.shape[-1], (k_dim, layout.shape)
         self.layout = layout
         self.k_dim = k_dim
-        self.device = torch.device(device)
+        self._places = tuple((0, layer) for layer in range(layout.layers))
         shape, dtype = (frames, *layout.shape), DTYPES[layout.dtype]
         if memory is None:
-            self.pages = _zeros(shape, dtype, self.device)
+            self.pages = _zeros(shape, dtype, torch.device(device))
         else:
             assert memory.shape == (frames, layout.page_bytes) and memory.flags.c_contiguous, memory.shape
             self.pages = torch.from_numpy(memory).view(-1).view(dtype).view(shape)
@@ -59,6 +105,16 @@ class Arena:
         self._lock = threading.Lock()
         self._free = np.ones(frames, dtype=np.bool_)
         self._frames_free = frames
+
+    @property
+    def groups(self) -> tuple[Arena, ...]:
+        """Itself."""
+        return (self,)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """All layers, in their order."""
+        return self._places
 
     @property
     def frames_free(self) -> int:

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.memory.arena import Arena
-from engine.memory.staging import HostStaging, Staging
+from engine.memory.arena import Arena, Arenas
+from engine.memory.staging import HostStaging, Staging, Stagings
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
 from kvstore.tier.device_copies import CopyStream, PinnedBounce, PinnedBounces, places_in
@@ -49,13 +49,16 @@ class DeviceStaging(Staging):
 
     Args:
         compute: the stream in which the engine computes.
+        computing: who uses that stream has it, where others do: a stream is of one thread at a time.
     """
 
-    def __init__(self, arena: Arena, device: Device, compute: DeviceStream) -> None:
+    def __init__(
+        self, arena: Arena, device: Device, compute: DeviceStream, computing: threading.Lock | None = None
+    ) -> None:
         super().__init__(arena)
         self._device = device
         self._compute_stream = compute
-        self._computing = threading.Lock()  # a stream is of one thread at a time
+        self._computing = computing or threading.Lock()
         self._out, self._in = CopyStream(device), CopyStream(device)
         self._bounces = PinnedBounces(device)
         self._computed: list[DeviceEvent | None] = [None] * arena.layout.layers
@@ -234,20 +237,21 @@ class DeviceStaging(Staging):
         return heads + start, np.full(layout.kv_heads, tokens * layout.token_bytes, np.uint64)
 
 
-def staging_of(arena: Arena) -> Staging:
-    """The way that suits where the arena is.
+def stagings_of(arenas: Arenas) -> Stagings:
+    """The ways that suit where the arenas are.
 
     Raises:
-        InvalidRequest: the driver of the arena's device cannot be had.
+        InvalidRequest: the driver of their device cannot be had.
     """
-    if arena.device.type == "cpu":
-        return HostStaging(arena)
-    device = device_of(arena)
-    return DeviceStaging(arena, device, device.stream_of(torch.cuda.current_stream(arena.device).cuda_stream))
+    if arenas.device.type == "cpu":
+        return Stagings(arenas, [HostStaging(arena) for arena in arenas.groups])
+    device, computing = device_of(arenas), threading.Lock()
+    stream = device.stream_of(torch.cuda.current_stream(arenas.device).cuda_stream)
+    return Stagings(arenas, [DeviceStaging(arena, device, stream, computing) for arena in arenas.groups])
 
 
-def device_of(arena: Arena) -> CudaDevice:
-    """The device that an arena is on, by its driver.
+def device_of(arenas: Arenas) -> CudaDevice:
+    """The device that arenas are on, by its driver.
 
     Raises:
         InvalidRequest: it cannot be had.
@@ -255,7 +259,7 @@ def device_of(arena: Arena) -> CudaDevice:
     from kvstore.tier import cuda
 
     found = cuda.find()
-    name = f"cuda:{arena.device.index or 0}"
+    name = f"cuda:{arenas.device.index or 0}"
     device = next((each for each in found.devices if each.name == name), None)
     if device is None:
         raise InvalidRequest("device", f"{name} cannot be used: {found.missing or 'the driver does not know it'}")

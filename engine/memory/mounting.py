@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from engine.memory.arena import Arena
+from engine.memory.arena import Arena, Arenas, GroupedArenas
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
@@ -90,15 +90,32 @@ class MountedArena:
             self._segment.close()
 
 
-def arena_of(
-    layout: Layout, frames: int, k_dim: int, device: str, home: Store | None, why: str = ""
-) -> tuple[Arena, MountedArena]:
-    """An engine's arena, mounted at the node of ``home`` where that is one of this machine.
+def arenas_of(
+    layouts: Sequence[Layout],
+    members: Sequence[Sequence[int]],
+    frames: Sequence[int],
+    k_dim: int,
+    device: str,
+    home: Store | None,
+    why: str = "",
+) -> tuple[Arenas, MountedArena]:
+    """An engine's arenas, one per cache group. One alone is mounted at the node of ``home``, where that is one of this
+    machine: a segment shows pages of one layout, and pages of windows do not stay.
 
     Args:
+        members: layers of each group.
         home: a store of which nobody renews the session: the segment ends with it.
         why: it is not to know the arena, for that reason.
     """
+    if len(layouts) == 1:
+        return _arena_of(layouts[0], frames[0], k_dim, device, home, why)
+    arenas = [Arena(layout, count, k_dim, device) for layout, count in zip(layouts, frames, strict=True)]
+    return GroupedArenas(arenas, members), MountedArena(None, why or "the model has several cache groups")
+
+
+def _arena_of(
+    layout: Layout, frames: int, k_dim: int, device: str, home: Store | None, why: str
+) -> tuple[Arena, MountedArena]:
     if why or not isinstance(home, LocalStore):
         return Arena(layout, frames, k_dim, device), MountedArena(None, why or "there is no node on this machine")
     arena = None if device == "cpu" else Arena(layout, frames, k_dim, device)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.memory.arena import Arena
+from engine.memory.arena import Arena, Arenas
 from kvstore.errors import InvalidRequest
 from kvstore.tier.host_memory import copy
 
@@ -89,6 +89,45 @@ class Staging(ABC):
     @abstractmethod
     def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
         """Put what ``send_tail`` gave, as ``receive_layer`` does."""
+
+
+class Stagings:
+    """The ways of an engine's arenas, one per cache group of its model."""
+
+    def __init__(self, arenas: Arenas, groups: Sequence[Staging]) -> None:
+        assert tuple(staging.arena for staging in groups) == arenas.groups
+        self.arenas = arenas
+        self.groups = tuple(groups)
+        self.in_place = groups[0].in_place
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.arenas.places)
+
+    def at(self, layer: int) -> tuple[int, Staging, int]:
+        """Of a layer of the model its group, the way of that, and the layer's number in there."""
+        group, number = self.arenas.places[layer]
+        return group, self.groups[group], number
+
+    def computed(self, layer: int) -> None:
+        """See ``Staging``; a layer of the model."""
+        _, staging, number = self.at(layer)
+        staging.computed(number)
+
+    def finish(self) -> None:
+        """See ``Staging``. All are computed in one stream."""
+        self.groups[0].finish()
+
+    def settle(self) -> None:
+        """See ``Staging``."""
+        for staging in self.groups:
+            staging.settle()
+
+    def close(self) -> None:
+        """See ``Staging``."""
+        for staging in self.groups:
+            staging.close()
 
 
 class HostStaging(Staging):

@@ -14,7 +14,7 @@ class Chunk:
     Life: made -> ``before`` the forward -> ``layer`` per layer from its hook -> ``after``, which seals.
     """
 
-    __slots__ = ("work", "start", "stop", "slice", "_writer", "_pool", "_progress")
+    __slots__ = ("work", "start", "stop", "slice", "_writers", "_pool", "_progress")
 
     def __init__(self, work: Work, start: int, stop: int, pool: Pool) -> None:
         assert work.frames is not None
@@ -22,7 +22,7 @@ class Chunk:
         self.start = start
         self.stop = stop
         self.slice = Slice(work.frames, start, work.tokens[start:stop])
-        self._writer: ChunkWriter | None = None
+        self._writers: dict[int, ChunkWriter] = {}  # by cache group
         self._pool = pool
         self._progress = work.progress
 
@@ -34,21 +34,22 @@ class Chunk:
     def before(self) -> None:
         """Reserve frames in the pool."""
         page_tokens = self.work.page_tokens
-        self._writer = self._pool.chunk(self.work, self.start // page_tokens, self.stop // page_tokens)
-        if self._writer is not None:
-            self._writer.before()
+        self._writers = self._pool.chunk(self.work, self.start // page_tokens, self.stop // page_tokens)
+        for writer in self._writers.values():
+            writer.before()
 
     def layer(self, layer: int) -> None:
         """The layer's KV of this chunk is in the frames."""
-        if self._writer is not None:
-            self._writer.layer(layer)
+        group, number = self._pool.places[layer]
+        if group in self._writers:
+            self._writers[group].layer(number)
         if self._progress is not None:
             self._progress.reached(layer, self.stop)
 
     def after(self, succeeded: bool = True) -> None:
         """The forward is over."""
-        if self._writer is not None:
-            self._writer.after(succeeded)
+        for writer in self._writers.values():
+            writer.after(succeeded)
         if succeeded:
             prompt = self.work.prompt
             self.work.spent.computed += min(self.stop, prompt) - min(self.start, prompt)

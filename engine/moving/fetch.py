@@ -21,15 +21,18 @@ import kvstore
 from engine.compute.arrivals import Arrivals
 from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
-from engine.memory.staging import Staging
+from engine.memory.staging import Stagings
 from engine.model.piece import Bytes, Piece, checksum_of
-from engine.model.request import Admitted, Done, Failed, Grain, HandOff, Progress, Request, Source
+from engine.model.request import Admitted, Done, Failed, Grain, HandOff, Progress, Source
 from engine.moving.link import Link
 from engine.moving.peers import Peers, Pieces
+from engine.moving.stored import links_of, placed_parts
 from engine.moving.work import Work
 from engine.state import events as ev
 from engine.state.events import device_failed
 from engine.state.routes import BEGIN_S
+from kvstore.client.grouped_cache import GroupedCache
+from kvstore.client.reader import Reader
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.tier.device import DeviceLost
@@ -53,7 +56,7 @@ class Fetch:
         attempt: int,
         address: str,
         peers: Peers,
-        staging: Staging,
+        stagings: Stagings,
         link: Link,
         codec: tuple[str, Lossy | None],
         source: Source,
@@ -63,14 +66,15 @@ class Fetch:
         post: Callable[[ev.Event], None],
     ) -> None:
         self.address = address
-        self.arrivals = Arrivals(staging.arena.layout.layers)
+        self.arrivals = Arrivals(stagings.layers)
         self.handoff: HandOff | None = None
         self.admitted: Admitted | None = None
         self.failure: KVStoreError | None = None
         self._work = work
         self._attempt = attempt
         self._peers = peers
-        self._layout, self._staging = staging.arena.layout, staging
+        self._stagings = stagings
+        self._layout = stagings.arenas.groups[0].layout  # of a token, which is alike in all groups
         self._link = link
         self._codec_name, self._codec = codec
         exact = work.cache is not None and codec[1] is None
@@ -83,7 +87,7 @@ class Fetch:
         self._done = threading.Event()
         self._given_up = False
         self.moving = False
-        self._start = 0
+        self._start, self._starts = 0, [0] * stagings.layers
         self._wire_id = uuid.uuid4().hex  # a second attempt is another prefill there
 
     # --- called by the engine's thread ------------------------------------------------------------------------------
@@ -93,9 +97,12 @@ class Fetch:
         self._run(self._compute, layout, hold_s)
 
     def move(self, start: int) -> None:
-        """Bring it into the frames, from token ``start`` on. Returns at once."""
+        """Bring it into the frames, from token ``start`` on; of layers with a ring, what their window needs. Returns at
+        once."""
         self._start, self.moving = start, True
-        self.arrivals.all_reached(start)
+        work, groups = self._work, [group for group, _ in self._stagings.arenas.places]
+        self._starts = [max(start, work.needed(work.prompt, group)) for group in groups]
+        self.arrivals.begin(self._starts)
         self._run(self._move)
 
     def give_up(self) -> None:
@@ -116,7 +123,7 @@ class Fetch:
 
     def _compute(self, layout: Layout, hold_s: float) -> None:
         work = self._work
-        request = _for_prefill(work, self._wire_id)
+        request = work.for_prefill(self._wire_id)
         try:
             timeout_s = work.deadline_s - time.monotonic()
             for event in self._peers[self.address].prefill(request, layout, hold_s, timeout_s=timeout_s):
@@ -169,7 +176,7 @@ class Fetch:
     def _settle(self) -> None:
         """Nobody writes to the frames any more."""
         try:
-            self._staging.settle()
+            self._stagings.settle()
         except KVStoreError as error:
             self._fail(error)
         if isinstance(self.failure, DeviceLost):
@@ -180,7 +187,7 @@ class Fetch:
         cache, work = self._work.cache, self._work
         if not 0 <= handoff.first_token < self._vocab_size:
             raise InvalidRequest("first_token", f"{handoff.first_token} is no token of this model")
-        ours = cache.keys(work.tokens[: work.prompt]).links if cache is not None and handoff.pages else []
+        ours = links_of(cache, work.tokens[: work.prompt]) if cache is not None and handoff.pages else []
         if ours and list(handoff.pages) != ours:
             raise InvalidRequest("pages", f"engine {self.address} names other pages than this prompt has")
         if not 0 <= handoff.stored <= work.prompt // work.page_tokens:
@@ -216,7 +223,7 @@ class Fetch:
             for piece in pieces:
                 if self._stopped():
                     raise self.failure or NodeUnavailable("the hand-off was given up")
-                if not 0 <= piece.layer < self._layout.layers:
+                if not 0 <= piece.layer < self._stagings.layers:
                     raise InvalidRequest("layer", f"{self.address} sent layer {piece.layer}, which there is not")
                 yield piece
         finally:  # or the other engine would hold what is still being pulled until this is collected
@@ -226,12 +233,13 @@ class Fetch:
         with closing(pieces):
             for piece in pieces:
                 self._store(piece, self.arrivals.tokens(piece.layer))
-                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens, self._staging.landing())
+                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens, self._landing(piece.layer))
 
     def _store(self, piece: Piece, there: int) -> None:
         """Receive a piece into the frames, where ``there`` tokens of its layer are."""
-        frames, page_tokens = self._work.frames, self._work.page_tokens
-        assert frames is not None
+        group, staging, number = self._stagings.at(piece.layer)
+        assert self._work.frames is not None
+        frames, page_tokens = self._work.frames[group], self._work.page_tokens
         first, rest = piece.token_start // page_tokens, piece.tokens % page_tokens
         count, size = piece.tokens // page_tokens, piece.data.nbytes
         layout = self._codec.layout if self._codec is not None else self._layout
@@ -245,14 +253,14 @@ class Fetch:
         self._link.carry(size, self._stopped)
         parts = runs(frames[first : first + count])
         if rest:
-            self._staging.receive_tail(int(frames[first]), piece.layer, rest, self._aside(piece, (1, size)))
+            staging.receive_tail(int(frames[first]), number, rest, self._aside(piece, (1, size)))
         elif self._codec is not None or piece.token_start < there:  # what is there may be in use: it is verified first
             data = self._aside(piece, (count, size // count))
             for index, frame, some in parts:
-                self._staging.receive_layer(frame, piece.layer, data[index : index + some])
+                staging.receive_layer(frame, number, data[index : index + some])
         else:
             with ExitStack() as stack:
-                rows = [self._staging.layer_target(frame, some, piece.layer) for _, frame, some in parts]
+                rows = [staging.layer_target(frame, some, number) for _, frame, some in parts]
                 self._read(piece, [stack.enter_context(each) for each in rows])
         self._work.spent.moved_bytes += size
 
@@ -296,27 +304,23 @@ class Fetch:
 
     def _read_group(self, page: int, stop: int, tail: Pieces | None) -> bool:
         """Read pages layer by layer, with the tail's same layers. False where they are not in the pool."""
-        work, layout = self._work, self._layout
-        assert work.cache is not None and work.frames is not None
-        keys = work.cache.keys(work.tokens[: stop * work.page_tokens])[page:stop]
-        readers = [
-            (work.cache.reader(keys[index : index + count], timeout_s=LOOK_S), frame, count)
-            for index, frame, count in runs(work.frames[page:stop])
-        ]
-        for layer in range(layout.layers):
-            for reader, frame, count in readers:
+        work = self._work
+        readers = self._readers(page, stop)
+        for layer in range(self._stagings.layers):
+            group, staging, number = self._stagings.at(layer)
+            for reader, frame, count in readers[group]:
                 while True:
                     done = self.handoff is not None
                     try:
-                        with self._staging.layer_target(frame, count, layer) as rows:
-                            reader.read_layer(layer, rows)
+                        with staging.layer_target(frame, count, number) as rows:
+                            reader.read_layer(number, rows)
                         break
                     except DeadlineExceeded:
                         self._still_coming(stop)
                         if done:  # all is written that ever will be: this page had no room, or was evicted already
                             return False
-                self._link.carry(count * layout.layer_bytes, self._stopped)
-                work.spent.moved_bytes += count * layout.layer_bytes
+                self._link.carry(count * self._layout.layer_bytes, self._stopped)
+                work.spent.moved_bytes += count * self._layout.layer_bytes
             tokens = stop * work.page_tokens
             if tail is not None:
                 piece = next(tail, None)
@@ -324,8 +328,30 @@ class Fetch:
                     raise NodeUnavailable(f"engine {self.address} sent layers of a tail out of order")
                 self._store(piece, tokens)
                 tokens = piece.token_start + piece.tokens
-            self.arrivals.reached(layer, tokens, self._staging.landing())
+            self.arrivals.reached(layer, tokens, self._landing(layer))
         return True
+
+    def _readers(self, page: int, stop: int) -> list[list[tuple[Reader, int, int]]]:
+        """Of each cache group what reads its pages that are needed of these: readers, each into so many frames."""
+        cache, frames = self._work.cache, self._work.frames
+        assert cache is not None and frames is not None
+        keys = cache.keys(self._work.tokens[: stop * self._work.page_tokens])
+        return [
+            [
+                (one.reader(asked, timeout_s=LOOK_S), frame, count)
+                for asked, frame, count in placed_parts(
+                    keys, group, range(self._first(page, group), stop), frames[group]
+                )
+            ]
+            for group, one in enumerate(cache.groups)
+        ]
+
+    def _first(self, page: int, group: int) -> int:
+        """The first page from ``page`` on that a cache group needs behind the prompt."""
+        return max(page, self._work.needed(self._work.prompt, group) // self._work.page_tokens)
+
+    def _landing(self, layer: int) -> Callable[[], None] | None:
+        return self._stagings.at(layer)[1].landing()
 
     def _still_coming(self, stop: int) -> None:
         if self._stopped():
@@ -341,39 +367,32 @@ class Fetch:
         handoff = self.handoff
         assert handoff is not None and work.frames is not None
         if self._source is Source.DRAM and work.cache is not None:
-            first, full = position // page_tokens, min(handoff.stored, work.prompt // page_tokens)
-            keys = work.cache.keys(work.tokens[: work.prompt])
-            for index, frame, count in runs(work.frames[first : max(first, full)]):
-                with self._staging.receive(frame, count) as rows:
-                    found = work.cache.get(keys[first + index : first + index + count], out=rows)
-                position += found.tokens
-                moved += found.pages * self._layout.page_bytes
-                if found.pages < count:
-                    break
+            full = min(handoff.stored, work.prompt // page_tokens)
+            for group in reversed(range(len(work.cache.groups))):
+                full, some = self._get_stored(work.cache, group, self._start // page_tokens, full)
+                moved += some
+            position = max(position, full * page_tokens)
             self._link.carry(moved, self._stopped)
             work.spent.moved_bytes += moved
-        arrived = [position] * self._layout.layers
+        arrived = [max(position, start) for start in self._starts]
         if position < work.prompt:
             with closing(self._pull(position)) as pieces:
                 for piece in pieces:
                     self._store(piece, arrived[piece.layer])
                     arrived[piece.layer] = piece.token_start + piece.tokens
-        self._staging.settle()
-        self.arrivals.all_reached(min(arrived))
+        self._stagings.settle()
+        self.arrivals.begin(arrived)
 
-
-def _for_prefill(work: Work, wire_id: str) -> Request:
-    """What the prefill engine is asked: the same tokens and sampling, under an id of its own."""
-    request = work.request
-    return Request(
-        id=wire_id,
-        tokens=request.tokens,
-        sampling=request.sampling,
-        salt=request.salt,
-        adapter=request.adapter,
-        generated=request.generated,
-        deadline_s=max(0.001, work.deadline_s - time.monotonic()),
-        use_pool=request.use_pool,
-        allow_lossy=request.allow_lossy,
-        retention=request.retention,
-    )
+    def _get_stored(self, cache: GroupedCache, group: int, page: int, stop: int) -> tuple[int, int]:
+        """Get what a cache group needs of the pages from ``page`` on; up to where it has been got, and its bytes."""
+        work, one = self._work, cache.groups[group]
+        assert work.frames is not None
+        first = page = self._first(page, group)
+        keys, pages = cache.keys(work.tokens[: work.prompt]), range(first, max(first, stop))
+        for asked, frame, count in placed_parts(keys, group, pages, work.frames[group]):
+            with self._stagings.groups[group].receive(frame, count) as rows:
+                found = one.get(asked, out=rows)
+            page += found.pages
+            if found.pages < count:
+                break
+        return page, (page - first) * one.page_bytes

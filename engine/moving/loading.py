@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.memory.arena import runs
-from engine.memory.staging import Staging
 from engine.moving.store_side import Pool
 from engine.moving.work import Work
+from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.match import Match
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.model.groups import GroupedKeys
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 
@@ -25,9 +23,8 @@ WINDOW_TRIES: Final = 3
 class Loading:
     """Of one pool. Several threads load, each for a request of its own."""
 
-    def __init__(self, pool: Pool, staging: Staging) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._staging = staging
 
     def load(self, work: Work) -> int:
         """Copy the longest stored prefix of the prompt into the frames, but for pages that it shares; returns its
@@ -40,74 +37,96 @@ class Loading:
         wanted, pages = work.prompt // page_tokens, work.shared_pages
         if wanted == pages or work.cache is None or not self._pool.readable:
             return pages * page_tokens
-        tokens = work.tokens[: wanted * page_tokens]
-        if work.window:
-            return self._load_window(work, work.cache, tokens)
-        pages += self._get(work, work.cache, work.cache.keys(tokens), pages, "")
-        if self._pool.codec is None or not work.request.allow_lossy or pages == wanted:
-            return pages * page_tokens
-        lossy = self._pool.cache(work.request.salt, work.request.adapter, True)
-        if lossy is not None:
-            more = self._get(work, lossy, lossy.keys(tokens), pages, f"-{self._pool.codec.name}")
-            work.lossy = work.lossy or more > 0
-            pages += more
+        tokens, codec = work.tokens[: wanted * page_tokens], self._pool.codec
+        lossy = self._pool.cache(work.request.salt, work.request.adapter, True) if work.request.allow_lossy else None
+        kind = f"-{codec.name}" if codec is not None else ""
+        keys = work.cache.keys(tokens)
+        if work.has_ring:  # nothing is shared, and nothing of it is worth anything unless all of the window is
+            exact = self._boundary(work.cache, keys) if lossy is not None else wanted
+            if lossy is None or exact == wanted or self._boundary(lossy, lossy.keys(tokens)) <= exact:
+                return self._get_window(work, work.cache, keys, "") * page_tokens
+            work.lossy = True
+            return self._get_window(work, lossy, lossy.keys(tokens), kind) * page_tokens
+        pages = self._get_all(work, work.cache, keys, pages, "")
+        if lossy is not None and pages < wanted:
+            found = self._get_all(work, lossy, lossy.keys(tokens), pages, kind)
+            work.lossy = work.lossy or found > pages
+            pages = found
         return pages * page_tokens
 
-    def _load_window(self, work: Work, cache: PrefixCache, tokens: npt.NDArray[np.uint32]) -> int:
-        """The same for a ring: nothing is shared, and nothing of it is worth anything unless all of the window is."""
-        codec, request = self._pool.codec, work.request
-        keys = cache.keys(tokens)
-        pages = self._there(cache, keys).pages
-        if codec is not None and request.allow_lossy and pages < len(keys):
-            lossy = self._pool.cache(request.salt, request.adapter, True)
-            if lossy is not None and self._there(lossy, lossy.keys(tokens)).pages > pages:
-                work.lossy = True
-                return self._get_window(work, lossy, lossy.keys(tokens), f"-{codec.name}")
-        return self._get_window(work, cache, keys, "")
+    def _get_all(self, work: Work, cache: GroupedCache, keys: GroupedKeys, first: int, kind: str) -> int:
+        """Load pages of all groups from number ``first`` on; how many leading ones are there then. The first group
+        comes last, and no further than the others: of those, pages may be missing that no boundary needs."""
+        pages = keys.pages(0)
+        for group in reversed(range(len(cache.groups))):
+            pages = first + self._get(work, cache, keys, group, range(first, pages), kind)
+        return pages
 
-    def _get_window(self, work: Work, cache: PrefixCache, keys: Keys, kind: str) -> int:
-        """Load the last pages of the longest stored prefix; tokens of that prefix. Pages may leave meanwhile: a shorter
-        one is tried then."""
+    def _get_window(self, work: Work, cache: GroupedCache, keys: GroupedKeys, kind: str) -> int:
+        """Load what the longest stored prefix needs; how many pages it has. Pages may leave meanwhile: a shorter one is
+        tried then."""
         step = work.page_tokens
         for _ in range(WINDOW_TRIES):
-            pages = self._there(cache, keys).pages
-            if not pages:
-                return 0
-            first = work.needed(pages * step) // step
-            loaded = self._get(work, cache, keys[:pages], first, kind)
-            if first + loaded == pages:
-                tier = next(iter(work.spent.cached))
-                work.spent.cached[tier] += first * step  # as if they were read: they need not be computed
-                return pages * step
+            pages = self._boundary(cache, keys)
+            missing = self._get_needed(work, cache, keys, pages, kind) if pages else None
+            if missing is None:
+                if pages and (first := work.needed(pages * step, 0)):
+                    tier = next(iter(work.spent.cached))
+                    work.spent.cached[tier] += first  # as if they were read: they need not be computed
+                return pages
             work.spent.cached.clear()
-            keys = keys[: first + loaded]
+            keys = keys.upto(missing * step)
         return 0
 
-    def _get(self, work: Work, cache: PrefixCache, keys: Keys, first: int, kind: str) -> int:
-        """Load pages from number ``first`` on; how many that were."""
+    def _get_needed(self, work: Work, cache: GroupedCache, keys: GroupedKeys, pages: int, kind: str) -> int | None:
+        """Load what so many leading pages need; the first page that could not be, or None."""
+        for group in reversed(range(len(cache.groups))):
+            needed = range(work.needed(pages * work.page_tokens, group) // work.page_tokens, pages)
+            loaded = self._get(work, cache, keys, group, needed, kind)
+            if loaded < len(needed):
+                return needed.start + loaded
+        return None
+
+    def _get(self, work: Work, cache: GroupedCache, keys: GroupedKeys, group: int, pages: range, kind: str) -> int:
+        """Load these pages of a group, up to the first one that is not there; how many that were."""
         assert work.frames is not None
-        pages, loaded = len(keys), 0
-        if len(runs(work.frames[first:pages])) > 1 and not kind:
-            there = self._there(cache, keys[first:])  # one question to other nodes, and not one for each run of frames
-            pages = first + there.pages
+        table, start = work.frames[group], pages.start
+        for part in keys.parts(group, pages):
+            loaded = self._get_part(work, cache.groups[group], group, part, table[start : start + len(part)], kind)
+            start += loaded
+            if loaded < len(part):
+                break
+        return start - pages.start
+
+    def _get_part(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frames: torch.Tensor, kind: str) -> int:
+        loaded = 0
+        if len(runs(frames)) > 1 and not kind:
+            there = self._there(cache, keys)  # one question to other nodes, and not one for each run of frames
+            keys, frames = keys[: there.pages], frames[: there.pages]
             if there.nodes:
-                return self._get_scattered(work, cache, keys[first:pages], work.frames[first:pages])
-        for index, frame, count in runs(work.frames[first:pages]):
-            start = first + index
-            asked = keys[start : start + count]
+                return self._get_scattered(work, cache, group, keys, frames)
+        for index, frame, count in runs(frames):
+            asked = keys[index : index + count]
             found = Match(0, 0, "")
-            with self._pool.forgiven(), self._staging.receive(frame, count) as rows:
+            with self._pool.forgiven(), self._pool.stagings[group].receive(frame, count) as rows:
                 if kind and self._pool.codec is not None:
                     found = cache.get(asked)
                     if found.data is not None and found.pages:
                         self._pool.codec.decode(found.data, out=rows[: found.pages])
                 else:
                     found = cache.get(asked, out=rows)
-            self._count(work, cache, found, kind)
+            self._count(work, cache, group, found, kind)
             loaded += found.pages
             if found.pages < count:
                 break
         return loaded
+
+    def _boundary(self, cache: GroupedCache, keys: GroupedKeys) -> int:
+        """Pages before the longest boundary that every group has."""
+        tokens = 0
+        with self._pool.forgiven():
+            tokens = cache.lookup(keys).tokens
+        return tokens // cache.boundary_tokens
 
     def _there(self, cache: PrefixCache, keys: Keys) -> Match:
         found = Match(0, 0, "")
@@ -115,21 +134,21 @@ class Loading:
             found = cache.lookup(keys)
         return found
 
-    def _get_scattered(self, work: Work, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
+    def _get_scattered(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frames: torch.Tensor) -> int:
         """The same by way of a buffer: pages come from other nodes one after the other, and the frames lie apart."""
         loaded = 0
         with self._pool.forgiven():
             found = cache.get(keys)
             for index, frame, count in runs(frames[: found.pages]):
                 assert found.data is not None, "it was given no buffer"
-                with self._staging.receive(frame, count) as rows:
+                with self._pool.stagings[group].receive(frame, count) as rows:
                     rows[:] = found.data[index : index + count]
                 loaded += count
-            self._count(work, cache, found, "")
+            self._count(work, cache, group, found, "")
         return loaded
 
-    def _count(self, work: Work, cache: PrefixCache, found: Match, kind: str) -> None:
-        for tier, pages in found.tiers.items():
+    def _count(self, work: Work, cache: PrefixCache, group: int, found: Match, kind: str) -> None:
+        for tier, pages in found.tiers.items() if group == 0 else ():  # a token counts once
             name = f"{tier.name.lower()}{kind}"
             work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
         work.from_arenas = work.from_arenas or Tier.HBM in found.tiers

@@ -8,13 +8,13 @@ processes of the machine find it here (``memory.mounting``), until its frame is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.memory.arena import Arena, runs
+from engine.memory.arena import Arenas, runs
 from engine.memory.mounting import MountedArena
 from engine.moving.store_side import Pool
 from engine.moving.stored import keys_to_store
@@ -38,15 +38,21 @@ class LeftPage(NamedTuple):
 
 @dataclass(slots=True)
 class PlacedPage:
-    """A page in its frame. ``left``: once a sequence left it here, and there is a pool. ``shown``: others find it."""
+    """A page in its frames, by cache group. ``left``: once a sequence left it here, and there is a pool. ``shown``:
+    others find it."""
 
-    frame: int
+    frames: dict[int, int] = field(default_factory=dict)
     left: LeftPage | None = None
     shown: bool = False
 
+    @property
+    def frame(self) -> int:
+        """In the first group."""
+        return self.frames[0]
+
 
 class ArenaPages:
-    """Of one arena. Used by the engine's thread alone.
+    """Of one engine. Used by the engine's thread alone.
 
     A page is placed (``take``) -> it may outlive its sequence (``give_back``) -> its frame is unused: its sequence did
     not leave it here, or it was evicted. A page number is used once.
@@ -58,26 +64,30 @@ class ArenaPages:
         demoted: pages that the pool lacked, and was given before their frames were reused.
     """
 
-    def __init__(self, arena: Arena, pool: Pool, mounted: MountedArena, finish: Callable[[], None]) -> None:
-        self._arena = arena
+    def __init__(self, arenas: Arenas, pool: Pool, mounted: MountedArena, finish: Callable[[], None]) -> None:
+        self._arenas = arenas.groups
         self._pool = pool
         self._mounted = mounted
         self._finish = finish
         self.demoted = 0
         self._placed: dict[int, PlacedPage] = {}
 
-    def take(self, work: Work, table: list[int], shared: int) -> None:
-        """A request has these pages, the first ``shared`` of which are here. It takes for granted that the pool has
-        those, too: who writes the next one finds out. Of a ring, each page stands several times."""
-        numbers = list(dict.fromkeys(table))
-        own = self._arena.take(len(numbers) - shared)
-        assert own is not None, "the arena has fewer frames than the state thinks"
-        placed = self._placed
-        for number, frame in zip(numbers[shared:], own.tolist(), strict=True):
-            placed[number] = PlacedPage(frame)
-        work.frames = torch.tensor([placed[number].frame for number in table], dtype=torch.int64)
-        work.ring = len(numbers)
-        work.shared_pages = work.stored_pages = shared
+    def take(self, work: Work, tables: list[list[int]], shared: int) -> None:
+        """A request has these pages, listed for each cache group, the first ``shared`` of which are here. It takes for
+        granted that the pool has those, too: who writes the next one finds out. Of a ring, each page stands several
+        times."""
+        placed, found, rings = self._placed, [], []
+        for group, (arena, table) in enumerate(zip(self._arenas, tables, strict=True)):
+            numbers = list(dict.fromkeys(table))
+            own = arena.take(len(numbers) - shared)
+            assert own is not None, "the arena has fewer frames than the state thinks"
+            for number, frame in zip(numbers[shared:], own.tolist(), strict=True):
+                placed.setdefault(number, PlacedPage()).frames[group] = frame
+            found.append([placed[number].frames[group] for number in table])
+            rings.append(len(numbers))
+        work.frames, work.rings = torch.tensor(found, dtype=torch.int64), tuple(rings)
+        work.shared_pages = shared
+        work.all_stored(shared)
         if shared:
             work.spent.cached["hbm"] = shared * work.page_tokens
 
@@ -90,16 +100,18 @@ class ArenaPages:
 
     def _remember(self, work: Work, stay: list[int]) -> None:
         cache = self._pool.written_to(work)
-        if cache is None or all(self._placed[number].left is not None for number in stay):
+        if cache is None or len(cache.groups) > 1:  # of several groups, what the pool did not take is not offered again
             return
-        keys = keys_to_store(cache, work, 0, len(stay))
+        if all(self._placed[number].left is not None for number in stay):
+            return
+        (keys,) = keys_to_store(cache, work, 0, range(len(stay)))
         before, step = keys.before, work.page_tokens
         for index, (number, link) in enumerate(zip(stay, keys.links, strict=True)):
             page = self._placed[number]
             if page.left is None:
                 tokens = keys.tokens[index * step : (index + 1) * step].tobytes()
                 hint = keys.hints[index : index + 1]
-                page.left = LeftPage(cache, keys.root, keys.tag, before, link, tokens, hint)
+                page.left = LeftPage(cache.groups[0], keys.root, keys.tag, before, link, tokens, hint)
             before = link
 
     def _show(self, work: Work, stay: list[int]) -> None:
@@ -113,7 +125,7 @@ class ArenaPages:
             self._mounted.end(str(error))
             return
         # What is here is exact, whatever replicas the pool is given.
-        keys = keys_to_store(work.cache, work, 0, len(stay))
+        (keys,) = keys_to_store(work.cache, work, 0, range(len(stay)))
         for _, first, count in runs(fresh):
             pages = [self._placed[number] for number in stay[first : first + count]]
             shown = self._mounted.show(keys[first : first + count], [page.frame for page in pages])
@@ -131,13 +143,14 @@ class ArenaPages:
             shown = [page.frame for page in placed if page.shown]
             if shown:
                 self._mounted.hide(shown)
-            self._arena.give_back(torch.tensor([page.frame for page in placed]))
+            for group, arena in enumerate(self._arenas):
+                arena.give_back(torch.tensor([page.frames[group] for page in placed if group in page.frames]).long())
 
     def clear(self, work: Work) -> None:
         """Return when its frames may be written into: others may still read what was there before. Any thread that was
         told to load, and before it does."""
         assert work.frames is not None
-        self._mounted.clear(work.frames[work.shared_pages :].tolist())
+        self._mounted.clear(work.frames[0, work.shared_pages :].tolist())
 
     def offer(self, pages: list[int]) -> None:
         """Write to the pool what it lacks of these, consecutive ones of a chain."""

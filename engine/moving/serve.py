@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.compute.arrivals import Arrivals
 from engine.memory.arena import runs
 from engine.memory.lossy import Lossy
-from engine.memory.staging import Staging
+from engine.memory.staging import Stagings
 from engine.model.piece import Bytes, HeldData, Piece, checksum_of
 from engine.moving.work import Work
 from engine.state import events as ev
@@ -34,9 +34,10 @@ class Prefills:
     Threads of the service pull and release; the engine's thread does the rest.
     """
 
-    def __init__(self, staging: Staging, codecs: Mapping[str, Lossy | None], post: Callable[[ev.Event], None]) -> None:
-        self._staging = staging
-        self._layout = staging.arena.layout
+    def __init__(
+        self, stagings: Stagings, codecs: Mapping[str, Lossy | None], post: Callable[[ev.Event], None]
+    ) -> None:
+        self._stagings = stagings
         self._codecs = codecs
         self._post = post
         self._lock = threading.Lock()
@@ -47,7 +48,7 @@ class Prefills:
 
     def add(self, work: Work) -> None:
         """Know it from now on; its id is no other's."""
-        work.progress = Arrivals(self._layout.layers)
+        work.progress = Arrivals(self._stagings.layers)
         with self._lock:
             self._known[work.id] = _Prefill(work)
 
@@ -82,7 +83,8 @@ class Prefills:
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
     ) -> Generator[Piece, None, None]:
-        """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed.
+        """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed; of layers with a
+        ring of frames no more than what their window needs behind the prompt.
 
         What comes lies in the frames themselves where it can: it holds until the next piece is asked for.
 
@@ -104,7 +106,7 @@ class Prefills:
             work = prefill.work
             if token_start % work.page_tokens or not 0 <= token_start < work.prompt:
                 raise InvalidRequest("token_start", f"{token_start} begins no page of this prompt")
-            if token_start < work.needed(work.prompt):
+            if token_start < min(work.needed(work.prompt, group) for group in range(len(work.windows))):
                 raise InvalidRequest("token_start", f"{token_start} is out of the window: it may be overwritten")
             prefill.pulls += 1
         try:
@@ -119,7 +121,7 @@ class Prefills:
     ) -> Iterator[Piece]:
         progress = work.progress
         assert progress is not None
-        layers = self._layout.layers
+        layers = self._stagings.layers
         while position < work.prompt:
             self._await(work, 0, position + 1, deadline_s, beat)
             stop = min(progress.tokens(0), work.prompt)
@@ -141,15 +143,19 @@ class Prefills:
     def _layer(self, work: Work, layer: int, start: int, stop: int, codec: Lossy | None) -> Iterator[Piece]:
         assert work.frames is not None
         page_tokens = work.page_tokens
+        group, staging, number = self._stagings.at(layer)
+        start, table = max(start, work.needed(work.prompt, group)), work.frames[group]
+        if start >= stop:
+            return
         first, last = start // page_tokens, stop // page_tokens
-        step = max(1, PIECE_BYTES // self._layout.layer_bytes)
-        for index, frame, count in runs(work.frames[first:last]):
+        step = max(1, PIECE_BYTES // staging.arena.layout.layer_bytes)
+        for index, frame, count in runs(table[first:last]):
             for done in range(0, count, step):
                 some = min(step, count - done)
-                rows = self._staging.send_layer(frame + done, some, layer)
+                rows = staging.send_layer(frame + done, some, number)
                 yield _piece(layer, (first + index + done) * page_tokens, some * page_tokens, rows, codec)
         if rest := stop - last * page_tokens:
-            rows = self._staging.send_tail(int(work.frames[last]), layer, rest)
+            rows = staging.send_tail(int(table[last]), number, rest)
             yield _piece(layer, last * page_tokens, rest, rows, codec)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -20,14 +20,17 @@ import numpy.typing as npt
 import torch
 
 from engine.memory.arena import runs
+from engine.memory.compression import lossy_layout
 from engine.memory.lossy import Lossy
-from engine.memory.staging import Staging
-from engine.moving.stored import keys_to_store, stored
+from engine.memory.staging import Staging, Stagings
+from engine.moving.stored import keys_to_store, stored, stored_in_all
 from engine.moving.work import Work
+from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
+from kvstore.model.groups import is_chained
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.tier.device import DeviceLost
@@ -48,25 +51,29 @@ class Pool:
     """All threads of an engine share it. Without a store it holds nothing and takes nothing.
 
     Attributes:
-        layout: of the exact pages.
-        codec: how pages are written: None as they are, else as lossy replicas under a layout of their own.
+        layouts: of the exact pages, one per cache group of the model.
+        codec: how pages are written: None as they are, else as lossy replicas under layouts of their own.
+        places: of each layer of the model its group, and its number in there.
         outgoing: waits for layers that a device sends, and writes them.
         hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
     """
 
-    def __init__(self, store: Store | None, layout: Layout, staging: Staging, compress: str = "none") -> None:
+    def __init__(
+        self, store: Store | None, layouts: Sequence[Layout], stagings: Stagings, compress: str = "none"
+    ) -> None:
         self.store = store
-        self.layout = layout
-        self.codec: Lossy | None = Lossy.of(layout, compress)
+        self.layouts = tuple(layouts)
+        self.codec: Lossy | None = Lossy.of(layouts[0], compress)  # of a token, which is alike in all groups
+        self.places = stagings.arenas.places
         self.hook_s, self.hook_layers = 0.0, 0
         self.failures = 0
         self.up = store is not None  # whether the node takes pages, as far as we know
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
         self._in_doubt = False  # the node may hold frames for us that we know nothing of
-        self._staging = staging
-        self.outgoing = None if staging.in_place else ThreadPoolExecutor(1, "engine-out")
-        self._caches: dict[tuple[str, str, bool], PrefixCache] = {}
+        self.stagings = stagings.groups
+        self.outgoing = None if stagings.in_place else ThreadPoolExecutor(1, "engine-out")
+        self._caches: dict[tuple[str, str, bool], GroupedCache] = {}
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self._look, name="engine-pool", daemon=True)
 
@@ -103,7 +110,7 @@ class Pool:
             with self.forgiven():
                 self.store.renew_session()
 
-    def cache(self, salt: str, adapter: str, lossy: bool = False) -> PrefixCache | None:
+    def cache(self, salt: str, adapter: str, lossy: bool = False) -> GroupedCache | None:
         """Pages of a tenant and adapter, exact or lossy ones; None without a store."""
         if self.store is None or (lossy and self.codec is None):
             return None
@@ -112,8 +119,10 @@ class Pool:
         if found is None:
             if len(self._caches) >= CACHES_MAX:
                 self._caches.clear()
-            layout = self.codec.layout if lossy and self.codec is not None else self.layout
-            found = self._caches[name] = self.store.cache(layout, salt, adapter)
+            layouts = list(self.layouts)
+            if lossy and self.codec is not None:
+                layouts = [lossy_layout(layout, self.codec.name) for layout in layouts]
+            found = self._caches[name] = self.store.cache(layouts, salt, adapter)
         return found
 
     def check(self) -> None:
@@ -124,31 +133,37 @@ class Pool:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def chunk(self, work: Work, start_page: int, stop_page: int) -> ChunkWriter | None:
-        """A writer of the pages up to ``stop_page``, of which those from ``start_page`` on are being computed; None
-        where nothing is to be written.
+    def chunk(self, work: Work, start_page: int, stop_page: int) -> dict[int, ChunkWriter]:
+        """By cache group a writer of the pages up to ``stop_page``, of which those from ``start_page`` on are being
+        computed; none where nothing is to be written.
         """
         cache = self.written_to(work) if self.up else None
-        if cache is None or stop_page <= work.stored_pages:
-            return None
-        return ChunkWriter(self, cache, work, start_page, stop_page, self._staging)
+        if cache is None:
+            return {}
+        return {
+            group: ChunkWriter(self, cache, work, group, start_page, stop_page)
+            for group, pages in enumerate(work.stored_pages)
+            if stop_page > pages
+        }
 
     def append(self, work: Work, pages: int) -> None:
         """Write those of the first ``pages`` pages that are not stored yet, without waiting for the acknowledgement."""
         cache = self.written_to(work) if self.up else None
-        if cache is None or pages <= work.stored_pages:
+        if cache is None:
             return
         with self.forgiven():
-            work.stored_pages = self._put(cache, work, pages)
+            for group, there in enumerate(work.stored_pages):
+                if pages > there:
+                    work.stored_pages[group] = self._put(cache, work, group, pages)
 
     def written(self, work: Work, pages: int, arenas: bool = False) -> int:
-        """How many of the first ``pages`` pages are in the pool as exact pages; 0 where it does not say. ``arenas``:
-        those count that only an engine has."""
+        """How many of the first ``pages`` pages are in the pool as exact pages, so that a prompt can go on behind them;
+        0 where it does not say. ``arenas``: those count that only an engine has."""
         if work.cache is None or not pages or not self.readable:
             return 0
         found = 0
         with self.forgiven():
-            found = stored(work.cache, work.cache.keys(work.tokens[: pages * work.page_tokens]), arenas)
+            found = stored_in_all(work.cache, work.tokens[: pages * work.page_tokens], arenas)
         return found
 
     @property
@@ -156,7 +171,7 @@ class Pool:
         """Whether pages can be read, as far as we know."""
         return self.up or self._mapped
 
-    def written_to(self, work: Work) -> PrefixCache | None:
+    def written_to(self, work: Work) -> GroupedCache | None:
         """Where its pages are written, while the node is there; None: nowhere."""
         if work.cache is None:
             return None
@@ -164,23 +179,29 @@ class Pool:
             return self.cache(work.request.salt, work.request.adapter, True)
         return work.cache if not work.lossy else None
 
-    def _put(self, cache: PrefixCache, work: Work, stop: int) -> int:
-        """Put pages up to ``stop`` that are not stored; returns up to where they are on their way: less than ``stop``
-        where one is missing that a ring has overwritten."""
+    def _put(self, cache: GroupedCache, work: Work, group: int, stop: int) -> int:
+        """Put pages of a group up to ``stop`` that are not stored; returns up to where they are on their way: of a
+        chain less than ``stop`` where one is missing that a ring has overwritten."""
         assert work.frames is not None
-        keys, oldest = keys_to_store(cache, work, 0, stop), work.oldest(stop)
-        if oldest and (there := stored(cache, keys[:oldest])) < oldest:
-            return there  # what follows a page that the pool never got is found by nobody
-        pages = self.put_missing(cache, keys[oldest:], work.frames[oldest:stop])
-        work.spent.written_bytes += pages * cache.page_bytes
+        one, start = cache.groups[group], work.oldest(stop, group)
+        if not is_chained(one.layout):
+            start = max(start, work.stored_pages[group])
+        elif start:
+            (before,) = keys_to_store(cache, work, group, range(start))
+            if (there := stored(one, before)) < start:
+                return there  # what follows a page that the pool never got is found by nobody
+        for keys in keys_to_store(cache, work, group, range(start, stop)):
+            pages = self.put_missing(one, keys, work.frames[group, start : start + len(keys)], group)
+            work.spent.written_bytes += pages * one.page_bytes
+            start += len(keys)
         return stop
 
-    def put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor) -> int:
+    def put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor, group: int = 0) -> int:
         """Put those that are not stored: what was put before, without waiting, may have had no room. How many."""
         first = stored(cache, keys)
         for index, frame, count in runs(frames[first:]):
             start = first + index
-            cache.put_async(keys[start : start + count], self.encoded(self._staging.send(frame, count)))
+            cache.put_async(keys[start : start + count], self.encoded(self.stagings[group].send(frame, count)))
         return len(keys) - first
 
     def encoded(self, rows: Rows) -> Rows:
@@ -204,81 +225,88 @@ class Pool:
 
 
 class ChunkWriter:
-    """The pages of one chunk, layer by layer while it is computed: ``before`` the forward, ``layer`` from its hook,
-    ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
+    """The pages of one chunk in one cache group, layer by layer while it is computed: ``before`` the forward, ``layer``
+    from its hook, ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
 
     Between two layers of a forward caches are cold, and a call takes ten times as long: what can be done before is.
     """
 
     __slots__ = (
-        *("_pool", "_cache", "_work", "_staging", "_behind", "_stop", "_count", "_frames"),
-        *("_writer", "_write", "_sent", "_layers", "_spent_s"),
+        *("_pool", "_cache", "_work", "_staging", "_group", "_behind", "_stop", "_count"),
+        *("_writers", "_writes", "_sent", "_layers", "_spent_s"),
     )
 
     def __init__(
-        self, pool: Pool, cache: PrefixCache, work: Work, start_page: int, stop_page: int, staging: Staging
+        self, pool: Pool, cache: GroupedCache, work: Work, group: int, start_page: int, stop_page: int
     ) -> None:
         self._pool = pool
         self._cache = cache
         self._work = work
-        self._staging = staging
+        self._staging: Staging = pool.stagings[group]
+        self._group = group
         self._behind = start_page  # pages before the chunk
         self._stop = stop_page
         self._count = 0  # pages to be written
-        self._frames: list[tuple[int, int, int]] = []  # theirs, as ``runs`` has them
-        self._writer: Writer | None = None
-        self._write: Callable[[int], None] | None = None  # a layer, while there is a writer
+        self._writers: list[Writer] = []  # one for a chain; else one per page
+        self._writes: list[Callable[[int], None]] = []  # a layer, while there are writers
         self._sent: list[Future[None]] = []  # layers that another thread writes
         self._layers, self._spent_s = 0, 0.0  # in ``layer``
 
     def before(self) -> None:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
-        work = self._work
+        group, there = self._group, self._work.stored_pages
         try:
-            if self._behind > work.stored_pages:
-                work.stored_pages = self._stored()
-            if self._behind > work.stored_pages:
-                work.stored_pages = self._pool._put(self._cache, work, self._behind)
-            first = max(self._behind, work.stored_pages)
-            if first >= self._stop or work.stored_pages < self._behind:
-                return
-            assert work.frames is not None
-            self._frames = runs(work.frames[first : self._stop])
-            self._count = self._stop - first
-            keys = keys_to_store(self._cache, work, first, self._stop)
-            writer = self._cache.writer(keys, ttl_s=WRITE_TTL_S)
-            writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
-            self._writer = writer.__enter__()
-            if self._staging.in_place and self._pool.codec is None:
-                self._write = writer.prepared([self._staging.send(frame, count) for _, frame, count in self._frames])
-            else:
-                self._write = self._send
+            if self._behind > there[group]:
+                there[group] = self._stored()
+            if self._behind > there[group]:
+                there[group] = self._pool._put(self._cache, self._work, group, self._behind)
+            first = max(self._behind, there[group])
+            if first < self._stop and there[group] >= self._behind:
+                self._open(first)
         except KVStoreError as error:
             self._failed(error)
 
+    def _open(self, first: int) -> None:
+        """Writers of the pages from ``first`` on."""
+        assert self._work.frames is not None
+        self._count = self._stop - first
+        table = self._work.frames[self._group]
+        for keys in keys_to_store(self._cache, self._work, self._group, range(first, self._stop)):
+            frames = runs(table[first : first + len(keys)])
+            writer = self._cache.groups[self._group].writer(keys, ttl_s=WRITE_TTL_S)
+            writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
+            self._writers.append(writer.__enter__())
+            if self._staging.in_place and self._pool.codec is None:
+                rows = [self._staging.send(frame, count) for _, frame, count in frames]
+                self._writes.append(self._writers[-1].prepared(rows))
+            else:
+                self._writes.append(partial(self._send, self._writers[-1], frames))
+            first += len(keys)
+
     def layer(self, layer: int) -> None:
-        """One layer is in the frames: write it."""
-        if (write := self._write) is None:
+        """One layer of the group is in the frames: write it."""
+        if not self._writes:
             return
         start_s = clock()
         try:
-            write(layer)
+            for write in self._writes:
+                write(layer)
         except KVStoreError as error:
             self._failed(error)
         self._spent_s += clock() - start_s
         self._layers += 1
 
-    def _send(self, layer: int) -> None:
-        write = partial(self._write_rows, layer, self._staging.sending(self._frames, layer))
+    def _send(self, writer: Writer, frames: list[tuple[int, int, int]], layer: int) -> None:
+        write = partial(self._write_rows, writer, layer, self._staging.sending(frames, layer))
         if self._pool.outgoing is None:
             write()
         else:
             self._sent.append(self._pool.outgoing.submit(write))
 
-    def _write_rows(self, layer: int, rows: Callable[[], Rows]) -> None:
-        data, writer = rows(), self._writer
+    def _write_rows(self, writer: Writer, layer: int, rows: Callable[[], Rows]) -> None:
+        data = rows()
         # One layer failed: who tries the others waits as long for each.
-        if writer is not None and not any(each.done() and each.exception() for each in self._sent):
+        if not any(each.done() and each.exception() for each in self._sent):
             writer.write_layer(layer, self._pool.encoded(data))
 
     def _all_sent(self) -> None:
@@ -294,32 +322,39 @@ class ChunkWriter:
         """Seal, or revoke where the forward failed."""
         self._pool.hook_s += self._spent_s
         self._pool.hook_layers += self._layers
-        self._write = None
-        if self._writer is None:
+        self._writes = []
+        if not self._writers:
             return
         if not succeeded:
             self._abandon()
             return
-        work = self._work
+        work, sealed = self._work, 0
         try:
             self._all_sent()
-            writer, self._writer = self._writer, None
-            writer.__exit__(None, None, None)
+            while self._writers:
+                writer = self._writers.pop(0)
+                writer.__exit__(None, None, None)
+                sealed += writer.sealed
+                work.spent.written_bytes += len(writer.pages_new) * self._cache.groups[self._group].page_bytes
             # What was not new is stored, or had no room: the index knows.
-            whole = writer.sealed == self._count
-            work.stored_pages = self._stop if whole else self._stored()
-            work.spent.written_bytes += len(writer.pages_new) * self._cache.page_bytes
+            work.stored_pages[self._group] = self._stop if sealed == self._count else self._stored()
         except KVStoreError as error:
             self._failed(error)
 
     def _stored(self) -> int:
-        """How many pages up to the chunk's end are in the pool."""
-        return stored(self._cache, keys_to_store(self._cache, self._work, 0, self._stop))
+        """How many pages up to the chunk's end are in the pool: leading ones of a chain; of pages that are stored alone
+        those that were so before: who puts the others looks at each."""
+        one = self._cache.groups[self._group]
+        if not is_chained(one.layout):
+            return self._work.stored_pages[self._group]
+        (keys,) = keys_to_store(self._cache, self._work, self._group, range(self._stop))
+        return stored(one, keys)
 
     def _abandon(self) -> None:
-        writer, self._writer, self._write = self._writer, None, None
-        if writer is not None:
+        writers, self._writers, self._writes = self._writers, [], []
+        if writers:
             wait(self._sent, WRITE_TTL_S)
+        for writer in writers:
             writer.__exit__(InvalidRequest, None, None)
 
     def _failed(self, error: KVStoreError) -> None:

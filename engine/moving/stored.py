@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+from engine.memory.arena import runs
 from engine.moving.work import Work
+from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.errors import NodeUnavailable
+from kvstore.model.groups import GroupedKeys
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.retention import hints_of
+
+if TYPE_CHECKING:
+    import torch
 
 SILENT_S = 0.5  # a lookup that took longer waited for its node, and in vain or nearly so
 
@@ -31,10 +39,45 @@ def stored(cache: PrefixCache, keys: Keys, arenas: bool = False) -> int:
     return pages
 
 
-def keys_to_store(cache: PrefixCache, work: Work, start: int, stop: int) -> Keys:
-    """Keys of a request's pages, with the hints that its caller gave. Made once for all pages that are known."""
-    if work.keys is None or work.keys[0] is not cache or len(work.keys[1]) < stop:
-        pages = work.length // work.page_tokens
-        keys = cache.keys(work.tokens[: pages * work.page_tokens])
-        work.keys = cache, keys.hinted(hints_of(work.request.retention, pages, work.page_tokens))
-    return work.keys[1][start:stop]
+def stored_in_all(cache: GroupedCache, tokens: Any, arenas: bool = False) -> int:
+    """How many leading pages of these tokens are in the pool, so that a prompt can go on behind them: of the first
+    group all, of the others what they need there. Raises as ``stored``."""
+    keys = cache.keys(tokens)
+    if not keys.pages(0):
+        return 0
+    (leading,) = keys.parts(0, range(keys.pages(0)))
+    pages = stored(cache.groups[0], leading, arenas)
+    if len(cache.groups) > 1 and pages:
+        pages = cache.lookup(keys.upto(pages * cache.boundary_tokens)).tokens // cache.boundary_tokens
+    return pages
+
+
+def links_of(cache: GroupedCache, tokens: Any) -> list[bytes]:
+    """Links of the full pages of these tokens in the first group, which has them all."""
+    keys = cache.keys(tokens)
+    return [link for part in keys.parts(0, range(keys.pages(0))) for link in part.links]
+
+
+def placed_parts(keys: GroupedKeys, group: int, pages: range, table: torch.Tensor) -> Iterator[tuple[Keys, int, int]]:
+    """Keys of these pages of a group, in pieces as its verbs take them, whose frames lie one after the other: with the
+    first of those, and how many. ``table`` has the frames of all pages."""
+    start = pages.start
+    for part in keys.parts(group, pages):
+        for index, frame, count in runs(table[start : start + len(part)]):
+            yield part[index : index + count], frame, count
+        start += len(part)
+
+
+def keys_to_store(cache: GroupedCache, work: Work, group: int, pages: range) -> list[Keys]:
+    """Keys of a request's pages in a group, with the hints that its caller gave: see ``GroupedKeys.parts``. Made once
+    for all pages that are known."""
+    if work.keys is None or work.keys[0] is not cache or work.keys[1].pages(0) < pages.stop:
+        count = work.length // work.page_tokens
+        hints = hints_of(work.request.retention, count, work.page_tokens)
+        work.keys = cache, cache.keys(work.tokens[: count * work.page_tokens]), hints
+    _, keys, hints = work.keys
+    found, start = [], pages.start
+    for part in keys.parts(group, pages):
+        found.append(part.hinted(hints[start : start + len(part)]))
+        start += len(part)
+    return found

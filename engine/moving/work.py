@@ -15,10 +15,11 @@ import torch
 
 from engine.compute.arrivals import Arrivals
 from engine.model.request import Failed, Finished, Request, Token, Usage
+from engine.state.rules import Rules, needed_from
 from engine.text.detokenizer import Detokenizer
-from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.grouped_cache import GroupedCache
 from kvstore.errors import KVStoreError
-from kvstore.model.prefix import Keys
+from kvstore.model.groups import GroupedKeys
 
 NAME_BYTES: Final = 32  # as good as the tokens themselves: nobody finds two chains of one name
 
@@ -45,12 +46,12 @@ class Work:
         number: what ``engine.state`` knows it by.
         prompt: tokens it came with.
         tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
-        frames: int64 page table; None while it has none.
-        window: where it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
-        ring: frames of its ring.
+        frames: int64 page tables ``[groups, pages]``, one per cache group of the model; None while it has none.
+        windows: of each group where it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
+        rings: of each group its frames.
         shared_pages: leading pages that were in the arena when it came: nobody writes there.
-        stored_pages: leading pages that are known to be in the pool.
-        keys: of its full pages, for whoever stores them, and the cache that made them.
+        stored_pages: of each group leading pages that are known to be in the pool.
+        keys: of its full pages, for whoever stores them, with the cache that made them, and hints.
         from_arenas: some pages were loaded out of another engine's arena: the pool may not have them.
         lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
         progress: of a prefill for another engine: what that may pull.
@@ -64,8 +65,9 @@ class Work:
         emit: Callable[[Any], None],
         text: Detokenizer | None,
         page_tokens: int,
-        cache: PrefixCache | None,
+        cache: GroupedCache | None,
         answers: bool = True,
+        rules: Rules | None = None,
     ) -> None:
         self.number = number
         self.request = request
@@ -83,10 +85,12 @@ class Work:
             for token in request.tokens[request.prompt_tokens :].tolist():
                 text.feed(token)
         self.frames: torch.Tensor | None = None
-        self.window = self.ring = 0
+        capacity = len(self.tokens) if answers else self.prompt
+        self.windows = rules.windows_for(capacity) if rules is not None else (0,)
+        self.rings = (0,) * len(self.windows)
         self.cache = cache
-        self.shared_pages = self.stored_pages = 0
-        self.keys: tuple[PrefixCache, Keys] | None = None
+        self.shared_pages, self.stored_pages = 0, [0] * len(self.windows)
+        self.keys: tuple[GroupedCache, GroupedKeys, bytes] | None = None
         self.lossy = False
         self.from_arenas = False
         self.spent = Spent()
@@ -113,7 +117,7 @@ class Work:
         token is drawn. Those of one tenant and adapter who do without lossy KV share; who leaves the pool alone has all
         that it reads computed for itself. A ring has nothing to share: its pages do not stay."""
         request = self.request
-        if not request.use_pool or request.allow_lossy or self.window:
+        if not request.use_pool or request.allow_lossy or self.has_ring:
             return ()
         self._name = blake2b(repr((request.salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest()
         return tuple(self._next_name(stop) for stop in range(self.page_tokens, self.prompt + 1, self.page_tokens))
@@ -131,13 +135,39 @@ class Work:
         """Seconds since its first token was drawn."""
         return time.monotonic() - self._first_s
 
-    def needed(self, tokens: int) -> int:
-        """See ``Sequence.needed``."""
-        return max(0, tokens - self.window) // self.page_tokens * self.page_tokens if self.window else 0
+    def for_prefill(self, wire_id: str) -> Request:
+        """What another engine is asked that computes the prompt: the same tokens and sampling, under an id of its
+        own."""
+        request = self.request
+        return Request(
+            id=wire_id,
+            tokens=request.tokens,
+            sampling=request.sampling,
+            salt=request.salt,
+            adapter=request.adapter,
+            generated=request.generated,
+            deadline_s=max(0.001, self.deadline_s - time.monotonic()),
+            use_pool=request.use_pool,
+            allow_lossy=request.allow_lossy,
+            retention=request.retention,
+        )
 
-    def oldest(self, pages: int) -> int:
-        """The first of so many leading pages that is still in the frames, were the next one begun."""
-        return max(0, pages + 1 - self.ring) if self.window else 0
+    @property
+    def has_ring(self) -> bool:
+        """Whether some of its pages are overwritten by later ones."""
+        return any(self.windows)
+
+    def needed(self, tokens: int, group: int) -> int:
+        """Of the first ``tokens`` tokens, where the page begins from which on a group needs them: ``needed_from``."""
+        return needed_from(self.windows[group], tokens, self.page_tokens)
+
+    def oldest(self, pages: int, group: int) -> int:
+        """The first of so many leading pages that is still in a group's frames, were the next one begun."""
+        return max(0, pages + 1 - self.rings[group]) if self.windows[group] else 0
+
+    def all_stored(self, pages: int) -> None:
+        """So many leading pages of every group are in the pool, as far as they are needed."""
+        self.stored_pages = [pages] * len(self.windows)
 
     # --- telling its client -----------------------------------------------------------------------------------------
 

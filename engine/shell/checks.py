@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.compute.models import Model
 from engine.compute.sampling import check
 from engine.model.request import Request
-from engine.state.rules import Rules
+from engine.state.rules import Rules, ring_frames
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.retention import checked
 
 
-def memory_frames(arena_bytes: int, layout: Layout) -> int:
-    """Frames that fit.
+def memory_frames(
+    arena_bytes: int, layouts: Sequence[Layout], windows: Sequence[int], chunk_tokens: int, batch_max: int
+) -> tuple[int, ...]:
+    """Frames that fit, of each cache group.
+
+    A group with a window beside the first one gets rings for ``batch_max`` sequences, as long as those take no more
+    than half of the memory, and no more frames than pages of all layers would fit: the first group has at least so many
+    then.
 
     Raises:
-        InvalidRequest: not even one.
+        InvalidRequest: not even one page.
     """
-    frames = arena_bytes // layout.page_bytes
-    if not frames:
-        raise InvalidRequest("arena", f"{arena_bytes} bytes hold no page of {layout.page_bytes}")
-    return frames
+    page_bytes = sum(layout.page_bytes for layout in layouts)
+    whole = arena_bytes // page_bytes
+    if not whole:
+        raise InvalidRequest("arena", f"{arena_bytes} bytes hold no page of {page_bytes}")
+    beside = []
+    for layout, window in list(zip(layouts, windows, strict=True))[1:]:
+        ring = ring_frames(window, chunk_tokens, layout.page_tokens)
+        beside.append(min(whole, batch_max * ring, max(ring, arena_bytes // 2 // layout.page_bytes)))
+    taken = sum(frames * layout.page_bytes for frames, layout in zip(beside, layouts[1:], strict=True))
+    return (arena_bytes - taken) // layouts[0].page_bytes, *beside
 
 
 def check_request(request: Request, model: Model, rules: Rules, answers: bool) -> None:
@@ -45,8 +59,8 @@ def check_request(request: Request, model: Model, rules: Rules, answers: bool) -
     if total > model.context_tokens_max:
         what = f"{request.prompt_tokens} tokens and max_tokens={request.sampling.max_tokens}"
         raise InvalidRequest("tokens", f"{what} are beyond the context of {model.context_tokens_max}")
-    if rules.frames_for(total) > rules.frames:
-        what = f"the arena of {rules.frames * rules.page_tokens}"
+    if not rules.holds(total):
+        what = f"the arena of {rules.tokens_max}"
         raise InvalidRequest("tokens", f"{total} tokens do not fit {what}")
     if request.adapter:
         raise InvalidRequest("adapter", "this engine runs its model without adapters")

@@ -23,9 +23,9 @@ from engine.compute.lost import translated
 from engine.compute.models import Model
 from engine.compute.runner import runner_of
 from engine.config import EngineConfig
-from engine.memory.device_staging import staging_of
+from engine.memory.device_staging import stagings_of
 from engine.memory.lossy import codecs
-from engine.memory.mounting import arena_of
+from engine.memory.mounting import arenas_of
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
 from engine.model.piece import Piece
@@ -44,7 +44,7 @@ from engine.state import integrity
 from engine.state.door import Door
 from engine.state.engine_state import EngineState
 from engine.state.passing import TAKE_S
-from engine.state.rules import Rules
+from engine.state.rules import GroupRules, Rules
 from engine.text.detokenizer import Detokenizer
 from kvstore.client.store import Store
 from kvstore.errors import DeadlineExceeded, KVStoreError, VersionMismatch
@@ -79,35 +79,40 @@ class Engine:
     ) -> None:
         self.config = config
         self.model = model
-        self.layout = model.layout(config.page_tokens)
+        layouts, groups = model.layouts(config.page_tokens), model.geometry.groups
+        self.layout = layouts[0]  # engines of one have those of the other groups in common, too
         self.observer = observer or Observer()
-        frames = memory_frames(config.arena, self.layout)
-        self.arena, self.mounted = arena_of(
-            self.layout, frames, model.geometry.k_dim, str(model.device), home, config.unmounted
+        windows = [group.window for group in groups]
+        frames, *beside = memory_frames(config.arena, layouts, windows, config.chunk_tokens, config.batch_max)
+        members, k_dim, device = [group.layers for group in groups], model.geometry.k_dim, str(model.device)
+        self.arenas, self.mounted = arenas_of(
+            layouts, members, [frames, *beside], k_dim, device, home, config.unmounted
         )
-        self.staging = staging_of(self.arena)
-        self.pool = Pool(store, self.layout, self.staging, config.compress)
+        self.arena = self.arenas.groups[0]
+        self.stagings = stagings_of(self.arenas)
+        self.pool = Pool(store, layouts, self.stagings, config.compress)
         self.pool.check()
         forms = codecs(self.layout)
         self.inbox = Inbox()
-        self.prefills = Prefills(self.staging, forms, self.inbox.post)
+        self.prefills = Prefills(self.stagings, forms, self.inbox.post)
         self.door = Door(config.role, config.requests_max)
         self._entry = threading.Lock()  # of the door
         self.state = EngineState(
             Rules(
                 frames=frames,
-                kept_max=int(config.keep_pages * frames),
-                layers=self.layout.layers,
+                kept_max=int(config.keep_pages * min([frames, *beside])),
+                layers=model.geometry.layers,
                 page_tokens=config.page_tokens,
                 chunk_tokens=config.chunk_tokens,
                 batch_max=config.batch_max,
                 local_prefill_tokens=config.local_prefill_tokens,
                 prefill=config.prefill,
-                window=model.geometry.window,
+                window=windows[0],
+                beside=tuple(GroupRules(*each) for each in zip(beside, windows[1:], strict=True)),
             )
         )
         self._peers = Peers(connect)
-        self._runner = runner_of(model, self.arena, config.batch_max)
+        self._runner = runner_of(model, self.arenas, config.batch_max)
         self.performer = EnginePerformer(
             config,
             model.geometry.vocab_size,
@@ -115,7 +120,7 @@ class Engine:
             forms,
             self.state,
             self._runner,
-            self.staging,
+            self.stagings,
             self.mounted,
             self.pool,
             self._peers,
@@ -142,7 +147,7 @@ class Engine:
         self.performer.stop()
         self.mounted.end("the engine has ended", logging.DEBUG)
         self.pool.stop()
-        self.staging.close()
+        self.stagings.close()
 
     def found(self, engines: tuple[str, ...]) -> None:
         """Addresses of engines that compute prompts for others now; replaces what was found before."""
@@ -156,17 +161,20 @@ class Engine:
 
     def check(self) -> None:
         """What must hold in an engine that is idle; among it that frames with nothing in them are free."""
-        self.arena.check()
         integrity.check(self.state)
-        assert self.arena.frames_free == self.state.roster.frames.unused
+        frames = self.state.roster.frames
+        for arena, unused in zip(self.arenas.groups, [frames.unused, *frames.beside], strict=True):
+            arena.check()
+            assert arena.frames_free == unused
 
     def remains(self) -> dict[str, int]:
         """What is here that an idle engine has none of."""
+        kept = self.state.roster.frames.kept
         counts = {
             "known": len(self.door.known),
             "sequences": len(self.state.roster.sequences),
             "held": len(self.prefills),
-            "frames": self.arena.frames_total - self.arena.frames_free - self.state.roster.frames.kept,
+            "frames": sum(arena.frames_total - arena.frames_free - kept for arena in self.arenas.groups),
         }
         return {name: count for name, count in counts.items() if count}
 
@@ -221,7 +229,7 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
         performer, graphs = self.performer, self._runner.graphs
-        about = self.config, self.model, self.arena, self.mounted, self.pool, self.door, self.state, self.prefills
+        about = self.config, self.model, self.arenas, self.mounted, self.pool, self.door, self.state, self.prefills
         return describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
 
     def set_role(self, role: Role) -> None:
@@ -273,10 +281,7 @@ class Engine:
         check_request(request, self.model, self.state.rules, answers)
         text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
         cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
-        work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers)
-        capacity = len(work.tokens) if answers else work.prompt
-        if self.state.rules.frames_for(capacity) < -(-capacity // work.page_tokens):
-            work.window = self.state.rules.window
+        work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers, self.state.rules)
         stored = 0
         if answers and request.prefill is None and (self.config.prefill or self._found):
             stored = self.pool.written(work, work.prompt // work.page_tokens, arenas=True) * work.page_tokens

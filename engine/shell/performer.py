@@ -15,7 +15,7 @@ from engine.compute.side_batches import SideBatches
 from engine.config import EngineConfig
 from engine.memory.lossy import Lossy
 from engine.memory.mounting import MountedArena
-from engine.memory.staging import Staging
+from engine.memory.staging import Stagings
 from engine.model.observer import Observer
 from engine.model.request import Admitted, Done, HandOff, Progress
 from engine.moving.fetch import Fetch
@@ -25,6 +25,7 @@ from engine.moving.pages import ArenaPages
 from engine.moving.peers import Peers
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
+from engine.moving.stored import links_of
 from engine.moving.work import Work
 from engine.shell.inbox import Inbox
 from engine.shell.migration import Migration
@@ -57,7 +58,7 @@ class EnginePerformer:
         codecs: Mapping[str, Lossy | None],
         state: EngineState,
         runner: Forward,
-        staging: Staging,
+        stagings: Stagings,
         mounted: MountedArena,
         pool: Pool,
         peers: Peers,
@@ -68,14 +69,14 @@ class EnginePerformer:
     ) -> None:
         self.works: dict[int, Work] = {}
         self.calls: dict[int, Future[bool]] = {}
-        self.sides = SideBatches(runner, staging.arena, state.rules.side_max)
+        self.sides = SideBatches(runner, stagings.arenas, state.rules.side_max)
         self._config = config
         self._vocab_size = vocab_size
         self._state = state
-        self._arena, self._staging = staging.arena, staging
-        self.pages = ArenaPages(staging.arena, pool, mounted, staging.finish)
+        self._stagings = stagings
+        self.pages = ArenaPages(stagings.arenas, pool, mounted, stagings.finish)
         self._pool = pool
-        self._loading = Loading(pool, staging)
+        self._loading = Loading(pool)
         self._peers = peers
         self._prefills = prefills
         self._codecs = codecs
@@ -83,7 +84,7 @@ class EnginePerformer:
         self._observer = observer
         self._forget = forget
         self._inbox = inbox
-        self._step = StepRunner(runner, staging, pool, eos)
+        self._step = StepRunner(runner, stagings, pool, eos)
         self._link = parse_link(config.link)
         self._fetches: dict[int, Fetch] = {}
         self._migrations: dict[int, Migration] = {}
@@ -144,7 +145,7 @@ class EnginePerformer:
 
     def _load(self, it: do.LoadPrefix) -> None:
         work = self.works[it.sequence]
-        self.pages.take(work, it.table, it.shared)
+        self.pages.take(work, [it.table, *it.beside], it.shared)
 
         def load() -> None:
             try:
@@ -157,7 +158,7 @@ class EnginePerformer:
                 self._inbox.post(error)
                 raise
             if tokens > work.shared_pages * work.page_tokens:
-                work.stored_pages = 0 if work.lossy or work.from_arenas else tokens // work.page_tokens
+                work.all_stored(0 if work.lossy or work.from_arenas else tokens // work.page_tokens)
             self._inbox.post(ev.PrefixLoaded(time.monotonic(), work.number, tokens))
 
         self._loaders.submit(load)
@@ -202,7 +203,7 @@ class EnginePerformer:
             it.attempt,
             it.engine,
             self._peers,
-            self._staging,
+            self._stagings,
             self._link,
             (name, self._codecs[name]),
             request.source or config.source,
@@ -211,13 +212,13 @@ class EnginePerformer:
             self._vocab_size,
             self._inbox.post,
         )
-        fetch.begin(self._pool.layout, config.hold_s)
+        fetch.begin(self._pool.layouts[0], config.hold_s)
 
     def _settle(self, it: do.Settle) -> None:
         work, fetch = self.works[it.sequence], self._fetches.pop(it.sequence)
         assert fetch.handoff is not None
         work.lossy = work.lossy or fetch.lossy
-        work.stored_pages = 0 if work.lossy else fetch.handoff.stored
+        work.all_stored(0 if work.lossy else fetch.handoff.stored)
         self._observer.handed_off(work.spent.moved_bytes, work.since_first_s())
 
     def _dismiss(self, it: do.Dismiss) -> None:
@@ -225,7 +226,7 @@ class EnginePerformer:
         log.warning("prefill of %s by %s failed: %s", work.id, it.engine, it.error)
         work.lossy = work.lossy or fetch.lossy
         work.spent.prefill_engine, work.spent.prefill_cached = "", {}
-        if work.window and fetch.moving and fetch.arrivals.tokens_min() < work.prompt:  # all of a ring is made again
+        if work.has_ring and fetch.moving and fetch.arrivals.tokens_min() < work.prompt:  # all of a ring is made again
             work.spent.cached.clear()
 
     def _tell_admitted(self, it: do.TellAdmitted) -> None:
@@ -241,7 +242,7 @@ class EnginePerformer:
         work = self.works[it.sequence]
         self._observer.ended("prefilled", work.usage())
         pages = work.prompt // work.page_tokens
-        keys = work.cache.keys(work.tokens[: work.prompt]).links if work.cache and pages else []
+        keys = links_of(work.cache, work.tokens[: work.prompt]) if work.cache and pages else []
         handoff = HandOff(
             request_id=work.id,
             pages=tuple(keys),

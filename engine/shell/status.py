@@ -10,7 +10,7 @@ from typing import Any
 from engine.compute.kernels import chosen
 from engine.compute.models import Model
 from engine.config import EngineConfig
-from engine.memory.arena import Arena
+from engine.memory.arena import Arenas
 from engine.memory.mounting import MountedArena
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
@@ -22,7 +22,7 @@ from engine.state.sequence import Phase
 def describe(
     config: EngineConfig,
     model: Model,
-    arena: Arena,
+    arenas: Arenas,
     mounted: MountedArena,
     pool: Pool,
     door: Door,
@@ -33,6 +33,7 @@ def describe(
     demoted_pages: int,
 ) -> dict[str, Any]:
     """The document of ``Engine.status``. Any thread: it only looks."""
+    arena = arenas.groups[0]
     found = [state.roster.sequences.get(number) for number in list(door.known.values())]
     frames = state.roster.frames
     phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in found)
@@ -51,6 +52,16 @@ def describe(
             "page_bytes": arena.layout.page_bytes,
             "fields": asdict(arena.layout),
         },
+        "groups": [
+            {
+                "layers": each.layout.layers,
+                "window": group.window,
+                "page_bytes": each.layout.page_bytes,
+                "frames": each.frames_total,
+                "frames_unused": each.frames_free,
+            }
+            for each, group in zip(arenas.groups, state.rules.groups, strict=True)
+        ],
         "context_tokens_max": model.context_tokens_max,
         "frames": {
             "total": arena.frames_total,

@@ -11,7 +11,7 @@ from engine.compute.arrivals import Arrivals, Waits
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Forward
 from engine.compute.sampling import choose_many
-from engine.memory.staging import Staging
+from engine.memory.staging import Stagings
 from engine.model.observer import Observer
 from engine.moving.chunk import Chunk
 from engine.moving.store_side import Pool
@@ -36,9 +36,9 @@ def draw(works: Sequence[Work], logits: torch.Tensor) -> list[int]:
 class StepRunner:
     """Runs what the state has put together."""
 
-    def __init__(self, runner: Forward, staging: Staging, pool: Pool, eos: frozenset[int]) -> None:
+    def __init__(self, runner: Forward, stagings: Stagings, pool: Pool, eos: frozenset[int]) -> None:
         self._runner = runner
-        self._staging = staging
+        self._stagings = stagings
         self._pool = pool
         self._eos = eos
 
@@ -54,7 +54,7 @@ class StepRunner:
         waits = Waits(awaited, STALL_S)
 
         def after(layer: int) -> None:
-            self._staging.computed(layer)
+            self._stagings.computed(layer)
             for chunk in chunks:
                 chunk.layer(layer)
 
@@ -63,8 +63,8 @@ class StepRunner:
         succeeded = False
         try:
             hooks = waits.before if awaited else None, after if chunks else None
-            logits = self._runner.forward(Batch(self._staging.arena, slices, *hooks))
-            self._staging.finish()
+            logits = self._runner.forward(Batch(self._stagings.arenas, slices, *hooks))
+            self._stagings.finish()
             succeeded = True
         finally:
             for chunk in chunks:

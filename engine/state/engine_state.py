@@ -90,9 +90,10 @@ class EngineState:
 
     def _submitted(self, event: ev.Submitted) -> None:
         capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
-        pages, span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
-        assert pages == span or not event.names, "what is overwritten cannot be shared"
-        assert pages <= self.rules.frames, "refused before it comes here: it would wait for ever"
+        (pages, *beside), span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
+        windows = self.rules.windows_for(capacity)
+        assert not any(windows) or not event.names, "what is overwritten cannot be shared"
+        assert self.rules.holds(capacity), "refused before it comes here: it would wait for ever"
         sequence = Sequence(
             number=event.sequence,
             name=event.name,
@@ -106,8 +107,9 @@ class EngineState:
             deadline_s=event.deadline_s,
             hold_s=event.hold_s,
             page_tokens=self.rules.page_tokens,
+            beside=tuple(beside),
             span=span,
-            window=self.rules.window if pages < span else 0,
+            windows=windows,
             names=list(event.names),
             pulled=not event.answers,  # from now on others may
         )

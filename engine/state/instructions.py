@@ -4,7 +4,7 @@ answer with the event named here. ``Step`` and ``Draw`` are performed at once, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError
 
@@ -12,11 +12,13 @@ from kvstore.errors import KVStoreError
 @dataclass(slots=True)
 class LoadPrefix:
     """Give it frames for the pages of its ``table``, of which the first ``shared`` are in the arena, and read what else
-    is stored of its prompt into the others -> ``PrefixLoaded``. Of a ring, each page stands there several times."""
+    is stored of its prompt into the others -> ``PrefixLoaded``. Of a ring, each page stands there several times.
+    ``beside``: the same of the model's other cache groups, where the same pages have frames of their own."""
 
     sequence: int
     table: list[int]
     shared: int = 0
+    beside: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ def check(state: EngineState) -> None:
     """Frames free and held are all there are; every sequence is where its phase says, and can go on from there."""
     roster = state.roster
     sequences = roster.sequences.values()
-    roster.frames.check(list(sequences), state.rules.frames)
+    roster.frames.check(list(sequences), state.rules.frames, [group.frames for group in state.rules.beside])
     assert len(roster.active) <= state.rules.batch_max
     assert state.aside == sum(sequence.aside for sequence in sequences)
     assert len({one.number for one in roster.waiting}) == len(roster.waiting)

@@ -28,7 +28,7 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.active: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
-        self.frames = Frames(rules.frames, rules.kept_max)
+        self.frames = Frames(rules.frames, rules.kept_max, [group.frames for group in rules.beside])
         self.out: list[Instruction] = []
 
     def admit(self) -> None:
@@ -50,7 +50,7 @@ class Roster:
                 self.out.append(do.EvictPages(evicted))
             self.active[sequence.number] = sequence
             sequence.phase, sequence.loading = Phase.LOADING, True
-            self.out.append(do.LoadPrefix(sequence.number, sequence.laid_out(), shared))
+            self.out.append(do.LoadPrefix(sequence.number, sequence.laid_out(), shared, sequence.beside_out()))
 
     def offer(self) -> None:
         """The pool is to have the pages that will be evicted soon."""

@@ -147,7 +147,7 @@ class Routes:
         attempt = sequence.attempt
         assert attempt is not None and attempt.error is not None
         if attempt.begun:
-            whole = 0 if sequence.window else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
+            whole = 0 if sequence.has_ring else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
             sequence.cached = sequence.prompt if attempt.tokens >= sequence.prompt else whole
         sequence.attempt = None
         self._roster.out.append(do.Dismiss(sequence.number, attempt.engine, attempt.error))

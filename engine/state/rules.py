@@ -7,11 +7,20 @@ from dataclasses import dataclass
 SIDE_MAX = 4  # side batches at once; each has a thread
 
 
+@dataclass(frozen=True)
+class GroupRules:
+    """Layers whose KV lies in frames of their own. ``frames``: of their arena, all; ``window``: tokens that the layer
+    sees which sees most, 0 where one sees everything."""
+
+    frames: int
+    window: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """See ``EngineConfig`` for what the settings mean. ``frames``: of the arena, all; ``layers``: of the model;
-    ``kept_max``: frames that may keep pages of requests that have ended; ``window``: tokens that the layer sees which
-    sees most, 0 where one sees everything."""
+    """See ``EngineConfig`` for what the settings mean. ``layers``: of the model; ``kept_max``: frames of each group
+    that may keep pages of requests that have ended; ``frames`` and ``window``: of the model's first cache group, see
+    ``GroupRules``; ``beside``: its other groups, each of which sees less than the first."""
 
     frames: int
     kept_max: int = 0
@@ -23,21 +32,51 @@ class Rules:
     prefill: tuple[str, ...] = ()
     side_max: int = SIDE_MAX
     window: int = 0
+    beside: tuple[GroupRules, ...] = ()
 
-    def frames_for(self, tokens: int) -> int:
-        """Frames that a sequence of so many tokens needs.
+    @property
+    def groups(self) -> tuple[GroupRules, ...]:
+        """All cache groups."""
+        return GroupRules(self.frames, self.window), *self.beside
+
+    def frames_for(self, tokens: int) -> tuple[int, ...]:
+        """Frames of each group that a sequence of so many tokens needs.
 
         With a window no more than a ring: pages that the longest chunk and what its first token sees can touch. A page
         is put where the page lies that is a ring's length before it, and that nobody sees any more.
         """
         pages = -(-tokens // self.page_tokens)
-        if not self.window:
-            return pages
-        touched = self.window - 1 + max(self.chunk_tokens, self.page_tokens)
-        return min(pages, max(touched - 2, 0) // self.page_tokens + 2)
+        return tuple(min(pages, self._ring(group.window)) if group.window else pages for group in self.groups)
+
+    def windows_for(self, tokens: int) -> tuple[int, ...]:
+        """Of each group its window, where a sequence of so many tokens has a ring of frames; else 0."""
+        pages, found = -(-tokens // self.page_tokens), self.frames_for(tokens)
+        return tuple(group.window if some < pages else 0 for group, some in zip(self.groups, found, strict=True))
+
+    def holds(self, tokens: int) -> bool:
+        """Whether all frames hold a sequence of so many tokens."""
+        return all(some <= group.frames for group, some in zip(self.groups, self.frames_for(tokens), strict=True))
+
+    def _ring(self, window: int) -> int:
+        return ring_frames(window, self.chunk_tokens, self.page_tokens)
 
     @property
     def tokens_max(self) -> int:
         """Tokens of the longest sequence that all frames hold; 0: any, since it needs no more than a ring of them."""
-        tokens = self.frames * self.page_tokens
-        return 0 if self.frames_for(tokens + 1) <= self.frames else tokens
+        bounds = [
+            group.frames * self.page_tokens
+            for group in self.groups
+            if not group.window or group.frames < self._ring(group.window)
+        ]
+        return min(bounds, default=0)
+
+
+def ring_frames(window: int, chunk_tokens: int, page_tokens: int) -> int:
+    """Frames of a ring, see ``Rules.frames_for``."""
+    return max(window - 3 + max(chunk_tokens, page_tokens), 0) // page_tokens + 2
+
+
+def needed_from(window: int, tokens: int, page_tokens: int) -> int:
+    """Of the first ``tokens`` tokens of a sequence with a ring, where the page begins from which on they are needed by
+    what follows, and by the last of them, were it computed again. ``window`` 0: all of them are."""
+    return max(0, tokens - window) // page_tokens * page_tokens if window else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine.state.rules import needed_from
 from kvstore.errors import KVStoreError
 
 
@@ -63,8 +64,9 @@ class Sequence:
         length: tokens that are known: the prompt, then what was drawn.
         cached: leading tokens whose KV is in the frames, or arriving there.
         pages: frames that it needs; it has all of them (``holds``) or none.
+        beside: and of the other cache groups, at most as many: its first pages have frames there, too.
         span: pages of all its tokens: more than ``pages`` where it has a ring of frames, see ``Rules.frames_for``.
-        window: of a sequence with a ring: what its tokens see; else 0.
+        windows: of each group, where the sequence has a ring there, what its tokens see; else 0.
         table: numbers of the pages in them, of which other sequences may have the leading ones, too: see ``Frames``.
         names: of its leading full pages, as far as its tokens are known.
         whole, listed: how many of these are complete in the frames; and how many leading ones of them others may take.
@@ -85,8 +87,9 @@ class Sequence:
     deadline_s: float
     hold_s: float = 0.0
     page_tokens: int = 1
+    beside: tuple[int, ...] = ()
     span: int = 0
-    window: int = 0
+    windows: tuple[int, ...] = (0,)
     names: list[bytes] = field(default_factory=list)
     whole: int = 0
     listed: int = 0
@@ -107,12 +110,23 @@ class Sequence:
 
     def laid_out(self) -> list[int]:
         """The page in whose frame each of its pages lies: ``table``, over and over where that is a ring."""
-        return [self.table[page % len(self.table)] for page in range(self.span)]
+        return self._round(self.pages)
+
+    def beside_out(self) -> list[list[int]]:
+        """The same of each other cache group."""
+        return [self._round(frames) for frames in self.beside]
+
+    def _round(self, frames: int) -> list[int]:
+        return [self.table[page % frames] for page in range(self.span)]
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether some of its pages are overwritten by later ones."""
+        return any(self.windows)
 
     def needed(self, tokens: int) -> int:
-        """Of the first ``tokens`` tokens, where the page begins from which on they are needed by what follows, and by
-        the last of them, were it computed again."""
-        return max(0, tokens - self.window) // self.page_tokens * self.page_tokens if self.window else 0
+        """Of the first ``tokens`` tokens, where the page begins from which on some group needs them."""
+        return min(needed_from(window, tokens, self.page_tokens) for window in self.windows)
 
     @property
     def touched(self) -> bool:

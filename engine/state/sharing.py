@@ -11,6 +11,9 @@ kept from the last one to the first, a page always stands behind its children, a
 
 A sequence with a ring of frames (``Rules.frames_for``) has no names: its pages do not stay, so nobody shares them.
 
+Where the model has several cache groups, a page has a frame in each. Of a sequence with a ring, the first pages of its
+table alone have frames in the group with the ring, as many as the ring has: what is put there later has no number.
+
 Worked example, pages of 16 tokens, three prompts that begin with the same 40 tokens and differ from there::
 
     first   pages a b 1 .      4 frames taken
@@ -23,6 +26,7 @@ Worked example, pages of 16 tokens, three prompts that begin with the same 40 to
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -56,16 +60,16 @@ class Frames:
     """How many frames are free, which pages are whole, and who has which of them.
 
     Attributes:
-        unused: frames with no page that is worth anything.
+        unused: frames with no page that is worth anything; ``beside``: the same of each other cache group.
         shared: frames that more than one sequence has.
         found, evicted: pages that were kept and had again, and those that left, since the start.
     """
 
-    def __init__(self, frames: int, kept_max: int = 0) -> None:
-        self.unused = frames
+    def __init__(self, frames: int, kept_max: int = 0, beside: Iterable[int] = ()) -> None:
+        self.unused, self.beside = frames, list(beside)
         self.shared = self.found = self.evicted = 0
         self._kept_max = kept_max
-        self._offers_below = max(1, frames // OFFER_SHARE) if kept_max else 0
+        self._offers_below = max(1, frames // OFFER_SHARE) if kept_max and not self.beside else 0
         self._numbers = 0
         self._pages: dict[bytes, ListedPage] = {}
         self._kept: OrderedDict[bytes, ListedPage] = OrderedDict()  # the next one to be evicted first
@@ -108,7 +112,9 @@ class Frames:
         kept = 0
         while kept < shared and not self._pages[sequence.names[shared - 1 - kept]].users:
             kept += 1
-        return sequence.pages - shared <= self.free - kept
+        kept = len(self._kept) - kept
+        others = zip(self.beside, sequence.beside, strict=True)
+        return sequence.pages - shared <= self.unused + kept and all(own - shared <= n + kept for n, own in others)
 
     def take(self, sequence: Sequence, shared: int) -> list[int]:
         """It has its frames from now on. Returns the pages that were evicted for it."""
@@ -121,11 +127,12 @@ class Frames:
             page.users += 1
             page.offered = False
         evicted = []
-        while self.unused < sequence.pages - shared:
+        while not self._has(sequence, shared):
             evicted.append(self._evict())
         first = self._numbers
         self._numbers += sequence.pages - shared
         self.unused -= sequence.pages - shared
+        self.beside = [n - own + shared for n, own in zip(self.beside, sequence.beside, strict=True)]
         sequence.table = [self._pages[name].number for name in sequence.names[:shared]]
         sequence.table += range(first, self._numbers)
         sequence.whole = sequence.listed = shared
@@ -160,6 +167,9 @@ class Frames:
             else:
                 freed.append(sequence.table[index])
         self.unused += len(freed)
+        gone = set(freed)
+        for group, own in enumerate(sequence.beside):
+            self.beside[group] += sum(number in gone for number in sequence.table[:own])
         for name in reversed(names[: sequence.whole]):
             page = self._pages[name]
             if not page.users:
@@ -199,16 +209,22 @@ class Frames:
         parent = self._pages[sequence.names[index - 1]] if index else None
         self._pages[name] = ListedPage(sequence.table[index], name, parent, users)
 
+    def _has(self, sequence: Sequence, shared: int) -> bool:
+        """Whether so many frames of each group are unused."""
+        others = zip(self.beside, sequence.beside, strict=True)
+        return self.unused >= sequence.pages - shared and all(n >= own - shared for n, own in others)
+
     def _evict(self) -> int:
         name, page = self._kept.popitem(last=False)
         del self._pages[name]
         self.unused += 1
+        self.beside = [n + 1 for n in self.beside]
         self.evicted += self._kept_max > 0
         return page.number
 
     # --- what holds -------------------------------------------------------------------------------------------------
 
-    def check(self, sequences: list[Sequence], total: int) -> None:
+    def check(self, sequences: list[Sequence], total: int, beside: Iterable[int] = ()) -> None:
         """Frames unused, kept and taken are all there are. A listed page has its parent, and who has it has that. A
         kept page is nobody's, and is evicted before its parent."""
         users: dict[int, int] = {}
@@ -223,6 +239,9 @@ class Frames:
                 listed[name] = listed.get(name, 0) + 1
         counts = self.unused, len(self._kept), len(users), total
         assert self.unused >= 0 and self.unused + len(self._kept) + len(users) == total, counts
+        for group, frames in enumerate(beside):
+            taken = {page for one in sequences for page in one.table[: one.beside[group]]}
+            assert self.beside[group] >= 0 and self.beside[group] + len(self._kept) + len(taken) == frames, counts
         assert len(self._kept) <= self._kept_max, counts
         assert self.shared == sum(count > 1 for count in users.values())
         assert len({page.number for page in self._pages.values()}) == len(self._pages), "a frame with two names"

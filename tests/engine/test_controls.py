@@ -16,7 +16,7 @@ import torch
 
 from engine.model.request import Finished, Request, Role, Sampling, Token, Usage
 from engine.shell.engine import Engine
-from kvstore import Layout
+from kvstore import Layout, Store
 from tests.helpers.engines import tokens as engine_tokens
 from tests.helpers.engines.tokens import (
     CPU,
@@ -25,10 +25,10 @@ from tests.helpers.engines.tokens import (
     Answer,
     Expected,
     Lab,
+    Tokens,
     check_answer,
     distance,
     expected,
-    keys_of,
     prompt,
     served,
     to_nvme,
@@ -127,18 +127,38 @@ def stored(lab: Lab, preset: str) -> tuple[Pages, Pages]:
     one = lab.engine(preset, store, page_tokens=PAGE)
     found = []
     for answer in lab.answers(one, [TOKENS, OTHER], 1):
-        match = store.cache(one.layout).get(keys_of(one, store, answer.request.tokens))
-        assert match.pages == PAGES
-        found.append(match.data.view(np.float32).reshape(PAGES, *one.layout.shape))
+        found.append(pages_of(one, store, answer.request.tokens))
+        assert len(found[-1]) == PAGES
     return found[0], found[1]
+
+
+def pages_of(one: Engine, store: Store, tokens: Tokens) -> Pages:
+    """All pages of a prompt, with the layers of all cache groups in the model's order."""
+    cache = store.cache(one.pool.layouts)
+    keys = cache.keys(tokens)
+    found = []
+    for group, each in enumerate(cache.groups):
+        parts = [each.get(part) for part in keys.parts(group, range(keys.pages(group)))]
+        rows = np.concatenate([match.data for match in parts if match.data is not None])
+        found.append(rows.view(np.float32).reshape(keys.pages(group), *each.layout.shape))
+    return np.stack([found[group][:, number] for group, number in one.pool.places], axis=1)
+
+
+def put_pages(one: Engine, store: Store, tokens: Tokens, pages: Pages) -> None:
+    """The inverse."""
+    groups = []
+    for group in range(len(one.pool.layouts)):
+        layers = [layer for layer, place in enumerate(one.pool.places) if place[0] == group]
+        groups.append(np.ascontiguousarray(pages[:, layers]).reshape(len(pages), -1).view(np.uint8))
+    cache = store.cache(one.pool.layouts)
+    assert cache.put(cache.keys(tokens), groups, wait=True) == (len(pages),) * len(groups)
 
 
 def planted(lab: Lab, preset: str, pages: Pages, nvme: bool = False) -> Engine:
     """An engine over a fresh store that has these pages under the keys of ``TOKENS``."""
     store = lab.store(nvme=nvme)
     one = lab.engine(preset, store, page_tokens=PAGE)
-    rows = np.ascontiguousarray(pages).reshape(PAGES, -1)
-    assert store.cache(one.layout).put(keys_of(one, store, TOKENS), rows) == PAGES
+    put_pages(one, store, TOKENS, pages)
     if nvme:
         to_nvme(store)
     return one
@@ -195,8 +215,7 @@ def test_turning_keys_is_one_position(lab: Lab, preset: str) -> None:
     one = lab.engine(preset, store, page_tokens=PAGE)
     later = np.concatenate([prompt(902, 1), TOKENS])
     lab.answers(one, [later], 1)
-    match = store.cache(one.layout).get(keys_of(one, store, later))
-    moved = match.data.view(np.float32).reshape(-1, *one.layout.shape)
+    moved = pages_of(one, store, later)
     ours = keys_in(preset, turned(preset, true.copy(), other))[0, 0, :, :-1]
     np.testing.assert_allclose(ours, keys_in(preset, moved)[0, 0, :, 1:], atol=1e-4)
     assert np.abs(ours - keys_in(preset, true)[0, 0, :, :-1]).max() > 0.1

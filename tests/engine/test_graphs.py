@@ -51,8 +51,8 @@ def test_when_a_step_is_replayed_and_by_which_graph() -> None:
 
 def test_what_is_left_over_repeats_the_first() -> None:
     heads, tables = laid_out([slice_of([5, 9, 7], 17, 100), slice_of([4], 3, 101)], 4, 16)
-    assert heads.tolist() == [[100, 101, 100, 100], [17, 3, 17, 17], [9, 4, 9, 9], [1, 3, 1, 1]]
-    assert tables.tolist() == [[5, 9], [4, 0], [5, 9], [5, 9]]
+    assert heads.tolist() == [[100, 101, 100, 100], [17, 3, 17, 17], [1, 3, 1, 1], [9, 4, 9, 9]]
+    assert tables.tolist() == [[[5, 9], [4, 0], [5, 9], [5, 9]]]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla", "tiny-gpt-oss", "tiny-gemma2"])

@@ -116,7 +116,7 @@ def test_prompts_of_full_pages_that_are_stored(lab: Lab, way: tuple[Timing, Sour
         asks = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0}
         bare = lab.engine(preset, None, role=Role.DECODE, **asks, **config_of(way))
         pulled = lab.answers(bare, [tokens], 3)[0]  # the last page when its last token is computed
-        assert pulled.usage.moved_bytes == 4 * decode.layout.page_bytes
+        assert pulled.usage.moved_bytes == 4 * sum(layout.page_bytes for layout in decode.pool.layouts)
         to_nvme(store)
 
 

@@ -144,7 +144,7 @@ def test_the_pool_is_offered_what_will_be_evicted_once_after_each_use() -> None:
 @pytest.mark.parametrize("preset", [*MAIN, *WINDOWED])
 def test_repeats_parts_and_next_turns(lab: Lab, preset: str) -> None:
     """Without a pool: what is found was kept. Pages that an answer filled are, too."""
-    one = keeper(lab, preset)
+    one = keeper(lab, preset, chunk_tokens=256)  # so that rings of frames hold all of it
     tokens = prompt(70, 90)
     first = lab.answers(one, [tokens], 40)[0]
     again = lab.answers(one, [tokens], 40)[0]
@@ -165,7 +165,9 @@ def test_what_is_found_costs_no_call_to_the_store(lab: Lab, monkeypatch: pytest.
     one = keeper(lab, store=lab.store())
     tokens = prompt(73, 5 * PAGE + 3)
     lab.answers(one, [tokens], 4)
-    kind: Any = type(one.pool.cache("", ""))
+    caches = one.pool.cache("", "")
+    assert caches is not None
+    kind: Any = type(caches.groups[0])
     calls: list[str] = []
     for name in CALLS:
         real = getattr(kind, name)

@@ -420,7 +420,9 @@ def test_usage_after_a_load_that_failed_half_way(lab: Bench, monkeypatch: pytest
     all_free(one)
     taken: Any = one.arena.take(one.arena.frames_total)
     one.arena.give_back(taken[0:20:2])
-    kind: Any = type(one.pool.cache("", ""))
+    caches = one.pool.cache("", "")
+    assert caches is not None
+    kind: Any = type(caches.groups[0])
     reads = iter((kind.get, Mock(side_effect=NodeUnavailable("the second read"))))
     monkeypatch.setattr(kind, "get", lambda *asked, **how: next(reads)(*asked, **how))
     answer = lab.ask(one, tokens, 2)

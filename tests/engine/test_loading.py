@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.memory.arena import Arena
-from engine.memory.staging import HostStaging
+from engine.memory.staging import HostStaging, Stagings
 from engine.model.request import Request, Sampling
 from engine.moving import store_side
 from engine.moving.loading import Loading
@@ -35,15 +35,14 @@ def test_frames_that_lie_apart_take_what_other_nodes_have(
     wait_until("the far pages are found", lambda: cache.lookup(prompt(1, PAGES, LARGE)).pages == PAGES, 60)
 
     arena = Arena(LARGE, 64, LARGE.head_dim)
-    staging = HostStaging(arena)
-    pool = store_side.Pool(near, LARGE, staging)
+    pool = store_side.Pool(near, [LARGE], Stagings(arena, [HostStaging(arena)]))
     request = Request(id="r", tokens=prompt(1, PAGES, LARGE), sampling=Sampling())
     work = Work(1, request, lambda event: None, None, LARGE.page_tokens, pool.cache("", ""), False)
-    work.frames, work.shared_pages = torch.tensor(FRAMES), shared
+    work.frames, work.shared_pages = torch.tensor([FRAMES]), shared
     asked: list[int] = []
     real = type(cache).lookup
     monkeypatch.setattr(type(cache), "lookup", lambda self, keys: asked.append(len(keys)) or real(self, keys))
-    assert Loading(pool, staging).load(work) == PAGES * LARGE.page_tokens
+    assert Loading(pool).load(work) == PAGES * LARGE.page_tokens
     assert asked == [PAGES - shared]
     assert work.spent.cached == {"dram": (PAGES - shared) * LARGE.page_tokens}
     rows = arena.pages[torch.tensor(FRAMES)].reshape(PAGES, -1).view(torch.uint8).numpy()

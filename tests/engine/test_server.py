@@ -59,8 +59,8 @@ class Still:
         self.longest: Counter[str] = Counter()
         self._mutex = threading.Lock()
 
-    def layout(self, page_tokens: int) -> Layout:
-        return LAYOUT
+    def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
+        return (LAYOUT,)
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
         emit(Failed(InvalidRequest("tokens", "this engine answers nothing")))

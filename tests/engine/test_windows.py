@@ -142,7 +142,8 @@ def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, monkeypatch: pytes
     prefill = lab.engine(PRESET, role=Role.PREFILL, **how)
     asks = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0}
     decode = lab.engine(PRESET, store, role=Role.DECODE, **asks, **how)
-    send = prefill.staging.send_layer
+    (staging,) = prefill.stagings.groups
+    send = staging.send_layer
     sent: list[int] = []
 
     def some(frame: int, count: int, layer: int) -> object:
@@ -151,7 +152,7 @@ def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, monkeypatch: pytes
             raise InvalidRequest("layer", "enough")
         return send(frame, count, layer)
 
-    monkeypatch.setattr(prefill.staging, "send_layer", some)
+    monkeypatch.setattr(staging, "send_layer", some)
     answer = lab.answers(decode, [prompt(60, 330)], 60)[0]
     assert len(sent) > 1 and answer.usage.prefill_engine == ""
     assert sum(answer.cached.values()) + answer.usage.computed_tokens >= 330

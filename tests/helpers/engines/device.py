@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 import engine.shell.engine
-from engine.memory.arena import Arena
+from engine.memory.arena import Arena, Arenas
 from engine.memory.device_staging import DeviceStaging
+from engine.memory.staging import Stagings
 from kvstore.tier.device import Addresses, DeviceEvent
 from kvstore.tier.host_device import HostDevice, HostEvent
 
@@ -43,14 +45,15 @@ class DeviceHost:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices: list[HostDevice] = []
-        monkeypatch.setattr(engine.shell.engine, "staging_of", self._staging_of)
+        monkeypatch.setattr(engine.shell.engine, "stagings_of", self._stagings_of)
         monkeypatch.setattr(Arena, "rows", _forbidden)
         monkeypatch.setattr(Arena, "layer_rows", _forbidden)
 
-    def _staging_of(self, arena: Arena) -> DeviceStaging:
+    def _stagings_of(self, arenas: Arenas) -> Stagings:
         device = HostDevice(f"host:{len(self.devices)}", seed=len(self.devices))
         self.devices.append(device)
-        return DeviceStaging(arena, device, Eager(device))
+        stream, computing = Eager(device), threading.Lock()
+        return Stagings(arenas, [DeviceStaging(arena, device, stream, computing) for arena in arenas.groups])
 
 
 def _forbidden(*_: Any) -> np.ndarray[Any, Any]:
