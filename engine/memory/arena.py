@@ -77,14 +77,20 @@ class Arena(Arenas):
 
     Args:
         k_dim: elements of K (MLA: of the latent) in the content of a token and head; V (MLA: the rope key) follows.
-        memory: of a host, ``[frames, page_bytes]``, contiguous zeros, where it is not to be memory of its own.
+        memory: where it is not to be memory of its own: of a host, ``[frames, page_bytes]``, contiguous zeros; of a
+            device, as many bytes, whatever they hold.
 
     Attributes:
         pages: ``[frames, layers, kv_heads, page_tokens, content]``.
     """
 
     def __init__(
-        self, layout: kvstore.Layout, frames: int, k_dim: int, device: str = "cpu", memory: Bytes | None = None
+        self,
+        layout: kvstore.Layout,
+        frames: int,
+        k_dim: int,
+        device: str = "cpu",
+        memory: Bytes | torch.Tensor | None = None,
     ) -> None:
         assert frames > 0 and layout.dtype in DTYPES, (frames, layout.dtype)
         assert 0 < k_dim <= layout.shape[-1], (k_dim, layout.shape)
@@ -94,6 +100,8 @@ class Arena(Arenas):
         shape, dtype = (frames, *layout.shape), DTYPES[layout.dtype]
         if memory is None:
             self.pages = _zeros(shape, dtype, torch.device(device))
+        elif isinstance(memory, torch.Tensor):
+            self.pages = memory.view(-1).zero_().view(dtype).view(shape)
         else:
             assert memory.shape == (frames, layout.page_bytes) and memory.flags.c_contiguous, memory.shape
             self.pages = torch.from_numpy(memory).view(-1).view(dtype).view(shape)

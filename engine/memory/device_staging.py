@@ -245,13 +245,13 @@ def stagings_of(arenas: Arenas) -> Stagings:
     """
     if arenas.device.type == "cpu":
         return Stagings(arenas, [HostStaging(arena) for arena in arenas.groups])
-    device, computing = device_of(arenas), threading.Lock()
+    device, computing = device_of(arenas.device), threading.Lock()
     stream = device.stream_of(torch.cuda.current_stream(arenas.device).cuda_stream)
     return Stagings(arenas, [DeviceStaging(arena, device, stream, computing) for arena in arenas.groups])
 
 
-def device_of(arenas: Arenas) -> CudaDevice:
-    """The device that arenas are on, by its driver.
+def device_of(place: torch.device) -> CudaDevice:
+    """A device of PyTorch's, by its driver.
 
     Raises:
         InvalidRequest: it cannot be had.
@@ -259,7 +259,7 @@ def device_of(arenas: Arenas) -> CudaDevice:
     from kvstore.tier import cuda
 
     found = cuda.find()
-    name = f"cuda:{arenas.device.index or 0}"
+    name = f"cuda:{place.index or 0}"
     device = next((each for each in found.devices if each.name == name), None)
     if device is None:
         raise InvalidRequest("device", f"{name} cannot be used: {found.missing or 'the driver does not know it'}")

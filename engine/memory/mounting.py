@@ -1,7 +1,9 @@
 """Mounting: an arena as a segment of the node of its machine, so that other processes find and read what it keeps.
 
-The arena of a host lies in the segment's shared memory from the start; that of a device is shown by a handle of its
-driver. An engine does without where neither can be had: then nobody but itself reads its frames.
+The arena of a host lies in the segment's shared memory from the start. That of a device is memory which the device
+gives us, and not PyTorch: what others open is an allocation as a whole. PyTorch's caching allocator puts many tensors
+into one, and in its expandable segments a tensor lies in many, none of which others can open. PyTorch takes ours for a
+tensor all the same. An engine does without where neither can be had: then nobody but itself reads its frames.
 """
 
 from __future__ import annotations
@@ -9,16 +11,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from engine.memory.arena import Arena, Arenas, GroupedArenas
+from engine.memory.device_staging import device_of
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.transfer.exported import MountedMemory
+from kvstore.tier.device import DeviceMemory
+from kvstore.transfer.device_memory import DeviceFrames
 
 LOOK_S = 0.001  # between two looks whether a reader has ended
 
@@ -118,18 +126,52 @@ def _arena_of(
 ) -> tuple[Arena, MountedArena]:
     if why or not isinstance(home, LocalStore):
         return Arena(layout, frames, k_dim, device), MountedArena(None, why or "there is no node on this machine")
-    arena = None if device == "cpu" else Arena(layout, frames, k_dim, device)
+    if device == "cpu":
+        try:
+            segment = home.mount(layout, frames)
+        except (KVStoreError, OSError) as error:
+            return Arena(layout, frames, k_dim, device), _unmounted(error)
+        return Arena(layout, frames, k_dim, device, segment.pages), MountedArena(segment)
+    nbytes = frames * layout.page_bytes
+    memory: DeviceMemory | None = None
+    failed: Exception | None = None
     try:
-        segment = home.mount(layout, frames, _of_device(arena) if arena is not None else None)
+        there = device_of(torch.device(device))
+        memory = there.allocate(nbytes, shared=True)
+        arena = Arena(layout, frames, k_dim, device, tensor_of(memory, nbytes, device))
+    except (KVStoreError, RuntimeError) as error:  # RuntimeError: PyTorch does not take it for a tensor
+        failed = error
+    if failed is not None:
+        if memory is not None:
+            memory.free()  # there is not room for two
+        return Arena(layout, frames, k_dim, device), _unmounted(failed)
+    assert memory is not None
+    try:
+        shown = DeviceFrames(there, memory.address, layout.page_bytes, nbytes)
+        return arena, MountedArena(home.mount(layout, frames, shown))
     except (KVStoreError, OSError) as error:
-        log.warning("what the arena keeps is not shown to others: %s", error)
-        return arena or Arena(layout, frames, k_dim, device), MountedArena(None, str(error))
-    return arena or Arena(layout, frames, k_dim, device, segment.pages), MountedArena(segment)
+        return arena, _unmounted(error)
 
 
-def _of_device(arena: Arena) -> MountedMemory:
-    from engine.memory.device_staging import device_of
-    from kvstore.transfer.cuda import CudaFrames
+def _unmounted(error: Exception) -> MountedArena:
+    log.warning("what the arena keeps is not shown to others: %s", error)
+    return MountedArena(None, str(error))
 
-    pages = arena.pages
-    return CudaFrames(device_of(arena), pages.data_ptr(), arena.layout.page_bytes, pages.numel() * pages.element_size())
+
+class DeviceBytes:
+    """Memory of a device as PyTorch takes it: uint8. It is given back with the last tensor."""
+
+    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "strides": None,
+            "version": 3,
+        }
+        weakref.finalize(self, memory.free).atexit = False
+
+
+def tensor_of(memory: DeviceMemory, nbytes: int, device: str) -> torch.Tensor:
+    """So many bytes of that memory. Raises RuntimeError: PyTorch does not take it."""
+    return torch.as_tensor(DeviceBytes(memory, nbytes), device=device)

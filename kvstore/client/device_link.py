@@ -23,6 +23,8 @@ from kvstore.tier.device_copies import CopyStream, PinnedBounces
 from kvstore.tier.host_memory import copy, empty
 
 COPY_DEADLINE_S: Final = 10.0
+Pieces = tuple[Addresses, Addresses, Addresses]
+"""Targets, sources, lengths."""
 BOUNCE_BYTES: Final = 8 << 20  # at a time, where a row is not larger
 
 
@@ -50,6 +52,12 @@ class DeviceLink:
         here, there, nbytes = np.concatenate(hosts), np.concatenate(theirs), np.concatenate(sizes)
         targets, sources = (there, here) if to_device else (here, there)
         return self._stream.copy(targets, sources, nbytes, after=pairs[0][1].ready())
+
+    def copy_pieces(self, pieces: Sequence[Pieces], after: DeviceEvent | None) -> DeviceEvent:
+        """Begin to copy between memory of this device and of others that it reaches, all of it in one go, behind
+        ``after``. The event behind it, as of ``copy``."""
+        targets, sources, nbytes = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        return self._stream.copy(targets, sources, nbytes, after=after)
 
     def wait(self, event: DeviceEvent, memory: Any, deadline_s: float | None = None) -> None:
         """Wait for the event of a copy. Where that fails ``memory`` is kept until it comes.

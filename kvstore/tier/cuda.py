@@ -15,11 +15,23 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tier import cuda_memory
 from kvstore.tier.cuda_calibration import calibrate
 from kvstore.tier.cuda_copies import ALWAYS, BatchCall, CudaCopies, RegisteredRange, RegisteredRanges, Way
-from kvstore.tier.cuda_driver import NOT_READY, SUCCESS, CurrentContext, DriverError, PrimaryContext, begin, call, fault
+from kvstore.tier.cuda_driver import (
+    NOT_READY,
+    PEER_ACCESS_ALREADY_ENABLED,
+    SUCCESS,
+    CurrentContext,
+    DriverError,
+    PrimaryContext,
+    begin,
+    call,
+    fault,
+)
 from kvstore.tier.cuda_kernels import Kernel, cache_folder, cubin_for
-from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceLost
+from kvstore.tier.cuda_memory import CudaMemory
+from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceExport, DeviceLost
 
 PAUSE_MAX_S: Final = 1e-3  # between two looks whether an event is over
 
@@ -61,11 +73,16 @@ class CudaDevice:
     def __init__(self, driver: Any, ordinal: int) -> None:
         self._driver = driver
         self._ordinal = ordinal
-        name = bytes(call(driver.cuDeviceGetName, 128, call(driver.cuDeviceGet, ordinal)))
+        device = call(driver.cuDeviceGet, ordinal)
+        name = bytes(call(driver.cuDeviceGetName, 128, device))
+        self._uuid = bytes(call(driver.cuDeviceGetUuid, device).bytes)
         self.model = name.partition(b"\0")[0].decode(errors="replace")
         self._lock = threading.Lock()
         self._ranges = RegisteredRanges()
         self._opened: _Opened | None = None
+        # by address: what others can be passed a descriptor of
+        self._shared: weakref.WeakValueDictionary[int, CudaMemory] = weakref.WeakValueDictionary()
+        self._reached: set[bytes] = set()  # devices whose memory of this process ours was given access to
 
     @property
     def name(self) -> str:
@@ -105,11 +122,55 @@ class CudaDevice:
         """``with``: what other libraries ask the driver in this thread is of this device."""
         return self._open().primary.current()
 
-    def allocate(self, nbytes: int) -> CudaMemory:
-        """See ``Device``."""
+    def allocate(self, nbytes: int, *, shared: bool = False) -> CudaMemory:
+        """See ``Device``. Shared memory is mapped, and plain where the driver has no descriptors."""
         primary = self._open().primary
         with primary.current():
-            return CudaMemory(primary, int(call(self._driver.cuMemAlloc, nbytes)), nbytes)
+            if not shared:
+                return cuda_memory.plain(primary, nbytes)
+            try:
+                found = cuda_memory.mapped(primary, nbytes)
+            except DeviceLost:
+                raise
+            except Unavailable:
+                return cuda_memory.plain(primary, nbytes)
+        self._shared[found.address] = found
+        return found
+
+    def export(self, address: int) -> DeviceExport:
+        """See ``Device``."""
+        primary = self._open().primary
+        shared = [each for start, each in self._shared.items() if start <= address < start + each.nbytes]
+        with primary.current():
+            return cuda_memory.exported(primary, self.uuid, shared[0] if shared else None, address)
+
+    def open_export(self, export: DeviceExport) -> CudaMemory:
+        """See ``Device``."""
+        if why := self.reach(export.device):
+            raise Unavailable(why)
+        primary = self._open().primary
+        with primary.current():
+            return cuda_memory.opened(primary, export)
+
+    def reach(self, uuid: bytes) -> str:
+        """See ``Device``. Memory of this process on the other device is reached as soon as somebody uses that."""
+        other = next((device for device in _devices() if device.uuid == uuid), None)
+        if other is self:
+            return ""
+        if other is None:
+            return f"{self.name}: this process does not see the device of that memory"
+        ours, theirs = (call(self._driver.cuDeviceGet, device._ordinal) for device in (self, other))
+        if not call(self._driver.cuDeviceCanAccessPeer, ours, theirs):
+            return f"{self.name} cannot read the memory of {other.name}"
+        if other.in_use and uuid not in self._reached:
+            try:
+                with self._open().primary.current():
+                    call(self._driver.cuCtxEnablePeerAccess, other._open().primary.context, 0)
+            except DriverError as error:
+                if error.code != PEER_ACCESS_ALREADY_ENABLED:  # by PyTorch, say
+                    return str(error)
+            self._reached.add(uuid)
+        return ""
 
     def owns(self, address: int) -> bool:
         """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it."""
@@ -121,23 +182,14 @@ class CudaDevice:
 
     @property
     def uuid(self) -> bytes:
-        """By which every process of the machine knows it, 16 bytes."""
-        return bytes(call(self._driver.cuDeviceGetUuid, call(self._driver.cuDeviceGet, self._ordinal)).bytes)
+        """See ``Device``."""
+        return self._uuid
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody in this process has opened it."""
+        """See ``Device``."""
         _, active = call(self._driver.cuDevicePrimaryCtxGetState, call(self._driver.cuDeviceGet, self._ordinal))
         return bool(active)
-
-    def close_peer(self, base: Any) -> None:
-        """Close memory of another process, which was opened by a handle."""
-        self._open().primary.let_go(self._driver.cuIpcCloseMemHandle, base)
-
-    def reaches(self, other: CudaDevice) -> bool:
-        """Whether it can read the memory of another one by itself."""
-        ours, theirs = (call(self._driver.cuDeviceGet, device._ordinal) for device in (self, other))
-        return bool(call(self._driver.cuDeviceCanAccessPeer, ours, theirs))
 
     def register(self, memory: Bytes) -> None:
         """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait meanwhile. It is
@@ -197,33 +249,6 @@ class _Opened:
         except Unavailable as error:  # there is no NVRTC, or an older driver that cannot load what it makes
             self.kernel_missing = str(error)
         return None
-
-
-class CudaMemory:
-    """See ``DeviceMemory``."""
-
-    def __init__(self, primary: PrimaryContext, address: int, nbytes: int) -> None:
-        self._primary = primary
-        self._address = address
-        self._nbytes = nbytes
-        self._freed = False
-
-    @property
-    def address(self) -> int:
-        """See ``DeviceMemory``."""
-        return self._address
-
-    @property
-    def nbytes(self) -> int:
-        """See ``DeviceMemory``."""
-        return self._nbytes
-
-    def free(self) -> None:
-        """See ``DeviceMemory``."""
-        freed, self._freed = self._freed, True
-        if not freed and not self._primary.lost:
-            with self._primary.current():
-                call(self._primary.driver.cuMemFree, self._address)
 
 
 class CudaStream:

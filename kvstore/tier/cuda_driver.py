@@ -27,6 +27,7 @@ SUCCESS: Final = "CUDA_SUCCESS"
 NOT_READY: Final = "CUDA_ERROR_NOT_READY"
 OUT_OF_MEMORY: Final = "CUDA_ERROR_OUT_OF_MEMORY"
 NO_DEVICE: Final = "CUDA_ERROR_NO_DEVICE"
+PEER_ACCESS_ALREADY_ENABLED: Final = "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"
 NOT_SUPPORTED: Final = "CUDA_ERROR_NOT_SUPPORTED"
 
 # After one of these every later call fails, until the process ends.
@@ -136,6 +137,7 @@ class PrimaryContext:
 
     Attributes:
         lost: why nothing works any more; "" while it does.
+        context: the driver's.
     """
 
     def __init__(self, driver: Any, ordinal: int) -> None:
@@ -143,7 +145,7 @@ class PrimaryContext:
         self.ordinal = ordinal
         self.device = call(driver.cuDeviceGet, ordinal)
         self.lost = ""
-        self._context = call(driver.cuDevicePrimaryCtxRetain, self.device)
+        self.context = call(driver.cuDevicePrimaryCtxRetain, self.device)
 
     def attribute(self, name: str) -> int:
         """What the driver says of the device, by the name after ``CU_DEVICE_ATTRIBUTE_``."""
@@ -177,7 +179,7 @@ class CurrentContext:
         primary, driver = self._primary, self._primary.driver
         if primary.lost:
             raise DeviceLost(primary.lost)
-        call(driver.cuCtxPushCurrent, primary._context)
+        call(driver.cuCtxPushCurrent, primary.context)
         relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)[-1]
 

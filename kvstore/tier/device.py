@@ -11,13 +11,15 @@ Rules for whoever uses one:
   holds anything, the source must stay as it is, and both must stay allocated (and leased).
 - Pieces of one copy come in any order; a piece must not overlap another's target.
 - Streams know nothing of each other. ``DeviceStream.wait`` makes one begin its later work behind another's event.
+- Memory of another device, or of another process, is copied from only where ``reach`` says that it can be, or where it
+  was opened (``open_export``) by the device whose stream it is.
 - A device that was lost raises ``DeviceLost`` from every call but ``owns``, ``free`` and ``unregister``, which whoever
   gives things back may still call; it never comes back within a process.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,24 @@ Addresses = npt.NDArray[np.uint64]
 
 class DeviceLost(Unavailable, OSError):
     """The device or its driver failed: what it holds is gone. Fails the requests that needed it, and nothing else."""
+
+
+class DeviceExport(NamedTuple):
+    """By what other processes of the machine open an allocation of a device.
+
+    Attributes:
+        device: whose it is (``Device.uuid``).
+        offset: where in the allocation lies what was exported.
+        nbytes: of the allocation.
+        handle: what the driver calls it; b"": ``descriptor`` names it.
+        descriptor: a file's, of whoever has this, to close; -1: ``handle`` names it.
+    """
+
+    device: bytes
+    offset: int
+    nbytes: int
+    handle: bytes
+    descriptor: int = -1
 
 
 class DeviceEvent(Protocol):
@@ -104,8 +124,40 @@ class Device(Protocol):
         """See the class."""
         ...
 
-    def allocate(self, nbytes: int) -> DeviceMemory:
-        """Memory that holds anything. Raises OutOfSpace, DeviceLost."""
+    @property
+    def uuid(self) -> bytes:
+        """By which every process of the machine knows it, 16 bytes: they number devices as they like."""
+        ...
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody in this process uses it: to begin with that costs memory of the device."""
+        ...
+
+    def allocate(self, nbytes: int, *, shared: bool = False) -> DeviceMemory:
+        """Memory that holds anything. Raises OutOfSpace, DeviceLost.
+
+        Args:
+            shared: so that it can be shown to other processes, where the device has a way for that.
+        """
+        ...
+
+    def export(self, address: int) -> DeviceExport:
+        """What other processes open the allocation by in which that address lies. Raises Unavailable: nothing does."""
+        ...
+
+    def open_export(self, export: DeviceExport) -> DeviceMemory:
+        """An allocation of another process, all of it, for copies of this device's streams. ``free`` closes it. The
+        descriptor stays its owner's.
+
+        Raises:
+            Unavailable: this device does not reach it, or it is not (any more) what the export says.
+        """
+        ...
+
+    def reach(self, uuid: bytes) -> str:
+        """Have copies of this device's streams go straight to and from memory of that one. Why they cannot; "": they
+        do from now on. Every device reaches itself."""
         ...
 
     def owns(self, address: int) -> bool:

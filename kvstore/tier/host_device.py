@@ -5,6 +5,9 @@ the work which that event needs: what stands before it in its stream, and what t
 then, and the pieces of one copy go in an order drawn from the seed. A target is poisoned as soon as nothing that was
 asked for before can still see it. So whoever does not wait for an event finds the wrong bytes, every time.
 
+Several of them reach each other as whoever makes them says (``reaches``); a copy from memory of one that is not
+reached is a mistake that is found. Shared memory is a file in memory, which other processes map by its descriptor.
+
 Whoever tests may lose it (``lose``), hold its work back (``hold``), and have it refuse to pin memory
 (``refuse_registration``).
 """
@@ -12,59 +15,34 @@ Whoever tests may lose it (``lose``), hold its work back (``hold``), and have it
 from __future__ import annotations
 
 import ctypes
-import mmap
+import hashlib
+import os
 import threading
 import time
+import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Final
+from collections.abc import Callable, Collection, Iterator
+from typing import ClassVar, Final
 
 import numpy as np
 
 from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
-from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceLost
+from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceExport, DeviceLost
+from kvstore.tier.host_device_memory import POISON, HostMemory, Span, check_apart, check_mapped
 
-POISON: Final = 0xD5
 FALSE_ANSWERS_MAX: Final = 2  # how often an event may say that it is not over, before it is
 
 _FIRST_HANDLE: Final = 0x1000  # 0, 1 and 2 are the default streams of others
-_Range = tuple[int, int]  # from, to
-
-
-class HostMemory:
-    """See ``DeviceMemory``. Its addresses are never given again, so that a use after ``free`` is found."""
-
-    def __init__(self, device: HostDevice, nbytes: int) -> None:
-        self._device = device
-        self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.nbytes = nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.live = True
-        ctypes.memset(self.address, POISON, nbytes)
-
-    def free(self) -> None:
-        """See ``DeviceMemory``."""
-        self._device.freed(self)
-
-    def view(self) -> Bytes:
-        """Its bytes, for tests and for what stands for a kernel: a program reads them by a copy."""
-        return np.frombuffer(self._map, np.uint8, self.nbytes)
-
-    def let_go(self) -> None:
-        """Give the pages back, and keep the addresses."""
-        self.live = False
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class _Work:
     """One thing in a stream: a copy, a wait, or a kernel."""
 
-    def __init__(self, run: Callable[[], None], reads: list[_Range], writes: list[_Range] | None) -> None:
+    def __init__(self, run: Callable[[], None], reads: list[Span], writes: list[Span] | None) -> None:
         self.run, self.reads, self.writes = run, reads, writes  # writes None: anything, anywhere
 
-    def touches(self, piece: _Range) -> bool:
+    def touches(self, piece: Span) -> bool:
         """Whether it may read or write there."""
         return self.writes is None or any(a < piece[1] and piece[0] < b for a, b in (*self.reads, *self.writes))
 
@@ -119,12 +97,12 @@ class HostStream:
         pieces = [piece for piece in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True) if piece[2]]
         reads = [(source, source + size) for _, source, size in pieces]
         writes = [(target, target + size) for target, _, size in pieces]
-        _check_apart(reads, writes)
+        check_apart(reads, writes)
         device = self._device
         with device.changed:
             device.check()
-            _check_mapped(device.host_pieces(reads), writable=False)
-            _check_mapped(device.host_pieces(writes), writable=True)
+            check_mapped(device.host_pieces(reads), writable=False)
+            check_mapped(device.host_pieces(writes), writable=True)
             for piece in writes:
                 if not any(work.touches(piece) for work in device.pending()):
                     ctypes.memset(piece[0], POISON, piece[1] - piece[0])
@@ -157,10 +135,18 @@ class HostDevice:
         name: as a user says it.
         seed: of the order of pieces, and of how often an event says that it is not over.
         nbytes: how much memory it has.
+        reaches: names of devices whose memory its streams read and write.
     """
 
-    def __init__(self, name: str = "host:0", seed: int = 0, nbytes: int = 1 << 30) -> None:
+    in_use = True
+    _all: ClassVar[weakref.WeakSet[HostDevice]] = weakref.WeakSet()  # of this process
+
+    def __init__(
+        self, name: str = "host:0", seed: int = 0, nbytes: int = 1 << 30, reaches: Collection[str] = ()
+    ) -> None:
         self.name = name
+        self.uuid = _uuid(name)
+        self._reaches = {_uuid(other): other for other in (name, *reaches)}
         self.changed = threading.Condition()  # guards all there is here and in its streams
         self.held = False
         self.refuse_registration = False
@@ -168,33 +154,60 @@ class HostDevice:
         self._rng = np.random.default_rng(seed)
         self._bytes_free = nbytes
         self._memories: list[HostMemory] = []  # by address, the freed ones as well
-        self._registered: list[_Range] = []
+        self._registered: list[Span] = []
         self._streams: dict[int, HostStream] = {}
+        self._all.add(self)
 
-    def allocate(self, nbytes: int) -> HostMemory:
+    def allocate(self, nbytes: int, *, shared: bool = False) -> HostMemory:
         """See ``Device``."""
         with self.changed:
             self.check()
             if nbytes > self._bytes_free:
                 raise OutOfSpace(f"{self.name} has {self._bytes_free} bytes left, {nbytes} are asked for")
             self._bytes_free -= nbytes
-            memory = HostMemory(self, nbytes)
-            insort(self._memories, memory, key=lambda m: m.address)
-            return memory
+            descriptor = -1
+            if shared:
+                descriptor = os.memfd_create(f"kvstore-{self.name}", os.MFD_CLOEXEC)
+                os.ftruncate(descriptor, max(nbytes, 1))
+            return self._added(HostMemory(self.freed, nbytes, descriptor))
+
+    def export(self, address: int) -> DeviceExport:
+        """See ``Device``."""
+        with self.changed:
+            self.check()
+            memory = self._memory_at(address)
+            if memory is None or memory.descriptor < 0 or memory.theirs or not memory.live:
+                raise Unavailable(f"{self.name}: that memory cannot be shown to other processes")
+            offset, nbytes = address - memory.address, memory.nbytes
+            return DeviceExport(self.uuid, offset, nbytes, b"", os.dup(memory.descriptor))
+
+    def open_export(self, export: DeviceExport) -> HostMemory:
+        """See ``Device``."""
+        with self.changed:
+            self.check()
+            if why := self.reach(export.device):
+                raise Unavailable(why)
+            if export.descriptor < 0 or os.fstat(export.descriptor).st_size < export.nbytes:
+                raise Unavailable(f"{self.name}: the memory is not what its export says")
+            return self._added(HostMemory(self.freed, export.nbytes, export.descriptor, theirs=True))
+
+    def reach(self, uuid: bytes) -> str:
+        """See ``Device``."""
+        return "" if uuid in self._reaches else f"{self.name} has no access to the memory of that device"
 
     def freed(self, memory: HostMemory) -> None:
         """``memory`` is given back."""
         with self.changed:
             if memory.live:
                 self._check_idle((memory.address, memory.address + memory.nbytes), "freed")
-                self._bytes_free += memory.nbytes
+                self._bytes_free += 0 if memory.theirs else memory.nbytes
                 memory.let_go()
 
     def owns(self, address: int) -> bool:
         """See ``Device``."""
         with self.changed:
             memory = self._memory_at(address)
-            return memory is not None and memory.live
+            return memory is not None and memory.live and not memory.theirs
 
     def register(self, memory: Bytes) -> None:
         """See ``Device``."""
@@ -204,7 +217,7 @@ class HostDevice:
             if self.refuse_registration:
                 raise Unavailable(f"{self.name} does not pin memory")
             assert not any(a < added[1] and added[0] < b for a, b in self._registered), "registered twice"
-            _check_mapped([added], writable=False)
+            check_mapped([added], writable=False)
             self._registered.append(added)
 
     def unregister(self, memory: Bytes) -> None:
@@ -271,13 +284,13 @@ class HostDevice:
             work.run()
             stream.done += 1
 
-    def perform(self, reads: list[_Range], writes: list[_Range]) -> None:
+    def perform(self, reads: list[Span], writes: list[Span]) -> None:
         """Do one copy, as late as this, in some order."""
         self.host_pieces(reads + writes)  # none of ours was freed meanwhile
         for at in self._rng.permutation(len(reads)):
             ctypes.memmove(writes[at][0], reads[at][0], reads[at][1] - reads[at][0])
 
-    def host_pieces(self, pieces: list[_Range]) -> list[_Range]:
+    def host_pieces(self, pieces: list[Span]) -> list[Span]:
         """Those that are the host's. All others lie within memory of ours which is not freed."""
         return [piece for piece in pieces if not self._is_ours(piece)]
 
@@ -290,14 +303,29 @@ class HostDevice:
         """How often an event says that it is not over."""
         return int(self._rng.integers(FALSE_ANSWERS_MAX + 1))
 
-    def _is_ours(self, piece: _Range) -> bool:
+    def _is_ours(self, piece: Span) -> bool:
         memory = self._memory_at(piece[0])
         if memory is None:
             assert self._memory_at(piece[1] - 1) is None, f"{piece} begins before memory of {self.name}"
+            self._check_reached(piece)
             return False
         assert memory.live, f"{piece} is freed memory of {self.name}"
         assert piece[1] <= memory.address + memory.nbytes, f"{piece} leaves memory of {self.name}"
         return True
+
+    def _check_reached(self, piece: Span) -> None:
+        """Where it is memory of another device of this process, that is one which ours reaches."""
+        for other in [device for device in self._all if device is not self]:
+            memory = other._memory_at(piece[0])
+            if memory is not None and not memory.theirs:
+                assert not self.reach(other.uuid), (
+                    f"{piece} is memory of {other.name}, which {self.name} does not reach"
+                )
+                assert memory.live, f"{piece} is freed memory of {other.name}"
+
+    def _added(self, memory: HostMemory) -> HostMemory:
+        insort(self._memories, memory, key=lambda m: m.address)
+        return memory
 
     def _memory_at(self, address: int) -> HostMemory | None:
         at = bisect_right(self._memories, address, key=lambda m: m.address) - 1
@@ -305,7 +333,7 @@ class HostDevice:
             return None
         return self._memories[at]
 
-    def _check_idle(self, gone: _Range, what: str) -> None:
+    def _check_idle(self, gone: Span, what: str) -> None:
         assert not any(work.writes is not None and work.touches(gone) for work in self.pending()), (
             f"{gone} is {what} while work is left that touches it"
         )
@@ -314,36 +342,10 @@ class HostDevice:
         return self._streams.setdefault(handle, HostStream(self, handle))
 
 
-def _range_of(memory: Bytes) -> _Range:
+def _range_of(memory: Bytes) -> Span:
     return memory.ctypes.data, memory.ctypes.data + memory.nbytes
 
 
-def _check_apart(reads: list[_Range], writes: list[_Range]) -> None:
-    """No piece is written where another is read or written."""
-    ordered = sorted(writes)
-    for (_, end), (begin, _) in pairwise(ordered):
-        assert end <= begin, "pieces of one copy are written over each other"
-    for begin, end in reads:
-        at = bisect_right(ordered, (begin, begin)) - 1
-        assert at < 0 or ordered[at][1] <= begin, "a piece is read where another is written"
-        assert at + 1 >= len(ordered) or end <= ordered[at + 1][0], "a piece is read where another is written"
-
-
-def _check_mapped(pieces: list[_Range], *, writable: bool) -> None:
-    """Each lies in memory that this process may read, or write."""
-    if not pieces:
-        return
-    mapped: list[list[int]] = []  # ranges with no gap between them, in order
-    with open("/proc/self/maps") as file:
-        for line in file:
-            span, allowed = line.split(maxsplit=2)[:2]
-            begin, end = (int(bound, 16) for bound in span.split("-"))
-            if not allowed.startswith("rw" if writable else "r"):
-                continue
-            if mapped and mapped[-1][1] == begin:
-                mapped[-1][1] = end
-            else:
-                mapped.append([begin, end])
-    for begin, end in pieces:
-        at = bisect_right(mapped, begin, key=lambda span: span[0]) - 1
-        assert at >= 0 and end <= mapped[at][1], f"{begin, end} is not {'writable ' if writable else ''}memory"
+def _uuid(name: str) -> bytes:
+    """The same in every process."""
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()

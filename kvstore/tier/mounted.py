@@ -16,7 +16,8 @@ A reader stores ``held`` before it looks at a word, and looks at the word again 
 courtesy, which spares a reader from having read in vain: what makes its read right is that the generation is the same.
 The engine waits for it no longer than ``HOLD_NS``, whatever is written there.
 
-Where the engine's memory is shared memory, that is the file ``mounted-<number>-data``.
+Where the engine's memory is shared memory, that is the file ``mounted-<number>-data``. Where others need a descriptor
+of it, the engine passes that at the socket ``mounted-<number>-pass``.
 """
 
 from __future__ import annotations
@@ -68,13 +69,18 @@ def data_path(folder: NodeFolder, number: int) -> Path:
     return folder.path / f"{_PREFIX}{number}-data"
 
 
+def passing_path(folder: NodeFolder, number: int) -> Path:
+    """Where its engine passes a descriptor of its memory, if that is what others open it by."""
+    return folder.path / f"{_PREFIX}{number}-pass"
+
+
 def mounted_numbers(folder: NodeFolder) -> list[int]:
     """Segments that have a file here, sound or not."""
     try:
         names = os.listdir(folder.path)
     except FileNotFoundError:
         return []
-    tails = [name.removeprefix(_PREFIX).removesuffix("-data") for name in names if name.startswith(_PREFIX)]
+    tails = [name.removeprefix(_PREFIX).partition("-")[0] for name in names if name.startswith(_PREFIX)]
     return sorted({int(tail) for tail in tails if tail.isdecimal()})
 
 
@@ -87,7 +93,7 @@ def remove_mounted(folder: NodeFolder, number: int) -> None:
             size = os.fstat(fd).st_size
             for at in range(0, size, 1 << 20):
                 file.write(bytes(min(1 << 20, size - at)))
-    for path in (mounted_path(folder, number), data_path(folder, number)):
+    for path in (mounted_path(folder, number), data_path(folder, number), passing_path(folder, number)):
         with contextlib.suppress(OSError):
             remove(path)
 

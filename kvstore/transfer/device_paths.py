@@ -8,7 +8,7 @@ there is a driver at all; whoever looks meanwhile hears that it does. What it fo
     paths      by name, why bytes do not go that way, "": they do
       engines  between DRAM and HBM by copy engines, many pieces with one call
       kernel   the same by a kernel, which is faster for small pieces
-      peers    from device to device
+      peers    from memory of a device that another process has, to a device that reaches it
       gds      from NVMe to HBM past DRAM
       nixl     between HBM of two machines
 """
@@ -33,7 +33,7 @@ import numpy as np
 from kvstore.errors import Unavailable
 from kvstore.tier import cuda
 from kvstore.tier.cuda_driver import absent
-from kvstore.tier.device import Device
+from kvstore.tier.device import Device, DeviceLost
 from kvstore.tier.host_memory import empty
 from kvstore.transfer import gds, nixl_agent
 
@@ -123,7 +123,7 @@ def ask(nvme: Sequence[str]) -> Report:
         wrong = copies(first)
         kernel = first.kernel_missing
         many = "" if first.batches else "the driver is older than CUDA 12.8: each piece is a call"
-        peers = _peers(devices)
+        peers = peers_of(devices)
         direct = "; ".join(filter(None, (gds.why_not(first, Path(path)) for path in nvme))) if nvme else "no NVMe here"
         direct = direct or UNUSED
     except Unavailable as error:
@@ -149,9 +149,22 @@ def copies(device: Device) -> str:
     return "" if (source == back).all() else "other bytes came back than were sent"
 
 
-def _peers(devices: Sequence[cuda.CudaDevice]) -> str:
-    apart = [f"{a.name} to {b.name}" for a in devices for b in devices if a is not b and not a.reaches(b)]
-    return f"not from {apart[0]}" if apart else UNUSED if len(devices) > 1 else "there is one device"
+def peers_of(devices: Sequence[Device]) -> str:
+    """Why memory does not go from device to device; "": it does, between all of them, and between processes."""
+    first = devices[0]
+    memory = first.allocate(COPIED_BYTES, shared=True)
+    try:
+        found = first.export(memory.address)
+        if found.descriptor >= 0:
+            os.close(found.descriptor)
+    except DeviceLost:
+        raise
+    except Unavailable as error:
+        return f"memory cannot be shown to other processes ({error})"
+    finally:
+        memory.free()
+    apart = [f"{to.name} from {of.name}" for to in devices for of in devices if to.reach(of.uuid)]
+    return f"by way of the host where it would be to {', '.join(apart)}" if apart else ""
 
 
 if __name__ == "__main__":

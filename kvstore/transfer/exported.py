@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -17,18 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import Unavailable
-from kvstore.model.replica import FrameClass
 from kvstore.model.strides import Strides
 from kvstore.tier.device import Addresses, Device
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.hbm import HbmStore, StridedFrames
 from kvstore.tier.host_memory import copy
 from kvstore.tier.mounted import MountedTable, data_path
 from kvstore.tier.plain_files import open_plain
 
 HOST: Final = 1  # shared memory: the file beside the records
-CUDA: Final = 2  # memory of a GPU, by a handle of its driver
-COPY_S: Final = 5.0  # for pages of a device that are on their way at a time
+DEVICE: Final = 3  # memory of a device, by what that exports; 2 was a form of it that nobody had read
 NO_INCARNATION: Final = 0  # records of others say what is there
 
 
@@ -45,6 +41,14 @@ class PeerMemory(Protocol):
         Raises:
             Unavailable: the memory, or the device, is gone, or too slow; or its layers do not lie apart.
         """
+        ...
+
+    def places(
+        self, device: Device, frame: int, count: int, layer: int | None = None
+    ) -> tuple[Addresses, Addresses] | None:
+        """Where the pieces of these pages lie for streams of that device, and their lengths, in the order of the pages'
+        bytes; None: it cannot copy from there, and ``read`` is the way. This memory stays mapped until such a copy has
+        ended. Raises Unavailable as ``read``."""
         ...
 
 
@@ -81,57 +85,19 @@ class SharedFrames:
         """See ``PeerMemory``."""
         views = self._whole
         if layer is not None:
-            views = _layer(self._strides, layer, self._page_layers).views(self._memory, self._frames)
+            views = layer_of(self._strides, layer, self._page_layers).views(self._memory, self._frames)
         targets = rows.reshape(len(rows), len(views), *views[0].shape[1:])
         for number, pages in enumerate(views):
             copy(targets[:, number], pages[frame : frame + len(rows)])
 
-
-class DevicePages:
-    """Memory of a device that this process can address: see ``PeerMemory``. Pages come as they come out of every store
-    of a device's memory."""
-
-    def __init__(self, device: Device, address: int, table: MountedTable) -> None:
-        self._class = table.frame_class
-        self._device, self._layers = device, _Layers(table, address)
-        arena = StridedFrames(table.frame_class, address, table.frames, table.strides)
-        self._store = HbmStore(device, arena, NO_INCARNATION, [(0, table.frame_class)], COPY_S)
-        self._by_layer: HbmStore | None = None  # made when first a layer is read
-        self._making = threading.Lock()
-
-    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
-        """See ``PeerMemory``."""
-        if layer is None:
-            self._store.read_pages(0, frame, self._class, rows)
-            return
-        layers = self._layers
-        with self._making:
-            if self._by_layer is None:
-                carved = ((position, layers.frame_class) for position in range(layers.positions))
-                self._by_layer = HbmStore(self._device, layers, NO_INCARNATION, carved, COPY_S)
-        self._by_layer.read_pages(layer, frame, layers.frame_class, rows)
+    def places(
+        self, device: Device, frame: int, count: int, layer: int | None = None
+    ) -> tuple[Addresses, Addresses] | None:
+        """See ``PeerMemory``: the host's memory is nobody's to copy from directly."""
+        return None
 
 
-class _Layers:
-    """See ``FrameMap``: of a segment's pages each layer is one position."""
-
-    def __init__(self, table: MountedTable, address: int) -> None:
-        whole, frames = table.frame_class, table.frames
-        self.frame_class = FrameClass(whole.page_bytes // whole.layers, whole.page_tokens, 1)
-        self.positions, self.extent_bytes = whole.layers, frames * self.frame_class.frame_bytes
-        self._address, self._frames, self._strides = address, frames, table.strides
-
-    def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``FrameMap``."""
-        return self._frames if frame_class == self.frame_class else 0
-
-    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
-        """See ``FrameMap``. Raises Unavailable where the layers do not lie apart."""
-        strides = _layer(self._strides, position, self.positions)
-        return StridedFrames(frame_class, self._address, self._frames, strides).pieces(0, frame, frame_class, count)
-
-
-def _layer(strides: Strides, layer: int, layers: int) -> Strides:
+def layer_of(strides: Strides, layer: int, layers: int) -> Strides:
     """Where one layer of the pages lies. Raises Unavailable."""
     found = strides.part(layer, layers)
     if found is None:
@@ -162,8 +128,12 @@ class MountedMemory(Protocol):
         """Its length."""
         ...
 
-    def export(self) -> bytes:
-        """What others open it by. Raises Unavailable where it cannot be shown to others."""
+    def export(self, folder: NodeFolder, number: int) -> bytes:
+        """What others open it by, as the segment of that number. Raises Unavailable: it cannot be shown to them."""
+        ...
+
+    def withdraw(self) -> None:
+        """Nobody else opens it any more: the segment is closed."""
         ...
 
     def here(self, table: MountedTable) -> PeerMemory:
@@ -171,14 +141,14 @@ class MountedMemory(Protocol):
         ...
 
 
-def _open_cuda(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
-    opened = importlib.import_module("kvstore.transfer.cuda").opened  # late: it needs the driver's package
+def _open_device(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
+    opened = importlib.import_module("kvstore.transfer.device_memory").opened  # late: few processes need it
     found: PeerMemory | None = opened(folder, table)
     return found
 
 
 OPENERS: Final[dict[int, Callable[[NodeFolder, MountedTable], PeerMemory | None]]] = {
     HOST: SharedFrames.open,
-    CUDA: _open_cuda,
+    DEVICE: _open_device,
 }
 """Kinds of memory that this machine's processes can read of one another."""

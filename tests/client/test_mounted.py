@@ -215,18 +215,18 @@ def test_a_reader_ends_well_in_a_frame_that_is_retired_meanwhile(
     segment.pages[:4] = contents(keys)
     segment.publish(keys, range(4))
     free: list[list[int]] = []
-    read = hbm.HbmRead._proven
+    read = hbm._Located.proven
 
-    def proven_then_retired(self: hbm.HbmRead, run: Any) -> Any:
+    def proven_then_retired(self: hbm._Located, run: Any) -> Any:
         found = read(self, run)
         free.append(segment.retire(range(4)))
         return found
 
-    monkeypatch.setattr(hbm.HbmRead, "_proven", proven_then_retired)
+    monkeypatch.setattr(hbm._Located, "proven", proven_then_retired)
     match = store.cache(SMALL).get(keys)
     assert match.pages == 4 and (match.data == contents(keys)).all()
     assert free == [[]], "they were read"
-    monkeypatch.setattr(hbm.HbmRead, "_proven", read)
+    monkeypatch.setattr(hbm._Located, "proven", read)
     assert segment.retire(range(4)) == [0, 1, 2, 3], "the reader has let go of them"
     assert store.cache(SMALL).get(keys).pages == 0
 

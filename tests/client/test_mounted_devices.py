@@ -18,9 +18,9 @@ from kvstore.tier import hbm
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.mounted import EXPORT_BYTES_MAX, MountedTable
-from kvstore.transfer.exported import CUDA, OPENERS
+from kvstore.transfer.exported import DEVICE, OPENERS
 from tests.helpers.content import SMALL, chain, contents
-from tests.helpers.device_frames import STRIDE, DeviceFrames
+from tests.helpers.device_frames import STRIDE, shown
 from tests.helpers.inside import node_of
 
 FRAMES = 16
@@ -36,8 +36,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
 
 def test_pages_of_a_device_are_read_behind_their_event(store: LocalStore) -> None:
     device = HostDevice()
-    memory = device.allocate(FRAMES * STRIDE)
-    segment = store.mount(SMALL, FRAMES, DeviceFrames(device, memory))
+    memory = device.allocate(FRAMES * STRIDE, shared=True)
+    segment = store.mount(SMALL, FRAMES, shown(device, memory))
     assert segment.pages.size == 0
     keys, data = chain(1, 10), contents(chain(1, 10))
     frames = [3, 4, 5, 6, 12, 0, 1, 2, 9, 8]
@@ -54,9 +54,9 @@ def test_pages_of_a_device_are_read_behind_their_event(store: LocalStore) -> Non
 
 def test_memory_that_is_too_small_is_refused(store: LocalStore) -> None:
     device = HostDevice()
-    memory = device.allocate((FRAMES - 1) * STRIDE)
+    memory = device.allocate((FRAMES - 1) * STRIDE, shared=True)
     with pytest.raises(InvalidRequest, match="memory"):
-        store.mount(SMALL, FRAMES, DeviceFrames(device, memory))
+        store.mount(SMALL, FRAMES, shown(device, memory))
     assert "hbm" not in store.stats()["tiers"]
 
 
@@ -67,9 +67,9 @@ def test_what_has_no_handle_here_is_a_miss(store: LocalStore) -> None:
     folder = NodeFolder.at(mapped.folder.path)
     strides = Strides.whole(SMALL.page_bytes, STRIDE)
     for number, export in enumerate((b"", bytes(88), bytes(EXPORT_BYTES_MAX)), 1000):
-        parts = mapped.incarnation, number, mapped.channel.session, frame_class, FRAMES, strides, CUDA, export
+        parts = mapped.incarnation, number, mapped.channel.session, frame_class, FRAMES, strides, DEVICE, export
         table = MountedTable.create(folder, *parts)
-        assert OPENERS[CUDA](folder, table) is None
+        assert OPENERS[DEVICE](folder, table) is None
         found = MountedTable.open(folder, number, mapped.incarnation)
-        assert found is not None and found.export == export and OPENERS[CUDA](folder, found) is None
+        assert found is not None and found.export == export and OPENERS[DEVICE](folder, found) is None
         assert np.count_nonzero(found.words) == 0

@@ -16,7 +16,7 @@ from kvstore.model.strides import Strides
 from kvstore.transfer.exported import SharedFrames
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
-from tests.helpers.device_frames import STRIDE, DeviceFrames
+from tests.helpers.device_frames import STRIDE, shown
 from tests.helpers.mounted import Engine
 from tests.helpers.pool import Pool, patient
 from tests.helpers.processes import Machine, check_laws, put, wait_until
@@ -123,9 +123,9 @@ def test_layers_and_leases_over_nodes(machine: Machine, monkeypatch: pytest.Monk
 def test_layers_and_leases_of_a_devices_memory() -> None:
     keys, data = chain(1, 10), contents(chain(1, 10))
     with added_device() as device, kvstore.open(dram="4MiB") as store:
-        memory = device.allocate(FRAMES * STRIDE)
+        memory = device.allocate(FRAMES * STRIDE, shared=True)
         assert isinstance(store, LocalStore)
-        segment = store.mount(SMALL, FRAMES, DeviceFrames(device, memory))
+        segment = store.mount(SMALL, FRAMES, shown(device, memory))
         frames = [3, 4, 5, 6, 12, 0, 1, 2, 9, 8]
         for page, frame in zip(data, frames, strict=True):
             memory.view()[frame * STRIDE : frame * STRIDE + SMALL.page_bytes] = page

@@ -5,19 +5,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvstore
+from engine.memory import mounting
 from engine.shell.engine import Engine
 from kvstore import Tier
 from kvstore.client.local import hbm
 from kvstore.client.store import Store
 from kvstore.errors import OutOfSpace
 from kvstore.tier import mounted
+from kvstore.tier.host_device import HostDevice
+from kvstore.tier.host_device_memory import HostMemory
+from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.engines.device import DeviceHost
 from tests.helpers.engines.processes import prompt as drawn
 from tests.helpers.engines.processes import serve_engine
@@ -260,3 +266,56 @@ def test_a_lost_device_takes_its_pages_with_it(lab: Lab, monkeypatch: pytest.Mon
     wait_until("it says so", lambda: "lost" in one.status()["mounted"]["why_not"])
     assert not reader.cache(one.layout).get(keys).pages
     wait_until("the node knows", lambda: "hbm" not in reader.stats()["tiers"])
+
+
+def test_an_arena_of_a_device_is_memory_of_that_device(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not PyTorch's: so that others open it, and their devices copy from it. It is given back with the engine."""
+    source, memories = HostDevice("host:0"), list[HostMemory]()
+
+    def seen_by_torch(memory: HostMemory, nbytes: int, device: str) -> torch.Tensor:
+        memories.append(memory)
+        return torch.from_numpy(memory.view()[:nbytes])
+
+    monkeypatch.setattr(mounting, "device_of", lambda place: source)
+    monkeypatch.setattr(mounting, "tensor_of", seen_by_torch)
+    lab.machine.serve("n")
+    one, reader = lab.engine("tiny-llama"), lab.machine.connect("n")
+    layout, k_dim = one.layout, one.model.geometry.k_dim
+    arenas, shown = mounting.arenas_of([layout], [], [4], k_dim, "meta", lab.machine.connect("n"))
+    (arena,) = arenas.groups
+    assert shown.number is not None and not memories[0].view().any() and arena.pages.device.type == "cpu"
+    cache = reader.cache(layout)
+    keys = cache.keys(np.arange(2 * PAGE))
+    arena.pages[1:3] = 1
+    assert shown.show(keys, [1, 2])
+    with added_device("host:1", reaches=["host:0"]) as device:
+        out = InterfaceBuffer(device, (2, layout.page_bytes))
+        assert cache.get(keys, out).tiers == {Tier.HBM: 2}
+        assert (out.seen.view(np.float32) == 1).all()
+    shown.end("it ends")
+
+
+def test_a_device_that_shows_nothing_has_an_arena_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no tensor")
+
+    source = HostDevice("host:0", nbytes=1 << 26)
+    monkeypatch.setattr(mounting, "device_of", lambda place: source)
+    monkeypatch.setattr(mounting, "tensor_of", refused)
+    lab.machine.serve("n")
+    one = lab.engine("tiny-llama")
+    k_dim, home = one.model.geometry.k_dim, lab.machine.connect("n")
+    arenas, shown = mounting.arenas_of([one.layout], [], [4], k_dim, "meta", home)
+    assert arenas.groups[0].pages.shape[0] == 4 and (shown.number, shown.why) == (None, "no tensor")
+    assert source._bytes_free == 1 << 26, "what nobody uses was given back"
+
+
+def test_memory_is_given_back_with_the_last_tensor() -> None:
+    device = HostDevice(nbytes=1 << 20)
+    kept = mounting.DeviceBytes(device.allocate(4096), 4000)
+    told = kept.__cuda_array_interface__
+    assert told["shape"] == (4000,) and told["typestr"] == "|u1" and device.owns(told["data"][0])
+    assert device._bytes_free == (1 << 20) - 4096
+    del kept
+    gc.collect()
+    assert device._bytes_free == 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.tier import devices
-from kvstore.tier.host_device import POISON, HostDevice, HostMemory
+from kvstore.tier.host_device import HostDevice
+from kvstore.tier.host_device_memory import POISON, HostMemory
 
 Array = npt.NDArray[np.uint8]
 
 
 @contextmanager
-def added_device(seed: int = 1) -> Iterator[HostDevice]:
+def added_device(name: str = "host:0", reaches: Collection[str] = ()) -> Iterator[HostDevice]:
     """A device that this process has meanwhile."""
-    device = HostDevice(seed=seed)
+    device = HostDevice(name, seed=1, reaches=reaches)
     devices.add(device)
     try:
         yield device

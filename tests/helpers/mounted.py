@@ -15,8 +15,10 @@ FRAMES = 64
 class Engine:
     """A process that has mounted memory at node "n"."""
 
-    def __init__(self, machine: Machine, node: str = "n", frames: int = FRAMES, strided: bool = False) -> None:
-        told = json.dumps({"node": node, "frames": frames, "strided": strided})
+    def __init__(
+        self, machine: Machine, node: str = "n", frames: int = FRAMES, strided: bool = False, device: str = ""
+    ) -> None:
+        told = json.dumps({"node": node, "frames": frames, "strided": strided, "device": device})
         command = [sys.executable, "-m", "tests.helpers.workers.mounting", told]
         self.process = machine.start(Worker, "mounting", command, of_nodes())
         self.number: int = self.process.wait_for("mounted")["number"]

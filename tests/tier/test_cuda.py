@@ -6,6 +6,7 @@ import ctypes
 import pickle
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from kvstore.tier.cuda_copies import (
     threshold,
 )
 from kvstore.tier.cuda_driver import LOST, DriverError, call, fault, too_old
+from kvstore.tier.cuda_memory import HANDLE_BYTES, access_of, handle_bytes, handle_of, mapped, properties_of
 from kvstore.tier.device import DeviceLost
 
 BASE = 0x7F00_0000_0000
@@ -170,3 +172,42 @@ def test_pieces_in_memory_of_the_device_are_found_with_few_questions() -> None:
     assert not in_allocations(u64(1000, 3500), u64(1, 1), allocation)
     assert not in_allocations(u64(1999), u64(2), allocation)  # it goes on behind the end
     assert not in_allocations(u64(*range(10_000, 30_000, 1000)), np.ones(20, np.uint64), allocation)  # too many
+
+
+# --- Memory that others open ----------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """A primary context that says of every attribute the same."""
+
+    attributes: int
+    driver: Any = driver
+    ordinal: int = 3
+
+    def attribute(self, name: str) -> int:
+        assert hasattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return self.attributes
+
+
+def test_handles_are_their_bytes() -> None:
+    """As the structure has them, whether this version of the package names them or not."""
+    raw = bytes(range(HANDLE_BYTES))
+    assert handle_bytes(handle_of(driver, raw)) == raw
+    assert handle_bytes(driver.CUipcMemHandle()) == bytes(HANDLE_BYTES)
+
+
+def test_what_the_driver_is_asked_for_memory_with_a_descriptor() -> None:
+    """Field by field, as the driver's structures have them: what is set in a part is set in the whole."""
+    primary: Any = Answers(1)
+    properties, access = properties_of(primary), access_of(primary)
+    found = (ctypes.c_int * 4).from_address(int(properties.getPtr()))
+    assert list(found) == [1, 1, 1, 3], "pinned, by a file descriptor, on device 3"
+    assert properties.allocFlags.gpuDirectRDMACapable == 1
+    assert properties_of(Answers(0)).allocFlags.gpuDirectRDMACapable == 0  # type: ignore[arg-type]
+    told = (ctypes.c_int * 3).from_address(int(access.getPtr()))
+    assert list(told) == [1, 3, 3], "device 3 reads and writes"
+
+
+def test_a_device_without_descriptors_gives_no_mapped_memory() -> None:
+    with pytest.raises(Unavailable, match="VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is not set"):
+        mapped(Answers(0), 4096)  # type: ignore[arg-type]

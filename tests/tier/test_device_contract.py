@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
 from kvstore.tier import cuda, host_memory
-from kvstore.tier.device import Addresses, Bytes, Device, DeviceLost, DeviceStream
+from kvstore.tier.device import Addresses, Bytes, Device, DeviceExport, DeviceLost, DeviceStream
 from kvstore.tier.host_device import FALSE_ANSWERS_MAX, POISON, HostDevice
 
 PIECE = 3000
@@ -163,6 +164,34 @@ def test_a_stream_is_found_by_its_handle(device: Device) -> None:
     memory.free()
 
 
+def test_shared_memory_is_the_same_for_whoever_opens_it(device: Device) -> None:
+    """By the descriptor, which may be closed then; it outlives its owner's use of it."""
+    memory, stream, source = device.allocate(1 << 16, shared=True), device.stream(), some(1 << 16)
+    copy(stream, memory.address, at(source), 1 << 16)
+    stream.record().wait(deadline())
+    export = device.export(memory.address + 100)
+    assert (export.device, export.offset) == (device.uuid, 100) and export.nbytes >= 1 << 16
+    if export.descriptor < 0:
+        pytest.skip("this driver has no descriptors, and a process does not open a handle of its own")
+    opened = device.open_export(export)
+    os.close(export.descriptor)
+    assert opened.nbytes == export.nbytes and opened.address != memory.address
+    memory.free()
+    assert np.array_equal(read(device, opened.address, 1 << 16), source)
+    opened.free()
+    opened.free()
+
+
+def test_what_cannot_be_opened(device: Device) -> None:
+    plain = DeviceExport(device.uuid, 0, 4096, b"no handle")
+    for export in (plain, plain._replace(device=bytes(16)), plain._replace(handle=b"", descriptor=-1)):
+        with pytest.raises(Unavailable):
+            device.open_export(export)
+    with pytest.raises(Unavailable):
+        device.export(at(some(4096)))
+    assert device.reach(device.uuid) == "" and device.reach(bytes(16))
+
+
 def test_more_memory_than_there_is(device: Device) -> None:
     with pytest.raises(OutOfSpace):
         device.allocate(1 << 50)
@@ -260,7 +289,29 @@ def test_memory_that_cannot_be_pinned(host: HostDevice) -> None:
         host.register(some(4096))
 
 
+def test_devices_that_reach_each_other() -> None:
+    far, near = HostDevice("host:1"), HostDevice("host:2", reaches=["host:1"])
+    theirs, ours, source, stream = far.allocate(PIECE), near.allocate(PIECE), some(PIECE), near.stream()
+    theirs.view()[:] = source
+    copy(stream, ours.address, theirs.address, PIECE)
+    stream.record().wait(deadline())
+    assert np.array_equal(ours.view(), source)
+    assert not near.owns(theirs.address) and far.reach(near.uuid) and not near.reach(far.uuid)
+
+
 # --- The mistakes that it finds -------------------------------------------------------------------------------------
+
+
+def test_a_copy_out_of_reach(host: HostDevice) -> None:
+    far = HostDevice("host:1")
+    theirs, ours = far.allocate(PIECE), host.allocate(PIECE)
+    for target, source in ((ours, theirs), (theirs, ours)):
+        with pytest.raises(AssertionError, match="does not reach"):
+            copy(host.stream(), target.address, source.address, PIECE)
+    near = HostDevice("host:2", reaches=["host:1"])
+    theirs.free()
+    with pytest.raises(AssertionError, match="freed memory of host:1"):
+        copy(near.stream(), near.allocate(PIECE).address, theirs.address, PIECE)
 
 
 def test_a_copy_outside_of_memory(host: HostDevice) -> None:

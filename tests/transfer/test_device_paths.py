@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import Unavailable
 from kvstore.tier import cuda, cuda_driver
 from kvstore.tier.host_device import HostDevice
-from kvstore.transfer.device_paths import DevicePaths, ask, asked, copies, nothing, understood
+from kvstore.transfer.device_paths import DevicePaths, ask, asked, copies, nothing, peers_of, understood
 from kvstore.transfer.gds import DirectFile
 
 FOUND = {"missing": "", "devices": {"cuda:0": "NVIDIA H100"}, "paths": {"engines": "", "gds": "no NVMe here"}}
@@ -66,6 +66,21 @@ def test_bytes_come_there_and_back() -> None:
     device.lose()
     with pytest.raises(Unavailable):
         copies(device)
+
+
+def test_which_devices_reach_each_other() -> None:
+    one, two = HostDevice("host:1"), HostDevice("host:2", reaches=["host:1"])
+    assert peers_of([one]) == "" == peers_of([two])
+    assert peers_of([one, two]) == "by way of the host where it would be to host:1 from host:2"
+    assert peers_of([HostDevice("host:1", reaches=["host:2"]), two]) == ""
+
+
+def test_memory_that_cannot_be_shown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise Unavailable("no handle")
+
+    monkeypatch.setattr(HostDevice, "export", refused)
+    assert peers_of([HostDevice()]) == "memory cannot be shown to other processes (no handle)"
 
 
 def test_a_file_that_cannot_be_read_directly_is_told() -> None:

@@ -17,7 +17,7 @@ from kvstore.client.buffers import Rows, rows_to_fill
 from kvstore.client.device_rows import DeviceRows, any_rows
 from kvstore.client.local.copying import copy_proven, copy_shard, verified
 from kvstore.client.local.elsewhere import Brought, Elsewhere, Patience
-from kvstore.client.local.frame_copies import proven_to_device
+from kvstore.client.local.frame_copies import near_to_device
 from kvstore.client.local.keeping import Keeping
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.naming import name_root
@@ -352,14 +352,15 @@ class LocalCache(PrefixCache):
     # --- memory of a device, and a shard's part of pages -------------------------------------------------------------
 
     def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
-        """Straight from the frames as far as pages are in memory, and need not be verified; the others bounce."""
-        checked, pages, reason = self._verify if verify is None else verify, 0, ABSENT
-        if not checked:
-            pages, reason = proven_to_device(self._node, keys, rows, self._wanted)
+        """Straight as far as memory or engines' memory has pages that need not be verified; the others bounce."""
+        pages, hbm, reason = 0, 0, ABSENT
+        if not (self._verify if verify is None else verify):
+            pages, hbm, reason = near_to_device(self._node, keys, rows, self._wanted)
         if reason not in ELSEWHERE or pages == len(keys):
-            return Match(pages * self._page_tokens, pages, reason)
+            return Match(pages * self._page_tokens, pages, reason, None, {Tier.HBM: hbm})
         rest = super()._get_to_device(keys[pages:], rows[pages:], verify)
-        pages, below = pages + rest.pages, {tier: rest.tiers.get(tier, 0) for tier in (Tier.HBM, Tier.NVME)}
+        below = {Tier.HBM: hbm + rest.tiers.get(Tier.HBM, 0), Tier.NVME: rest.tiers.get(Tier.NVME, 0)}
+        pages += rest.pages
         return Match(pages * self._page_tokens, pages, rest.reason, None, below, rest.nodes)
 
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:

@@ -18,6 +18,7 @@ from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.proof import Run, prove
 from kvstore.client.local.run_lease import RunLease
+from kvstore.client.local.stored import locate
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
@@ -49,6 +50,22 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Wante
     if reason and reason not in ELSEWHERE:
         node.missed(reason)
     return pages, reason
+
+
+def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedChain) -> tuple[int, int, str]:
+    """The same, and go on with those that engines of this machine have in memory which the device reaches; how many
+    that were, how many of them in engines' memory, and why not more. Raises as ``proven_to_device``."""
+    pages, reason = proven_to_device(node, keys, rows, chain)
+    mapped = node.mapped()
+    if reason not in ELSEWHERE or pages == len(keys) or mapped is None or not mapped.hbm.readable():
+        return pages, 0, reason
+    keys, rows = mapped.in_pool(keys)[pages:], rows[pages:]
+    located, hbm = locate(mapped, mapped.hbm, keys, chain.closed), 0
+    if located:
+        hbm, reason = mapped.hbm.start_direct(located, keys, chain.frame_class, rows).result()
+    if hbm:
+        mapped.counters.got(mapped.row(chain.frame_class), hbm, 0, 0, "", hbm)
+    return pages + hbm, hbm, reason
 
 
 def to_device(

@@ -3,24 +3,33 @@
 The index names a segment and a frame. The segment's records prove the page: its word says SEALED under the generation
 that the index named, and key, root, extra and token ids are ours. The bytes come by whatever way the segment exports
 its memory (``transfer.exported``), and then the generation is looked at once more. All that files say is a hint, and
-bounded by what the files are.
+bounded by what the files are. Where bytes are wanted in a device's memory, and that device reaches the segment's, one
+copy of that device brings them (``DirectRead``); else they come by way of the host.
 
-A segment whose engine has died is read no more: its session's lock tells, whether the node's daemon lives or not.
+A segment whose engine has died is read no more: its session's lock tells, whether the node's daemon lives or not. Then,
+and when it is closed, its memory is let go of (``mounts_watch``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore.client.device_link import Pieces, link_of
+from kvstore.client.device_rows import DeviceRows
+from kvstore.client.local.mounts_watch import WATCH
 from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY, IO
 from kvstore.errors import Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.base import Bytes
+from kvstore.tier.device import Addresses
+from kvstore.tier.device_copies import places_in
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
 from kvstore.tier.mounted import HOLD_NS, MountedTable, mounted_path
@@ -28,6 +37,7 @@ from kvstore.tier.plain_files import is_locked
 from kvstore.transfer.exported import OPENERS, PeerMemory
 
 RECHECK_NS: Final = 100_000_000  # how often a read looks whether a segment's engine lives
+UNOPENED_NS: Final = 2_000_000_000  # a segment that could not be opened is not tried again before that
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
 
 
@@ -58,6 +68,26 @@ class _Run(NamedTuple):
         table = self.segment.table
         return number == table.number and frame == self.frame + len(self.generations) < table.frames
 
+    def unchanged(self, count: int) -> int:
+        """How many of the leading ``count`` pages are still what they were. What was read of the others is not they,
+        whatever it looks like."""
+        for i, generation in enumerate(self.generations[:count]):
+            if not self.segment.holds(self.frame + i, generation, (_SEALED, _RETIRING)):
+                return i
+        return count
+
+
+@contextlib.contextmanager
+def _held(run: _Run) -> Iterator[None]:
+    """Inside, its engine knows that somebody reads there: see ``mounted``. First of all, before a word is looked at."""
+    held = run.segment.table.held[run.frame : run.frame + len(run.generations)]
+    until_ns = np.uint64(time.monotonic_ns() + HOLD_NS)
+    held[:] = np.maximum(held, until_ns)
+    try:
+        yield
+    finally:
+        held[held == until_ns] = 0
+
 
 class HbmReader:
     """See ``LowerReader``. Nothing is opened until the index names it."""
@@ -69,6 +99,7 @@ class HbmReader:
         self._folder = folder
         self._header = header
         self._segments: dict[int, _PeerSegment] = {}
+        self._unopened: dict[int, int] = {}  # by number, until when
 
     def own(self, table: MountedTable, memory: PeerMemory) -> None:
         """This process has mounted that segment: it lives as long as we do."""
@@ -102,13 +133,19 @@ class HbmReader:
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> HbmRead:
         """See ``LowerReader``."""
-        return HbmRead(self, located, keys, frame_class, rows)
+        return HbmRead(_Located(self, located[: len(rows)], keys, frame_class), rows)
 
     def start_layer(
         self, located: list[bytes], keys: Keys, frame_class: FrameClass, layer: int, rows: Bytes
     ) -> HbmRead:
         """The same of one layer of each page, into ``rows`` ``[pages, layer_bytes]``."""
-        return HbmRead(self, located, keys, frame_class, rows, layer)
+        return HbmRead(_Located(self, located[: len(rows)], keys, frame_class), rows, layer)
+
+    def start_direct(
+        self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: DeviceRows, layer: int | None = None
+    ) -> DirectRead:
+        """The same into memory of a device, of the leading pages whose memory that device reaches."""
+        return DirectRead(_Located(self, located[: len(rows)], keys, frame_class), rows, layer)
 
     def segment(self, number: int) -> _PeerSegment | None:
         """The segment of that number, while its engine lives."""
@@ -129,15 +166,26 @@ class HbmReader:
         return (segment, frame) if segment is not None and frame < segment.table.frames else None
 
     def _open(self, number: int) -> _PeerSegment | None:
+        now_ns = time.monotonic_ns()
+        if now_ns < self._unopened.get(number, 0):
+            return None
         table = MountedTable.open(self._folder, number, self._header.incarnation)
         opener = OPENERS.get(table.kind) if table is not None else None
         memory = opener(self._folder, table) if table is not None and opener is not None else None
         if table is None or memory is None:
+            self._unopened = {each: until for each, until in self._unopened.items() if now_ns < until}
+            self._unopened[number] = now_ns + UNOPENED_NS
             return None
-        for old in [old for old in self._segments if not mounted_path(self._folder, old).exists()]:
-            self._segments.pop(old, None)  # rare enough to look: their mappings hold memory
+        WATCH.add(self)
         segment = self._segments[number] = _PeerSegment(table, memory, False)
         return segment
+
+    def drop_ended(self) -> None:
+        """See ``MountsReader``. Whoever is reading there keeps the memory until that is done."""
+        for number, segment in list(self._segments.items()):
+            there = mounted_path(self._folder, number).exists() and self._lives(segment.table)
+            if not segment.here and not there:
+                self._segments.pop(number, None)
 
     def _lives(self, table: MountedTable) -> bool:
         try:
@@ -146,44 +194,19 @@ class HbmReader:
             return False
 
 
-class HbmRead:
-    """See ``PendingRead``. Everything is done by ``result``."""
+class _Located:
+    """Pages that the index has named, as runs of frames."""
 
-    damaged = b""
-    addresses = b""  # the node promotes nothing of what is not its own
-
-    def __init__(
-        self,
-        reader: HbmReader,
-        located: list[bytes],
-        keys: Keys,
-        frame_class: FrameClass,
-        rows: Bytes,
-        layer: int | None = None,
-    ) -> None:
+    def __init__(self, reader: HbmReader, located: list[bytes], keys: Keys, frame_class: FrameClass) -> None:
         self._reader = reader
         self._located = located
-        self._keys = keys
+        self.keys = keys
         self._class = frame_class
-        self._rows = rows
-        self._layer = layer
 
-    def result(self, silence_s: float) -> tuple[int, str]:
-        """See ``PendingRead``."""
-        pages = 0
-        for run in self._runs():
-            if run is None:
-                return pages, EXTENT
-            count, why = self._read(run)
-            pages += count
-            if why:
-                return pages, why
-        return pages, "" if pages == len(self._keys) else ABSENT
-
-    def _runs(self) -> list[_Run | None]:
+    def runs(self) -> list[_Run | None]:
         """Runs of consecutive frames; None at the end: the next page is in a segment that cannot be read."""
         runs: list[_Run | None] = []
-        for page, raw in enumerate(self._located[: len(self._rows)]):
+        for page, raw in enumerate(self._located):
             number, frame, generation = ADDRESS.unpack(raw)
             last = runs[-1] if runs else None
             if last is not None and last.goes_on(number, frame):
@@ -195,28 +218,9 @@ class HbmRead:
             runs.append(_Run(segment, frame, page, [generation]))
         return runs
 
-    def _read(self, run: _Run) -> tuple[int, str]:
-        """Read the leading pages of a run that are proven; how many, and why not all."""
-        segment, table = run.segment, run.segment.table
-        frames = slice(run.frame, run.frame + len(run.generations))
-        until_ns = np.uint64(time.monotonic_ns() + HOLD_NS)
-        table.held[frames] = np.maximum(table.held[frames], until_ns)  # first: see ``mounted``
-        try:
-            count, why = self._proven(run)
-            if count:
-                segment.memory.read(run.frame, self._rows[run.page : run.page + count], self._layer)
-        except Unavailable:
-            return 0, IO
-        finally:
-            mine = table.held[frames] == until_ns
-            table.held[frames][mine] = 0
-        for i, generation in enumerate(run.generations[:count]):
-            if not segment.holds(run.frame + i, generation, (_SEALED, _RETIRING)):
-                return i, GENERATION  # what was read is not it, whatever it looks like
-        return count, why
-
-    def _proven(self, run: _Run) -> tuple[int, str]:
-        table, keys = run.segment.table, self._keys
+    def proven(self, run: _Run) -> tuple[int, str]:
+        """How many leading pages of a run are what was asked for, and why not more."""
+        table, keys = run.segment.table, self.keys
         width = len(keys.identity_bytes) // len(keys)
         for i, generation in enumerate(run.generations):
             at = (run.page + i) * width
@@ -225,3 +229,99 @@ class HbmRead:
             if table.identity[run.frame + i].tobytes() != keys.identity_bytes[at : at + width]:
                 return i, IDENTITY
         return len(run.generations), ""
+
+
+class HbmRead:
+    """See ``PendingRead``. Everything is done by ``result``."""
+
+    damaged = b""
+    addresses = b""  # the node promotes nothing of what is not its own
+
+    def __init__(self, located: _Located, rows: Bytes, layer: int | None = None) -> None:
+        self._located = located
+        self._rows = rows
+        self._layer = layer
+
+    def result(self, silence_s: float) -> tuple[int, str]:
+        """See ``PendingRead``."""
+        pages = 0
+        for run in self._located.runs():
+            if run is None:
+                return pages, EXTENT
+            count, why = self._read(run)
+            pages += count
+            if why:
+                return pages, why
+        return pages, "" if pages == len(self._located.keys) else ABSENT
+
+    def _read(self, run: _Run) -> tuple[int, str]:
+        """Read the leading pages of a run that are proven; how many, and why not all."""
+        try:
+            with _held(run):
+                count, why = self._located.proven(run)
+                if count:
+                    run.segment.memory.read(run.frame, self._rows[run.page : run.page + count], self._layer)
+        except Unavailable:
+            return 0, IO
+        same = run.unchanged(count)
+        return (same, GENERATION) if same < count else (count, why)
+
+
+class DirectRead:
+    """Pages into memory of a device, by one copy of that device out of memory that it reaches."""
+
+    def __init__(self, located: _Located, rows: DeviceRows, layer: int | None = None) -> None:
+        self._located = located
+        self._rows = rows
+        self._layer = layer
+
+    def result(self) -> tuple[int, str]:
+        """How many leading pages are in the rows and proven, and why not more ("" where all): EXTENT where the device
+        does not reach the next one's memory.
+
+        Raises:
+            DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
+        """
+        link, begun, pieces, why = link_of(self._rows.device), list[tuple[_Run, int]](), list[Pieces](), ""
+        with contextlib.ExitStack() as held:
+            for run in self._located.runs():
+                there = self._places(run)
+                if run is None or there is None:
+                    why = EXTENT
+                    break
+                held.enter_context(_held(run))
+                count, why = self._located.proven(run)
+                if count:
+                    begun.append((run, count))
+                    pieces.append(_pieces(self._rows[run.page : run.page + count], *there))
+                if why:
+                    break
+            if begun:
+                memory = [run.segment.memory for run, _ in begun]
+                event = link.copy_pieces(pieces, after=self._rows.ready())
+                link.wait(event, (memory, self._rows))
+            pages = 0
+            for run, count in begun:
+                same = run.unchanged(count)
+                pages += same
+                if same < count:
+                    return pages, GENERATION
+        return pages, why or ("" if pages == len(self._located.keys) else ABSENT)
+
+    def _places(self, run: _Run | None) -> tuple[Addresses, Addresses] | None:
+        """Where a run lies for the device; None: out of its reach."""
+        if run is None:
+            return None
+        try:
+            places = run.segment.memory.places(self._rows.device, run.frame, len(run.generations), self._layer)
+        except Unavailable:
+            return None
+        return places
+
+
+def _pieces(rows: DeviceRows, sources: Addresses, nbytes: Addresses) -> Pieces:
+    """Targets, sources and lengths of what fills the rows: of more pages, or of these."""
+    each = len(nbytes) // (int(nbytes.sum()) // rows.row_bytes)
+    sources, nbytes = sources[: rows.rows * each], nbytes[: rows.rows * each]
+    inside = places_in(0, nbytes[:each])
+    return (rows.addresses[:, None] + inside).reshape(-1), sources, nbytes

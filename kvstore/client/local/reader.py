@@ -101,7 +101,13 @@ class LocalReader(Reader):
         if not located:
             return 0
         self._name(mapped, True)
-        wanted = (part.start, part.stop) == (begin, end) and not isinstance(target, DeviceRows)
+        whole = (part.start, part.stop) == (begin, end)
+        if whole and isinstance(target, DeviceRows):
+            there = target[page : page + len(located)]
+            count, _ = mapped.hbm.start_direct(located, keys, self._class, there, layer).result()
+            if count:
+                return count
+        wanted = whole and not isinstance(target, DeviceRows)
         rows: Any = target[page : page + len(located)] if wanted else empty((len(located), end - begin))
         count, _ = mapped.hbm.start_layer(located, keys, self._class, layer, rows).result(mapped.timeout_s)
         found = rows[:count, part.start - begin : part.stop - begin]

@@ -46,8 +46,11 @@ class LocalSegment:
         pages: the same as ``[frames, page_bytes]``; empty where it has strides.
     """
 
-    def __init__(self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable) -> None:
+    def __init__(
+        self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable, given: MountedMemory | None
+    ) -> None:
         self._node = node
+        self._given = given
         self._mapped = mapped
         self._layout = layout
         self._table = table
@@ -129,6 +132,8 @@ class LocalSegment:
                 return
             self._closed = True
             self._mapped.hbm.disown(self.number)
+            if self._given is not None:
+                self._given.withdraw()
             for frame in range(self.frames):
                 self._table.clear(frame)
             try:
@@ -194,19 +199,21 @@ def mount(
         raise InvalidRequest("memory", f"{memory.nbytes} bytes hold no {frames} frames, which take {nbytes}")
     mapped = node.writable()
     frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-    export = memory.export() if memory is not None else b""
     message = mapped.exchange(Op.MOUNT, a=pack_class(frame_class), b=frames)
     if message.op != Status.OK:
         raise OutOfSpace(f"{node.name}: the node knows as much mounted memory as it may")
     number, kind = message.a, memory.kind if memory is not None else HOST
-    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, strides, kind, export
+    parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, strides, kind
     try:
         shared = _shared(mapped, number, nbytes) if memory is None else None
-        table = MountedTable.create(mapped.folder, *parts)
-    except (OSError, OutOfSpace):
+        export = memory.export(mapped.folder, number) if memory is not None else b""
+        table = MountedTable.create(mapped.folder, *parts, export)
+    except (OSError, OutOfSpace, Unavailable):
+        if memory is not None:
+            memory.withdraw()
         mapped.exchange(Op.UNMOUNT, a=number)
         raise
-    segment = LocalSegment(node, mapped, layout, table)
+    segment = LocalSegment(node, mapped, layout, table, memory)
     if memory is not None:
         mapped.hbm.own(table, memory.here(table))
     elif shared is not None:

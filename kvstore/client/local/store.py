@@ -93,7 +93,7 @@ class LocalStore(Store, LocalObjects):
         process ends. The memory is counted for the tenants whose pages it holds, and charged to no quota.
 
         Args:
-            memory: of a device, say: see ``transfer.cuda``. None makes shared memory of the host.
+            memory: of a device, say: see ``transfer.device_memory``. None makes shared memory of the host.
             strides: where pages lie in it, of another engine's making; None: each in one piece.
 
         Raises:

@@ -1,7 +1,8 @@
 """An engine that mounts memory, and does what it is told: ``python -m tests.helpers.workers.mounting JSON``.
 
-Its argument is a JSON object: ``node``, ``frames``, ``strided`` (laid out as another engine's). Each line on stdin is a
-JSON list, a verb and its arguments; each is answered by a line ``done``. The end of stdin is its end.
+Its argument is a JSON object: ``node``, ``frames``, ``strided`` (laid out as another engine's), ``device`` (whose
+memory it is; "": the host's). Each line on stdin is a JSON list, a verb and its arguments; each is answered by a line
+``done``. The end of stdin is its end.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from typing import Any
 import kvstore
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
+from kvstore.tier.host_device import HostDevice
+from kvstore.tier.host_device_memory import HostMemory
+from kvstore.transfer.device_memory import DeviceFrames
 from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.device_frames import STRIDE, shown
 from tests.helpers.strided import foreign_strides, write_foreign
 
 TURN_S = 0.01  # for which a prompt stays
+DEVICE: list[HostMemory] = []  # whose memory is mounted
 
 
 def log(event: str, **fields: Any) -> None:
@@ -31,6 +37,9 @@ def publish(segment: LocalSegment, seed: int, pages: int, frames: list[int], sal
     keys = chain(seed, pages, salt=salt)[first:]
     if segment.pages.size:
         segment.pages[frames] = contents(keys)
+    elif DEVICE:
+        for page, frame in zip(contents(keys), frames, strict=True):
+            DEVICE[0].view()[frame * STRIDE : frame * STRIDE + SMALL.page_bytes] = page
     else:
         write_foreign(segment.memory, SMALL, frames, contents(keys))
     segment.publish(keys, frames)
@@ -57,7 +66,12 @@ def main(told: dict[str, Any]) -> None:
     with kvstore.connect(told["node"]) as store:
         assert isinstance(store, LocalStore)
         strides = foreign_strides(SMALL, told["frames"]) if told["strided"] else None
-        segment = store.mount(SMALL, told["frames"], strides=strides)
+        shows: DeviceFrames | None = None
+        if told["device"]:
+            device = HostDevice(told["device"])
+            DEVICE.append(device.allocate(told["frames"] * STRIDE, shared=True))
+            shows = shown(device, DEVICE[0])
+        segment = store.mount(SMALL, told["frames"], shows, strides)
         log("mounted", number=segment.number)
         while line := sys.stdin.readline():
             verb, *given = json.loads(line)

@@ -1,0 +1,342 @@
+"""Pages in the memory of another process's device: from device to device where one reaches the other, else by way of
+the host. The other process is a real one, and passes a descriptor of its memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import Tier
+from kvstore.client import device_link
+from kvstore.client.device_link import DeviceLink
+from kvstore.client.local import hbm, mounts_watch
+from kvstore.client.local.segment import LocalSegment
+from kvstore.client.local.store import LocalStore
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tier.host_device import HostDevice
+from kvstore.tier.host_device_memory import HostMemory
+from kvstore.tier.mounted import MountedTable, passing_path
+from kvstore.transfer import descriptors, device_memory
+from kvstore.transfer.descriptors import DescriptorServer, received
+from kvstore.transfer.device_memory import DevicePages
+from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
+from tests.helpers.device_buffers import InterfaceBuffer, added_device
+from tests.helpers.device_frames import STRIDE, shown
+from tests.helpers.device_waits import WaitSite, forget, wait_sites
+from tests.helpers.inside import node_of
+from tests.helpers.mounted import Engine
+from tests.helpers.processes import Machine, check_laws, put, wait_until
+
+PAGES = 12
+FRAMES = 16
+WAITS = wait_sites(hbm)
+
+
+class Ways:
+    """How pages came: copies that were direct, and reads by way of the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.direct = self.by_host = 0
+        copy, read = DeviceLink.copy_pieces, DevicePages.read
+
+        def copied(*given: Any, **named: Any) -> Any:
+            self.direct += 1
+            return copy(*given, **named)
+
+        def was_read(*given: Any) -> None:
+            self.by_host += 1
+            read(*given)
+
+        monkeypatch.setattr(DeviceLink, "copy_pieces", copied)
+        monkeypatch.setattr(DevicePages, "read", was_read)
+
+
+def buffer(device: HostDevice, pages: int = PAGES) -> InterfaceBuffer:
+    return InterfaceBuffer(device, (pages, SMALL.page_bytes))
+
+
+def store_of(machine: Machine) -> LocalStore:
+    store = machine.connect("n")
+    assert isinstance(store, LocalStore)
+    return store
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["host:0", "host:1"], ids=["one device", "two devices"])
+def test_from_device_to_device(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A get whose first pages are in DRAM, all layers, and what the node counts."""
+    machine.serve("n")
+    store, engine, ways = store_of(machine), Engine(machine, device="host:0"), Ways(monkeypatch)
+    engine.publish(1, PAGES)
+    put(store, 1, 3)
+    data = contents(chain(1, PAGES))
+    with added_device(name, reaches=["host:0"]) as device:
+        out = buffer(device)
+        match = store.cache(SMALL).get(chain(1, PAGES), out)
+        assert match.tiers == {Tier.DRAM: 3, Tier.HBM: PAGES - 3} and match.reason == ""
+        assert (out.seen == data).all()
+        assert (ways.direct, ways.by_host) == (1, 0)
+        reader, target = (
+            store.cache(SMALL).reader(prompt(1, PAGES)),
+            InterfaceBuffer(device, (PAGES, SMALL.layer_bytes)),
+        )
+        for layer in range(SMALL.layers):
+            reader.read_layer(layer, target)
+            assert (target.seen == layer_of(data, layer)).all()
+        assert (ways.direct, ways.by_host) == (1 + SMALL.layers, 0)
+        assert store.stats()["clients"]["hit_hbm"] == PAGES - 3
+        engine.ask("retire", [10, 11])
+        match = store.cache(SMALL).get(chain(1, PAGES), out)
+        assert (match.pages, match.reason) == (10, "absent")
+    check_laws(store)
+
+
+def test_devices_that_do_not_reach_each_other(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of the host where this process uses the other device too; else not at all: that is a miss."""
+    machine.serve("n")
+    store, engine, ways = store_of(machine), Engine(machine, device="host:0"), Ways(monkeypatch)
+    engine.publish(1, PAGES)
+    with added_device("host:1") as device:
+        out = buffer(device)
+        assert store.cache(SMALL).get(chain(1, PAGES), out).pages == 0 and out.untouched
+        with added_device("host:0"):
+            monkeypatch.setattr(hbm, "UNOPENED_NS", 0)
+            store.cache(SMALL).get(chain(1, PAGES))  # forgets that it could not be opened
+            mapped = node_of(store).mapped()
+            assert mapped is not None
+            mapped.hbm._unopened.clear()
+            match = store.cache(SMALL).get(chain(1, PAGES), out)
+            assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(chain(1, PAGES))).all()
+            assert ways.direct == 0 and ways.by_host > 0
+
+
+def test_pages_of_an_engine_that_turns_over_are_right_or_a_miss(machine: Machine) -> None:
+    machine.serve("n")
+    store, engine = store_of(machine), Engine(machine, device="host:0")
+    engine.begin("turn_over", 3, 8)
+    engine.process.wait_for("turning")
+    found = 0
+    with added_device("host:1", reaches=["host:0"]) as device:
+        for turn in range(300):
+            keys, out = chain(turn % 3, 8), buffer(device, 8)
+            match = store.cache(SMALL).get(keys, out)
+            assert (out.seen[: match.pages] == contents(keys)[: match.pages]).all()
+            found += match.pages
+            out.memory.free()
+    engine.process.tell("enough")
+    engine.end()
+    assert found, "it was found now and then"
+
+
+def test_a_killed_engines_memory_is_let_go_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that reads nothing any more."""
+    monkeypatch.setattr(mounts_watch, "LOOK_S", 0.05)
+    machine.serve("n")
+    store, engine = store_of(machine), Engine(machine, device="host:0")
+    engine.publish(1, PAGES)
+    with added_device("host:1", reaches=["host:0"]) as device:
+        assert store.cache(SMALL).get(chain(1, PAGES), buffer(device)).pages == PAGES
+        opened = [weakref.ref(memory) for memory in device._memories if memory.theirs]
+        assert len(opened) == 1 and all(memory.live for memory in device._memories if memory.theirs)
+        engine.process.kill()
+        wait_until("it is unmapped", lambda: not any(each.live for each in device._memories if each.theirs))
+
+
+def test_an_engine_that_was_stopped_costs_one_deadline(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody passes the descriptor: a miss, and it is not asked again at once."""
+    asked: list[Path] = []
+    pass_on = descriptors.received
+
+    def counted(path: Path) -> int:
+        asked.append(path)
+        return pass_on(path)
+
+    monkeypatch.setattr(device_memory, "received", counted)
+    machine.serve("n")
+    store, engine = store_of(machine), Engine(machine, device="host:0")
+    engine.publish(1, PAGES)
+    with added_device("host:0"):
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        for _ in range(3):
+            assert store.cache(SMALL).get(chain(1, PAGES)).pages == 0
+        os.kill(engine.process.pid, signal.SIGCONT)
+        assert len(asked) == 1
+
+
+# --- one process, in which every moment can be chosen ---------------------------------------------------------------
+
+
+class Two:
+    """An engine's memory on one device, a reader's on another, and a store of each."""
+
+    def __init__(self, machine: Machine, stack: ExitStack) -> None:
+        self.source = HostDevice("host:0", seed=3)
+        self.device = stack.enter_context(added_device("host:1", reaches=["host:0"]))
+        self.store, owner = store_of(machine), store_of(machine)
+        self.memory: HostMemory = self.source.allocate(FRAMES * STRIDE, shared=True)
+        self.segment: LocalSegment = owner.mount(SMALL, FRAMES, shown(self.source, self.memory))
+        self.keys = chain(1, PAGES)
+        self.fill(contents(self.keys))
+        self.segment.publish(self.keys, range(PAGES))
+
+    def fill(self, data: np.ndarray[Any, Any]) -> None:
+        rows = self.memory.view().reshape(FRAMES, STRIDE)
+        rows[:PAGES, : SMALL.page_bytes] = data
+
+    def get(self) -> tuple[Any, InterfaceBuffer]:
+        out = buffer(self.device)
+        return self.store.cache(SMALL).get(self.keys, out), out
+
+
+@pytest.fixture
+def two(machine: Machine) -> Iterator[Two]:
+    machine.serve("n")
+    with ExitStack() as stack:
+        yield Two(machine, stack)
+
+
+@pytest.mark.parametrize("site", WAITS, ids=str)
+def test_without_this_wait_bytes_are_wrong(two: Two, site: WaitSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    match, out = two.get()
+    assert match.pages == PAGES and (out.seen == contents(two.keys)).all()
+    left_out = forget(monkeypatch, site)
+    match, out = two.get()
+    assert match.pages == PAGES and not (out.seen == contents(two.keys)).all()
+    assert left_out
+
+
+def test_every_wait_is_tried() -> None:
+    assert [str(site) for site in WAITS] == ["result"]
+
+
+def test_a_copy_begins_behind_the_callers_stream(two: Two) -> None:
+    """A kernel that the caller gave its stream before may still write to the target."""
+    out, stream = buffer(two.device), two.device.stream()
+    out.stream = stream.handle
+    stream.launch(lambda: out.seen.fill(7))
+    assert two.store.cache(SMALL).get(two.keys, out).tiers == {Tier.HBM: PAGES}
+    stream.record().wait(1e12)
+    assert (out.seen == contents(two.keys)).all()
+
+
+@pytest.mark.parametrize("moment", ["before the copy", "after the copy"])
+def test_a_page_that_turns_over_while_it_is_copied_is_a_miss(
+    two: Two, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    wait = DeviceLink.wait
+
+    def turned(self: DeviceLink, *given: Any) -> None:
+        if moment == "after the copy":
+            wait(self, *given)
+        free: list[int] = []
+        while len(free) < 3:  # as an engine that has waited long enough for whoever says that he reads
+            free += [frame for frame in two.segment.retire([5, 6, 7]) if frame not in free]
+        two.memory.view()[5 * STRIDE : 8 * STRIDE] = 9
+        if moment == "before the copy":
+            wait(self, *given)
+
+    monkeypatch.setattr(DeviceLink, "wait", turned)
+    match, out = two.get()
+    assert (match.pages, match.reason) == (5, "absent")
+    assert (out.seen[:5] == contents(two.keys)[:5]).all()
+
+
+def test_frames_are_held_until_the_event(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hbm, "HOLD_NS", 600 * 10**9)
+    monkeypatch.setattr(MountedTable, "is_held", lambda self, frame, _: bool(self.held[frame]))
+    wait, free = DeviceLink.wait, list[list[int]]()
+
+    def retired(self: DeviceLink, *given: Any) -> None:
+        free.append(two.segment.retire(range(PAGES)))
+        wait(self, *given)
+
+    monkeypatch.setattr(DeviceLink, "wait", retired)
+    match, out = two.get()
+    assert match.pages == PAGES and (out.seen == contents(two.keys)).all()
+    assert free == [[]] and two.segment.retire(range(PAGES)) == list(range(PAGES))
+
+
+def test_a_copy_that_is_late_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_link, "COPY_DEADLINE_S", 0.05)
+    two.get()
+    two.device.hold()
+    with pytest.raises(DeadlineExceeded):
+        two.get()
+    two.segment.close()
+    mapped = node_of(two.store).mapped()
+    assert mapped is not None
+    mapped.hbm.drop_ended()
+    gc.collect()
+    assert any(memory.live for memory in two.device._memories if memory.theirs), "the device still reads there"
+    two.device.let_go()
+
+
+def test_layers_that_do_not_lie_apart_come_by_the_host(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be copied directly, for whichever reason, is read as it ever was."""
+
+    def refused(*_: Any) -> None:
+        raise Unavailable("the layers of that memory do not lie apart")
+
+    ways = Ways(monkeypatch)
+    monkeypatch.setattr(DevicePages, "places", refused)
+    with added_device("host:0"):
+        match, out = two.get()
+        assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(two.keys)).all()
+    assert ways.direct == 0 and ways.by_host
+
+
+# --- descriptors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_descriptor_is_passed_to_all_who_ask_until_the_end(tmp_path: Path) -> None:
+    path = tmp_path / ("folder" * 20)
+    path.mkdir()
+    path /= "passing"
+    file = os.memfd_create("passed")
+    os.write(file, b"these bytes")
+    server = DescriptorServer(path, 0o600, file)
+    try:
+        assert path.stat().st_mode & 0o777 == 0o600
+        for _ in range(3):
+            found = received(path)
+            assert os.pread(found, 100, 0) == b"these bytes" and not os.get_inheritable(found)
+            os.close(found)
+    finally:
+        server.close()
+    assert not path.exists()
+    with pytest.raises(Unavailable):
+        received(path)
+    with pytest.raises(OSError):
+        os.fstat(file)
+    server.close()
+
+
+def test_whoever_passes_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        with pytest.raises(Unavailable):
+            received(tmp_path / "silent")  # nobody listens
+        silent.listen()
+        with pytest.raises(Unavailable):
+            received(tmp_path / "silent")
+
+
+def test_a_closed_segment_is_shown_no_more(two: Two) -> None:
+    mapped = node_of(two.store).mapped()
+    assert mapped is not None
+    path = passing_path(mapped.folder, two.segment.number)
+    assert path.is_socket()
+    two.segment.close()
+    assert not path.exists() and two.get()[0].pages == 0
