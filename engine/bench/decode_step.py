@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from engine.compute.cpu.packed import pack
 from engine.compute.models import Model, load_model
 from engine.compute.paged_cache import Arena, Batch, Slice
 from engine.compute.runner import Runner
@@ -72,6 +73,7 @@ class Nets:
 def nets_of(preset: str) -> Nets:
     """Of a preset; no engine has touched it."""
     model = load_model(preset)
+    pack(model.net)  # as a runner would: rows compare what is around the linear layers
     return Nets(model, copy.deepcopy(model.net, {id(tensor): tensor for tensor in model.net.parameters()}))
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.compute import attention
+from engine.compute.cpu.packed import pack
 from engine.compute.graphs import Run, StepGraphs, cuda_recorder
 from engine.compute.kernels import chosen
 from engine.compute.lost import translated
@@ -60,7 +61,7 @@ def _made(model: Model, arenas: Arenas, steps_max: int) -> Runner:
 class Runner:
     """Runs batches through ``model.net`` over ``arenas``. Several threads may, each a batch of its own.
 
-    The net attends to pages from then on: nothing but a runner can run it.
+    The net attends to pages from then on: nothing but a runner can run it. On a CPU its linear layers are packed.
     """
 
     graphs = "none: only a CUDA device has them"
@@ -70,6 +71,7 @@ class Runner:
         self._arenas = arenas
         self._graphs: StepGraphs | None = None
         self._net.set_attn_implementation(attention.NAME)
+        pack(self._net)
         self._warm_up()
 
     def forward(self, batch: Batch) -> torch.Tensor:
