@@ -14,9 +14,7 @@ arithmetic: its context is gathered once per layer, and given to torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
@@ -24,11 +22,12 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from engine.compute.cpu.kernel import NO_SINK, Shape, kernel
+from engine.compute.cpu.kernel import NO_SINK, Call, Shape, kernel
 from engine.compute.paged_cache import Batch, Steps
 from engine.compute.tiles import Terms
 
 NAME = "kvstore_paged"
+SHARED_BYTES_MIN = 256 << 10  # of a layer's KV; less is read before another thread has begun
 
 Read = Callable[[torch.Tensor, int, int], torch.Tensor]  # of query, v_dim, v_at
 
@@ -147,28 +146,16 @@ def _run_kernel(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_d
     sinks = _no_sinks(heads) if terms.sinks is None else terms.sinks.float().contiguous()
     out = torch.empty((count, heads, v_dim), dtype=torch.float32)
     low = steps.low(terms.window)
-    addresses = (steps.tables[group], steps.first, low, steps.high, exact, sinks, out)
-    run = partial(
-        kernel(shape), pages.data_ptr(), number, *(x.data_ptr() for x in addresses), terms.scaling, terms.softcap
-    )
-    items = count * kv_heads
-    if torch.get_num_threads() == 1:
-        run(0, items)
-    else:
-        share = -(-items // torch.get_num_threads())
-        list(_threads().map(lambda start: run(start, min(start + share, items)), range(0, items, share)))
+    addresses = (x.data_ptr() for x in (steps.tables[group], steps.first, low, steps.high, exact, sinks, out))
+    call = Call(0, count * kv_heads, pages.data_ptr(), number, *addresses, terms.scaling, terms.softcap)
+    read_bytes = steps.tokens * kv_heads * content * pages.element_size()
+    kernel(shape).run(call, torch.get_num_threads() if read_bytes >= SHARED_BYTES_MIN else 1)
     return out.to(query.dtype)
 
 
 @cache
 def _no_sinks(heads: int) -> torch.Tensor:
     return torch.full((heads,), NO_SINK, dtype=torch.float32)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Those that share a layer, where an engine has more than one core. What they do ends by itself."""
-    return ThreadPoolExecutor(os.cpu_count(), "attention")
 
 
 # --- A chunk of tokens of one sequence ---

@@ -66,7 +66,7 @@ class Steps:
         index: int64 ``[n]``, where their tokens are in the input; None where they are the whole input, in order.
         count: ``n``.
         tables: per group their page tables, int64, end to end; ``first[i]`` is where the one of ``i`` starts.
-        high: int64 ``[n]``: the tokens of each sequence, this one included.
+        high: int64 ``[n]``: the tokens of each sequence, this one included; ``tokens``, of all of them.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Steps:
     ) -> None:
         self.count = len(chosen)
         self.index = None if self.count == len(slices) else torch.from_numpy(last[chosen])
-        self.high = torch.tensor([slices[i].stop for i in chosen])
+        stops = [slices[i].stop for i in chosen]
+        self.high, self.tokens = torch.tensor(stops), sum(stops)
         pages = -(-self.high // arenas.groups[0].layout.page_tokens)
         self.first = torch.cumsum(pages, 0) - pages
         self.tables = torch.cat([slices[i].tables[:, :n] for i, n in zip(chosen, pages.tolist(), strict=True)], dim=1)

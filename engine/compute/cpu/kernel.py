@@ -21,8 +21,11 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import llvmlite.binding as llvm
+import torch
 from llvmlite import ir
 
 from engine.compute.cpu.emitter import F32, I16, I32, I64, LANES, LOG2_E, NEVER, Emitter, integer, real
@@ -30,6 +33,7 @@ from engine.compute.cpu.emitter import F32, I16, I32, I64, LANES, LOG2_E, NEVER,
 _TOKENS, _HEADS, _DIMS = 4, 4, 4  # tiles: 16 sums, and what they are made of, fit into 32 registers
 _BLOCK_BYTES = 32 << 10  # of a block of tokens: less than any first-level cache of data
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ADDRESSES = ("pages", "layer", "frames", "first", "low", "high", "query", "sinks", "out")
 NO_SINK = NEVER
 
 
@@ -69,21 +73,61 @@ class Shape:
         return max(LANES, min(tokens, -(-self.page_tokens // LANES) * LANES))
 
 
-Kernel = Callable[..., None]
-_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_size_t] * 9, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 2)
+class Call(ctypes.Structure):
+    """What the code is given.
+
+    Attributes:
+        next, items: items are pairs of sequence and KV head. Whoever computes takes the next one: ``next`` begins with 0.
+        pages, layer: address of the arena, and which layer.
+        frames: address of int64 page tables, end to end; ``first``, of int64 per sequence: where its table starts.
+        low, high: of int64 per sequence: the tokens ``[low, high)`` that it attends to, at least one.
+        query: of float32 ``[sequences, kv_heads, group, k_dim]``; ``sinks``, of float32 ``[kv_heads, group]``.
+        out: of float32 ``[sequences, kv_heads, group, v_dim]``, which is written.
+    """
+
+    _fields_ = (
+        ("next", ctypes.c_int64),
+        ("items", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in _ADDRESSES),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class Kernel:
+    """The code for a shape. Threads may share it; it runs without the interpreter's lock."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def run(self, call: Call, threads: int) -> None:
+        """Do all items, with so many threads of OpenMP's: those that torch computes with. They are at hand between two
+        products, where threads of our own would have to be woken, and be in their way. Where torch has others, the
+        caller's alone."""
+        if threads > 1 and (parallel := _parallel()) is not None:
+            parallel(self._address, ctypes.addressof(call), threads, 0)
+        else:
+            self._alone(ctypes.addressof(call))
+
+
+@functools.cache
+def _parallel() -> Callable[[int, int, int, int], None] | None:
+    """Has a function of one argument called by so many threads at once, and returns when all have."""
+    try:
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return cast(Callable[[int, int, int, int], None], function)
+
+
 _lock = threading.Lock()
 _keep: list[object] = []  # engines own the code that they made
 
 
 def kernel(shape: Shape) -> Kernel:
-    """A function ``(pages, layer, frames, first, low, high, query, sinks, out, scaling, softcap, start, stop)``.
-
-    Numbers from ``pages`` to ``out`` but ``layer`` are addresses: of the arena; of int64 page tables, end to end; per
-    sequence int64 where its table starts, and the tokens ``[low, high)`` it attends to (at least one); of float32
-    ``[sequences, kv_heads, group, k_dim]``; of float32 ``[kv_heads, group]``; of float32 ``[sequences, kv_heads,
-    group, v_dim]``, which is written. Items are pairs of sequence and KV head; those from ``start`` to ``stop`` are
-    done. It runs without the interpreter's lock.
-    """
+    """The code for a shape, made when it is first asked for."""
     with _lock:
         return _compiled(shape)
 
@@ -102,7 +146,7 @@ def _compiled(shape: Shape) -> Kernel:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     _keep.append(engine)
-    return _PROTOTYPE(engine.get_function_address("attend"))
+    return Kernel(engine.get_function_address("attend"))
 
 
 class _Writer(Emitter):
@@ -113,18 +157,23 @@ class _Writer(Emitter):
         self.lanes = math.gcd(LANES, math.gcd(shape.k_dim, shape.v_dim))
         element = ir.PointerType(F32 if shape.dtype == "float32" else I16)
         numbers, integers = ir.PointerType(F32), ir.PointerType(I64)
-        arguments = {"pages": element, "layer": I64, "frames": integers, "first": integers, "low": integers}
-        arguments |= {"high": integers, "query": numbers, "sinks": numbers, "out": numbers}
-        arguments |= {"scaling": F32, "softcap": F32, "start": I64, "stop": I64}
-        super().__init__("attend", arguments)
-        self.arg["out"].add_attribute("noalias")
+        kinds = {"next": I64, "items": I64, "pages": element, "layer": I64, "frames": integers, "first": integers}
+        kinds |= {"low": integers, "high": integers, "query": numbers, "sinks": numbers, "out": numbers}
+        kinds |= {"scaling": F32, "softcap": F32}
+        assert list(kinds) == [name for name, *_ in Call._fields_]
+        super().__init__("attend", {"call": ir.LiteralStructType(list(kinds.values())).as_pointer()})
+        fields = {name: self.b.gep(self.arg["call"], [I32(0), I32(at)]) for at, name in enumerate(kinds)}
+        self.arg |= {name: self.b.load(where) for name, where in fields.items() if name != "next"}
         g = shape.group
         self.q = self.array(g * shape.k_dim)  # of one item, scaled
         self.scores = self.array(g * shape.block)
         self.sums = self.array(g * shape.v_dim)
         self.peaks, self.totals, self.fades = self.array(g), self.array(g), self.array(g)
-        with self.loop(self.arg["start"], self.arg["stop"]) as item:
-            self._item(item)
+        take = functools.partial(self.b.atomic_rmw, "add", fields["next"], integer(1), "monotonic")
+        item = self.variable(I64, take())
+        with self.repeat(lambda: self.b.icmp_signed("<", self.b.load(item), self.arg["items"])):
+            self._item(self.b.load(item))
+            self.b.store(take(), item)
         self.end()
 
     # --- The algorithm ---
