@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
@@ -73,11 +74,13 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         import torch  # only here: torch and transformers take seconds
 
         from engine.compute.models import load_model
+        from engine.compute.teams import apart
 
         life.begun(model=config.model)
         if config.threads:
             torch.set_num_threads(config.threads)  # a model is run once to be loaded
-        model = load_model(config.model, device=config.device, dtype=config.dtype, seed=config.seed)
+        load = partial(load_model, config.model, device=config.device, dtype=config.dtype, seed=config.seed)
+        model = apart(load)
         gc.freeze()  # what torch and transformers made lives as long as we do: no collection need look at it
         _run(config, model, store, home, membership, life, announce)
 

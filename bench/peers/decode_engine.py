@@ -66,12 +66,13 @@ def direct(told: dict[str, Any]) -> Ask:
     import torch
 
     from engine.compute.models import load_model
+    from engine.compute.teams import apart
     from engine.config import EngineConfig
     from engine.model.request import Failed, Finished, Request, Sampling, Token
     from engine.shell.engine import Engine
 
     torch.set_num_threads(told["threads"])
-    model = load_model(told["model"])
+    model = apart(lambda: load_model(told["model"]))  # as the daemon does
     pages = told["batch"] * -(-(told["tokens"] + PAGE_TOKENS) // PAGE_TOKENS)
     config = EngineConfig(
         model=told["model"],
@@ -122,8 +123,12 @@ def grpc(told: dict[str, Any]) -> Ask:
     command += ["--batch-max", str(told["batch"]), "--threads", str(told["threads"]), "--arena", f"{2 * pages}MiB"]
     daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert daemon.stdout is not None
-    ready = json.loads(daemon.stdout.readline())
-    client = EngineClient(ready["grpc"][0])
+    document = ""
+    while not document.endswith("\n}\n"):
+        line = daemon.stdout.readline()
+        assert line, "our engine has ended"
+        document += line
+    client = EngineClient(json.loads(document)["grpc"][0])
     threads = ThreadPoolExecutor(told["batch"])
 
     def one(prompt: list[int], tokens: int, start_s: float) -> tuple[list[int], list[float]]:

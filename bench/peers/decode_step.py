@@ -125,7 +125,7 @@ class Judge:
         self._net: Any = None
 
     def apart(self, prompt: list[int], ours: list[int], theirs: list[int]) -> str:
-        """"equal", "tie" where the first tokens to differ have logits as good as equal, or "OTHER"."""
+        """Says equal, tie where the first tokens to differ have logits as good as equal, or OTHER."""
         if ours == theirs:
             return "equal"
         import torch

@@ -22,6 +22,7 @@ import torch
 from engine.compute.lost import translated
 from engine.compute.models import Model
 from engine.compute.runner import runner_of
+from engine.compute.teams import apart
 from engine.config import EngineConfig
 from engine.memory.device_staging import stagings_of
 from engine.memory.lossy import codecs
@@ -112,7 +113,7 @@ class Engine:
             )
         )
         self._peers = Peers(connect)
-        self._runner = runner_of(model, self.arenas, config.batch_max)
+        self._runner = apart(partial(runner_of, model, self.arenas, config.batch_max))
         self.performer = EnginePerformer(
             config,
             model.geometry.vocab_size,

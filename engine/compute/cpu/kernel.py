@@ -77,7 +77,7 @@ class Call(ctypes.Structure):
     """What the code is given.
 
     Attributes:
-        next, items: items are pairs of sequence and KV head. Whoever computes takes the next one: ``next`` begins with 0.
+        next, items: items are pairs of sequence and KV head. Who computes takes the next one: ``next`` begins with 0.
         pages, layer: address of the arena, and which layer.
         frames: address of int64 page tables, end to end; ``first``, of int64 per sequence: where its table starts.
         low, high: of int64 per sequence: the tokens ``[low, high)`` that it attends to, at least one.
