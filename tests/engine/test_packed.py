@@ -16,8 +16,8 @@ from engine.compute.models import load_model
 from engine.compute.runner import Runner
 from engine.compute.teams import apart
 from engine.compute.tiles import Terms
-from tests.engine.test_runner import Scheduler, arena_for, generated, prompts_of
 from tests.helpers.engines.paged import attended, paged_world, steps
+from tests.helpers.engines.scheduled import Scheduler, arena_for, generated, prompts_of
 
 
 class Layers(nn.Module):
