@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from engine.compute.cpu.kernel import NO_SINK, Call, Shape, kernel
+from engine.compute.cpu.kernel import NO_SINK, KernelWork, Shape, kernel
 from engine.compute.paged_cache import Batch, Steps
 from engine.compute.tiles import Terms
 
@@ -147,9 +147,9 @@ def _run_kernel(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_d
     out = torch.empty((count, heads, v_dim), dtype=torch.float32)
     low = steps.low(terms.window)
     addresses = (x.data_ptr() for x in (steps.tables[group], steps.first, low, steps.high, exact, sinks, out))
-    call = Call(0, count * kv_heads, pages.data_ptr(), number, *addresses, terms.scaling, terms.softcap)
+    work = KernelWork(0, count * kv_heads, pages.data_ptr(), number, *addresses, terms.scaling, terms.softcap)
     read_bytes = steps.tokens * kv_heads * content * pages.element_size()
-    kernel(shape).run(call, torch.get_num_threads() if read_bytes >= SHARED_BYTES_MIN else 1)
+    kernel(shape).run(work, torch.get_num_threads() if read_bytes >= SHARED_BYTES_MIN else 1)
     return out.to(query.dtype)
 
 

@@ -73,7 +73,7 @@ class Shape:
         return max(LANES, min(tokens, -(-self.page_tokens // LANES) * LANES))
 
 
-class Call(ctypes.Structure):
+class KernelWork(ctypes.Structure):
     """What the code is given.
 
     Attributes:
@@ -94,21 +94,21 @@ class Call(ctypes.Structure):
     )
 
 
-class Kernel:
+class HostKernel:
     """The code for a shape. Threads may share it; it runs without the interpreter's lock."""
 
     def __init__(self, address: int) -> None:
         self._address = address
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-    def run(self, call: Call, threads: int) -> None:
+    def run(self, work: KernelWork, threads: int) -> None:
         """Do all items, with so many threads of OpenMP's: those that torch computes with. They are at hand between two
         products, where threads of our own would have to be woken, and be in their way. Where torch has others, the
         caller's alone."""
         if threads > 1 and (parallel := _parallel()) is not None:
-            parallel(self._address, ctypes.addressof(call), threads, 0)
+            parallel(self._address, ctypes.addressof(work), threads, 0)
         else:
-            self._alone(ctypes.addressof(call))
+            self._alone(ctypes.addressof(work))
 
 
 @functools.cache
@@ -126,14 +126,14 @@ _lock = threading.Lock()
 _keep: list[object] = []  # engines own the code that they made
 
 
-def kernel(shape: Shape) -> Kernel:
+def kernel(shape: Shape) -> HostKernel:
     """The code for a shape, made when it is first asked for."""
     with _lock:
         return _compiled(shape)
 
 
 @functools.cache
-def _compiled(shape: Shape) -> Kernel:
+def _compiled(shape: Shape) -> HostKernel:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
@@ -146,7 +146,7 @@ def _compiled(shape: Shape) -> Kernel:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     _keep.append(engine)
-    return Kernel(engine.get_function_address("attend"))
+    return HostKernel(engine.get_function_address("attend"))
 
 
 class _Writer(Emitter):
@@ -160,7 +160,7 @@ class _Writer(Emitter):
         kinds = {"next": I64, "items": I64, "pages": element, "layer": I64, "frames": integers, "first": integers}
         kinds |= {"low": integers, "high": integers, "query": numbers, "sinks": numbers, "out": numbers}
         kinds |= {"scaling": F32, "softcap": F32}
-        assert list(kinds) == [name for name, *_ in Call._fields_]
+        assert list(kinds) == [name for name, *_ in KernelWork._fields_]
         super().__init__("attend", {"call": ir.LiteralStructType(list(kinds.values())).as_pointer()})
         fields = {name: self.b.gep(self.arg["call"], [I32(0), I32(at)]) for at, name in enumerate(kinds)}
         self.arg |= {name: self.b.load(where) for name, where in fields.items() if name != "next"}
