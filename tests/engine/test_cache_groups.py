@@ -353,6 +353,21 @@ def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, mixed: Mixed, monk
     assert sum(answer.cached.values()) + answer.usage.computed_tokens >= 330
 
 
+@pytest.mark.parametrize("grain", Grain)
+@pytest.mark.parametrize(("asks", "asked"), [(512, CHUNK), (CHUNK, 512)])
+def test_handoffs_between_engines_with_other_chunks(
+    lab: Lab, mixed: Mixed, grain: Grain, asks: int, asked: int
+) -> None:
+    """Who has no ring does not get what one with a ring has overwritten, and computes the prompt. The other way round
+    all is there."""
+    prefill = lab.engine(mixed.preset, role=Role.PREFILL, chunk_tokens=asked, page_tokens=PAGE)
+    to = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0, "grain": grain}
+    decode = lab.engine(mixed.preset, role=Role.DECODE, chunk_tokens=asks, page_tokens=PAGE, **to)
+    answer = lab.answers(decode, [prompt(90, 320)], 60)[0]
+    assert answer.usage.prefill_engine == (to["prefill"][0] if asks == CHUNK else "")
+    assert answer.usage.computed_tokens == (0 if asks == CHUNK else 320)
+
+
 def test_engines_over_a_device(lab: Lab, mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of both groups that the host cannot look into, by the same way through the store and over a hand-off."""
     DeviceHost(monkeypatch)

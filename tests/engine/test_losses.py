@@ -200,7 +200,7 @@ def killed_at(lab: Lab, what: str, moment: Callable[[], bool]) -> None:
     kill(lab.machine)
 
 
-@pytest.mark.parametrize(("preset", "back"), [*zip(MAIN, (True, False, True), strict=True)])
+@pytest.mark.parametrize(("preset", "back"), [*zip(MAIN, (True, False, True), strict=True), ("tiny-gemma3", True)])
 def test_node_killed_while_a_prompt_is_computed(lab: Lab, preset: str, back: bool) -> None:
     store = node(lab)
     one = lab.engine(preset, store, chunk_tokens=16)

@@ -52,7 +52,8 @@ class Known:
 
     Attributes:
         length, kv: tokens that are known; leading ones whose KV is in the frames.
-        frames: numbers of the pages in them; ``shares``: whether others may have them, too.
+        frames: numbers of the pages in them; ``shares``: whether others may have them, too;
+            ``ring``: whether another cache group has fewer frames for it.
         ahead: tokens behind the prompt whose KV was computed while the prompt's was still arriving.
         stops_at: the number of the token that ends the answer; 0: its length does.
         pulls: hand-offs of other engines that read its frames.
@@ -70,6 +71,7 @@ class Known:
     fetch: Fetch | None = None
     passing: Passing | None = None
     shares: bool = True
+    ring: bool = False
     shared: int = 0
     stored: int = 0
     progress: int = 0
@@ -128,14 +130,15 @@ class EngineMachine:
         """Its half that threads of the service do: the event is in the inbox then."""
         self.door.check(answers)
         tokens = how["prompt"] + (how["tokens_max"] - how["generated"] if answers else 0)
-        if tokens > self.rules.frames * PAGE or (answers and how["generated"] >= how["tokens_max"]):
+        if not self.rules.holds(tokens) or (answers and how["generated"] >= how["tokens_max"]):
             raise InvalidRequest("tokens", "see engine.shell.checks")
         self._numbers += 1
         self.door.enter(name, self._numbers)
-        shares = self.world.chance.random() < 0.9
+        ring = any(self.rules.windows_for(tokens))
+        shares = self.world.chance.random() < 0.9 and not ring
         how["names"] = tuple(self.world.page_name(name, i) for i in range(how["prompt"] // PAGE if shares else 0))
         event = ev.Submitted(self.world.now_s, self._numbers, name, role=self.door.role, answers=answers, **how)
-        self.known[event.sequence] = Known(event, listener, stops_at, event.prompt, shares=shares)
+        self.known[event.sequence] = Known(event, listener, stops_at, event.prompt, shares=shares, ring=ring)
         if not answers:
             self.prefills[name] = event.sequence
         return event
@@ -277,6 +280,9 @@ class EngineMachine:
             self.world.counts["found" if number in self.kept else "shared"] += 1
             self._check_page(number, index, event.names[index])
             self.kept.pop(number, None)
+        wanted, beside = self.rules.frames_for(event.prompt + answer), [it.table, *it.beside]
+        assert tuple(len(set(table)) for table in beside) == wanted and all(len(t) == len(it.table) for t in beside)
+        assert known.ring == (min(wanted) < len(it.table)) and not (known.ring and it.shared)
         own = it.table[it.shared :]
         assert self.taken.isdisjoint(own) and len(self.taken) + len(own) <= self.rules.frames
         self.taken.update(own)
@@ -346,7 +352,7 @@ class EngineMachine:
         assert fetch is not None and fetch.error is not None and not known.touching.total(), known
         if fetch.moves:  # whole pages stay
             prompt = known.event.prompt
-            known.kv = prompt if fetch.arrived == prompt else fetch.arrived // PAGE * PAGE
+            known.kv = prompt if fetch.arrived == prompt else 0 if known.ring else fetch.arrived // PAGE * PAGE
 
     def _do_step(self, it: do.Step) -> None:
         chance, active = self.world.chance, self.state.roster.active

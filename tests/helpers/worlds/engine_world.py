@@ -15,11 +15,12 @@ from typing import Any
 from engine.model.request import Role
 from engine.state import events as ev
 from engine.state.events import Submitted
-from engine.state.rules import Rules
+from engine.state.rules import GroupRules, Rules
 from kvstore.errors import KVStoreError, NodeUnavailable
 from tests.helpers.worlds.engine_links import Fetch, Link
 from tests.helpers.worlds.engine_machine import LAYERS, PAGE, EngineMachine
 
+WINDOW = 20  # tokens, of a second cache group
 NOWHERE = "nowhere:1"
 ROUNDS_MAX = 5000
 QUIET = 8  # rounds of all tasks and engines that change nothing: nothing will
@@ -144,6 +145,7 @@ class EngineWorld:
             local_prefill_tokens=self.chance.choice((0, 40)),
             prefill=self._others(address) if self.chance.random() < 0.7 else (),
             side_max=self.chance.choice((1, 4)),
+            beside=self.chance.choice(((), (GroupRules(self.chance.choice((5, 9, frames)), WINDOW),))),
         )
         own = Role.DECODE if address == self.addresses[0] else Role.PREFILL
         role = self.chance.choice((Role.BOTH, Role.BOTH, own))
