@@ -11,7 +11,8 @@ longer page tables than there is room for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -155,19 +156,26 @@ class StepGraphs:
 
 
 def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
-    """Records CUDA graphs that share their memory."""
+    """Records CUDA graphs that share their memory, in a stream of their own: PyTorch's default one for that is of
+    whichever device was first recorded on. ``record`` raises RuntimeError: it cannot be recorded."""
     pool: Any = None
+    aside = torch.cuda.Stream(device)
 
     def record(run: Run) -> Run:
         nonlocal pool
-        here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
-            for _ in range(2):  # what is made on first use is made here, and not recorded
+            run()  # what is made on first use is made here, and not recorded
+            with _waiting_for_nothing():
                 run()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # The outer one comes back to this stream also where the recording fails, which the inner one does not.
+        with (
+            torch.cuda.stream(here),
+            torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
+        ):
             out = run()
         pool = graph.pool()
 
@@ -178,3 +186,15 @@ def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
         return replay
 
     return record
+
+
+@contextmanager
+def _waiting_for_nothing() -> Iterator[None]:
+    """Inside, what waits for the device raises RuntimeError. A recording that fails for it leaves PyTorch's allocator
+    and its random numbers as if it went on; so it is not begun."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

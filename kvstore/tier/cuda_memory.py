@@ -125,10 +125,9 @@ def opened(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
         kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         theirs = call(driver.cuMemImportFromShareableHandle, export.descriptor, kind)
         return _at_an_address(primary, theirs, export.nbytes)
-    handle = driver.CUipcMemHandle()
-    if len(export.handle) != len(handle_bytes(handle)):
+    if len(export.handle) != HANDLE_BYTES:
         raise Unavailable("cuda: that is no handle")
-    handle.reserved = export.handle
+    handle = handle_of(driver, export.handle)
     # Where the memory is another device's, this gives the device of the context access to it.
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     base = int(call(driver.cuIpcOpenMemHandle, handle, flags))

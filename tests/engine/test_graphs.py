@@ -6,6 +6,7 @@ What records here is a call that computes the same again: all but CUDA's own par
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -107,3 +108,90 @@ def test_a_model_that_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.Monkey
     mine.record(4, 4, record)
     assert mine.graphs == "none: operation not permitted when stream is capturing" and arena.frames_free == 4
     assert mine.forward(Batch(arena, [slice_of([0], 0, 5)])).isfinite().all()
+
+
+class FakeCuda:
+    """What the recorder asks of torch.cuda: streams by number, and whether something is recorded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+        self.current, self.made, self.fails = 0, 0, fails
+        self.mode, self.said = 0, list[tuple[str, object]]()
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self.current))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: FakeEntered(self, stream))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
+
+    def new_stream(self, device: object) -> FakeStream:
+        self.made += 1
+        return FakeStream(self.made)
+
+    def capture_begin(self, *pool: object, **how: object) -> None:
+        self.said.append(("pool", pool))
+
+    def capture_end(self) -> None:
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def pool(self) -> str:
+        return "the pool"
+
+    def replay(self) -> None:
+        self.said.append(("replay", self.current))
+
+
+class FakeEntered:
+    """``with torch.cuda.stream``: whoever does not leave it stays in it."""
+
+    def __init__(self, fake: FakeCuda, stream: FakeStream) -> None:
+        self._fake, self._stream = fake, stream
+
+    def __enter__(self) -> None:
+        self._before, self._fake.current = self._fake.current, self._stream.number
+
+    def __exit__(self, *_: object) -> None:
+        self._fake.current = self._before
+
+
+class FakeStream:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_stream_is_the_same_after_a_recording(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """By PyTorch's own ``torch.cuda.graph``, which leaves it where a recording fails: copies would wait for another."""
+    fake = FakeCuda(monkeypatch, fails)
+    record, ran = graphs.cuda_recorder(torch.device("cpu")), list[tuple[int, object]]()
+
+    def run() -> torch.Tensor:
+        ran.append((fake.current, fake.mode))
+        return torch.zeros(1)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            record(run)()
+        assert fake.current == 0
+    assert ran == [(1, 0), (1, "error"), (1, 0)] * 2, "in one stream of its own, once for each of three ends"
+    if not fails:
+        assert fake.said == [("pool", ()), ("replay", 0), ("pool", ("the pool",)), ("replay", 0)]
+
+
+def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch, fails=False)
+
+    def run() -> torch.Tensor:
+        if fake.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        graphs.cuda_recorder(torch.device("cpu"))(run)
+    assert (fake.current, fake.mode, fake.said) == (0, 0, [])

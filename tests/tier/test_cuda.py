@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,17 @@ from kvstore.tier.cuda_copies import (
     threshold,
 )
 from kvstore.tier.cuda_driver import LOST, DriverError, call, fault, too_old
-from kvstore.tier.cuda_memory import HANDLE_BYTES, access_of, handle_bytes, handle_of, mapped, properties_of
+from kvstore.tier.cuda_memory import (
+    HANDLE_BYTES,
+    access_of,
+    exported,
+    handle_bytes,
+    handle_of,
+    mapped,
+    opened,
+    plain,
+    properties_of,
+)
 from kvstore.tier.device import DeviceLost
 
 BASE = 0x7F00_0000_0000
@@ -211,3 +223,106 @@ def test_what_the_driver_is_asked_for_memory_with_a_descriptor() -> None:
 def test_a_device_without_descriptors_gives_no_mapped_memory() -> None:
     with pytest.raises(Unavailable, match="VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is not set"):
         mapped(Answers(0), 4096)  # type: ignore[arg-type]
+
+
+class CheckedDriver:
+    """The package's module of the driver, without a driver: each call is made with our arguments, which the package
+    takes or refuses (TypeError) before it looks for the driver; what it returns is made up.
+
+    Attributes:
+        refused: a call that the driver refuses.
+    """
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
+        self.said: list[str] = []
+        self.returns: dict[str, tuple[Any, ...]] = {
+            "cuMemGetAllocationGranularity": (2 << 20,),
+            "cuMemCreate": (driver.CUmemGenericAllocationHandle(),),
+            "cuMemImportFromShareableHandle": (driver.CUmemGenericAllocationHandle(),),
+            "cuMemAddressReserve": (driver.CUdeviceptr(BASE),),
+            "cuMemExportToShareableHandle": (os.memfd_create("exported"),),
+            "cuIpcGetMemHandle": (driver.CUipcMemHandle(),),
+            "cuIpcOpenMemHandle": (driver.CUdeviceptr(BASE),),
+            "cuMemGetAddressRange": (driver.CUdeviceptr(BASE), 8 << 20),
+            "cuMemAlloc": (driver.CUdeviceptr(BASE),),
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(driver, name)
+        if not name.startswith("cu"):
+            return found
+
+        def checked(*given: object) -> tuple[Any, ...]:
+            with pytest.raises(RuntimeError, match="NVIDIA driver library"):
+                found(*given)
+            self.said.append(name)
+            if name == self.refused:
+                return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, *(None for _ in self.returns.get(name, ())))
+            return (driver.CUresult.CUDA_SUCCESS, *self.returns.get(name, ()))
+
+        checked.__name__ = name
+        return checked
+
+
+class CheckedPrimary(Answers):
+    """A primary context that is current, of that driver."""
+
+    lost = ""
+
+    def current(self) -> nullcontext[None]:
+        return nullcontext()
+
+
+MAPPED = ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
+UNMAPPED = ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
+without_a_driver = pytest.mark.skipif(has_driver(), reason="the calls would be carried out")
+
+
+@without_a_driver
+def test_mapped_memory_is_made_shown_and_given_back() -> None:
+    made = CheckedDriver()
+    primary: Any = CheckedPrimary(1, made)
+    memory = mapped(primary, (2 << 20) + 1)
+    assert (memory.address, memory.nbytes) == (BASE, 4 << 20), "whole steps of the driver's"
+    assert made.said == ["cuMemGetAllocationGranularity", "cuMemCreate", *MAPPED]
+    export = exported(primary, bytes(16), memory, BASE + 100)
+    assert (export.offset, export.nbytes, export.handle) == (100, 4 << 20, b"") and export.descriptor >= 0
+    made.said.clear()
+    theirs = opened(primary, export)
+    os.close(export.descriptor)
+    assert theirs.nbytes == 4 << 20 and made.said == ["cuMemImportFromShareableHandle", *MAPPED]
+    for each in (memory, theirs):
+        made.said.clear()
+        each.free()
+        each.free()
+        assert made.said == UNMAPPED
+
+
+@without_a_driver
+def test_plain_memory_is_shown_by_its_handle() -> None:
+    made = CheckedDriver()
+    primary: Any = CheckedPrimary(1, made)
+    export = exported(primary, bytes(16), None, BASE + 100)
+    assert export == (bytes(16), 100, 8 << 20, bytes(HANDLE_BYTES), -1)
+    theirs = opened(primary, export)
+    assert (theirs.address, theirs.nbytes) == (BASE, 8 << 20)
+    theirs.free()
+    plain(primary, 100).free()
+    assert made.said[2:] == [
+        "cuIpcOpenMemHandle",
+        "cuMemGetAddressRange",
+        "cuIpcCloseMemHandle",
+        "cuMemAlloc",
+        "cuMemFree",
+    ]
+
+
+@without_a_driver
+@pytest.mark.parametrize(("refused", "undone"), [*zip(MAPPED, ([1], [1, 2], [0, 1, 2]), strict=True)])
+def test_what_was_done_before_a_refusal_is_undone(refused: str, undone: list[int]) -> None:
+    made = CheckedDriver(refused)
+    with pytest.raises(DriverError):
+        mapped(CheckedPrimary(1, made), 1)  # type: ignore[arg-type]
+    after = made.said[made.said.index(refused) + 1 :]
+    assert after == [UNMAPPED[at] for at in undone]
