@@ -38,6 +38,8 @@ from engine.state.sequence import Phase, Sequence
 from engine.state.speeds import Speeds
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
+STORE_S = 10.0  # for KV that still arrives when its answer is over: its frames are not kept for longer
+
 
 class EngineState:
     """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event.
@@ -218,6 +220,7 @@ class EngineState:
         if end or sequence.cached == sequence.prompt or sequence.cached % self.rules.page_tokens == 0:
             self.roster.store(sequence)
         if end:
+            sequence.deadline_s = min(sequence.deadline_s, now_s + STORE_S)
             self.roster.finish(sequence, end)
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -243,6 +246,8 @@ class EngineState:
         for sequence in late:
             if sequence.phase is Phase.HELD:
                 self.roster.let_go(sequence)
+            elif sequence.phase is Phase.TOLD:
+                self.roster.end_told(sequence)
             else:
                 what = f"request {sequence.name} was not answered"
                 allowed_s = sequence.deadline_s - sequence.begun_s
@@ -250,7 +255,7 @@ class EngineState:
 
     def _cancelled(self, event: ev.Cancelled) -> None:
         sequence = self.roster.sequences.get(event.sequence)
-        if sequence is None or sequence.phase is Phase.ENDED:
+        if sequence is None or sequence.phase in (Phase.TOLD, Phase.ENDED):
             return
         if sequence.phase is Phase.HELD:
             self.roster.let_go(sequence)
@@ -270,6 +275,8 @@ class EngineState:
         for sequence in list(self.roster.sequences.values()):
             if sequence.phase is Phase.HELD:
                 self.roster.let_go(sequence)
+            elif sequence.phase is Phase.TOLD:
+                self.roster.end_told(sequence)
             elif sequence.phase is not Phase.ENDED:
                 self.roster.fail(sequence, error)
 

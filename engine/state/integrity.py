@@ -46,6 +46,9 @@ def _check(state: EngineState, sequence: Sequence) -> None:
             assert not active and sequence.holds and sequence.pulled and not sequence.answers, sequence
         case Phase.LEFT:
             assert sequence.passing is not None and active == sequence.holds != sequence.passing.taken, sequence
+        case Phase.TOLD:
+            told = attempt is not None and attempt.first_token is not None and attempt.error is None
+            assert not active and not waiting and sequence.holds and sequence.moving and told, sequence
         case Phase.ENDED:
             assert not active and not waiting and attempt is None, sequence
             assert sequence.touched or sequence.passing is not None, sequence

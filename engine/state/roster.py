@@ -76,10 +76,22 @@ class Roster:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """An answer is over."""
-        self._end(sequence)
+        """An answer is over. One that was told before all of its KV is here keeps its mover: the next turn of a
+        conversation is to find it."""
+        attempt = sequence.attempt
+        if reason != "cancelled" and sequence.moving and attempt is not None and attempt.error is None:
+            del self.active[sequence.number]
+            sequence.phase = Phase.TOLD
+        else:
+            self._end(sequence)
         self.out.append(do.Forget(sequence.number))  # first: its client may ask again under the same id
         self.out.append(do.Finish(sequence.number, reason))
+        self.leave(sequence)
+
+    def end_told(self, sequence: Sequence) -> None:
+        """The KV of an answer that was told is stored, or nobody waits for it any longer."""
+        assert sequence.phase is Phase.TOLD
+        self._end(sequence)
         self.leave(sequence)
 
     def fail(self, sequence: Sequence, error: KVStoreError, cancelled: bool = False) -> None:

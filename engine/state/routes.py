@@ -111,7 +111,12 @@ class Routes:
         assert attempt is not None and attempt.number == event.attempt
         attempt.tokens, attempt.moved = event.tokens, event.error is None
         attempt.error = attempt.error or event.error
-        self.resolve(sequence, event.now_s)
+        if sequence.phase is not Phase.TOLD:
+            self.resolve(sequence, event.now_s)
+            return
+        if attempt.error is None:
+            self.settle(sequence)
+        self._roster.end_told(sequence)
 
     def resolve(self, sequence: Sequence, now_s: float) -> None:
         """What has become of its attempt, once nobody is in the frames."""

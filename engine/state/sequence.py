@@ -16,6 +16,7 @@ class Phase(Enum):
 
         WAITING -> LOADING -> COMPUTING ------------> DECODING -> ENDED
                         `---> MOVING -> DECODING      DECODING <-> LEFT -> ENDED
+                                                      DECODING -> TOLD -> ENDED     answered before its KV was here
                                                       COMPUTING -> HELD -> ENDED    computed for another engine
     """
 
@@ -26,6 +27,7 @@ class Phase(Enum):
     DECODING = auto()
     HELD = auto()  # computed for another engine, which has not fetched everything yet
     LEFT = auto()  # another engine goes on with it, this one passes its tokens on
+    TOLD = auto()  # answered to the end, while its mover still moves: what it brings is stored then
     ENDED = auto()
 
 

@@ -33,7 +33,8 @@ from typing import Final
 
 from engine.state.sequence import Phase, Sequence
 
-WHOLE: Final = frozenset((Phase.COMPUTING, Phase.DECODING, Phase.HELD, Phase.LEFT))  # ``cached`` says what is there
+# Phases in which ``cached`` says what is there.
+WHOLE: Final = frozenset((Phase.COMPUTING, Phase.DECODING, Phase.HELD, Phase.LEFT, Phase.TOLD))
 COMING: Final = frozenset((Phase.LOADING, Phase.COMPUTING))
 OFFER_SHARE: Final = 8  # pages are offered to the pool while less than this part of all frames is unused
 OFFER_AHEAD: Final = 64  # kept pages; those that are evicted next

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from engine.model.request import Role
-from engine.state import batching
+from engine.state import batching, integrity
 from engine.state import events as ev
 from engine.state import instructions as do
 from engine.state.door import Door
-from engine.state.engine_state import EngineState
+from engine.state.engine_state import STORE_S, EngineState
 from engine.state.passing import TAKE_S
 from engine.state.routes import AVOID_S, AVOIDED_MAX
 from engine.state.rules import Rules
@@ -314,6 +314,55 @@ def test_pages_of_an_answer_that_ends_with_its_first_token_are_stored() -> None:
     out = kinds(driver.state.handle(ev.TokenDrawn(0.0, 1, "")))
     assert out[0] == "Settle" and out[-4:] == ["Forget", "Finish", "GiveBack", "EndSequence"]
     assert out.index("StorePages") < out.index("Finish")
+
+
+def told(**how: Any) -> Driver:
+    """An answer of two tokens that is over before its mover has reported."""
+    driver = Driver(kept_max=64)
+    asked(driver, tokens_max=2, engines=(ONE,), names=(b"a", b"b", b"c", b"d"), **how)
+    assert kinds(driver.state.handle(ev.Computed(0.0, 1, 1, 5))) == ["Draw"]
+    assert not driver.state.handle(ev.TokenDrawn(0.0, 1, ""))
+    assert only(driver.turn({1: ev.Arriving(LAYERS)}), do.Step)[0].decoding == [1]
+    assert kinds(driver.stepped()) == ["Forget", "Finish"], "its client does not wait for the mover"
+    return driver
+
+
+def test_pages_of_an_answer_are_stored_where_its_mover_reports_after_its_end() -> None:
+    driver = told()
+    driver.now_s = STORE_S - 0.1
+    assert not driver.turn() and not driver.state.handle(ev.Cancelled(driver.now_s, 1)), "its client is gone"
+    out = driver.state.handle(ev.Moved(driver.now_s, 1, 1, 4 * PAGE))
+    assert kinds(out) == ["Settle", "StorePages", "GiveBack", "EndSequence"]
+    assert only(out, do.StorePages) == [do.StorePages(1, 4)]
+    integrity.check(driver.state)
+    driver.submit(2, names=(b"a", b"b", b"c", b"d"))
+    assert only(driver.turn(), do.LoadPrefix)[0].shared == 3, "the arena has them, too"
+
+
+def test_pages_of_an_answer_of_one_token_are_stored_once_they_came() -> None:
+    driver = Driver()
+    asked(driver, tokens_max=1, engines=(ONE,))
+    driver.state.handle(ev.Computed(0.0, 1, 1, 5))
+    assert kinds(driver.state.handle(ev.TokenDrawn(0.0, 1, ""))) == ["Forget", "Finish"]
+    out = kinds(driver.state.handle(ev.Moved(0.0, 1, 1, 4 * PAGE)))
+    assert out == ["Settle", "StorePages", "GiveBack", "EndSequence"]
+
+
+def test_nothing_is_stored_of_an_answer_whose_mover_fails_after_its_end() -> None:
+    driver = told()
+    out = driver.state.handle(ev.Moved(0.0, 1, 1, PAGE, GONE))
+    assert kinds(out) == ["GiveUp", "GiveBack", "EndSequence"]
+    assert driver.state.roster.frames.free == 64
+
+
+@pytest.mark.parametrize("why", ["late", "deadline", "stop"])
+def test_frames_do_not_wait_for_a_mover_for_ever(why: str) -> None:
+    driver = told(deadline_s=3.0 if why == "deadline" else 1e6)
+    driver.now_s = {"late": STORE_S + 0.1, "deadline": 3.1, "stop": 0.1}[why]
+    event = ev.Stop(driver.now_s) if why == "stop" else ev.Turn(driver.now_s)
+    assert kinds(driver.state.handle(event)) == ["GiveUp"]
+    out = driver.state.handle(ev.Moved(driver.now_s, 1, 1, 4 * PAGE))
+    assert kinds(out) == ["GiveBack", "EndSequence"]
 
 
 # --- who joins a step ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ tier, layer by layer and whole, with a pool and without; and where an answer mov
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,6 +30,7 @@ from tests.helpers.processes import Machine, check_laws
 FAMILIES = (*MAIN, "tiny-gemma2", "tiny-gpt-oss", "tiny-mistral")
 PAGES = (16, 32, 64)
 CHUNKS = (64, 24, 512)
+LATE_S = 60.0  # for a mover that may not report before its answer is over
 LONG = 120  # tokens of an answer that still runs when it is to move
 WAYS = list(itertools.product(Timing, Source, Grain))
 # Every way with a pool and without; families, pages and chunks take turns, so that each way meets each of them in one
@@ -199,6 +201,30 @@ def test_conversations_over_handoffs(lab: Lab, preset: str, way: tuple[Timing, S
         tokens = np.concatenate([history, prompt(121 + turn, 30)])
         after = lab.answers(prefill_free(lab, preset, decode), [tokens], 3)[0]
         assert after.cached == {"dram": stored * 16}, "by an engine that computed none of it"
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_an_answer_that_ends_before_its_mover_reports_is_stored(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Its client does not wait for the mover, and the next turn finds all of it."""
+    store, told = lab.store(), threading.Event()
+    asks = {"prefill": (lab.address_of(lab.engine("tiny-qwen3", None)),), "local_prefill_tokens": 0}
+    decode = lab.engine("tiny-qwen3", store, role=Role.DECODE, **asks)
+    settle = decode.staging.settle
+
+    def settle_late() -> None:
+        assert told.wait(LATE_S), "the answer waits for its mover"
+        settle()
+
+    monkeypatch.setattr(decode.staging, "settle", settle_late)
+    tokens = prompt(125, 37)
+    answer = lab.answers(decode, [tokens], count)[0]
+    history = np.concatenate([tokens, np.array(answer.tokens, np.uint32)])
+    keys, stored = keys_of(decode, store, history), (len(history) - 1) // 16
+    assert store.cache(decode.layout).lookup(keys).pages == 0
+    told.set()
+    within("the answer is stored", lambda: store.cache(decode.layout).lookup(keys).pages == stored)
 
 
 def prefill_free(lab: Lab, preset: str, like: Engine) -> Engine:

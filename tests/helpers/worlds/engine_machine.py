@@ -7,6 +7,7 @@ touches, tell two ends, miss a deadline, wait for nothing. ``EngineWorld`` says 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from engine.state import events as ev
 from engine.state import instructions as do
 from engine.state import integrity
 from engine.state.door import Door
-from engine.state.engine_state import EngineState
+from engine.state.engine_state import STORE_S, EngineState
 from engine.state.passing import TAKE_S
 from engine.state.rules import Rules
 from engine.state.sequence import Phase
@@ -81,6 +82,8 @@ class Known:
     closed: bool = False
     cancelled: bool = False
     forgotten: bool = False
+    given_up: bool = False
+    ended_s: float = math.inf
     end: str = ""
 
     @property
@@ -337,8 +340,11 @@ class EngineMachine:
     def _do_giveup(self, it: do.GiveUp) -> None:
         known = self.known[it.sequence]
         assert known.fetch is not None
+        until_s = min(known.event.deadline_s, known.ended_s + STORE_S)
+        wanted = not known.cancelled and not self.stopped and known.fetch.error is None
+        assert not wanted or until_s < self.world.now_s, "what was to be stored was given up"
         known.fetch.give_up()
-        known.fetch = None
+        known.fetch, known.given_up = None, True
 
     def _do_settle(self, it: do.Settle) -> None:
         known = self.known[it.sequence]
@@ -524,7 +530,7 @@ class EngineMachine:
 
     def _do_forget(self, it: do.Forget) -> None:
         known = self.known[it.sequence]
-        assert not known.forgotten and known.fetch is None
+        assert not known.forgotten and (known.fetch is None or known.touching["mover"])
         assert known.passing is None or known.taken or known.passing.cancels, "another engine may still take it"
         known.forgotten = True
         self.door.leave(known.event.name)
@@ -540,10 +546,16 @@ class EngineMachine:
             "cancelled": known.cancelled,
         }
         assert expected[it.reason], (it, known)
-        if known.frames and it.reason != "cancelled" and not known.touching["mover"]:
-            assert known.stored == known.kv // PAGE, "full pages were not stored"
-        known.end = it.reason
+        assert known.fetch is None or it.reason != "cancelled", "nobody wants it"
+        if not known.touching["mover"]:
+            self._check_stored(known)
+        known.end, known.ended_s = it.reason, self.world.now_s
         known.listener.finished(it.reason)
+
+    def _check_stored(self, known: Known) -> None:
+        """All full pages of an answer that was told to its end."""
+        if known.frames and not known.cancelled and not known.given_up:
+            assert known.stored == known.kv // PAGE, "full pages were not stored"
 
     def _do_fail(self, it: do.Fail) -> None:
         known = self.known[it.sequence]
@@ -556,6 +568,8 @@ class EngineMachine:
     def _do_giveback(self, it: do.GiveBack) -> None:
         known = self.known[it.sequence]
         assert known.frames and not known.touching.total() and not known.pulls, (it, known)
+        if known.end in ("length", "eos"):
+            self._check_stored(known)
         others = {page for one in self.known.values() if one is not known for page in one.frames}
         for index, page in enumerate(it.stay):
             name = self.world.page_name(known.event.name, index)
