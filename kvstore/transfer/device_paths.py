@@ -35,7 +35,7 @@ from kvstore.tier import cuda
 from kvstore.tier.cuda_driver import absent
 from kvstore.tier.device import Device, DeviceLost
 from kvstore.tier.host_memory import empty
-from kvstore.transfer import gds, nixl_agent
+from kvstore.transfer import gds, nixl_agent, nixl_probe
 
 PROBE_S: Final = 60.0  # for all of it
 COPY_S: Final = 10.0
@@ -128,7 +128,7 @@ def ask(nvme: Sequence[str]) -> Report:
         direct = direct or UNUSED
     except Unavailable as error:
         return nothing(str(error))
-    nixl = nixl_agent.missing() or "it lends pages of DRAM only"
+    nixl = nixl_agent.missing() or nixl_probe.why_not() or UNUSED
     paths = {"engines": wrong or many, "kernel": wrong or kernel, "peers": peers, "gds": direct, "nixl": nixl}
     return {"missing": "", "devices": {device.name: device.model for device in devices}, "paths": paths}
 

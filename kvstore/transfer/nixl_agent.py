@@ -23,6 +23,7 @@ from kvstore.transfer.lending import LentRun
 
 PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 BACKEND: Final = "UCX"
+DRAM, VRAM = "DRAM", "VRAM"  # kinds of memory, as NIXL has them
 PREPARED_MAX: Final = 256  # descriptor lists of other nodes' extents that are kept
 PAUSE_S: Final = 50e-6  # between two looks whether a read has ended
 
@@ -65,8 +66,14 @@ class NixlAgent:
     def register(self, rows: Rows) -> None:
         """Others may read this memory, and we may read into it, as long as the agent lives. Raises Unavailable."""
         with self._saying("cannot register memory"):
-            self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], "DRAM")
+            self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], DRAM)
             self._kept.append(rows)
+
+    def register_at(self, address: int, nbytes: int, device: int, kind: str) -> None:
+        """The same of memory that the caller keeps, of a device if its kind is VRAM. Raises Unavailable: the backend
+        does not reach it."""
+        with self._saying(f"cannot register memory of kind {kind}"):
+            self._agent.register_memory([(address, nbytes, device, "")], kind)
 
     def metadata(self) -> bytes:
         """What another agent has to know of this one. Raises Unavailable."""
@@ -89,29 +96,41 @@ class NixlAgent:
             except self._errors as error:
                 logging.getLogger("kvstore.data").debug("nixl: %s", error)
 
-    def post(self, name: str, runs: list[LentRun], offset: int, length: int, places: list[int]) -> NixlRead:
+    def post(
+        self,
+        name: str,
+        runs: list[LentRun],
+        offset: int,
+        length: int,
+        places: list[int],
+        kind: str = DRAM,
+        device: int = 0,
+    ) -> NixlRead:
         """Begin to read bytes ``offset`` to ``offset + length`` of each page of these runs into memory at ``places``.
+
+        Args:
+            kind, device: what memory the runs are in.
 
         Raises:
             Unavailable: nothing was posted.
         """
         with self._saying("cannot read"):
             local = np.array([(place, length, 0) for place in places], np.uint64)
-            into, at, reads = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, "DRAM"), 0, []
+            into, at, reads = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, DRAM), 0, []
             for run in runs:
                 here = np.arange(at, at + run.pages, dtype=np.int32)
                 there = np.arange(run.frame, run.frame + run.pages, dtype=np.int32)
-                frames = self._frames_of(name, run, offset, length)
+                frames = self._frames_of(name, run, offset, length, kind, device)
                 reads.append(self._agent.make_prepped_xfer("READ", into, here, frames, there))
                 at += run.pages
         return NixlRead(self, into, reads)
 
-    def _frames_of(self, name: str, run: LentRun, offset: int, length: int) -> Any:
+    def _frames_of(self, name: str, run: LentRun, offset: int, length: int, kind: str, device: int) -> Any:
         """The prepared list of that part of every frame of an extent."""
-        key = name, run.address, run.frames, run.stride, offset, length
+        key = name, run.address, run.frames, run.stride, offset, length, kind, device
         if key not in self._prepared:
-            row = np.array([[run.address + offset, length, 0, run.stride, run.frames]], np.uint64)
-            self._prepared[key] = self._agent.prep_xfer_dlist(name, row, "DRAM")
+            row = np.array([[run.address + offset, length, device, run.stride, run.frames]], np.uint64)
+            self._prepared[key] = self._agent.prep_xfer_dlist(name, row, kind)
             while len(self._prepared) > PREPARED_MAX:
                 self._prepared.popitem(last=False)
         self._prepared.move_to_end(key)
