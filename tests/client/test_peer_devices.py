@@ -9,7 +9,8 @@ import signal
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvstore.client.local import hbm, mounts_watch
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tier import cuda
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.host_device_memory import HostMemory
 from kvstore.tier.mounted import MountedTable, passing_path
@@ -31,12 +33,13 @@ from kvstore.transfer.descriptors import DescriptorServer, received
 from kvstore.transfer.device_memory import DevicePages
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
-from tests.helpers.device_frames import STRIDE, shown
+from tests.helpers.device_frames import STRIDE, device_named, frames_of, shown
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
 from tests.helpers.inside import node_of
 from tests.helpers.mounted import Engine
 from tests.helpers.processes import Machine, check_laws, put, wait_until
 
+GPUS = [device.name for device in cuda.find().devices]
 PAGES = 12
 FRAMES = 16
 WAITS = wait_sites(hbm)
@@ -72,6 +75,21 @@ def store_of(machine: Machine) -> LocalStore:
 
 
 # --- two processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("of", "to"), [("host:0", "host:0"), *product(GPUS, GPUS)])
+def test_any_device_reads_what_another_process_has(machine: Machine, of: str, to: str) -> None:
+    """Peers in host memory, and each pair of GPUs that there are."""
+    machine.serve("n")
+    engine = Engine(machine, device=of)
+    engine.publish(1, PAGES)
+    with added_device(to) if to not in GPUS else nullcontext(device_named(to)) as device:
+        memory = device.allocate(PAGES * SMALL.page_bytes)
+        told = {"shape": (PAGES, SMALL.page_bytes), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+        out = type("Buffer", (), {"__cuda_array_interface__": told})()
+        match = store_of(machine).cache(SMALL).get(chain(1, PAGES), out)
+        assert match.tiers == {Tier.HBM: PAGES}
+        assert (frames_of(device, memory, PAGES, SMALL.page_bytes) == contents(chain(1, PAGES))).all()
 
 
 @pytest.mark.parametrize("name", ["host:0", "host:1"], ids=["one device", "two devices"])

@@ -63,8 +63,9 @@ def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedC
     located, hbm = locate(mapped, mapped.hbm, keys, chain.closed), 0
     if located:
         hbm, reason = mapped.hbm.start_direct(located, keys, chain.frame_class, rows).result()
-    if hbm:
-        mapped.counters.got(mapped.row(chain.frame_class), hbm, 0, 0, "", hbm)
+    asked = hbm if reason in ELSEWHERE else len(keys)  # the others count where they are looked for
+    if asked:
+        mapped.counters.got(mapped.row(chain.frame_class), asked, 0, 0, reason, hbm)
     return pages + hbm, hbm, reason
 
 

@@ -16,15 +16,14 @@ from typing import Any
 import kvstore
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
-from kvstore.tier.host_device import HostDevice
-from kvstore.tier.host_device_memory import HostMemory
+from kvstore.tier.device import Device, DeviceMemory
 from kvstore.transfer.device_memory import DeviceFrames
 from tests.helpers.content import SMALL, chain, contents
-from tests.helpers.device_frames import STRIDE, shown
+from tests.helpers.device_frames import STRIDE, device_named, fill_frames, shown
 from tests.helpers.strided import foreign_strides, write_foreign
 
 TURN_S = 0.01  # for which a prompt stays
-DEVICE: list[HostMemory] = []  # whose memory is mounted
+DEVICE: list[tuple[Device, DeviceMemory]] = []  # whose memory is mounted
 
 
 def log(event: str, **fields: Any) -> None:
@@ -38,8 +37,7 @@ def publish(segment: LocalSegment, seed: int, pages: int, frames: list[int], sal
     if segment.pages.size:
         segment.pages[frames] = contents(keys)
     elif DEVICE:
-        for page, frame in zip(contents(keys), frames, strict=True):
-            DEVICE[0].view()[frame * STRIDE : frame * STRIDE + SMALL.page_bytes] = page
+        fill_frames(*DEVICE[0], frames, contents(keys))
     else:
         write_foreign(segment.memory, SMALL, frames, contents(keys))
     segment.publish(keys, frames)
@@ -68,9 +66,9 @@ def main(told: dict[str, Any]) -> None:
         strides = foreign_strides(SMALL, told["frames"]) if told["strided"] else None
         shows: DeviceFrames | None = None
         if told["device"]:
-            device = HostDevice(told["device"])
-            DEVICE.append(device.allocate(told["frames"] * STRIDE, shared=True))
-            shows = shown(device, DEVICE[0])
+            device = device_named(told["device"])
+            DEVICE.append((device, device.allocate(told["frames"] * STRIDE, shared=True)))
+            shows = shown(*DEVICE[0])
         segment = store.mount(SMALL, told["frames"], shows, strides)
         log("mounted", number=segment.number)
         while line := sys.stdin.readline():
