@@ -18,7 +18,7 @@ from engine.compute.graphs import graph_sizes, laid_out, step_rows
 from engine.compute.models import load_model
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
-from engine.memory.arena import Arena
+from engine.memory.arena import Arena, Arenas, GroupedArenas
 from tests.helpers.engines.paged import GatherKernel
 
 LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=2, head_dim=4, dtype="float32", page_tokens=16)
@@ -92,6 +92,41 @@ def test_replayed_steps_are_those_of_a_forward(monkeypatch: pytest.MonkeyPatch, 
     for at, count in enumerate((1, 3, 5, 2)):
         torch.testing.assert_close(step(at, count), wanted[at], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(arena.pages, after, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt-oss", "tiny-gemma3"])
+def test_replayed_steps_over_two_cache_groups_are_those_over_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Page tables of two groups have nothing in common; beside one arena of whole pages. By a kernel, and without."""
+    model, draw = load_model(name), np.random.default_rng(4)
+    members = [group.layers for group in model.geometry.groups]
+    lengths, tokens = [40, 3, 80], [draw.integers(0, 256, 86) for _ in range(3)]
+
+    def run(arenas: Arenas, record: bool) -> torch.Tensor:
+        mine = Runner(model, arenas)
+        tables = torch.stack([torch.randperm(40)[:18].view(3, 6) for _ in arenas.groups], dim=1)
+        each = list(zip(tables, tokens, lengths, strict=True))
+        rows = [mine.forward(Batch(arenas, [Slice(t, 0, x[:n]) for t, x, n in each]))]
+        if record:
+            for arena in arenas.groups:
+                arena.take(40)  # it writes to the frame that is left
+            mine.record(4, 8, lambda run: (run(), run)[1])
+            assert "up to 4 sequences" in mine.graphs
+            monkeypatch.setattr(mine, "_forward", None)
+        for at in range(4):
+            batch = Batch(arenas, [Slice(t, n + at, x[n + at : n + at + 1]) for t, x, n in each])
+            rows.append(mine.forward(batch))
+        return torch.cat(rows)
+
+    def arenas() -> Arenas:
+        return GroupedArenas([Arena(one, 41, 16) for one in model.layouts(16)], members)
+
+    wanted = run(Arena(model.layout(16), 41, 16), False)
+    torch.testing.assert_close(run(arenas(), False), wanted, atol=1e-4, rtol=1e-4)
+    choice = kernels.KernelChoice(GatherKernel(), "plain")
+    for module in (paged_cache, runner):
+        monkeypatch.setattr(module, "chosen", lambda layout, device: choice)
+    for record in (False, True):
+        torch.testing.assert_close(run(arenas(), record), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_that_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
