@@ -255,6 +255,8 @@ class ChunkWriter:
     def before(self) -> None:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
         group, there = self._group, self._work.stored_pages
+        if not self._pool.up:  # another group has found out: who computes waits for one deadline
+            return
         try:
             if self._behind > there[group]:
                 there[group] = self._stored()
