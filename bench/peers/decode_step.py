@@ -218,6 +218,7 @@ def main() -> None:
     contexts = [int(tokens) for tokens in told.contexts.split(",")]
     kinds = ["vllm", *told.ours.split(",")]
     about = {"threads": told.threads, "batch": max(sequences), "tokens": max(contexts) + told.tokens}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # engines that stand still would stay
     with ExitStack() as scene:
         folder = Path(tempfile.mkdtemp(prefix="peers-"))
         scene.callback(shutil.rmtree, folder)
