@@ -29,6 +29,7 @@ import torch
 
 from engine.memory.arena import Arena, Arenas
 from engine.memory.staging import HostStaging, Staging, Stagings
+from kvstore.client.device_rows import DeviceRows
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
 from kvstore.tier.device_copies import CopyStream, PinnedBounce, PinnedBounces, places_in
@@ -163,6 +164,17 @@ class DeviceStaging(Staging):
         with self._entered(self._places(frame, count)) as data:
             yield data.reshape(count, -1)
         self.settle()
+
+    @contextmanager
+    def filling(self, frame: int, count: int) -> Iterator[Bytes | DeviceRows]:
+        """See ``Staging``. Whoever had the frames before may still be read there: they are waited for first."""
+        (first, *_), _ = self._places(frame, count)
+        nbytes = self.arena.layout.page_bytes
+        self.finish()
+        try:
+            yield DeviceRows(self._device, int(first), count, nbytes, nbytes, None, self.arena)
+        except DeadlineExceeded as error:  # nobody knows what it still writes
+            raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
 
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
         """See ``Staging``."""

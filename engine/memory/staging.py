@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from engine.memory.arena import Arena, Arenas
+from kvstore.client.device_rows import DeviceRows
 from kvstore.errors import InvalidRequest
 from kvstore.tier.host_memory import copy
 
@@ -56,6 +57,11 @@ class Staging(ABC):
     def receive(self, frame: int, count: int) -> AbstractContextManager[Bytes]:
         """Rows ``[count, page_bytes]`` to be filled; in the frames when the ``with`` ends. What is not filled leaves
         anything in its frame."""
+
+    @abstractmethod
+    def filling(self, frame: int, count: int) -> AbstractContextManager[Bytes | DeviceRows]:
+        """As ``receive``, of the frames themselves: rows of the host or of the device, whoever fills them waits until
+        they are there."""
 
     @abstractmethod
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
@@ -137,6 +143,11 @@ class HostStaging(Staging):
 
     @contextmanager
     def receive(self, frame: int, count: int) -> Iterator[Bytes]:
+        """See ``Staging``."""
+        yield self.arena.rows(frame, count)
+
+    @contextmanager
+    def filling(self, frame: int, count: int) -> Iterator[Bytes | DeviceRows]:
         """See ``Staging``."""
         yield self.arena.rows(frame, count)
 

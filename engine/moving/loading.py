@@ -107,6 +107,10 @@ class Loading:
                 return self._get_scattered(work, cache, group, keys, frames)
         for index, frame, count in runs(frames):
             asked = keys[index : index + count]
+            if not kind and (there := self._direct(cache, group, asked, frame, count)).pages == count:
+                self._count(work, cache, group, there, kind)
+                loaded += count
+                continue
             found = Match(0, 0, "")
             with self._pool.forgiven(), self._pool.stagings[group].receive(frame, count) as rows:
                 if kind and self._pool.codec is not None:
@@ -120,6 +124,17 @@ class Loading:
             if found.pages < count:
                 break
         return loaded
+
+    def _direct(self, cache: PrefixCache, group: int, keys: Keys, frame: int, count: int) -> Match:
+        """The same of pages that engines alone have, from device to device where that can be. Where it brings less than
+        all of them it has brought nothing."""
+        staging = self._pool.stagings[group]
+        if staging.in_place or self._there(cache, keys).tiers != {Tier.HBM: count}:
+            return Match(0, 0, "")
+        found = Match(0, 0, "")
+        with self._pool.forgiven(), staging.filling(frame, count) as rows:
+            found = cache.get(keys, out=rows)
+        return found
 
     def _boundary(self, cache: GroupedCache, keys: GroupedKeys) -> int:
         """Pages before the longest boundary that every group has."""

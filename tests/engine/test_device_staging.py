@@ -16,6 +16,9 @@ from engine.memory import device_staging
 from engine.memory.arena import Arena
 from engine.memory.device_staging import FLYING_MAX, DeviceStaging, stagings_of
 from engine.memory.staging import HostStaging
+from kvstore.client.device_link import link_of
+from kvstore.client.device_rows import DeviceRows
+from kvstore.errors import DeadlineExceeded
 from kvstore.tier.device import DeviceLost
 from kvstore.tier.device_copies import CopyStream
 from kvstore.tier.host_device import HostDevice
@@ -128,7 +131,24 @@ def is_settled(stage: Stage) -> None:
         assert torch.equal(stage.arena.pages[at : at + 1, 1], values), at
 
 
-STORIES = [leaves, enters_behind_others, is_seen, is_settled]
+def fills_behind_others(stage: Stage) -> None:
+    """The same of frames that are filled where they are."""
+    old, new = stage.values(2, LAYOUT.layers).view(2, *LAYOUT.shape), stage.values(2, LAYOUT.layers).view(2, -1)
+    stage.arena.pages[4:6] = old
+    saw = stage.read(slice(4, 6), slice(None))
+    with stage.staging.filling(4, 2) as rows:
+        assert isinstance(rows, DeviceRows)
+        link_of(stage.device).upload(as_rows(new), rows)
+    assert torch.equal(stage.arena.pages[4:6].view(2, -1), new) and torch.equal(saw(), old)
+
+
+STORIES = [leaves, enters_behind_others, is_seen, is_settled, fills_behind_others]
+
+
+def test_frames_that_may_still_be_filled_are_a_lost_device() -> None:
+    stage = Stage()
+    with pytest.raises(DeviceLost, match="does not finish its copies"), stage.staging.filling(4, 2):
+        raise DeadlineExceeded("a copy did not end in time")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,7 +172,9 @@ def forgotten(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     wait, copy, stream_wait = DeviceStaging._wait, CopyStream.copy, Stage().compute.__class__.wait
     event_wait = Stage().compute.record().__class__.wait
     monkeypatch.setattr(DeviceStaging, "_wait", lambda self, event: None if forgets() else wait(self, event))
-    monkeypatch.setattr(CopyStream, "copy", lambda self, *pieces: copy(self, *(pieces[:3] if forgets() else pieces)))
+    monkeypatch.setattr(
+        CopyStream, "copy", lambda self, *pieces, **after: copy(self, *(pieces[:3] if forgets() else pieces), **after)
+    )
     monkeypatch.setattr(
         Stage().compute.__class__, "wait", lambda self, event: None if forgets() else stream_wait(self, event)
     )

@@ -17,13 +17,17 @@ import kvstore
 from engine.memory import mounting
 from engine.shell.engine import Engine
 from kvstore import Tier
+from kvstore.client.device_link import DeviceLink
 from kvstore.client.local import hbm
+from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
 from kvstore.errors import OutOfSpace
-from kvstore.tier import mounted
+from kvstore.tier import devices, mounted
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.host_device_memory import HostMemory
+from kvstore.transfer.device_memory import DeviceFrames
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
+from tests.helpers.device_frames import fill_frames
 from tests.helpers.engines.device import DeviceHost
 from tests.helpers.engines.processes import prompt as drawn
 from tests.helpers.engines.processes import serve_engine
@@ -266,6 +270,44 @@ def test_a_lost_device_takes_its_pages_with_it(lab: Lab, monkeypatch: pytest.Mon
     wait_until("it says so", lambda: "lost" in one.status()["mounted"]["why_not"])
     assert not reader.cache(one.layout).get(keys).pages
     wait_until("the node knows", lambda: "hbm" not in reader.stats()["tiers"])
+
+
+def test_an_engine_loads_from_device_to_device(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that another engine's device has, into frames of an engine whose device reaches that."""
+    direct, copy = list[int](), DeviceLink.copy_pieces
+
+    def copied(self: DeviceLink, pieces: Any, after: Any) -> Any:
+        direct.append(len(pieces))
+        return copy(self, pieces, after)
+
+    monkeypatch.setattr(DeviceLink, "copy_pieces", copied)
+    lab.machine.serve("n")
+    one, reader, owner = keeper(lab), lab.machine.connect("n"), lab.machine.connect("n")
+    assert isinstance(owner, LocalStore)
+    tokens = prompt(90, PAGES * PAGE + 3)
+    expected = lab.answers(one, [tokens], 4)
+    cache = reader.cache(one.layout)
+    keys = in_arena_alone(one, reader, tokens)
+    data = cache.get(keys).data
+    assert data is not None
+    one.mounted.end("another one has them")
+    source, nbytes = HostDevice("host:9"), one.layout.page_bytes
+    memory = source.allocate(PAGES * nbytes, shared=True)
+    segment = owner.mount(one.layout, PAGES, DeviceFrames(source, memory.address, nbytes, PAGES * nbytes))
+    fill_frames(source, memory, range(PAGES), data, nbytes)
+    segment.publish(keys, range(PAGES))
+    monkeypatch.setattr(HostDevice, "reach", lambda self, uuid: "")
+    host = DeviceHost(monkeypatch)
+    two = lab.engine("tiny-llama", lab.machine.connect("n"))
+    for each in host.devices:
+        devices.add(each)
+    try:
+        found = lab.answers(two, [tokens], 4)
+    finally:
+        for each in host.devices:
+            devices.remove(each)
+    assert found[0].cached == {"hbm": PAGES * PAGE} and found[0].tokens == expected[0].tokens
+    assert direct, "no byte went through the host"
 
 
 def test_an_arena_of_a_device_is_memory_of_that_device(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
