@@ -73,6 +73,7 @@ class Loading:
                 if pages and (first := work.needed(pages * step, 0)):
                     tier = next(iter(work.spent.cached))
                     work.spent.cached[tier] += first  # as if they were read: they need not be computed
+                work.brought(pages * step)
                 return pages
             work.spent.cached.clear()
             keys = keys.upto(missing * step)

@@ -87,6 +87,7 @@ class ArenaPages:
             rings.append(len(numbers))
         work.frames, work.rings = torch.tensor(found, dtype=torch.int64), tuple(rings)
         work.shared_pages = shared
+        work.brought(0)
         work.all_stored(shared)
         if shared:
             work.spent.cached["hbm"] = shared * work.page_tokens

@@ -50,6 +50,7 @@ class Work:
         windows: of each group where it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
         rings: of each group its frames.
         shared_pages: leading pages that were in the arena when it came: nobody writes there.
+        first_pages: of each group the first page that was brought into its frames: those before it were not needed.
         stored_pages: of each group leading pages that are known to be in the pool.
         keys: of its full pages, for whoever stores them, with the cache that made them, and hints.
         from_arenas: some pages were loaded out of another engine's arena: the pool may not have them.
@@ -88,6 +89,7 @@ class Work:
         capacity = len(self.tokens) if answers else self.prompt
         self.windows = rules.windows_for(capacity) if rules is not None else (0,)
         self.rings = (0,) * len(self.windows)
+        self.first_pages = [0] * len(self.windows)
         self.cache = cache
         self.shared_pages, self.stored_pages = 0, [0] * len(self.windows)
         self.keys: tuple[GroupedCache, GroupedKeys, bytes] | None = None
@@ -162,8 +164,12 @@ class Work:
         return needed_from(self.windows[group], tokens, self.page_tokens)
 
     def oldest(self, pages: int, group: int) -> int:
-        """The first of so many leading pages that is still in a group's frames, were the next one begun."""
-        return max(0, pages + 1 - self.rings[group]) if self.windows[group] else 0
+        """The first of so many leading pages that is in a group's frames, were the next one begun."""
+        return max(self.first_pages[group], pages + 1 - self.rings[group]) if self.windows[group] else 0
+
+    def brought(self, tokens: int) -> None:
+        """What so many leading tokens need was brought into the frames, and maybe nothing before it."""
+        self.first_pages = [self.needed(tokens, group) // self.page_tokens for group in range(len(self.windows))]
 
     def all_stored(self, pages: int) -> None:
         """So many leading pages of every group are in the pool, as far as they are needed."""

@@ -218,6 +218,7 @@ class EnginePerformer:
         work, fetch = self.works[it.sequence], self._fetches.pop(it.sequence)
         assert fetch.handoff is not None
         work.lossy = work.lossy or fetch.lossy
+        work.brought(work.prompt)
         work.all_stored(0 if work.lossy else fetch.handoff.stored)
         self._observer.handed_off(work.spent.moved_bytes, work.since_first_s())
 
@@ -226,8 +227,11 @@ class EnginePerformer:
         log.warning("prefill of %s by %s failed: %s", work.id, it.engine, it.error)
         work.lossy = work.lossy or fetch.lossy
         work.spent.prefill_engine, work.spent.prefill_cached = "", {}
-        if work.has_ring and fetch.moving and fetch.arrivals.tokens_min() < work.prompt:  # all of a ring is made again
-            work.spent.cached.clear()
+        if fetch.moving:
+            whole = fetch.arrivals.tokens_min() >= work.prompt
+            work.brought(work.prompt if whole else 0)
+            if work.has_ring and not whole:  # all of a ring is made again
+                work.spent.cached.clear()
 
     def _tell_admitted(self, it: do.TellAdmitted) -> None:
         work = self.works[it.sequence]

@@ -353,6 +353,19 @@ def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, mixed: Mixed, monk
     assert sum(answer.cached.values()) + answer.usage.computed_tokens >= 330
 
 
+def test_what_a_handoff_did_not_bring_is_not_stored(lab: Lab, mixed: Mixed) -> None:
+    """A ring has frames for a page more than the window needs: what lies there is not put in the name of that page."""
+    store = lab.store()
+    how = {"local_prefill_tokens": 0, **HOW}
+    prefill = lab.engine(mixed.preset, role=Role.PREFILL, **HOW)  # it has no pool: who decodes stores what it can
+    decode = lab.engine(mixed.preset, store, role=Role.DECODE, prefill=(lab.address_of(prefill),), **how)
+    lab.answers(decode, [prompt(95, 320)], 20)
+    other = lab.engine(mixed.preset, store, **HOW)
+    within("what came is stored", lambda: stored(other, store, prompt(95, 320)) == 320)
+    cut = np.concatenate([prompt(95, 304), prompt(96, 30)])  # the window behind 304 tokens has one page more
+    assert lab.answers(other, [cut], 8)[0].cached == {}
+
+
 @pytest.mark.parametrize("grain", Grain)
 @pytest.mark.parametrize(("asks", "asked"), [(512, CHUNK), (CHUNK, 512)])
 def test_handoffs_between_engines_with_other_chunks(

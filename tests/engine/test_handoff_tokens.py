@@ -211,13 +211,13 @@ def test_an_answer_that_ends_before_its_mover_reports_is_stored(
     store, told = lab.store(), threading.Event()
     asks = {"prefill": (lab.address_of(lab.engine("tiny-qwen3", None)),), "local_prefill_tokens": 0}
     decode = lab.engine("tiny-qwen3", store, role=Role.DECODE, **asks)
-    settle = decode.staging.settle
+    settle = decode.stagings.settle
 
     def settle_late() -> None:
         assert told.wait(LATE_S), "the answer waits for its mover"
         settle()
 
-    monkeypatch.setattr(decode.staging, "settle", settle_late)
+    monkeypatch.setattr(decode.stagings, "settle", settle_late)
     tokens = prompt(125, 37)
     answer = lab.answers(decode, [tokens], count)[0]
     history = np.concatenate([tokens, np.array(answer.tokens, np.uint32)])
