@@ -23,8 +23,9 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.adapters.values import Values, connected
+from kvstore.adapters.weights import given_digest
 
-SETTINGS = ("node", "salt")
+SETTINGS = ("node", "salt", "model")
 ABOUT_BYTES_MAX = 512  # of a name that are not numbers; longer ones are digests
 TASKS_MAX = 256  # of one kind that wait; what comes beyond them fails at once
 RESULTS_MAX = 4096  # of one kind that nobody has asked for; the oldest is forgotten
@@ -93,13 +94,14 @@ class TaskLane:
 
 class KVStoreL2Adapter(L2AdapterInterface):
     """Made by LMCache from ``adapter_params``: ``node``, as ``kvstore.connect`` takes it (none: the only one on this
-    machine), and ``salt``, the tenant. A key's ``cache_salt`` is a part of the value's name: there is one per user.
+    machine), ``salt``, the tenant, and ``model``, the folder whose weights tell chunks apart (none: models' names alone
+    do). A key's ``cache_salt`` is a part of the value's name: there is one per user.
 
     The node evicts on its own, so LMCache sees no capacity. A chunk that leaves between lookup and load is a miss;
     nothing is locked.
 
     Raises:
-        ValueError: a setting is unknown, or there is no such node.
+        ValueError: a setting is unknown, or there is no such node or folder.
     """
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
@@ -108,6 +110,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         if unknown:
             raise ValueError(f"kvstore for LMCache: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
         self._salt = str(params.get("salt", "lmcache"))
+        self._weights = given_digest("LMCache", folder) if (folder := str(params.get("model", ""))) else ""
         self._values = Values(connected("LMCache", params.get("node")))
         self._stores, self._lookups, self._loads = TaskLane("store"), TaskLane("lookup"), TaskLane("load")
 
@@ -158,7 +161,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """See the base class."""
-        sizes = self._values.delete(names_of(keys), self._salt)
+        sizes = self._values.delete(self._names(keys), self._salt)
         gone = [(key, size) for key, size in zip(keys, sizes, strict=True) if size >= 0]
         if gone:
             self._notify_keys_deleted([key for key, _ in gone], [size for _, size in gone])
@@ -176,24 +179,28 @@ class KVStoreL2Adapter(L2AdapterInterface):
     # --- in the lanes' threads --------------------------------------------------------------------------------------
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
-        done = self._values.put(names_of(keys), [each.byte_array for each in objects], self._salt)
+        done = self._values.put(self._names(keys), [each.byte_array for each in objects], self._salt)
         stored = [(key, each.get_size()) for key, each, there in zip(keys, objects, done, strict=True) if there]
         if stored:
             self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
         return L2StoreResult(all(done), sum(size for _, size in stored))
 
     def _look_up(self, keys: list[ObjectKey]) -> Bitmap:
-        return _bitmap(self._values.contains(names_of(keys), self._salt))
+        return _bitmap(self._values.contains(self._names(keys), self._salt))
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
-        return _bitmap(self._values.get(names_of(keys), [each.byte_array for each in objects], self._salt))
+        return _bitmap(self._values.get(self._names(keys), [each.byte_array for each in objects], self._salt))
+
+    def _names(self, keys: Sequence[ObjectKey]) -> list[str]:
+        return names_of(keys, self._weights)
 
 
-def names_of(keys: Sequence[ObjectKey]) -> list[str]:
-    """Names of chunks' values. LMCache allows no ``@`` in models' names and salts."""
+def names_of(keys: Sequence[ObjectKey], weights: str) -> list[str]:
+    """Names of chunks' values, with a digest of weights where there is one. LMCache allows no ``@`` in models' names
+    and salts."""
     names = []
     for key in keys:
-        about = f"{key.model_name}@{key.cache_salt}"
+        about = f"{key.model_name}@{key.cache_salt}" + (f"@{weights}" if weights else "")
         if len(about.encode()) > ABOUT_BYTES_MAX:
             about = hashlib.blake2b(about.encode(), digest_size=32).hexdigest()
         names.append(f"{about}@{key.kv_rank:x}@{key.object_group_id:x}@{key.chunk_hash.hex()}")

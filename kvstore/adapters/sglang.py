@@ -34,9 +34,10 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvstore.adapters.values import Values, connected
+from kvstore.adapters.weights import folder_digest, given_digest
 
 HOST_SETTINGS = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own
-SETTINGS = ("node", "salt")
+SETTINGS = ("node", "salt", "model")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 RATES_MAX = 4096  # of one kind that are kept until somebody asks
 
@@ -80,12 +81,14 @@ class HostPages:
 
 class KVStoreHiCache(HiCacheStorage):
     """Made by SGLang, one in each rank. Settings beside SGLang's own: ``node``, as ``kvstore.connect`` takes it (none:
-    the only one on this machine), and ``salt``, the tenant. Threads may share it.
+    the only one on this machine), ``salt``, the tenant, and ``model``, the folder whose weights tell pages apart (none:
+    the one that SGLang serves, where that is a folder). Threads may share it.
 
     The node evicts on its own. What is gone, damaged or cannot be reached is a miss; nothing is raised after the start.
 
     Raises:
-        ValueError: a setting is unknown, there is no such node, or a pool's layout is not served.
+        ValueError: a setting is unknown, there is no such node or folder, or a pool's layout is not served.
+        OSError: the folder that SGLang serves cannot be read.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -98,8 +101,10 @@ class KVStoreHiCache(HiCacheStorage):
         self._config = storage_config
         self._zero_copy = bool(extra.get("interface_v1", 0))
         self._salt = str(extra.get("salt", "sglang"))
+        model, folder = storage_config.model_name or "", str(extra.get("model", ""))
+        digest = given_digest("SGLang", folder) if folder else folder_digest(model)
         # Lengths of its parts go into a name, so that no model's name makes another's.
-        self._model = f"{len(storage_config.model_name or '')}:{storage_config.model_name or ''}"
+        self._model = f"{len(model)}:{model}" + (f"@{digest}" if digest else "")
         self._pools: dict[str, HostPages | None] = {}
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()

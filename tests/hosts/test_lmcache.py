@@ -138,11 +138,24 @@ def test_chunks_outlive_processes_and_faults_are_misses(machine: Machine, tmp_pa
     assert not any(other.do("load", 0, 8)["done"])
 
 
+def test_a_folder_of_weights_keeps_chunks_apart(machine: Machine, tmp_path: Path) -> None:
+    machine.serve("pool", dram="64MiB")
+    weights = tmp_path / "model.safetensors"
+    for said, there in ((b"first", False), (b"first", True), (b"other", False)):
+        weights.write_bytes(said)
+        one = worker(machine, plugin("pool", model=str(tmp_path)))
+        assert one.do("lookup", 0, 4)["done"] == [there] * 4
+        assert there or one.do("store", 0, 4)["done"] == [True] * 4
+        one.kill()
+    assert worker(machine, plugin("pool")).do("lookup", 0, 4)["done"] == [False] * 4
+
+
 def test_what_cannot_be_is_said_at_the_start(machine: Machine) -> None:
     machine.serve("pool", dram="64MiB")
     refused = {
         "no node named 'nowhere'": plugin("nowhere"),
         "there is no setting 'size'": plugin("pool", size="3"),
+        "there is no folder 'no/where'": plugin("pool", model="no/where"),
     }
     for why, spec in refused.items():
         run = lmcache("-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--l2-adapter", json.dumps(spec))

@@ -119,6 +119,20 @@ def test_engines_that_differ_never_mix(machine: Machine) -> None:
     assert writer.do("set") == [True] * 4 and reader.do("get") == [True] * 4
 
 
+def test_models_in_folders_have_the_pages_of_their_weights(machine: Machine, tmp_path: Path) -> None:
+    """The same name, other weights: nothing of the first is found. So it is with a folder that the settings name."""
+    machine.serve("pool", dram="64MiB")
+    weights = tmp_path / "model.safetensors"
+    for said, stored in ((b"first", 0), (b"first", 4), (b"other", 0)):
+        weights.write_bytes(said)
+        both = start(machine, model=str(tmp_path)), start(machine, extra={**OURS, "model": str(tmp_path)})
+        ready(*both)
+        assert [one.do("exists") for one in both] == [stored] * 2
+        for one in both:
+            assert stored or one.do("set") == [True] * 4
+            one.kill()
+
+
 def test_pages_outlive_processes_and_faults_are_misses(machine: Machine, tmp_path: Path) -> None:
     """Another process finds them, also without a daemon; damage and a node that is gone are misses."""
     config = tmp_path / "node.toml"
@@ -158,6 +172,7 @@ def test_its_fault_injector_costs_hits_only(machine: Machine) -> None:
     [
         ("no node named 'nowhere'", {"extra": {**OURS, "node": "nowhere"}}),
         ("there is no setting 'size'", {"extra": {**OURS, "size": 3}}),
+        ("there is no folder 'no/where'", {"extra": {**OURS, "model": "no/where"}}),
         ("has layout 'page_unified'", {"layout": "page_unified"}),
     ],
 )

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.hosts import VLLM, VLLM_ENV
@@ -86,6 +87,70 @@ def test_chunks_outlive_the_first_tier_and_its_process(machine: Machine, tmp_pat
     node.kill()
     shutil.rmtree(machine.folder("pool"))
     assert one.do("load", 0, 8) == [False] * 8
+
+
+def test_a_chunk_that_cannot_be_loaded_is_a_miss_until_it_is_stored_again(machine: Machine, tmp_path: Path) -> None:
+    """One flipped bit amid its bytes. And vLLM's manager ends well with the tier."""
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\nscrub_bytes_per_s = 0\nverify_reads = true\n")
+    node = machine.serve("pool", dram="64MiB", config=str(config))
+    one = started(machine, node="pool")
+    assert one.wait_for(1, START_S) == {"ready": True}
+    assert one.do("store", 0, 4) == [True] * 4
+    with machine.connect("pool") as pool:
+        assert pool.verify()["findings"] == []
+    flipped = sum(flip(machine.folder("pool"), number) for number in range(2))
+    assert flipped == 2, "each chunk lies in one place"
+    assert one.do("lookup", 0, 4) == [True] * 4, "nobody has noticed"
+    assert one.do("load", 0, 4) == [False, False, True, True], "damaged ones fail, the others do not"
+    assert one.do("store", 0, 2) == [True] * 2
+    assert one.do("load", 0, 4) == [True] * 4, "stored again"
+    node.kill()
+    assert sum(flip(machine.folder("pool"), number) for number in (2, 3)) == 2
+    assert one.do("lookup", 1, 3) == [True] * 3
+    assert one.do("load", 1, 3) == [True, False, False], "nobody drops them now, and vLLM asks until it is a miss"
+    assert one.do("lookup", 1, 3) == [True, False, False]
+    one.stdin.close()
+    assert one.wait(ANSWER_S) == 0
+
+
+def test_models_in_folders_have_the_chunks_of_their_weights(machine: Machine, tmp_path: Path) -> None:
+    """The same name, other weights: nothing of the first is found."""
+    machine.serve("pool", dram="64MiB")
+    weights = tmp_path / "model.safetensors"
+    for said, found in ((b"first", False), (b"first", True), (b"other", False)):
+        weights.write_bytes(said)
+        one = started(machine, model=str(tmp_path), node="pool")
+        assert one.wait_for(1, START_S) == {"ready": True}
+        assert one.do("load", 0, 2) == [found] * 2
+        if not found:
+            assert one.do("store", 0, 2) == [True] * 2
+        one.kill()
+
+
+def test_a_chunk_that_is_stuck_stops_a_reset_and_nothing_else(machine: Machine) -> None:
+    """vLLM may not use its memory again before: its reset fails in time, and the next one works."""
+    machine.serve("pool", dram="64MiB")
+    one = started(machine, node="pool")
+    assert one.wait_for(1, START_S) == {"ready": True}
+    assert one.do("store", 0, 3) == [True] * 3
+    assert one.do("load", 8, 1) == [False], "and the first tier is empty"
+    assert one.do("reset_stuck", 0, 3) == [False, True]
+    assert one.do("load", 0, 3) == [True] * 3, "who was given up is found the next time"
+    one.stdin.close()
+    assert one.wait(ANSWER_S) == 0
+
+
+def flip(folder: Path, number: int) -> int:
+    """Flip a bit amid a chunk's bytes, wherever they lie; in how many places."""
+    start, places = np.random.default_rng(number).integers(0, 256, 64, np.uint8).tobytes(), 0
+    for path in folder.glob("segment*"):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+            at = data.find(start)
+            while at >= 0:
+                data[at + 4096] ^= 1
+                places, at = places + 1, data.find(start, at + 1)
+    return places
 
 
 def test_what_cannot_be_is_said_at_the_start(machine: Machine) -> None:

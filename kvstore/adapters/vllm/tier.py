@@ -3,8 +3,8 @@
     {"type": "KVStoreTier", "module_path": "kvstore.adapters.vllm.tier", "node": "pool"}
 
 vLLM names its chunks by hashes of its own, so they are opaque objects here. Their names have all that vLLM's own file
-tier tells folders by (model, dtype, groups, ranks, format), and a chunk's bytes. Lookups read the node's mapped index
-on the scheduler's thread; chunks move in threads.
+tier tells folders by (model, dtype, groups, ranks, format), a digest of the model's folder, and a chunk's bytes.
+Lookups read the node's mapped index on the scheduler's thread; chunks move in threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.adapters.values import Values, connected
+from kvstore.adapters.weights import folder_digest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-FAILED_MAX = 65536  # chunks that were found and could not be loaded: they are misses from then on
+FAILED_MAX = 65536  # chunks that were found and could not be loaded: they are misses until they are stored again
+DRAIN_S = 30.0  # for chunks that move, before those that wait are given up, and then for the one that is on its way
 
 Move = Callable[[Sequence[str], Sequence[Any], str], list[bool]]
 
@@ -39,6 +41,7 @@ class KVStoreTier(SecondaryTierManager):
 
     Raises:
         ValueError: there is no such node, or it is not on this machine: the scheduler would wait for each lookup.
+        OSError: the model's folder cannot be read.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ class KVStoreTier(SecondaryTierManager):
         self._salt = salt
         self._chunks = np.asarray(primary_kv_view).view(np.uint8)
         where = FileMapper.from_offloading_spec("", offloading_spec, offloading_spec.blocks_per_chunk, True)
-        about = f"{where.base_path}@{self.block_size_bytes}"
+        about = f"{where.base_path}@{self.block_size_bytes}@{folder_digest(offloading_spec.config.model.name)}"
         self._about = f"{hashlib.blake2b(about.encode(), digest_size=16).hexdigest()}@{where.rank}"
         self._loads = ThreadPoolExecutor(1, "kvstore-tier-load")
         self._stores = ThreadPoolExecutor(1, "kvstore-tier-store")
-        self._jobs: list[Future[JobResult]] = []
+        self._jobs: list[tuple[TransferJob, Future[JobResult]]] = []
         self._failed: dict[OffloadKey, None] = {}
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -75,17 +78,18 @@ class KVStoreTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """See the base class."""
-        self._jobs.append(self._stores.submit(self._moved, job_metadata, self._values.put))
+        self._jobs.append((job_metadata, self._stores.submit(self._moved, job_metadata, self._values.put)))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """See the base class."""
-        self._jobs.append(self._loads.submit(self._moved, job_metadata, self._values.get))
+        self._jobs.append((job_metadata, self._loads.submit(self._moved, job_metadata, self._values.get)))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """See the base class."""
-        ended = [job for job in self._jobs if job.done()]
-        self._jobs = [job for job in self._jobs if job not in ended]
-        return [job.result() for job in ended]
+        ended = [(job, future) for job, future in self._jobs if future.done()]
+        over = {job.job_id for job, _ in ended}
+        self._jobs = [each for each in self._jobs if each[0].job_id not in over]
+        return [_given_up(job) if future.cancelled() else future.result() for job, future in ended]
 
     def has_pending_work(self) -> bool:
         """See the base class: what waits for a load comes on when its job is asked for."""
@@ -96,14 +100,30 @@ class KVStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """See the base class. Each ends: a node that does not answer is given up."""
-        wait(self._jobs)
+        """See the base class. A node that does not answer is given up, so this takes as long as memory does.
+
+        Raises:
+            TimeoutError: a chunk is still on its way: nobody may use vLLM's memory yet.
+        """
+        if wait([future for _, future in self._jobs], DRAIN_S).not_done:
+            self._give_up()
 
     def shutdown(self) -> None:
-        """See the base class."""
+        """See the base class. What waits is given up.
+
+        Raises:
+            TimeoutError: as of ``drain_jobs``.
+        """
+        self._give_up()
         for pool in (self._loads, self._stores):
             pool.shutdown()
         self._values.close()
+
+    def _give_up(self) -> None:
+        """Give up what has not begun, and wait for the rest."""
+        running = [future for _, future in self._jobs if not future.cancel()]
+        if wait(running, DRAIN_S).not_done:
+            raise TimeoutError(f"kvstore for vLLM's offloading: chunks still move after {DRAIN_S:g} s")
 
     def _moved(self, job: TransferJob, move: Move) -> JobResult:
         start_s, keys = time.monotonic(), list(job.keys)
@@ -114,6 +134,8 @@ class KVStoreTier(SecondaryTierManager):
                 if len(self._failed) >= FAILED_MAX:
                     self._failed.clear()
                 self._failed[key] = None
+            elif not job.is_promotion and well:
+                self._failed.pop(key, None)  # it may have been evicted between lookup and load
         return JobResult(
             job_id=job.job_id,
             success=all(done),
@@ -124,3 +146,7 @@ class KVStoreTier(SecondaryTierManager):
 
     def _name(self, key: OffloadKey) -> str:
         return f"{self._about}@{key.hex()}"
+
+
+def _given_up(job: TransferJob) -> JobResult:
+    return JobResult(job_id=job.job_id, success=False, successful_keys=[])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvstore.adapters.weights import add_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
 
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
-SAMPLE_BYTES = 1 << 20
 LORAS_MAX = 4096  # whose digests are kept
 PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")  # of caches; what others store, their tensors do not tell
 
@@ -28,7 +27,7 @@ def weights_digest(config: VllmConfig) -> str:
     digest.update(json.dumps(about, sort_keys=True, default=str).encode())
     if (kept := config.cache_config.cache_dtype) not in PLAIN_DTYPES:
         digest.update(f"kept as {kept}".encode())
-    _add_files(digest, model.model)
+    add_weights(digest, model.model)
     return digest.hexdigest()
 
 
@@ -48,20 +47,8 @@ class LoraDigests:
         found = None if lora.load_inplace else self._digests.get(known)
         if found is None:
             digest = hashlib.blake2b(digest_size=16)
-            _add_files(digest, lora.lora_path)
+            add_weights(digest, lora.lora_path)
             if len(self._digests) >= LORAS_MAX:
                 self._digests.clear()
             found = self._digests[known] = digest.hexdigest()
         return found
-
-
-def _add_files(digest: Any, where: str) -> None:
-    folder = Path(where)
-    for pattern in WEIGHT_FILES if folder.is_dir() else ():
-        for path in sorted(folder.glob(pattern)):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(SAMPLE_BYTES))
-                file.seek(max(0, size - SAMPLE_BYTES))
-                digest.update(file.read(SAMPLE_BYTES))

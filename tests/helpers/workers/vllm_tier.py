@@ -1,15 +1,18 @@
 """vLLM's own tiered offloading as a process of its own, in vLLM's environment: told line by line what to do.
 
 Its manager and its memory of the processor are vLLM's; only the GPU is missing, so chunks are filled and read here. A
-line is JSON: ``do`` is store or load, ``first`` and ``count`` name chunks. The answer is a line with ``done``: of each
-chunk whether it is stored or found, and has its content. A load begins with an empty first tier.
+line is JSON: ``do`` is a method below, ``first`` and ``count`` name chunks. The answer is a line with
+``done``: of each chunk whether it is stored or found, and has its content; or of each reset whether it worked. A load
+begins with an empty first tier.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+import kvstore.adapters.vllm.tier
 
 CHUNKS, CHUNK_BYTES = 16, 192 << 10
 ANSWER_S = 30.0
@@ -50,6 +55,9 @@ class Region:
         """As of vLLM's shared region."""
         return memoryview(self.memory)  # type: ignore[arg-type]
 
+    def cleanup(self) -> None:
+        """As of vLLM's shared region: the last thing a manager does at its end."""
+
 
 def spec_of(model: str, dtype: str) -> Spec:
     parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True)
@@ -70,7 +78,7 @@ class Offloading:
         self._region, self._requests = Region(), 0
         primary = CPUPrimaryTierOffloadingManager(CHUNKS, self._region)  # type: ignore[arg-type]
         tier = SecondaryTierFactory.create_secondary_tier(entry, primary.get_kv_memoryview(), spec)
-        self._manager = TieringOffloadingManager(primary, [tier])
+        self._tier, self._manager = tier, TieringOffloadingManager(primary, [tier])
 
     def store(self, numbers: list[int]) -> list[bool]:
         """From the GPU, as it were, into the first tier, and from there into ours."""
@@ -104,6 +112,40 @@ class Offloading:
         self._manager.on_request_finished(context)
         self._settle()
         return found
+
+    def lookup(self, numbers: list[int]) -> list[bool]:
+        """Whether our tier says that it has them."""
+        keys, context = self._begin(numbers)
+        found = [self._tier.lookup(key, context) == LookupResult.HIT for key in keys]
+        self._manager.on_request_finished(context)
+        return found
+
+    def reset_stuck(self, numbers: list[int]) -> list[bool]:
+        """Whether vLLM's reset fails while a chunk is stuck on its way, and works when it has come. Chunks that wait
+        behind it are given up."""
+        tier: Any = self._tier
+        get, come = tier._values.get, threading.Event()
+
+        def get_late(*told: Any) -> Any:
+            assert come.wait(ANSWER_S)
+            return get(*told)
+
+        tier._values.get, kvstore.adapters.vllm.tier.DRAIN_S = get_late, 0.1
+        for number in numbers:  # a job each
+            keys, context = self._begin([number])
+            assert self._manager.lookup(keys[0], context) == LookupResult.HIT_PENDING
+            self._manager.on_schedule_end(ScheduleEndContext((), ()))
+        outcomes = []
+        for _ in range(2):
+            try:
+                self._manager.reset_cache()
+                outcomes.append(True)
+            except TimeoutError:
+                outcomes.append(False)
+            come.set()
+            wait([future for _, future in tier._jobs], ANSWER_S)
+        tier._values.get = get
+        return outcomes
 
     def close(self) -> None:
         """End it."""
