@@ -38,7 +38,6 @@ def start(plain: dict[str, Any], machine: Machine, tmp_path: Path) -> Start:
     environment = {
         "PYTHONPATH": f"{VLLM_ENV['PYTHONPATH']}:{SHIM}",
         "MOONCAKE_CONFIG_PATH": str(config),
-        "PYTHONHASHSEED": "0",  # else no two processes of vLLM give a block the same key
     }
     return lambda: engine(machine, plain["model"], transfer, environment)
 

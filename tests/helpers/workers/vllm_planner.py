@@ -1,7 +1,6 @@
 """The connector's planner with vLLM's own requests, in vLLM's environment: what is found is printed, as a line of JSON.
 
-``found``: tokens, by what was asked after one prompt with an image was stored. ``step_us``: what a step costs the
-planner in which 64 requests decode and no page ends, the median of 1000.
+``found``: tokens, by what was asked after one prompt with an image was stored.
 ``kinds``, ``loras`` and ``kept``: see there.
 """
 
@@ -9,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import tempfile
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,26 +119,6 @@ def kept(store: kvstore.Store) -> list[int]:
     return counts
 
 
-def step_us(store: kvstore.Store) -> float:
-    """The median."""
-    planner = Planner(store, paged(), "apart", loads=True, saves=True, boundary_tokens=1024)
-    requests = [request(str(number)) for number in range(64)]
-    for each in requests:
-        planner.found(each, 0)
-    planner.step(output(requests, 300))
-    for each in requests:
-        each.num_computed_tokens = 300
-        each.append_output_token_ids(1)
-    idle, took_s = output(requests, 1), []
-    for _ in range(1000):
-        start_s = time.perf_counter()
-        moves = planner.step(idle)
-        planner.take_stats()
-        took_s.append(time.perf_counter() - start_s)
-        assert not moves.loads and not moves.saves
-    return statistics.median(took_s) * 1e6
-
-
 def kinds() -> list[str]:
     """How the cache may be quantised, without those that have the same pages as one before."""
     told: dict[str, str] = {}
@@ -161,7 +138,6 @@ def main() -> None:
             json.dumps(
                 {
                     "found": found(store),
-                    "step_us": step_us(store),
                     "kinds": kinds(),
                     "loras": roots,
                     "kept": kept(store),

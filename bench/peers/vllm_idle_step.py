@@ -1,0 +1,241 @@
+"""What a step of vLLM costs in which the connector has nothing to load or save: all that vLLM calls of it, by side.
+
+.venv/bin/python bench/peers/vllm_idle_step.py [--sequences 1,8,64] [--steps N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import operator
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
+RUN_S = 900.0
+PROMPT, PAGE = 70, 64
+LOOPS = 1000  # empty calls that are timed beside each step
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 32,  # vLLM calls twice for each of them
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass
+class Calls:
+    """What vLLM has called of the connector since ``begin``. Of one thread.
+
+    Attributes:
+        seconds, counts: by side.
+        idle: nothing was to be moved.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    idle: bool = True
+    _inside: bool = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.seconds, self.counts, self.idle = {"scheduler": 0.0, "worker": 0.0}, {"scheduler": 0, "worker": 0}, True
+
+    def watch(self, connector: type) -> None:
+        """Count all that is called of it from outside."""
+        for name in dir(connector):
+            found = getattr(connector, name)
+            if not name.startswith("_") and callable(found) and not hasattr(found, "__self__"):
+                setattr(connector, name, self._timed(found))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(connector: Any, *args: Any, **more: Any) -> Any:
+            if self._inside:
+                return call(connector, *args, **more)
+            self._inside, side, start_s = True, connector.role.name.lower(), time.perf_counter()
+            try:
+                given = call(connector, *args, **more)
+            finally:
+                self.seconds[side] += time.perf_counter() - start_s
+                self.counts[side] += 1
+                self._inside = False
+            if call.__name__ == "build_connector_meta" and (given.loads or given.saves):
+                self.idle = False
+            return given
+
+        return timed
+
+
+class EmptyConnector:
+    """Nothing is behind its call."""
+
+    role = SimpleNamespace(name="WORKER")
+
+    def nothing(self) -> None:
+        """Nothing."""
+
+
+class WatchedEmpty(EmptyConnector):
+    """The same, for ``Calls.watch``."""
+
+
+def empty_s(connector: EmptyConnector) -> float:
+    """Seconds of its empty call, over and over: how fast this machine is at Python right now."""
+    start_s = time.perf_counter()
+    for _ in range(LOOPS):
+        connector.nothing()
+    return time.perf_counter() - start_s
+
+
+def engine(told: dict[str, Any]) -> None:
+    """In vLLM's environment: print rows as a line of JSON. A row has what was called in each idle step."""
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    from kvstore.adapters.vllm import KVStoreConnector
+
+    calls = Calls()
+    calls.begin()
+    calls.watch(KVStoreConnector)
+    clock = Calls()
+    clock.watch(WatchedEmpty)
+    empty, watched = EmptyConnector(), WatchedEmpty()
+    llm = LLM(
+        model=told["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=32,
+        max_model_len=PROMPT + told["steps"] + PAGE,
+        max_num_seqs=max(told["sequences"]),
+        gpu_memory_utilization=0.5,
+        disable_log_stats=False,
+        kv_transfer_config={
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "kvstore.adapters.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"node": told["node"]},
+        },
+    )
+    random = np.random.default_rng()
+    rows = []
+    for count in told["sequences"]:
+        sampling = SamplingParams(temperature=0, max_tokens=told["steps"], ignore_eos=True, detokenize=False)
+        for number in range(count):
+            prompt = random.integers(3, 900, PROMPT).tolist()
+            llm.llm_engine.add_request(f"{count}-{number}", {"prompt_token_ids": prompt}, sampling)
+        row: dict[str, Any] = {"sequences": count, "scheduler": [], "worker": [], "calls": [], "empty": [], "clock": []}
+        while llm.llm_engine.has_unfinished_requests():
+            calls.begin()
+            llm.llm_engine.step()
+            if calls.idle and calls.counts["worker"]:
+                row["calls"].append([calls.counts["scheduler"], calls.counts["worker"]])
+                row["scheduler"].append(calls.seconds["scheduler"])
+                row["worker"].append(calls.seconds["worker"])
+                row["empty"].append(empty_s(empty))
+                clock.begin()
+                empty_s(watched)
+                row["clock"].append(clock.seconds["worker"])
+        rows.append(row)
+    print(json.dumps({"rows": rows}), flush=True)
+
+
+def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
+    """A row for each number of sequences. Raises SystemExit where vLLM does not get to its end."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # both sides in one process
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        told = {"model": folder, "sequences": sequences, "steps": steps, "node": f"idle-step-{os.getpid()}"}
+        serve = [sys.executable, "-m", "kvstore", "serve", "--name", str(told["node"]), "--dram", "256MiB"]
+        node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+        try:
+            assert node.stdout is not None
+            node.stdout.readline()  # it is ready
+            command = [str(VLLM), __file__, "--engine", json.dumps(told)]
+            run = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=RUN_S, check=False, cwd=ROOT
+            )
+        finally:
+            node.terminate()
+            node.wait(30)
+    lines = [line for line in run.stdout.splitlines() if line.startswith('{"rows"')]
+    if not lines:
+        sys.exit(run.stderr[-2000:] or f"it ended with {run.returncode}")
+    return [_row(row) for row in json.loads(lines[-1])["rows"]]
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Medians, without what it costs to time the calls. ``empty_calls``: how many empty calls, timed beside the step,
+    take as long."""
+    about: dict[str, Any] = {"sequences": row["sequences"], "steps": len(row["empty"])}
+    for at, side in enumerate(("scheduler", "worker")):
+        counts = [calls[at] for calls in row["calls"]]
+        timed = zip(row[side], counts, row["clock"], row["empty"], strict=True)
+        costs = [step - count * (clock - empty) / LOOPS for step, count, clock, empty in timed]
+        about[side] = {
+            "calls": statistics.median(counts),
+            "us": 1e6 * statistics.median(costs),
+            "empty_calls": LOOPS * statistics.median(map(operator.truediv, costs, row["empty"])),
+        }
+    return about
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(description="What our connector costs vLLM in a step that moves nothing.")
+    parser.add_argument("--sequences", default="1,8,64", help="how many decode at once")
+    parser.add_argument("--steps", type=int, default=400, help="of each (default 400)")
+    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.engine:
+        engine(json.loads(told.engine))
+        return
+    if not VLLM.exists():
+        sys.exit("vLLM is not there: make hosts")
+    rows = measured([int(count) for count in told.sequences.split(",")], told.steps)
+    if told.json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        return
+    head = ("sequences", "steps", "side", "calls", "us", "empty calls")
+    sys.stdout.write("{:>9}{:>7}  {:10}{:>7}{:>8}{:>13}\n".format(*head))
+    for row in rows:
+        for side in ("scheduler", "worker"):
+            it, where = row[side], f"{row['sequences']:9}{row['steps']:7}  {side:10}"
+            sys.stdout.write(f"{where}{it['calls']:7.0f}{it['us']:8.1f}{it['empty_calls']:13.0f}\n")
+
+
+if __name__ == "__main__":
+    main()
