@@ -44,6 +44,23 @@ def test_what_was_moved_is_counted_and_a_reset_forgets_it(machine: Machine, tmp_
     assert one.answer(asked) == (expected, [found]), "what it has saved since"
 
 
+def test_engines_that_slept_answer_the_same(machine: Machine, tmp_path: Path) -> None:
+    """Paused only, an engine finds what it found before. Sleep of level 1 resets the connector, as it clears caches."""
+    path = model(tmp_path, "llama")
+    machine.serve("pool", dram="64MiB")
+    one, other = (engine(machine, path, transfer("pool")) for _ in range(2))
+    ready(one, other)
+    asked = prompts()[-1:]
+    found = by_hand(asked)
+    one.ask(asked, sleep=0)
+    expected = one.answered()["tokens"]
+    one.ask(asked, sleep=1)
+    assert (one.answered()["tokens"], one.answered()["cached"]) == (expected, found)
+    assert one.answer(asked) == (expected, [0])
+    assert one.answer(asked) == (expected, found), "what it has saved since"
+    assert other.answer(asked) == (expected, found), "the pool kept its pages"
+
+
 def test_preempted_requests_are_answered_the_same(machine: Machine, tmp_path: Path) -> None:
     """33 blocks, of which four requests want 10 each."""
     path = model(tmp_path, "llama")

@@ -1,7 +1,8 @@
 """A vLLM engine as a process of its own, in vLLM's environment: it answers prompts that are told line by line.
 
 A line is JSON: ``prompts``, lists of token ids, their ``salt``, ``tokens``, how many each answer has, ``params``, which
-a proxy would pass as ``kv_transfer_params``, and ``reset``: whether the connector is reset afterwards, too. Where there
+a proxy would pass as ``kv_transfer_params``, ``reset``: whether the connector is reset afterwards, too, and ``sleep``:
+at which level the engine sleeps then, before it is woken; none: -1. Where there
 is ``abort``, all are aborted after so many steps, and ``event`` is ``aborted``. The answer is a line with ``event``
 ``answered``: ``tokens`` of each, ``cached``, how many of each prompt's tokens were, ``took_s``, ``reset``, whether it
 succeeded, and ``metrics``, the connector's counters. Its own prefix cache is empty afterwards.
@@ -78,6 +79,10 @@ def main(model: str, transfer: str, settings: str) -> None:
         answers = llm.generate(asked, sampling, use_tqdm=False)
         took_s = time.monotonic() - start_s
         reset = llm.reset_prefix_cache(reset_connector=told.get("reset", False))
+        if (level := told.get("sleep", -1)) >= 0:
+            llm.sleep(level)
+            assert llm.llm_engine.is_sleeping()
+            llm.wake_up()
         tokens = [list(answer.outputs[0].token_ids) for answer in answers]
         cached = [answer.num_cached_tokens for answer in answers]
         say("answered", tokens=tokens, cached=cached, took_s=took_s, reset=reset, metrics=metrics())
