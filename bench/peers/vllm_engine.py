@@ -2,7 +2,7 @@
 
 Its argument is JSON: ``model``, a folder; ``settings`` of vLLM; ``packages``, folders to import from, after its own;
 ``lengths`` of prompts in tokens; ``rounds``; ``reset``, whether vLLM's own prefix cache is emptied before a prompt
-comes again. It prints one line of JSON at its end.
+comes again; ``hidden``, a package in which vLLM is not to look for its kernels. It prints one line of JSON at its end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,31 @@ from typing import Any
 SETTLE_S = 0.5  # connectors may save in the background
 
 
+def hide(package: str) -> None:
+    """Have vLLM pass over a package when it looks for its kernels in all modules: llvmlite's attributes have no
+    ``__dict__`` that is one, and end vLLM 0.32.0 where somebody has imported it before."""
+    from vllm.triton_utils import dispatcher
+
+    search = dispatcher._rebind_kernels
+
+    def search_others(*told: Any) -> None:
+        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == package}
+        try:
+            search(*told)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher._rebind_kernels = search_others
+
+
 def main(told: dict[str, Any]) -> None:
     """Print seconds of each prompt when it was new and when it was known, and how many tokens were found then."""
     sys.path.extend(told.get("packages", ()))
     import numpy as np
     from vllm import LLM, SamplingParams
 
+    if told.get("hidden"):
+        hide(told["hidden"])
     longest = max(told["lengths"]) + 32
     llm = LLM(
         model=told["model"],

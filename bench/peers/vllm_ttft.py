@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ROOT / ".hosts"
 VLLM = HOSTS / "vllm" / "bin" / "python"
 MOONCAKE = HOSTS / "mooncake"  # a folder of packages
-LMCACHE = HOSTS / "lmcache" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-NODE = "peers-ttft"
+LMCACHE = HOSTS / "lmcache" / "bin" / "python"
+LMCACHE_LIB = LMCACHE.parents[1] / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+NODE = f"peers-ttft-{os.getpid()}"
 POOL_GIB = 2
 RUN_S = 900.0
 # 62 million parameters, 16 KiB of KV per token in float32.
@@ -54,11 +55,12 @@ class Peer:
     connector: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     packages: tuple[Path, ...] = ()  # folders that vLLM's environment is to find packages in, after its own
+    hidden: str = ""  # a package in which vLLM is not to look for kernels
     reset: bool = True
 
 
-def peers(folder: Path, port: int) -> dict[str, Peer]:
-    """All there are. ``folder`` takes their files; Mooncake's master listens at ``port``."""
+def peers(folder: Path, port: int, lmcache_port: int) -> dict[str, Peer]:
+    """All there are. ``folder`` takes their files. Mooncake's master listens at ``port``, LMCache at another one."""
     ours, theirs = folder / "ours.json", folder / "theirs.json"
     ours.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": NODE, "protocol": "tcp"}))
     told = {
@@ -73,11 +75,9 @@ def peers(folder: Path, port: int) -> dict[str, Peer]:
     store = {"kv_connector": "MooncakeStoreConnector"}
     shim = ROOT / "kvstore" / "adapters" / "mooncake" / "shim"
     lmcache = {
-        "LMCACHE_LOCAL_CPU": "True",
-        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(POOL_GIB),
-        "LMCACHE_CHUNK_SIZE": "64",
-        "LMCACHE_DISABLE_BANNER": "1",
-        "LMCACHE_TRACK_USAGE": "false",
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": lmcache_port},
     }
     return {
         "recompute": Peer(),
@@ -98,8 +98,17 @@ def peers(folder: Path, port: int) -> dict[str, Peer]:
                 "kv_connector_extra_config": {"cpu_bytes_to_use": POOL_GIB << 30},
             }
         ),
-        "lmcache": Peer({"kv_connector": "LMCacheConnectorV1"}, lmcache, (LMCACHE,)),
+        "lmcache": Peer(lmcache, {"LMCACHE_TRACK_USAGE": "false"}, (LMCACHE_LIB,), "llvmlite"),
     }
+
+
+def lmcache_server(port: int) -> list[str]:
+    """The command of LMCache's server, with as much memory as the others and chunks of a page."""
+    told = {"host": "127.0.0.1", "port": port, "http-host": "127.0.0.1", "http-port": free_port(), "chunk-size": 64}
+    told |= {"l1-size-gb": POOL_GIB, "l1-init-size-gb": POOL_GIB, "eviction-policy": "LRU"}
+    told |= {"supported-transfer-mode": "engine_driven"}
+    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    return [str(LMCACHE), "-m", "lmcache.cli.main", "server", *words]
 
 
 def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[dict[str, Any]] | str:
@@ -117,6 +126,7 @@ def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[d
         "rounds": rounds,
         "reset": peer.reset,
         "packages": [str(folder) for folder in peer.packages],
+        "hidden": peer.hidden,
     }
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -152,7 +162,7 @@ def process(command: list[str], port: int | None = None) -> Iterator[None]:
     try:
         if child.stdout is not None:
             child.stdout.readline()
-        for _ in range(100 if port else 0):
+        for _ in range(600 if port else 0):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port or 0), 1.0):
                 break
             time.sleep(0.1)
@@ -160,6 +170,13 @@ def process(command: list[str], port: int | None = None) -> Iterator[None]:
     finally:
         child.terminate()
         child.wait(30)
+
+
+def free_port() -> int:
+    """A port that nobody has right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -193,10 +210,8 @@ def main() -> None:
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    there = peers(folder, port)
+    port, lmcache_port = free_port(), free_port()
+    there = peers(folder, port, lmcache_port)
     names = told.peers.split(",") if told.peers else list(there)
     for name in names:
         if name not in there:
@@ -211,6 +226,8 @@ def main() -> None:
                 daemons.enter_context(process(serve))
             if "mooncake" in names and master.exists():
                 daemons.enter_context(process([str(master), f"--rpc_port={port}"], port))
+            if "lmcache" in names and LMCACHE.exists():
+                daemons.enter_context(process(lmcache_server(lmcache_port), lmcache_port))
             for name in names:
                 found = measured(there[name], model, lengths, told.rounds)
                 if isinstance(found, str):

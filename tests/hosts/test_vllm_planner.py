@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,16 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """In vLLM's environment."""
     environment = {**os.environ, **VLLM_ENV}
     return subprocess.run([VLLM, *command], env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def measured(script: str, *options: str) -> list[dict[str, Any]]:
+    """Rows of a script beside our peers."""
+    path = Path(__file__).parents[2] / "bench" / "peers" / script
+    command = [sys.executable, str(path), *options, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
 
 
 def test_another_vllm_is_told_in_one_line() -> None:
@@ -60,12 +71,16 @@ def test_media_are_part_of_keys() -> None:
 def test_steps_that_move_nothing_cost_less_than_100_us() -> None:
     """All that vLLM calls of the connector, 32 layers, 8 sequences; in empty calls of Python beside each step, since
     machines differ and have other work."""
-    script = Path(__file__).parents[2] / "bench" / "peers" / "vllm_idle_step.py"
-    command = [sys.executable, str(script), "--sequences", "8", "--steps", "300", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads(done.stdout)
+    (row,) = measured("vllm_idle_step.py", "--sequences", "8", "--steps", "300")
     assert row["steps"] > 200
     assert row["worker"]["calls"] >= 2 * 32 and row["scheduler"]["calls"] >= 2, "vLLM asks both sides"
     for side in ("scheduler", "worker"):
         assert row[side]["empty_calls"] * EMPTY_US < 100, row
+
+
+def test_a_known_prompt_is_loaded_sooner_than_it_is_computed() -> None:
+    """Of 512 tokens, where vLLM's engine runs in the process that asks: its steps that compute nothing follow each
+    other without a pause, and the loading thread still gets its turn."""
+    (row,) = measured("vllm_ttft.py", "--peers", "kvstore", "--lengths", "512", "--rounds", "7")
+    assert row["found"] == 448 and row["equal"], row
+    assert row["known_ms"] < row["new_ms"], row

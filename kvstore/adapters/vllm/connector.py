@@ -164,7 +164,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
-        return None, self._mover.loaded() if self._mover is not None else None
+        return None, self._mover.loaded(self._moves().idle) if self._mover is not None else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See the base class."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from kvstore.adapters.vllm.blocks import BlockGroup
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+YIELD_S = 0.001  # that a step waits for loads when it computes nothing
 AWAY_S = 5.0  # that nothing is saved after the node did not answer: a step would wait for it each time
 
 
@@ -57,8 +58,12 @@ class BlockMover:
         """Begin to load; see ``loaded`` and ``failed``."""
         self._loading[move.request] = self._pool.submit(self._load, move)
 
-    def loaded(self) -> set[str]:
-        """Requests whose loads have ended, well or not, since this was asked last."""
+    def loaded(self, idle: bool) -> set[str]:
+        """Requests whose loads have ended, well or not, since this was asked last. In an ``idle`` step the loading
+        thread goes first: steps that follow each other without a pause would keep the interpreter from it for
+        milliseconds each time that it asks."""
+        if idle and self._loading:
+            wait(self._loading.values(), YIELD_S, FIRST_COMPLETED)
         done = {name for name, future in self._loading.items() if future.done()}
         for name in done:
             self._loading.pop(name).result()

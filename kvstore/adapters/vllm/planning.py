@@ -69,10 +69,11 @@ class BlockMove:
 
 @dataclass
 class StepMoves(KVConnectorMetadata):
-    """What workers do in one step."""
+    """What workers do in one step; ``idle``: nothing is computed in it."""
 
     loads: list[BlockMove] = field(default_factory=list)
     saves: list[BlockMove] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass
@@ -172,6 +173,7 @@ class Planner:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 self._runs(name, computed, output)
         moves, self._moves = self._moves, StepMoves()
+        moves.idle = not output.num_scheduled_tokens
         return moves
 
     def finished(self, request: Request) -> None:

@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+RESET_S = 30.0
+
 
 def say(event: str, **about: Any) -> None:
     """One line, for who has started this."""
@@ -71,6 +73,10 @@ def main(model: str, transfer: str, settings: str) -> None:
         )
         if "abort" in told:
             abort(llm.llm_engine, told["prompts"], sampling, told["abort"])
+            deadline_s = time.monotonic() + RESET_S
+            while not llm.reset_prefix_cache():  # what is still being loaded has its blocks
+                assert time.monotonic() < deadline_s, "blocks were not given back"
+                llm.llm_engine.step()
             say("aborted")
             continue
         start_s = time.monotonic()
