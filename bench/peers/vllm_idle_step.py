@@ -10,6 +10,7 @@ import functools
 import json
 import operator
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
+NODE = "idle-step"
 RUN_S = 900.0
 PROMPT, PAGE = 70, 64
 LOOPS = 1000  # empty calls that are timed beside each step
@@ -137,7 +139,7 @@ def engine(told: dict[str, Any]) -> None:
             "kv_connector_module_path": "kvstore.adapters.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"node": told["node"]},
+            "kv_connector_extra_config": {"node": NODE},
         },
     )
     random = np.random.default_rng()
@@ -165,7 +167,9 @@ def engine(told: dict[str, Any]) -> None:
 
 def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
     """A row for each number of sequences. Raises SystemExit where vLLM does not get to its end."""
+    shared = tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
     environment = os.environ | {
+        "KVSTORE_SHM_DIR": shared,
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
@@ -177,9 +181,11 @@ def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
     }
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        told = {"model": folder, "sequences": sequences, "steps": steps, "node": f"idle-step-{os.getpid()}"}
-        serve = [sys.executable, "-m", "kvstore", "serve", "--name", str(told["node"]), "--dram", "256MiB"]
-        node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+        told = {"model": folder, "sequences": sequences, "steps": steps}
+        serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", "256MiB"]
+        node = subprocess.Popen(
+            serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
+        )
         try:
             assert node.stdout is not None
             node.stdout.readline()  # it is ready
@@ -190,6 +196,7 @@ def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
         finally:
             node.terminate()
             node.wait(30)
+            shutil.rmtree(shared)  # what a node keeps outlives it
     lines = [line for line in run.stdout.splitlines() if line.startswith('{"rows"')]
     if not lines:
         sys.exit(run.stderr[-2000:] or f"it ended with {run.returncode}")

@@ -27,7 +27,7 @@ VLLM = HOSTS / "vllm" / "bin" / "python"
 MOONCAKE = HOSTS / "mooncake"  # a folder of packages
 LMCACHE = HOSTS / "lmcache" / "bin" / "python"
 LMCACHE_LIB = LMCACHE.parents[1] / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-NODE = f"peers-ttft-{os.getpid()}"
+NODE = "peers-ttft"
 POOL_GIB = 2
 RUN_S = 900.0
 # 62 million parameters, 16 KiB of KV per token in float32.
@@ -206,7 +206,8 @@ def main() -> None:
     told = parser.parse_args()
     if not VLLM.exists():
         sys.exit("vLLM is not there: make hosts")
-    folder = Path(tempfile.mkdtemp(prefix="peers-"))
+    folder, shared = Path(tempfile.mkdtemp(prefix="peers-")), tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
+    os.environ["KVSTORE_SHM_DIR"] = shared  # what a node keeps outlives it
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
@@ -239,6 +240,7 @@ def main() -> None:
                     rows.append({"peer": name, **about, "found": min(each["found"]), "equal": each["equal"]})
     finally:
         shutil.rmtree(folder)
+        shutil.rmtree(shared)
     if told.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:
