@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvstore.adapters.vllm.planning import NO_BLOCK
@@ -19,7 +21,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 64 << 20  # that are between the store and blocks at a time
+BUFFER_BYTES = 8 << 20  # that are between the store and blocks at a time; kept, since fresh memory is slow to touch
+
+
+class _Buffer:
+    """Pages of a shard on their way.
+
+    Attributes:
+        rows: ``[pages, layers, heads, page_tokens, content]``, where the cache is.
+        layers: each layer of them, seen as ``[pages, page_blocks, heads, block_size, content]``.
+    """
+
+    def __init__(self, served: PagedGroup, first: torch.Tensor, layers: int) -> None:
+        pages = max(1, BUFFER_BYTES // served.layout.page_bytes)
+        shape = pages, layers, first.shape[1], served.layout.page_tokens, first.shape[3]
+        self.rows = torch.empty(shape, dtype=first.dtype, device=first.device)
+        split = self.rows.unflatten(3, (served.page_blocks, served.block_size)).transpose(2, 3)
+        self.layers = [_indexable(split[:, layer]) for layer in range(layers)]
 
 
 class BlockGroup:
@@ -34,7 +52,8 @@ class BlockGroup:
 
     def __init__(self, served: PagedGroup, layers: list[torch.Tensor]) -> None:
         self._served = served
-        self._layers = layers
+        self._layers = [_indexable(tensor) for tensor in layers]
+        self._device = layers[0].device
         self.loaded_bytes = served.shard.nbytes  # of a page, that this worker loads
         self.saved_bytes = self.loaded_bytes if served.shard.writes else 0  # and saves: heads that others have, too
         start, stop = served.shard.heads
@@ -43,19 +62,21 @@ class BlockGroup:
             if list(tensor.shape[1:]) != wanted:
                 found = list(tensor.shape)
                 raise ValueError(f"KVStoreConnector: the cache of {name} is {found}, pages need [blocks, *{wanted}]")
+        self._loading = _Buffer(served, layers[0], len(layers))  # of the thread that loads
+        self._saving = _Buffer(served, layers[0], len(layers))  # and of the one that saves
 
     def load(self, cache: PrefixCache, move: GroupMove) -> Iterator[int]:
         """Bring these pages into their blocks; yields how many came, time and again. Ends at one that is missing."""
-        rows, page = self._rows(move), 0
+        buffer, page = self._loading, 0
         for batch in self._batches(move.parts):
             got, reason = 0, ""
             for keys in batch:
-                found = self._get(cache, keys, rows[got : got + len(keys)].flatten(1))
+                found = self._get(cache, keys, buffer.rows[got : got + len(keys)].flatten(1))
                 got += found.pages
                 if found.pages < len(keys):
                     reason = found.reason
                     break
-            self._scatter(rows[:got], move, page)
+            self._scatter(buffer, got, move, page)
             page += got
             yield got
             if reason:
@@ -64,12 +85,12 @@ class BlockGroup:
 
     def save(self, cache: PrefixCache, move: GroupMove, request: str) -> int:
         """Store these pages, as far as the store takes them; how many were given to it."""
-        rows, page = self._rows(move), 0
+        buffer, page = self._saving, 0
         for batch in self._batches(move.parts):
             count, row = sum(map(len, batch)), 0
-            self._gather(rows[:count], move, page)
+            self._gather(buffer, count, move, page)
             for keys in batch:
-                self._put(cache, keys, rows[row : row + len(keys)], request)
+                self._put(cache, keys, buffer.rows[row : row + len(keys)], request)
                 row += len(keys)
             page += count
         return page
@@ -77,55 +98,50 @@ class BlockGroup:
     def _batches(self, parts: list[Keys]) -> Iterator[list[Keys]]:
         """These pages, so many at a time as the buffer has."""
         batch: list[Keys] = []
-        room = self._step
+        room = len(self._loading.rows)
         for keys in parts:
             while len(keys):
                 batch.append(keys[:room])
                 keys, room = keys[room:], room - len(batch[-1])
                 if not room:
                     yield batch
-                    batch, room = [], self._step
+                    batch, room = [], len(self._loading.rows)
         if batch:
             yield batch
 
-    @property
-    def _step(self) -> int:
-        return max(1, BUFFER_BYTES // self._served.layout.page_bytes)
-
-    def _rows(self, move: GroupMove) -> torch.Tensor:
-        """A buffer for as many pages of this shard as are moved at a time, where the cache is."""
-        first, pages = self._layers[0], min(self._step, sum(map(len, move.parts)))
-        shape = pages, len(self._layers), first.shape[1], self._served.layout.page_tokens, first.shape[3]
-        return torch.empty(shape, dtype=first.dtype, device=first.device)
-
-    def _scatter(self, rows: torch.Tensor, move: GroupMove, page: int) -> None:
-        """Write ``[pages, layers, heads, page_tokens, content]`` into the blocks from that page on."""
-        for table, ids in self._ids(move, page, len(rows)).items():
+    def _scatter(self, buffer: _Buffer, count: int, move: GroupMove, page: int) -> None:
+        """Write so many pages into the blocks from that page on."""
+        for table, ids in self._ids(move, page, count).items():
+            whole = NO_BLOCK not in ids
             wanted = ids != NO_BLOCK
-            for layer, tensor in self._of(table):
-                tensor[ids[wanted]] = self._in_blocks(rows[:, layer]).flatten(0, 1)[wanted]
+            index = self._index(ids)
+            for layer in self._of(table):
+                blocks = buffer.layers[layer][:count]
+                if whole:
+                    self._layers[layer][index] = blocks
+                else:
+                    self._layers[layer][index[wanted]] = blocks[wanted]
 
-    def _gather(self, rows: torch.Tensor, move: GroupMove, page: int) -> None:
-        for table, ids in self._ids(move, page, len(rows)).items():
-            for layer, tensor in self._of(table):
-                self._in_blocks(rows[:, layer]).copy_(tensor[ids].unflatten(0, (len(rows), -1)))
+    def _gather(self, buffer: _Buffer, count: int, move: GroupMove, page: int) -> None:
+        for table, ids in self._ids(move, page, count).items():
+            index = self._index(ids)
+            for layer in self._of(table):
+                buffer.layers[layer][:count] = self._layers[layer][index]
 
-    def _ids(self, move: GroupMove, page: int, pages: int) -> dict[int, torch.Tensor]:
-        size, device = self._served.page_blocks, self._layers[0].device
+    def _ids(self, move: GroupMove, page: int, pages: int) -> dict[int, npt.NDArray[np.int64]]:
+        """Of each table ``[pages, page_blocks]``."""
+        size = self._served.page_blocks
         return {
-            table: torch.tensor(blocks[page * size : (page + pages) * size], dtype=torch.int64, device=device)
+            table: np.array(blocks[page * size : (page + pages) * size], np.int64).reshape(pages, size)
             for table, blocks in move.blocks.items()
         }
 
-    def _of(self, table: int) -> list[tuple[int, torch.Tensor]]:
-        """The layers whose blocks that table has, by their place in a page."""
-        tables = self._served.tables
-        return [(layer, tensor) for layer, tensor in enumerate(self._layers) if tables[layer] == table]
+    def _index(self, ids: npt.NDArray[np.int64]) -> Any:
+        return ids if self._device.type == "cpu" else torch.from_numpy(ids).to(self._device)
 
-    def _in_blocks(self, layer: torch.Tensor) -> torch.Tensor:
-        """One layer of pages ``[pages, heads, page_tokens, content]``, seen as ``[pages, page_blocks, heads,
-        block_size, content]``."""
-        return layer.unflatten(2, (self._served.page_blocks, self._served.block_size)).transpose(1, 2)
+    def _of(self, table: int) -> list[int]:
+        """The layers whose blocks that table has, by their place in a page."""
+        return [layer for layer, each in enumerate(self._served.tables) if each == table]
 
     def _get(self, cache: PrefixCache, keys: Keys, rows: torch.Tensor) -> Match:
         shard = self._served.shard
@@ -143,3 +159,11 @@ class BlockGroup:
             ) as writer:
                 for layer in range(len(self._layers)):
                     writer.write_layer(shard.layers[0] + layer, rows[:, layer].contiguous())
+
+
+def _indexable(tensor: torch.Tensor) -> Any:
+    """The same memory, to be indexed by block; of a host as an array of NumPy. PyTorch would have each of our threads
+    start threads of its own, which then spin beside those of the model."""
+    if tensor.device.type != "cpu":
+        return tensor
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
