@@ -98,6 +98,8 @@ def fill(target: Rows, source: Any) -> None:
 
 def flat_bytes(buffer: Any, field: str) -> Rows:
     """All bytes of a C-contiguous buffer as uint8 ``[bytes]``."""
+    if type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.ndim == 1 and buffer.flags.c_contiguous:
+        return buffer
     if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
         return _flat_tensor(buffer, field)
     if not isinstance(buffer, np.ndarray):

@@ -7,11 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvstore.client.arguments import check_text
+from kvstore.client.buffers import Rows
 from kvstore.client.registration import Registration, Registrations
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest
-from kvstore.model.objects import encode_name, object_root
+from kvstore.model.objects import encode_names, object_root
+
+_U8 = np.dtype(np.uint8)
 
 
 class ObjectVerbs(ABC):
@@ -124,6 +129,14 @@ def sources_of(keys: Sequence[str], values: Sequence[Any]) -> tuple[list[bytes],
     return names, [Scattered.of(value, "data", writable=False) for value in values]
 
 
+def target_of(out: Any) -> Rows | Scattered:
+    """Where a value is to go: one flat array, or several. Raises InvalidRequest as ``get``."""
+    if type(out) is np.ndarray and out.dtype is _U8 and out.ndim == 1 and out.flags.carray:
+        return out
+    target = Scattered.of(out, "out", writable=True)
+    return target.parts[0] if len(target.parts) == 1 else target
+
+
 def root_of_salt(salt: str) -> bytes:
     """The root of a salt's objects. Raises InvalidRequest where it is no text."""
     check_text(salt, "salt")
@@ -143,7 +156,7 @@ def names_of(keys: Sequence[str], others: Sequence[Any], field: str) -> list[byt
     """Keys as bytes. Raises InvalidRequest where one makes no sense, or they are not as many as ``others``."""
     if isinstance(keys, str) or len(listed(keys)) != len(others):
         raise InvalidRequest(field, "must be as many as keys, in a list")
-    return [encode_name(key) for key in keys]
+    return encode_names(keys)
 
 
 def compiled(pattern: str) -> re.Pattern[str]:

@@ -14,14 +14,16 @@ class Scattered:
 
     def __init__(self, parts: list[Rows]) -> None:
         self.parts = parts
-        self.nbytes = sum(part.size for part in parts)
+        self.nbytes: int = parts[0].size if len(parts) == 1 else sum([part.size for part in parts])
 
     @classmethod
     def of(cls, value: Any, field: str, writable: bool) -> Scattered:
         """A caller's buffer, or list of buffers. Raises InvalidRequest naming ``field``."""
         parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
-        if writable and not all(part.flags.writeable for part in parts):
-            raise InvalidRequest(field, "must be writable")
+        if writable:
+            for part in parts:
+                if not part.flags.writeable:
+                    raise InvalidRequest(field, "must be writable")
         return cls(parts)
 
     def write(self, start: int, data: Rows) -> None:

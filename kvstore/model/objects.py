@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
@@ -58,6 +60,21 @@ def encode_name(key: object) -> bytes:
     if not 0 < len(name) <= KEY_BYTES_MAX:
         raise InvalidRequest("key", f"has {len(name)} bytes as UTF-8, not 1..{KEY_BYTES_MAX}")
     return name
+
+
+def _sized(name: bytes) -> bool:
+    return 0 < len(name) <= KEY_BYTES_MAX
+
+
+def encode_names(keys: Sequence[object]) -> list[bytes]:
+    """``encode_name`` of each."""
+    try:
+        names = [key.encode() for key in keys if type(key) is str]
+    except UnicodeEncodeError:
+        names = []
+    if len(names) == len(keys) and all(map(_sized, names)):
+        return names
+    return [encode_name(key) for key in keys]  # says which
 
 
 def is_object_class(frame_class: FrameClass) -> bool:
@@ -129,3 +146,45 @@ def read_row(row: bytes) -> tuple[bytes, About] | None:
         return None
     name = row[start + _ABOUT.size : start + _ABOUT.size + name_bytes]
     return row[ROOT], About(name, value_bytes, pieces, row[EXTRA].removeprefix(HEAD_TAG))
+
+
+class HeadRows:
+    """Identity rows ``[n, width]`` that may be heads of objects of one root: what each says of its object.
+
+    Attributes:
+        value_bytes, pieces: of each row's object; they mean something where ``name`` says so.
+    """
+
+    __slots__ = ("value_bytes", "pieces", "_rows", "_width", "_names", "_prefix")
+
+    def __init__(self, rows: npt.NDArray[np.uint8], root: bytes) -> None:
+        self._rows, self._width = rows.tobytes(), rows.shape[1]
+        self._prefix = root + HEAD_TAG
+        start, size = IDENTITY_HEAD_BYTES, _ABOUT.size
+        self.value_bytes: list[int] = []
+        self.pieces: list[int] = []
+        self._names: list[int] = []  # their lengths
+        if self._width < start + size:
+            rows = np.zeros((len(rows), start + size), np.uint8)
+        for mark, name, value, pieces, number in _ABOUT.iter_unpack(rows[:, start : start + size].tobytes()):
+            self._names.append(name if mark == _MARK and not number else 0)
+            self.value_bytes.append(value)
+            self.pieces.append(pieces)
+
+    def key(self, row: int) -> bytes:
+        """The key it is stored under."""
+        at = row * self._width
+        return self._rows[at : at + KEY_BYTES]
+
+    def name(self, row: int) -> bytes:
+        """The caller's key; nothing where the row is no head of that root."""
+        at, size = row * self._width, self._names[row]
+        if self._rows[at + KEY_BYTES : at + KEY_BYTES + len(self._prefix)] != self._prefix:
+            return b""
+        at += IDENTITY_HEAD_BYTES + _ABOUT.size
+        return self._rows[at : at + size] if size <= self._width - IDENTITY_HEAD_BYTES - _ABOUT.size else b""
+
+    def nonce(self, row: int) -> bytes:
+        """What the keys of its pieces hang on."""
+        at = row * self._width + EXTRA.start + len(HEAD_TAG)
+        return self._rows[at : at + NONCE_BYTES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -48,13 +49,28 @@ def _is_amd() -> bool:
 
 # AMD's Zen processors copy with `rep movsb` at a half to a tenth of their speed where the target lies 1 to 31 bytes
 # further into a memory page than the source, and glibc before 2.39 copies rows of these lengths that way (its bug
-# 30994). A loop over vectors does not mind how they lie, and is as fast as `rep movsb` at its best.
+# 30994). A loop over vectors does not mind how they lie. Where they lie well, `rep movsb` is faster by up to a third.
 _LOOPED: Final = range(16 << 10, 1 << 20) if _is_amd() else range(0)
+_BADLY: Final = range(1, 32)
+
+_first = ctypes.c_char.from_buffer
+_address = ctypes.addressof
 
 
 def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
     """Copy rows of bytes, ``target[...] = source``, in the way that suits this processor. Same shapes, no overlap."""
-    if target.shape[-1] in _LOOPED:
+    if target.shape[-1] in _LOOPED and _lie_badly(target, source):
         np.bitwise_or(source, source, out=target)  # numpy's plain copies are memcpy, this one is its own loop
     else:
         target[...] = source
+
+
+def _lie_badly(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> bool:
+    """Whether some rows may lie so that `rep movsb` is slow."""
+    if target.ndim > 1 and (target.ndim > 2 or (target.strides[0] - source.strides[0]) % PAGE_BYTES):
+        return True
+    try:
+        apart = _address(_first(target)) - _address(_first(source))
+    except (TypeError, ValueError):  # not to be written, or rows apart
+        apart = target.ctypes.data - source.ctypes.data
+    return apart % PAGE_BYTES in _BADLY

@@ -78,6 +78,7 @@ def test_replace_puts_the_new_value_in_place_of_the_old(store: Store) -> None:
 def test_equal_hashes_of_two_strings_are_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "key_hash", lambda root, name: b"collision-of-all")
     monkeypatch.setattr("kvstore.client.local.object_parts.key_hash", lambda root, name: b"collision-of-all")
+    monkeypatch.setattr("kvstore.client.local.object_finding.key_hash", lambda root, name: b"collision-of-all")
     assert store.put("mine", b"1")
     assert store.get("other") is None and not store.contains("other") and store.delete("other") == 0
     assert not store.put("other", b"2") and store.get("mine").tobytes() == b"1"

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvstore.client.local.cache import LocalCache
+from kvstore.client.local.cache import ORDERED, LocalCache
 from kvstore.client.local.grants import OVER_QUOTA
 from kvstore.client.local.naming import name_objects
 from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.object_finding import find_heads
 from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, find_head
-from kvstore.client.objects import ObjectVerbs, compiled, listed, root_of_salt, sources_of
+from kvstore.client.local.object_reading import read_objects
+from kvstore.client.objects import ObjectVerbs, compiled, listed, names_of, root_of_salt, sources_of, target_of
 from kvstore.client.scattered import Scattered
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
@@ -20,6 +22,7 @@ from kvstore.model.objects import (
     About,
     class_for,
     encode_name,
+    encode_names,
     object_layout,
     object_root,
     pieces_of,
@@ -89,6 +92,19 @@ class LocalObjects(ObjectVerbs):
                 return size if target is not None else into.parts[0]
         return None
 
+    def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "") -> list[int]:
+        """See ``ObjectVerbs.get_many``."""
+        names, root = names_of(keys, outs, "outs"), root_of_salt(salt)
+        targets = [target_of(out) for out in outs]
+        mapped = self._node.mapped()
+        lengths: list[int | None] = [None] * len(names)
+        if mapped is not None and ORDERED and not mapped.header.verify_reads:
+            lengths = read_objects(mapped, root, names, targets)
+        for place, length in enumerate(lengths):
+            if length is None:
+                lengths[place] = self.get(keys[place], outs[place], salt)
+        return [-1 if length is None else length for length in lengths]
+
     def size(self, key: str, salt: str = "") -> int | None:
         """See ``ObjectVerbs.size``."""
         found = self._found(encode_name(key), root_of_salt(salt))
@@ -98,14 +114,18 @@ class LocalObjects(ObjectVerbs):
         """See ``ObjectVerbs.contains``."""
         if isinstance(keys, str):
             return self._found(encode_name(keys), root_of_salt(salt)) is not None
-        return [self._found(encode_name(key), root_of_salt(salt)) is not None for key in listed(keys)]
+        names, root, mapped = encode_names(listed(keys)), root_of_salt(salt), self._node.mapped()
+        found = find_heads(mapped, root, names) if mapped is not None else [None] * len(names)
+        return [raw is not None for raw in found]
 
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
         """See ``ObjectVerbs.delete``."""
-        names, root = list(dict.fromkeys(encode_name(key) for key in listed(keys))), root_of_salt(salt)
+        names, root = list(dict.fromkeys(encode_names(listed(keys)))), root_of_salt(salt)
         deadline, gone = time.monotonic() + self._node.timeout_s, 0
         while names:
-            found = [(name, head.address) for name in names if (head := self._found(name, root)) is not None]
+            mapped = self._node.mapped()
+            heads = find_heads(mapped, root, names) if mapped is not None else [None] * len(names)
+            found = [(name, raw) for name, raw in zip(names, heads, strict=True) if raw is not None]
             again: list[bytes] = []
             for start in range(0, len(found), BATCH_MAX):
                 part = found[start : start + BATCH_MAX]
