@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -53,7 +53,7 @@ def _is_amd() -> bool:
 _LOOPED: Final = range(16 << 10, 1 << 20) if _is_amd() else range(0)
 _BADLY: Final = range(1, 32)
 
-_first = ctypes.c_char.from_buffer
+_first: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 _address = ctypes.addressof
 
 

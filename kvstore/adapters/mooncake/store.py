@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,7 @@ class MooncakeDistributedStore:
         self._store: Store | None = None
         self._salt = ""
         self._registered: dict[int, Registration] = {}
+        self._regions: tuple[list[int], list[Registration]] = [], []  # the same in order; replaced as a whole
 
     def setup(
         self,
@@ -107,6 +109,7 @@ class MooncakeDistributedStore:
         """Let go of the node. Values stay."""
         store, self._store = self._store, None
         self._registered.clear()
+        self._in_order()
         if store is not None:
             store.close()
         return OK
@@ -123,7 +126,8 @@ class MooncakeDistributedStore:
             return INVALID_PARAMS
 
         def register(store: Store) -> int:
-            self._registered[buffer_ptr] = store.register(_view(buffer_ptr, size))
+            self._registered[buffer_ptr] = store.register((ctypes.c_ubyte * size).from_address(buffer_ptr))
+            self._in_order()
             return OK
 
         return self._do("register_buffer", register)
@@ -133,8 +137,13 @@ class MooncakeDistributedStore:
         known = self._registered.pop(buffer_ptr, None)
         if known is None:
             return INVALID_PARAMS
+        self._in_order()
         known.release()
         return OK
+
+    def _in_order(self) -> None:
+        held = sorted(self._registered.values(), key=lambda registration: registration.start)
+        self._regions = [registration.start for registration in held], held
 
     # --- one value --------------------------------------------------------------------------------------------------
 
@@ -205,11 +214,15 @@ class MooncakeDistributedStore:
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """For each 0, or a negative code."""
-        return self._put_from(keys, [[pointer] for pointer in buffer_ptrs], [[size] for size in sizes])
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [INVALID_PARAMS] * len(keys)
+        return self._put(keys, list(map(self._part, buffer_ptrs, sizes)))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """For each bytes read, or a negative code."""
-        return self._get_into(keys, [[pointer] for pointer in buffer_ptrs], [[size] for size in sizes])
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [INVALID_PARAMS] * len(keys)
+        return self._get(keys, list(map(self._part, buffer_ptrs, sizes)))
 
     def batch_put_from_multi_buffers(
         self,
@@ -219,7 +232,9 @@ class MooncakeDistributedStore:
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Each value from several buffers, laid end to end. For each 0, or a negative code."""
-        return self._put_from(keys, all_buffer_ptrs, all_sizes)
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
+            return [INVALID_PARAMS] * len(keys)
+        return self._put(keys, list(map(self._parts, all_buffer_ptrs, all_sizes)))
 
     def batch_get_into_multi_buffers(
         self,
@@ -229,7 +244,9 @@ class MooncakeDistributedStore:
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """Each value over several buffers. For each bytes read, or a negative code."""
-        return self._get_into(keys, all_buffer_ptrs, all_sizes)
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
+            return [INVALID_PARAMS] * len(keys)
+        return self._get(keys, list(map(self._parts, all_buffer_ptrs, all_sizes)))
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
         """Of those that are stored, that they are."""
@@ -249,25 +266,20 @@ class MooncakeDistributedStore:
             _log.warning("%s: %s", what, error)
             return code_of(error)
 
-    def _views(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Any] | None:
-        """Buffers at these places; None where one is not registered."""
-        if len(pointers) != len(sizes) or self._store is None:
+    def _part(self, pointer: int, size: int) -> Any:
+        """The memory there; None where it is in no registered buffer."""
+        starts, held = self._regions
+        place = bisect_right(starts, pointer) - 1
+        if place < 0 or size <= 0 or pointer + size > held[place].stop or self._store is None:
+            _log.error("%d bytes at %#x are not in a registered buffer", size, pointer)
             return None
-        views = []
-        for pointer, size in zip(pointers, sizes, strict=True):
-            if size <= 0 or not self._store.registered(_view(pointer, size)):
-                _log.error("%d bytes at %#x are not in a registered buffer", size, pointer)
-                return None
-            views.append(_view(pointer, size))
-        return views
+        first = pointer - starts[place]
+        return held[place].bytes[first : first + size]
 
-    def _put_from(
-        self, keys: Sequence[str], all_pointers: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
-    ) -> list[int]:
-        if not len(keys) == len(all_pointers) == len(all_sizes):
-            return [INVALID_PARAMS] * len(keys)
-        values = [self._views(*place) for place in zip(all_pointers, all_sizes, strict=True)]
-        return self._put(keys, values)
+    def _parts(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Any] | None:
+        """The same of several places; None where one of them is not."""
+        parts = list(map(self._part, pointers, sizes)) if len(pointers) == len(sizes) else [None]
+        return None if any(part is None for part in parts) else parts
 
     def _put(self, keys: Sequence[str], values: Sequence[Any]) -> list[int]:
         """None among the values: its pointer was refused."""
@@ -293,26 +305,22 @@ class MooncakeDistributedStore:
             codes = {key: OK if found == 1 else code for key, found in zip(wanted, there, strict=True)}
         return [codes[key] if value is not None else INVALID_PARAMS for key, value in zip(keys, values, strict=True)]
 
-    def _get_into(
-        self, keys: Sequence[str], all_pointers: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
-    ) -> list[int]:
-        if not len(keys) == len(all_pointers) == len(all_sizes):
-            return [INVALID_PARAMS] * len(keys)
-        outs = [self._views(*place) for place in zip(all_pointers, all_sizes, strict=True)]
+    def _get(self, keys: Sequence[str], outs: Sequence[Any]) -> list[int]:
+        """None among the targets: its pointer was refused."""
         lengths: list[int] = []
 
         def read_all(store: Store) -> int:
-            lengths.extend(store.get_many(list(keys), outs, self._salt))
+            lengths.extend(store.get_many(keys, outs, self._salt))
             return OK
 
-        def read_one(key: str, out: list[Any]) -> int:
+        def read_one(key: str, out: Any) -> int:
             def read(store: Store) -> int:
                 length = store.get(key, out, self._salt)
                 return OBJECT_NOT_FOUND if length is None else int(length)
 
             return self._do("get", read)
 
-        if None not in outs and self._do("get", read_all) == OK:
+        if not any(out is None for out in outs) and self._do("get", read_all) == OK:
             return [OBJECT_NOT_FOUND if length < 0 else length for length in lengths]
         return [INVALID_PARAMS if out is None else read_one(key, out) for key, out in zip(keys, outs, strict=True)]
 
@@ -341,8 +349,3 @@ def is_host_memory(start: int, size: int) -> bool:
         if reached >= start + size:
             return True
     return False
-
-
-def _view(pointer: int, size: int) -> Any:
-    """The memory there, as a buffer."""
-    return (ctypes.c_ubyte * size).from_address(pointer)
