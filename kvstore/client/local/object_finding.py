@@ -22,8 +22,8 @@ from kvstore.tier.index import IndexDamaged
 _SEALED = int(FrameState.SEALED)
 
 
-class Frames(NamedTuple):
-    """Frames of one extent as they were at one moment.
+class GatheredFrames(NamedTuple):
+    """GatheredFrames of one extent as they were at one moment.
 
     Attributes:
         places: of each, among what was asked for.
@@ -47,7 +47,7 @@ class Frames(NamedTuple):
         return [place for place, held in zip(self.places, same, strict=True) if not held]
 
 
-def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[Frames]:
+def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]:
     """Of the frames at these raw addresses in DRAM those that are sealed under the generations named, by extent."""
     places: Sequence[int] = range(len(raws))
     if None in raws:
@@ -69,7 +69,7 @@ def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[Frames]:
 
 def _sealed(
     mapped: Mapped, number: int, places: Sequence[int], frames: Sequence[int], words: Sequence[int]
-) -> list[Frames]:
+) -> list[GatheredFrames]:
     """Of these frames of an extent those whose words say so; nothing where there are none."""
     extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
     if extent is None or max(frames) >= len(extent.words):
@@ -82,11 +82,11 @@ def _sealed(
             return []
         places, frames = [places[i] for i in kept], [frames[i] for i in kept]
         index, now = index[kept], now[kept]
-    return [Frames(extent, places, frames, index, now, extent.identity[index])]
+    return [GatheredFrames(extent, places, frames, index, now, extent.identity[index])]
 
 
-class Heads:
-    """Heads of objects in DRAM, as far as they are there.
+class DramHeads:
+    """DramHeads of objects in DRAM, as far as they are there.
 
     Attributes:
         keys: of all names, wherever they are. ``raws``: where the index names them in DRAM.
@@ -101,7 +101,7 @@ class Heads:
     def __init__(self, mapped: Mapped, root: bytes, names: Sequence[bytes]) -> None:
         self.keys = [key_hash(root, name) for name in names]
         self.raws: list[bytes | None] = []
-        self.frames: list[Frames] = []
+        self.frames: list[GatheredFrames] = []
         self.heads: list[tuple[MappedExtent, int, int] | None] = [None] * len(names)
         self.large: dict[int, tuple[int, bytes]] = {}
         self.other: set[int] = set()
@@ -114,7 +114,7 @@ class Heads:
                 self.frames.append(frames)
                 self._prove(frames, root, names)
 
-    def _prove(self, frames: Frames, root: bytes, names: Sequence[bytes]) -> None:
+    def _prove(self, frames: GatheredFrames, root: bytes, names: Sequence[bytes]) -> None:
         told, heads, keys, extent = HeadRows(frames.rows, root), self.heads, self.keys, frames.extent
         sizes, pieces = told.value_bytes, told.pieces
         for i, (place, frame) in enumerate(zip(frames.places, frames.frames, strict=True)):
@@ -128,7 +128,7 @@ class Heads:
 
 def find_heads(mapped: Mapped, root: bytes, names: Sequence[bytes]) -> list[bytes | None]:
     """Where the head of each of these objects is, in which tier ever; None: there is none, or another string's."""
-    proven = Heads(mapped, root, names)
+    proven = DramHeads(mapped, root, names)
     found = [raw if head is not None else None for raw, head in zip(proven.raws, proven.heads, strict=False)]
     found += [None] * (len(names) - len(found))
     left = [place for place, raw in enumerate(found) if raw is None and place not in proven.other]

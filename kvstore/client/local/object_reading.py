@@ -14,7 +14,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import Rows
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.object_finding import Frames, Heads, gather
+from kvstore.client.local.object_finding import GatheredFrames, DramHeads, gather
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import About
@@ -33,7 +33,7 @@ def read_objects(
     Raises:
         InvalidRequest: a target is too small; nothing was copied.
     """
-    found = Heads(mapped, root, names)
+    found = DramHeads(mapped, root, names)
     heads, lengths = found.heads, list[int | None]()
     for head, target in zip(heads, targets, strict=True):
         if head is not None and target.nbytes < head[2]:
@@ -65,8 +65,8 @@ def read_objects(
 
 
 def _pieces(
-    mapped: Mapped, root: bytes, names: Sequence[bytes], heads: Heads
-) -> tuple[list[Frames], dict[int, list[Place]]]:
+    mapped: Mapped, root: bytes, names: Sequence[bytes], heads: DramHeads
+) -> tuple[list[GatheredFrames], dict[int, list[Place]]]:
     """The frames of these objects' pieces, and by place in ``names`` where they are, of those that are there with all
     of them."""
     keys: list[bytes] = []
