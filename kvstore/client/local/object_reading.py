@@ -14,7 +14,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import Rows
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.object_finding import GatheredFrames, DramHeads, gather
+from kvstore.client.local.object_finding import DramHeads, GatheredFrames, gather
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import About
