@@ -46,8 +46,8 @@ EMBEDDED_PREFIX: Final = "kvstore-embedded-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPORARY = ".tmp-"
 # `kvstore status` probes locks with a shared lock for microseconds; a daemon that starts just then tries again.
-_LOCK_TRIES = 50
-_LOCK_RETRY_S = 0.01
+LOCK_TRIES = 50
+LOCK_RETRY_S = 0.01
 
 
 class NodeFolder:
@@ -238,7 +238,7 @@ class NodeFolder:
             InvalidRequest: as ``create``.
         """
         assert self._lock_fd < 0, "locked already"
-        for attempt in range(_LOCK_TRIES):
+        for attempt in range(LOCK_TRIES):
             try:
                 self.create()
                 fd = open_plain(self.lock_file, os.O_RDWR | os.O_CREAT, self.file_mode)
@@ -251,9 +251,9 @@ class NodeFolder:
             except BlockingIOError:
                 by = holder(fd)
                 os.close(fd)
-                if attempt + 1 == _LOCK_TRIES:
+                if attempt + 1 == LOCK_TRIES:
                     raise NodeBusy(f"node {self.name!r} is held by {by} ({self.path})") from None
-                time.sleep(_LOCK_RETRY_S)
+                time.sleep(LOCK_RETRY_S)
                 continue
             if is_file_of(fd, self.lock_file):
                 break

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, NodeBusy
-from kvstore.tier.folder import EMBEDDED_PREFIX, PREFIX, NodeFolder, folder_names, holder
+from kvstore.tier.folder import EMBEDDED_PREFIX, LOCK_RETRY_S, LOCK_TRIES, PREFIX, NodeFolder, folder_names, holder
 from kvstore.tier.plain_files import NotPlain, open_folder, open_plain, remove
 
 _HEAD_BYTES = 32  # of the header: magic, version, incarnation, epoch
@@ -88,6 +89,18 @@ def _check_owner(folder: NodeFolder, here: int, root_may: bool) -> None:
         raise InvalidRequest("path", f"{folder.path} belongs to user {owner}, who may purge it")
 
 
+def _lock(fd: int) -> None:
+    """Hold the lock. Who looks whether a node lives has it for a moment, so this is tried for longer. Raises
+    BlockingIOError."""
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+        time.sleep(LOCK_RETRY_S)
+
+
 def _purge(folder: NodeFolder, above: int, here: int) -> None:
     name = folder.lock_file.name
     try:
@@ -96,7 +109,7 @@ def _purge(folder: NodeFolder, above: int, here: int) -> None:
         remove(name, dir_fd=here)
         fd = open_plain(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder.file_mode, dir_fd=here)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=here, follow_symlinks=False)):
             return  # another purge was faster
         _end_header(folder, here)
