@@ -25,19 +25,17 @@ Ask = Callable[[list[list[int]], int], Answers]
 
 def vllm(told: dict[str, Any]) -> Ask:
     """vLLM: its own loop, without the sockets around it."""
+    from starting import VLLM_SETTINGS
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=told["model"],
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
         block_size=PAGE_TOKENS,
         max_model_len=told["tokens"] + PAGE_TOKENS,
         max_num_batched_tokens=CHUNK_TOKENS + told["batch"],
         max_num_seqs=told["batch"],
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.5,
+        **VLLM_SETTINGS,
     )
 
     def ask(prompts: list[list[int]], tokens: int) -> Answers:

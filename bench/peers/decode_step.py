@@ -21,9 +21,8 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 import numpy as np
+from starting import ROOT, VLLM, VLLM_ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parents[2]
-VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
 ENGINE = Path(__file__).with_name("decode_engine.py")
 PRESET, SEED = "small-llama", 5  # 53 million parameters
 READY_S, TURN_S = 300.0, 120.0
@@ -143,15 +142,7 @@ class Judge:
 def environment(kind: str, threads: int) -> dict[str, str]:
     """Of an engine's process."""
     told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    if kind != "vllm":
-        return told
-    return told | {
-        "DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
+    return told | VLLM_ENVIRONMENT if kind == "vllm" else told
 
 
 def measured(

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from starting import ROOT, node
+
 LMCACHE = ROOT / ".hosts" / "lmcache" / "bin" / "python"
 SIZES_KIB = (64, 256, 2048)
 KEYS = 32
@@ -77,20 +78,14 @@ def main() -> None:
     if not LMCACHE.exists():
         sys.exit("LMCache is not there: make hosts")
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="peers-"))
-    serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", "4GiB"]
-    node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     rows = []
     try:
-        assert node.stdout is not None
-        node.stdout.readline()  # it is ready
-        for size_kib in SIZES_KIB:
-            for name, spec in adapters(folder, size_kib).items():
-                rows.append({"adapter": name, "kib": size_kib, "found": measured(spec, size_kib, told.rounds)})
+        with node(NODE, "4GiB"):
+            for size_kib in SIZES_KIB:
+                for name, spec in adapters(folder, size_kib).items():
+                    rows.append({"adapter": name, "kib": size_kib, "found": measured(spec, size_kib, told.rounds)})
     finally:
-        node.terminate()
-        node.wait(30)
         shutil.rmtree(folder)
-        subprocess.run([sys.executable, "-m", "kvstore", "purge", NODE], cwd=ROOT, check=True, capture_output=True)
     if told.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return

@@ -17,10 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from starting import ROOT, node
+
 MOONCAKE = ROOT / ".hosts" / "mooncake"
 SHIM = ROOT / "kvstore" / "adapters" / "mooncake" / "shim"
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "2 MiB": 2 << 20}
@@ -115,14 +115,10 @@ class Mover:
 
 
 def started() -> list[subprocess.Popen[bytes]]:
-    """Our node, Mooncake's master and its standalone client."""
+    """Mooncake's masters and its standalone client, where it is installed."""
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", str(POOL)]
-    node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
-    assert node.stdout is not None
-    node.stdout.readline()
     if not MOONCAKE.exists():
-        return [node]
+        return []
     folder = MOONCAKE / "mooncake"
     libraries = os.environ | {"LD_LIBRARY_PATH": str(folder)}
     masters = [
@@ -137,7 +133,7 @@ def started() -> list[subprocess.Popen[bytes]]:
     words += [f"--port={CLIENT}", f"--global_segment_size={POOL >> 30} GB", "--protocol=tcp"]
     client = subprocess.Popen([folder / "mooncake_client", *words], env=libraries, **quiet)
     time.sleep(5)
-    return [client, *masters, node]
+    return [client, *masters]
 
 
 def measured(label: str, size: int, rounds: int) -> list[dict[str, Any]]:
@@ -179,12 +175,12 @@ def main() -> None:
         return
     processes = started()
     try:
-        rows = [row for label, size in SIZES.items() for row in measured(label, size, told.rounds)]
+        with node(NODE, str(POOL)):
+            rows = [row for label, size in SIZES.items() for row in measured(label, size, told.rounds)]
     finally:
         for process in processes:
             process.terminate()
             process.wait(30)
-        subprocess.run([sys.executable, "-m", "kvstore", "purge", NODE], cwd=ROOT, check=True, capture_output=True)
     if told.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return

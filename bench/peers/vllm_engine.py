@@ -37,6 +37,7 @@ def main(told: dict[str, Any]) -> None:
     """Print seconds of each prompt when it was new and when it was known, and how many tokens were found then."""
     sys.path.extend(told.get("packages", ()))
     import numpy as np
+    from starting import VLLM_SETTINGS
     from vllm import LLM, SamplingParams
 
     if told.get("hidden"):
@@ -45,14 +46,11 @@ def main(told: dict[str, Any]) -> None:
     llm = LLM(
         model=told["model"],
         load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
         block_size=32,
         max_model_len=longest,
         max_num_batched_tokens=longest,
         max_num_seqs=2,
-        **told["settings"],
+        **VLLM_SETTINGS | told["settings"],
     )
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     random = np.random.default_rng()  # others than in earlier runs, which a pool may still have

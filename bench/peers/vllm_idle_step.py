@@ -10,7 +10,6 @@ import functools
 import json
 import operator
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
+from starting import ROOT, VLLM, VLLM_ENVIRONMENT, VLLM_SETTINGS, node
+
 NODE = "idle-step"
 RUN_S = 900.0
 PROMPT, PAGE = 70, 64
@@ -126,13 +125,9 @@ def engine(told: dict[str, Any]) -> None:
     llm = LLM(
         model=told["model"],
         load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
         block_size=32,
         max_model_len=PROMPT + told["steps"] + PAGE,
         max_num_seqs=max(told["sequences"]),
-        gpu_memory_utilization=0.5,
         disable_log_stats=False,
         kv_transfer_config={
             "kv_connector": "KVStoreConnector",
@@ -141,6 +136,7 @@ def engine(told: dict[str, Any]) -> None:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"node": NODE},
         },
+        **VLLM_SETTINGS,
     )
     random = np.random.default_rng()
     rows = []
@@ -167,36 +163,14 @@ def engine(told: dict[str, Any]) -> None:
 
 def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
     """A row for each number of sequences. Raises SystemExit where vLLM does not get to its end."""
-    shared = tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
-    environment = os.environ | {
-        "KVSTORE_SHM_DIR": shared,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # both sides in one process
-        "OMP_NUM_THREADS": "1",
-    }
-    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder, node(NODE, "256MiB"):
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         told = {"model": folder, "sequences": sequences, "steps": steps}
-        serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", "256MiB"]
-        node = subprocess.Popen(
-            serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=ROOT
+        command = [str(VLLM), __file__, "--engine", json.dumps(told)]
+        environment = os.environ | VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=RUN_S, check=False, cwd=ROOT
         )
-        try:
-            assert node.stdout is not None
-            node.stdout.readline()  # it is ready
-            command = [str(VLLM), __file__, "--engine", json.dumps(told)]
-            run = subprocess.run(
-                command, capture_output=True, text=True, env=environment, timeout=RUN_S, check=False, cwd=ROOT
-            )
-        finally:
-            node.terminate()
-            node.wait(30)
-            shutil.rmtree(shared)  # what a node keeps outlives it
     lines = [line for line in run.stdout.splitlines() if line.startswith('{"rows"')]
     if not lines:
         sys.exit(run.stderr[-2000:] or f"it ended with {run.returncode}")

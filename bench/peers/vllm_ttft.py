@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from starting import ROOT, VLLM, VLLM_ENVIRONMENT, node
+
 HOSTS = ROOT / ".hosts"
-VLLM = HOSTS / "vllm" / "bin" / "python"
 MOONCAKE = HOSTS / "mooncake"  # a folder of packages
 LMCACHE = HOSTS / "lmcache" / "bin" / "python"
 LMCACHE_LIB = LMCACHE.parents[1] / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
@@ -116,9 +116,7 @@ def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[d
     for folder in peer.packages:
         if not folder.is_dir():
             return f"{folder.relative_to(ROOT)} is not there: see README.md"
-    settings: dict[str, Any] = {"gpu_memory_utilization": 0.5}
-    if peer.connector is not None:
-        settings = settings | {"kv_transfer_config": {**peer.connector, "kv_role": "kv_both"}}
+    settings = {"kv_transfer_config": {**peer.connector, "kv_role": "kv_both"}} if peer.connector else {}
     told = {
         "model": str(model),
         "settings": settings,
@@ -128,17 +126,7 @@ def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[d
         "packages": [str(folder) for folder in peer.packages],
         "hidden": peer.hidden,
     }
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONHASHSEED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        **peer.environment,
-    }
+    environment = os.environ | VLLM_ENVIRONMENT | {"PYTHONHASHSEED": "0", **peer.environment}
     command = [str(VLLM), str(Path(__file__).with_name("vllm_engine.py")), json.dumps(told)]
     try:
         run = subprocess.run(
@@ -155,15 +143,12 @@ def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[d
 
 
 @contextlib.contextmanager
-def process(command: list[str], port: int | None = None) -> Iterator[None]:
-    """A daemon while this is open; ``port``: it is ready when it listens there, else when it has printed a line."""
-    output = subprocess.DEVNULL if port else subprocess.PIPE
-    child = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+def process(command: list[str], port: int) -> Iterator[None]:
+    """A peer's daemon while this is open. It is ready when it listens at ``port``."""
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
-        if child.stdout is not None:
-            child.stdout.readline()
-        for _ in range(600 if port else 0):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port or 0), 1.0):
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
                 break
             time.sleep(0.1)
         yield
@@ -206,8 +191,7 @@ def main() -> None:
     told = parser.parse_args()
     if not VLLM.exists():
         sys.exit("vLLM is not there: make hosts")
-    folder, shared = Path(tempfile.mkdtemp(prefix="peers-")), tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
-    os.environ["KVSTORE_SHM_DIR"] = shared  # what a node keeps outlives it
+    folder = Path(tempfile.mkdtemp(prefix="peers-"))
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
@@ -220,11 +204,10 @@ def main() -> None:
     lengths = [int(length) for length in told.lengths.split(",")]
     rows: list[dict[str, Any]] = []
     master = MOONCAKE / "mooncake" / "mooncake_master"
-    serve = [sys.executable, "-m", "kvstore", "serve", "--name", NODE, "--dram", f"{POOL_GIB}GiB"]
     try:
         with contextlib.ExitStack() as daemons:
             if any(name.startswith("kvstore") for name in names):
-                daemons.enter_context(process(serve))
+                daemons.enter_context(node(NODE, f"{POOL_GIB}GiB"))
             if "mooncake" in names and master.exists():
                 daemons.enter_context(process([str(master), f"--rpc_port={port}"], port))
             if "lmcache" in names and LMCACHE.exists():
@@ -240,7 +223,6 @@ def main() -> None:
                     rows.append({"peer": name, **about, "found": min(each["found"]), "equal": each["equal"]})
     finally:
         shutil.rmtree(folder)
-        shutil.rmtree(shared)
     if told.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:

@@ -1,0 +1,62 @@
+"""What several scripts start in the same way: a node of ours, and vLLM on a CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
+READY_S = 60.0
+
+# One process, which asks nobody outside and leaves the cores to whom the system gives them.
+VLLM_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+VLLM_SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "gpu_memory_utilization": 0.5,
+}
+
+
+@contextmanager
+def node(name: str, dram: str) -> Iterator[None]:
+    """A node while this is open. It and whoever looks for it have a folder of shared memory of their own, since what a
+    node keeps outlives it. Raises SystemExit where it is not ready in time."""
+    shared = tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
+    os.environ["KVSTORE_SHM_DIR"] = shared
+    command = [sys.executable, "-m", "kvstore", "serve", "--name", name, "--dram", dram]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
+    try:
+        if not first_line(child.stdout, READY_S):
+            sys.exit(f"our node has ended, or is not ready after {READY_S:g} s")
+        yield
+    finally:
+        child.terminate()
+        child.wait(30)
+        shutil.rmtree(shared)
+        del os.environ["KVSTORE_SHM_DIR"]
+
+
+def first_line(output: IO[str] | None, timeout_s: float) -> str:
+    """What a process has printed first; "" where it has ended, or nothing came in time."""
+    assert output is not None
+    with DefaultSelector() as selector:
+        selector.register(output, EVENT_READ)
+        return output.readline() if selector.select(timeout_s) else ""
