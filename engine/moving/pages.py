@@ -157,7 +157,7 @@ class ArenaPages:
         """Write to the pool what it lacks of these, consecutive ones of a chain."""
         placed = [self._placed[number] for number in pages]
         left = [page.left for page in placed if page.left is not None]
-        if len(left) < len(placed) or not self._pool.up:
+        if len(left) < len(placed) or not self._pool.takes:
             return  # there is no pool, or it is away
         first = left[0]
         tokens = np.frombuffer(b"".join(page.tokens for page in left), np.uint32)

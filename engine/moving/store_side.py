@@ -29,7 +29,7 @@ from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.client.writer import Writer
-from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.groups import is_chained
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -101,6 +101,18 @@ class Pool:
                 self._in_doubt = self._in_doubt or self.up
                 self.up = False
 
+    @property
+    def takes(self) -> bool:
+        """Whether the node takes pages, for the thread that is about to write some. A node of this machine is looked at
+        now: with one that has died since the last look, the write would wait for another one until its deadline."""
+        if self.up and self._mapped and self.store is not None:
+            with self.forgiven():
+                try:
+                    self.store.wait_ready(0.0)
+                except DeadlineExceeded as late:
+                    raise NodeUnavailable(f"{self.store.name}: its daemon is away") from late
+        return self.up
+
     def between_steps(self) -> None:
         """Called by the thread that writes, while it writes nothing: after a failure, have the node let go of what it
         granted to us and we never heard of. It cannot tell by itself as long as this process lives.
@@ -137,7 +149,7 @@ class Pool:
         """By cache group a writer of the pages up to ``stop_page``, of which those from ``start_page`` on are being
         computed; none where nothing is to be written.
         """
-        cache = self.written_to(work) if self.up else None
+        cache = self.written_to(work) if self.takes else None
         if cache is None:
             return {}
         return {
@@ -148,7 +160,7 @@ class Pool:
 
     def append(self, work: Work, pages: int) -> None:
         """Write those of the first ``pages`` pages that are not stored yet, without waiting for the acknowledgement."""
-        cache = self.written_to(work) if self.up else None
+        cache = self.written_to(work) if self.takes else None
         if cache is None:
             return
         with self.forgiven():

@@ -290,6 +290,13 @@ class NodeFolder:
         """True while this object holds the lock."""
         return self._lock_fd >= 0
 
+    def owned(self) -> bool:
+        """Whether anybody holds the lock: its node lives."""
+        try:
+            return is_locked(self.lock_file)
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Give the lock back. The files stay, for the next owner and for readers."""
         if self.locked:  # a child that another thread is just starting has it open, too
@@ -362,7 +369,7 @@ def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
     for name in folder_names(shm_dir, PREFIX):
         folder = NodeFolder.at(Path(shm_dir) / name)
         if folder.trusted():
-            nodes.append((folder.name, _is_locked(folder)))
+            nodes.append((folder.name, folder.owned()))
     return nodes
 
 
@@ -373,13 +380,6 @@ def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
     except FileNotFoundError:
         return []
     return sorted(n for n in names if n.startswith(prefix) and _NAME.fullmatch(n.removeprefix(PREFIX)))
-
-
-def _is_locked(folder: NodeFolder) -> bool:
-    try:
-        return is_locked(folder.lock_file)
-    except OSError:
-        return False
 
 
 def holder(fd: int) -> str:

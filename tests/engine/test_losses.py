@@ -15,6 +15,7 @@ from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.model.replica import Tier
 from tests.helpers.engines.tokens import (
+    ANSWER_S,
     MAIN,
     Answer,
     Lab,
@@ -235,6 +236,20 @@ def test_node_killed_while_an_answer_is_decoded(lab: Lab, preset: str) -> None:
     lab.answers(one, [history], 4)
     assert sum(lab.answers(one, [history], 4)[0].cached.values()) == (len(history) - 1) // 16 * 16
     check_node(lab)
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_a_killed_node_holds_nobody_up(lab: Lab, chunk: int) -> None:
+    """What is asked at once behind the kill is read out of its memory and answered long before a write would end."""
+    lab.machine.serve(NODE)
+    store = lab.machine.connect(NODE, 2 * ANSWER_S)
+    one = lab.engine("tiny-llama", store, chunk_tokens=chunk)
+    tokens = prompt(57, 200)
+    stored_again(lab, one, tokens[:100])
+    kill(lab.machine)
+    answer = lab.answers(one, [tokens], 40)[0]
+    assert sum(answer.cached.values()) == 96
+    assert not one.pool.up
 
 
 @pytest.mark.parametrize("handoff", Timing)

@@ -17,7 +17,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.strides import Strides
 from kvstore.rpc import control
 from kvstore.rpc.control import Op
-from kvstore.tier.folder import list_nodes
+from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import DaemonState
 from kvstore.transfer.exported import MountedMemory
 
@@ -128,7 +128,8 @@ class LocalStore(Store, LocalObjects):
 
     def _alive(self) -> bool:
         """Whether the node's daemon holds its lock."""
-        return dict(list_nodes(self._node.path.parent)).get(self.name, False)
+        folder = NodeFolder.at(self._node.path)
+        return folder.trusted() and folder.owned()
 
     def _header_stats(self) -> dict[str, Any]:
         mapped = self._node.mapped()
