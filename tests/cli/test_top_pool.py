@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvstore.cli.top_pool import PoolWatch, lines
 from kvstore.config import load
 from tests.helpers.conductors import client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, spawn_engine
+from tests.helpers.etcd import Etcd
 from tests.helpers.processes import Machine, free_port, stopped, wait_until
 
 SLACK = 10  # a machine that is so much slower
@@ -43,8 +45,15 @@ def by_name(frame: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"].rpartition("-")[0] or each["name"]: each for each in frame["members"]}
 
 
-def test_a_pool_with_an_engine_that_hangs_and_one_that_dies(machine: Machine, tmp_path: Path) -> None:
-    url = f"file:{tmp_path / 'catalog'}"
+@pytest.fixture
+def etcd_url(tmp_path: Path) -> Iterator[str]:
+    servers = Etcd(tmp_path / "etcd")
+    yield "etcd://" + ",".join(servers.endpoints)
+    servers.close()
+
+
+def test_a_pool_with_an_engine_that_hangs_and_one_that_dies(machine: Machine, etcd_url: str) -> None:
+    url = etcd_url  # a folder's catalog drops who died as soon as somebody looks
     catalog = {"catalog": url, "catalog_ttl_s": "600"}  # who dies stays listed: it is asked, and does not answer
     machine.serve("n0", dram="32MiB", listen="127.0.0.1:0", **catalog)
     engine = spawn_engine(machine, name="e", node="n0", keep_pages="0", **catalog)
