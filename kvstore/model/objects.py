@@ -111,6 +111,10 @@ class About(NamedTuple):
     pieces: int
     nonce: bytes
 
+    def is_whole(self, page_bytes: int) -> bool:
+        """Whether it has as many pieces as its value needs. A damaged record says anything."""
+        return self.pieces == pieces_of(self.value_bytes, page_bytes)
+
     def words(self, number: int, width: int) -> bytes:
         """What stands in place of token ids; ``number`` counts the pieces from 1, the head is 0."""
         about = _ABOUT.pack(_MARK, len(self.name), self.value_bytes, self.pieces, number)

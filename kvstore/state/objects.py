@@ -60,7 +60,8 @@ class Objects:
         if not is_object_class(event.frame_class):
             return [ev.Reply(Status.INVALID, detail={"field": "frame_class", "reason": "holds no objects"})]
         about = read_row(event.rows[0].tobytes())
-        if about is None or objects.key_hash(about[0], about[1].name) != key:
+        ours = about is not None and objects.key_hash(about[0], about[1].name) == key
+        if about is None or not ours or not about[1].is_whole(event.frame_class.page_bytes):
             return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "this is no object's head"})]
         if self._scans():
             status = Status.BUSY

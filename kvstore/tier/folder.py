@@ -16,7 +16,7 @@
         data                           which data server sends its pages, locked while that lives (data_file)
         brought                        pages of other nodes that were read here of late (client.local.brought)
         member                         what its daemon published in a catalog last; absent: nothing
-        mounted-<n>, mounted-<n>-data  records of memory that an engine mounted, and that memory (mounted)
+        mounted-<n>  -data  -pass      records of memory that an engine mounted; that memory, a socket to it (mounted)
         quarantine                     positions that nobody may have yet (quarantine); absent where there are none
         sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
         .tmp-*                         a file being made; removed when the next owner starts

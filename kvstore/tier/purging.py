@@ -90,14 +90,16 @@ def _check_owner(folder: NodeFolder, here: int, root_may: bool) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Hold the lock. Who looks whether a node lives has it for a moment, so this is tried for longer. Raises
-    BlockingIOError."""
+    """Hold the lock. Who looks whether a node lives shares it for a moment: then this is tried for longer. An owner
+    shares it with nobody, and is not waited for. Raises BlockingIOError."""
     for left in reversed(range(LOCK_TRIES)):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not left:
                 raise
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises where an owner has it
+        fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(LOCK_RETRY_S)
 
 

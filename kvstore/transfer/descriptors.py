@@ -33,7 +33,11 @@ class DescriptorServer:
 
     def __init__(self, path: Path, mode: int, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            os.close(descriptor)
+            raise Unavailable(f"cannot pass descriptors at {path}: {error.strerror}") from None
         try:
             remove(path)
             with short(path) as name:

@@ -64,10 +64,13 @@ class DeviceFrames:
 
     def here(self, table: MountedTable) -> PeerMemory:
         """See ``MountedMemory``."""
-        device, address = self._device, self._address
+        device, address, mapped = self._device, self._address, self._server is not None
 
         def address_for(other: Device) -> int | None:
-            return address if other is device or not other.reach(device.uuid) else None
+            if other is device:
+                return address
+            # Access between devices is to plain allocations: what is mapped is there for whom it was mapped alone.
+            return None if mapped or other.reach(device.uuid) else address
 
         return DevicePages(device, address, table, address_for)
 

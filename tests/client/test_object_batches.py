@@ -12,8 +12,11 @@ import pytest
 
 import kvstore
 from kvstore import Store
-from kvstore.client.local import object_reading
+from kvstore.client.local import object_finding, object_reading
+from kvstore.client.local.object_parts import find_head
 from kvstore.errors import InvalidRequest
+from kvstore.model import objects
+from tests.helpers.inside import node_of
 from tests.helpers.nvme.nodes import NODE, configure, nvme
 from tests.helpers.processes import Machine, evict_all, frames, wait_until
 
@@ -85,6 +88,56 @@ def test_one_target_too_small_and_nothing_is_copied(store: Store) -> None:
     with pytest.raises(InvalidRequest, match="out"):
         store.get_many(["a", "b"], [first, bytearray(3)])
     assert first == bytes(4)
+
+
+def test_an_empty_value_into_no_buffers(store: Store) -> None:
+    assert store.put("empty", b"")
+    assert store.get("empty", []) == 0 and store.get_many(["empty", "none"], [[], []]) == [0, -1]
+
+
+@pytest.mark.parametrize(("value_bytes", "pieces"), [(5000, 0), (1 << 40, 0), (10, 1), (10, 1 << 31), (5000, 1 << 31)])
+def test_a_damaged_length_is_a_miss(store: Store, value_bytes: int, pieces: int) -> None:
+    """Nothing beyond a page is copied, and no pieces are counted that no value of that length has."""
+    assert store.put_many(["k", "sound"], [b"0123456789", b"sound"]) == [True, True]
+    mapped = node_of(store).mapped()
+    found = find_head(mapped, objects.object_root(""), b"k") if mapped is not None else None
+    assert mapped is not None and found is not None and found.extent is not None
+    records = mapped.folder.records(found.extent.number)
+    width = found.frame_class.page_tokens
+    sound, damaged = (
+        about.words(0, width) for about in (found.about, found.about._replace(value_bytes=value_bytes, pieces=pieces))
+    )
+    with open(records, "r+b") as file:
+        at = file.read().find(sound)
+        assert at > 0
+        file.seek(at)
+        file.write(damaged)
+    outs = [bytearray(10_000) for _ in range(2)]
+    assert store.get_many(["k", "sound"], outs) == [-1, 5] and outs[0] == bytes(10_000)
+    assert store.get("k") is None and store.get("k", out=outs[0]) is None
+    assert store.delete(["k", "sound"]) == 2
+
+
+def test_a_head_that_leaves_memory_while_it_is_looked_at_is_found_below(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frame has another page by then: that is no other string's object under its key."""
+    flags = configure(machine, demote_at=0.0, dram="16MiB", extent="2MiB", nvme_extent="4MiB", promote_after=100)
+    machine.serve(NODE, **flags)
+    store = machine.connect(NODE)
+    assert store.put("k", b"value")
+    wait_until("it is saved", lambda: nvme(store)["pages"] == 1)
+    gather = object_finding.gather
+
+    def late(*given: Any) -> list[object_finding.GatheredFrames]:
+        found = gather(*given)
+        evict_all(store)
+        return [frames._replace(rows=np.zeros_like(frames.rows)) for frames in found]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_finding, "gather", late)
+        assert store.contains(["k"]) == [True]
+    assert store.delete(["k"]) == 1
 
 
 def test_a_batch_is_read_wherever_its_objects_are(machine: Machine) -> None:

@@ -130,6 +130,8 @@ def test_only_a_head_is_sealed_as_one(store: Store) -> None:
     forged = {
         "other key": lambda about, root, width: _with_key(genuine(about, root, width), b"x" * 16),
         "no tag": lambda about, root, width: _without_tag(genuine(about, root, width)),
+        "too long": lambda about, root, width: genuine(about._replace(value_bytes=1 << 40), root, width),
+        "pieces of nothing": lambda about, root, width: genuine(about._replace(pieces=1 << 31), root, width),
     }
     for what, head_keys in forged.items():
         with pytest.MonkeyPatch.context() as patch:

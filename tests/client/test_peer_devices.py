@@ -6,10 +6,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.tier import cuda
+from kvstore.tier.device import DeviceLost
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.host_device_memory import HostMemory
 from kvstore.tier.mounted import MountedTable, passing_path
 from kvstore.transfer import descriptors, device_memory
-from kvstore.transfer.descriptors import DescriptorServer, received
 from kvstore.transfer.device_memory import DevicePages
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
@@ -315,40 +314,52 @@ def test_layers_that_do_not_lie_apart_come_by_the_host(two: Two, monkeypatch: py
     assert ways.direct == 0 and ways.by_host
 
 
-# --- descriptors ----------------------------------------------------------------------------------------------------
+def test_what_the_driver_refuses_to_copy_comes_by_the_host(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody else has exported is no error of the caller's."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise Unavailable("CUDA_ERROR_INVALID_VALUE")
+
+    ways = Ways(monkeypatch)
+    monkeypatch.setattr(DeviceLink, "copy_pieces", refused)
+    with added_device("host:0"):
+        match, out = two.get()
+        assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(two.keys)).all()
+    assert ways.by_host
 
 
-def test_a_descriptor_is_passed_to_all_who_ask_until_the_end(tmp_path: Path) -> None:
-    path = tmp_path / ("folder" * 20)
-    path.mkdir()
-    path /= "passing"
-    file = os.memfd_create("passed")
-    os.write(file, b"these bytes")
-    server = DescriptorServer(path, 0o600, file)
-    try:
-        assert path.stat().st_mode & 0o777 == 0o600
-        for _ in range(3):
-            found = received(path)
-            assert os.pread(found, 100, 0) == b"these bytes" and not os.get_inheritable(found)
-            os.close(found)
-    finally:
-        server.close()
-    assert not path.exists()
-    with pytest.raises(Unavailable):
-        received(path)
-    with pytest.raises(OSError):
-        os.fstat(file)
-    server.close()
+def test_mapped_memory_of_this_process_comes_by_the_host_to_its_other_devices(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Access between devices does not reach it where it is mapped for its own device."""
+    machine.serve("n")
+    store, ways = store_of(machine), Ways(monkeypatch)
+    with added_device("host:0") as source, added_device("host:1", reaches=["host:0"]) as device:
+        memory = source.allocate(FRAMES * STRIDE, shared=True)
+        with closing(store.mount(SMALL, FRAMES, shown(source, memory))) as segment:
+            keys = chain(1, PAGES)
+            memory.view().reshape(FRAMES, STRIDE)[:PAGES, : SMALL.page_bytes] = contents(keys)
+            segment.publish(keys, range(PAGES))
+            for reader, direct in ((device, 0), (source, 1)):
+                out = buffer(reader)
+                match = store.cache(SMALL).get(keys, out)
+                assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(keys)).all()
+                assert ways.direct == direct and ways.by_host
 
 
-def test_whoever_passes_nothing_is_not_waited_for(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.bind(str(tmp_path / "silent"))
-        with pytest.raises(Unavailable):
-            received(tmp_path / "silent")  # nobody listens
-        silent.listen()
-        with pytest.raises(Unavailable):
-            received(tmp_path / "silent")
+def test_what_this_process_cannot_read_itself_is_not_shown(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> None:
+        raise DeviceLost("host:0 is lost")
+
+    machine.serve("n")
+    store, device = store_of(machine), HostDevice("host:0")
+    memory = device.allocate(FRAMES * STRIDE, shared=True)
+    monkeypatch.setattr(device_memory, "DevicePages", lost)
+    with pytest.raises(DeviceLost):
+        store.mount(SMALL, FRAMES, shown(device, memory))
+    mapped = node_of(store).mapped()
+    assert mapped is not None and not list(mapped.folder.path.glob("mounted-*-pass"))
+    assert "hbm" not in store.stats()["tiers"]
 
 
 def test_a_closed_segment_is_shown_no_more(two: Two) -> None:

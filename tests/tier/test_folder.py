@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -205,6 +206,21 @@ def test_purge_is_refused_while_the_owner_lives(home: Path) -> None:
     purge(folder.path)  # absent: nothing happens
     header.close()
     reader.close()
+
+
+def test_purge_waits_for_who_looks_and_for_no_owner(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, naps = NodeFolder(home, "n"), list[float]()
+    folder.lock()
+    monkeypatch.setattr("kvstore.tier.purging.time.sleep", naps.append)
+    with pytest.raises(NodeBusy):
+        purge(folder.path)
+    assert naps == []
+    folder.close()
+    with open(folder.lock_file) as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr("kvstore.tier.purging.time.sleep", lambda _: looking.close())
+        purge(folder.path)
+    assert looking.closed and not folder.path.exists()
 
 
 def test_purge_touches_nothing_but_node_folders(tmp_path: Path) -> None:

@@ -89,6 +89,19 @@ def test_a_process_that_hangs_costs_its_deadline() -> None:
     assert why_not(["/nonexistent"]) == "it cannot be tried (No such file or directory)"
 
 
+def test_a_process_that_hangs_ends_itself() -> None:
+    """Whoever began it may be gone by then."""
+    code = """
+import runpy, signal, time
+from kvstore.tier import cuda
+setitimer = signal.setitimer
+signal.setitimer = lambda which, seconds: setitimer(which, seconds / 100)
+cuda.find = lambda: time.sleep(100)
+runpy.run_module("kvstore.transfer.nixl_probe", run_name="__main__")
+"""
+    assert why_not(python(code), 50) == "trying it ended with -14"
+
+
 @with_nixl
 def test_one_agent_reads_what_another_one_has() -> None:
     memory = some(nixl_probe.NBYTES)

@@ -28,7 +28,7 @@ from kvstore.errors import Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, FrameClass, FrameState, Tier
 from kvstore.tier.base import Bytes
-from kvstore.tier.device import Addresses
+from kvstore.tier.device import Addresses, DeviceLost
 from kvstore.tier.device_copies import places_in
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -277,7 +277,7 @@ class DirectRead:
 
     def result(self) -> tuple[int, str]:
         """How many leading pages are in the rows and proven, and why not more ("" where all): EXTENT where the device
-        does not reach the next one's memory.
+        does not reach the next one's memory, or cannot copy from it.
 
         Raises:
             DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -298,7 +298,12 @@ class DirectRead:
                     break
             if begun:
                 memory = [run.segment.memory for run, _ in begun]
-                event = link.copy_pieces(pieces, after=self._rows.ready())
+                try:
+                    event = link.copy_pieces(pieces, after=self._rows.ready())
+                except DeviceLost:
+                    raise
+                except Unavailable:  # the driver refuses what somebody else has exported: not the caller's matter
+                    return 0, EXTENT
                 link.wait(event, (memory, self._rows))
             pages = 0
             for run, count in begun:

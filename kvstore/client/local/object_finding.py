@@ -23,7 +23,7 @@ _SEALED = int(FrameState.SEALED)
 
 
 class GatheredFrames(NamedTuple):
-    """GatheredFrames of one extent as they were at one moment.
+    """Frames of one extent as they were at one moment.
 
     Attributes:
         places: of each, among what was asked for.
@@ -86,14 +86,14 @@ def _sealed(
 
 
 class DramHeads:
-    """DramHeads of objects in DRAM, as far as they are there.
+    """The heads of objects, as far as they are in DRAM.
 
     Attributes:
         keys: of all names, wherever they are. ``raws``: where the index names them in DRAM.
         frames: what they were proven under.
         heads: by place among the names: extent, frame and bytes of the value; None where it is not proven.
         large: by place, which of those have pieces: how many, and their nonce.
-        other: places of names that the index gives to another key's object.
+        other: places of names that the index gives to a page that is not theirs.
     """
 
     __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
@@ -122,7 +122,7 @@ class DramHeads:
                 heads[place] = extent, frame, sizes[i]
                 if pieces[i]:
                     self.large[place] = pieces[i], told.nonce(i)
-            else:
+            elif int(extent.words[frame]) == int(frames.words[i]):  # else it left meanwhile, and may be in a lower tier
                 self.other.add(place)
 
 

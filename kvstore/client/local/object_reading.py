@@ -17,7 +17,7 @@ from kvstore.client.local.node import Mapped
 from kvstore.client.local.object_finding import DramHeads, GatheredFrames, gather
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest
-from kvstore.model.objects import About
+from kvstore.model.objects import About, pieces_of
 from kvstore.tier.host_memory import copy
 from kvstore.tier.index import IndexDamaged
 
@@ -34,15 +34,22 @@ def read_objects(
         InvalidRequest: a target is too small; nothing was copied.
     """
     found = DramHeads(mapped, root, names)
-    heads, lengths = found.heads, list[int | None]()
-    for head, target in zip(heads, targets, strict=True):
-        if head is not None and target.nbytes < head[2]:
-            raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {head[2]}")
-    pieces, before = _pieces(mapped, root, names, found) if found.large else ([], {})
+    heads, large, lengths = found.heads, found.large, list[int | None]()
+    for place, (head, target) in enumerate(zip(heads, targets, strict=True)):
+        if head is None:
+            continue
+        extent, _, size = head
+        count = large[place][0] if place in large else 0
+        if (count or size > extent.page_bytes) and count != pieces_of(size, extent.page_bytes):
+            heads[place] = None  # its record is damaged
+            large.pop(place, None)
+        elif target.nbytes < size:
+            raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
+    pieces, before = _pieces(mapped, root, names, found) if large else ([], {})
     if failpoint.ACTIVE:
         failpoint.hit("client.reading")
     for place, (head, target) in enumerate(zip(heads, targets, strict=True)):
-        if head is None or (place in found.large and place not in before):
+        if head is None or (place in large and place not in before):
             lengths.append(None)
             continue
         extent, frame, size = head
@@ -104,6 +111,8 @@ def _pieces(
 
 def _copy(pages: list[Place], value_bytes: int, target: Rows | Scattered) -> None:
     """Lay a value's pages end to end into its target."""
+    if not value_bytes:
+        return  # into a target that may have no parts
     page_bytes, at = pages[0][0].page_bytes, 0
     parts = iter(target.parts if isinstance(target, Scattered) else [target])
     part, start = next(parts), 0  # that has the byte ``at`` of the value, and where it begins there

@@ -85,6 +85,8 @@ class LocalObjects(ObjectVerbs):
             if mapped is None or found is None:
                 continue
             size = found.about.value_bytes
+            if not found.about.is_whole(found.frame_class.page_bytes):
+                return None  # its record is damaged: there is no value of that length
             if target is not None and target.nbytes < size:
                 raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
             into = target if target is not None else Scattered([empty(size)])

@@ -215,7 +215,11 @@ def mount(
         raise
     segment = LocalSegment(node, mapped, layout, table, memory)
     if memory is not None:
-        mapped.hbm.own(table, memory.here(table))
+        try:
+            mapped.hbm.own(table, memory.here(table))
+        except Unavailable:
+            segment.close()
+            raise
     elif shared is not None:
         segment.memory = np.frombuffer(shared, np.uint8)
         if whole:
