@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +19,7 @@ VLLM_ENV = {
 }
 
 LMCACHE = _ROOT / ".hosts" / "lmcache" / "bin" / "python"
+LMCACHE_LIB = LMCACHE.parents[1] / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 LMCACHE_ENV = {"PYTHONPATH": str(_ROOT), "LMCACHE_DISABLE_BANNER": "1", "PYTHONHASHSEED": "0"}
 
 SGLANG = _ROOT / ".hosts" / "sglang" / "bin" / "python"

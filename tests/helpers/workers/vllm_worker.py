@@ -11,6 +11,7 @@ succeeded, and ``metrics``, the connector's counters. Its own prefix cache is em
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -43,8 +44,18 @@ def abort(engine: Any, prompts: list[list[int]], sampling: Any, steps: int) -> N
         engine.step()
 
 
+def lend(packages: str) -> None:
+    """Have vLLM find LMCache's packages in a folder, after its own."""
+    from bench.peers.vllm_engine import hide
+
+    sys.path.append(packages)
+    hide("llvmlite")
+
+
 def main(model: str, transfer: str, settings: str) -> None:
     """Until its input ends. ``transfer``: JSON of ``kv_transfer_config``, or "". ``settings``: JSON of others."""
+    if packages := os.environ.get("WORKER_PACKAGES"):
+        lend(packages)
     from vllm import LLM, SamplingParams
 
     try:
