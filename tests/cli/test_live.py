@@ -188,8 +188,8 @@ def test_events_dump_is_all_that_is_stored(machine: Machine, tmp_path: Path) -> 
         subprocess.run([*CLI, "events", "--dump"], env=machine.env(), cwd=ROOT, stdout=out, check=True, timeout=60)
     with open(tmp_path / "dump", "rb") as dumped:
         events = [event for _, batch, _ in msgpack.Unpacker(dumped) for event in batch]
-    assert events[0] == ["AllBlocksCleared"]
-    assert {key for event in events[1:] for key in event[1]} == set(store.in_pool(chain(1, PAGES)).hashes)
+    assert events[0] == {"type": "AllBlocksCleared"}
+    assert {key for event in events[1:] for key in event["block_hashes"]} == set(store.in_pool(chain(1, PAGES)).hashes)
 
 
 # --- completion -----------------------------------------------------------------------------------------------------

@@ -81,21 +81,21 @@ class Follower:
         self.last = number
         self.apply(events)
 
-    def apply(self, events: Iterable[list[Any]]) -> None:
+    def apply(self, events: Iterable[dict[str, Any]]) -> None:
         """As a consumer does: hold what is stored, with its parent and token ids, and forget what is removed."""
         for event in events:
-            self.kinds.append(event[0])
-            if event[0] == "AllBlocksCleared":
-                assert event == ["AllBlocksCleared"]
+            self.kinds.append(event["type"])
+            if event["type"] == "AllBlocksCleared":
+                assert event == {"type": "AllBlocksCleared"}
                 self.held.clear()
                 self.cleared += 1
-            elif event[0] == "BlockRemoved":
-                _, hashes, medium = event
-                for one in hashes:
-                    self.held.get(medium, {}).pop(one, None)
+            elif event["type"] == "BlockRemoved":
+                for one in event["block_hashes"]:
+                    self.held.get(event["medium"], {}).pop(one, None)
             else:
-                kind, hashes, parent, tokens, size, lora_id, medium, lora_name = event
-                assert (kind, lora_id, lora_name) == ("BlockStored", None, None)
+                assert (event["type"], event["lora_id"], event["lora_name"]) == ("BlockStored", None, None)
+                hashes, parent, medium = event["block_hashes"], event["parent_block_hash"], event["medium"]
+                tokens, size = event["token_ids"], event["block_size"]
                 assert len(tokens) == size * len(hashes)
                 held = self.held.setdefault(medium, {})
                 assert parent is None or parent in held, "a parent is told of before its children"

@@ -1,10 +1,10 @@
 """KvEvents: what happens to pages, published over ZMQ in the wire format of vLLM's KV events.
 
-PUB ``[topic, number, payload]``: number 8 bytes big-endian, payload msgpack ``[seconds, events, 0]``, an event
-``["BlockStored", hashes, parent hash or nil, token ids, block size, nil, medium, nil]``, ``["BlockRemoved", hashes,
-medium]`` or ``["AllBlocksCleared"]``. A block is a page, its hash the 16 bytes of its key, its medium "CPU" (DRAM) or
-"DISK" (NVMe). ROUTER: ``number`` (with or without an empty frame before it) asks for all that is kept from there on,
-answered with ``[number, payload]`` each, and at the end ``[-1, ""]``.
+PUB ``[topic, number, payload]``: number 8 bytes big-endian, payload msgpack ``[seconds, events, 0]``, an event a map:
+"BlockStored", "BlockRemoved" or "AllBlocksCleared" as its "type", and the fields that vLLM gives it. A block is a page,
+its hash the 16 bytes of its key, its medium "CPU" (DRAM) or "DISK" (NVMe). ROUTER: ``number`` (with or without an empty
+frame before it) asks for all that is kept from there on, answered with ``[number, payload]`` each, and at the end
+``[-1, ""]``.
 
 A publisher begins with ``AllBlocksCleared`` and all that is stored, and does so again where it fell behind so far that
 events were overwritten. Numbers are consecutive until the daemon ends; the next one's are higher, so that a subscriber
@@ -25,7 +25,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.service.events import kv_pages
-from kvstore.service.events.kv_pages import MEDIUMS, PageReader
+from kvstore.service.events.kv_pages import MEDIUMS, KvEvent, PageReader
 from kvstore.service.node.event_log import CLEARED, STORED, PageEvent
 from kvstore.service.node.node import Node
 
@@ -174,7 +174,7 @@ class KvEvents:
             self._reader.gone(event.keys, event.tier)
             self._publish([kv_pages.blocks_removed(event.keys, medium)], event.time_ns / 1e9)
 
-    def _publish(self, events: list[list[Any]], seconds: float) -> None:
+    def _publish(self, events: list[KvEvent], seconds: float) -> None:
         payload = self._msgpack.packb([seconds, events, 0])
         seq = self._next
         self._kept.append((seq, payload))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,10 @@ TOKENS_MAX = 4096  # of one batch, unless one page has more: some 15 KB
 
 # vLLM's names; other consumers know them too.
 MEDIUMS = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}
-CLEARED: list[Any] = ["AllBlocksCleared"]
+KvEvent = dict[str, Any]
+"""A map, as vLLM and SGLang pack theirs: "type", and its fields by name."""
+
+CLEARED: Final[KvEvent] = {"type": "AllBlocksCleared"}
 
 
 class PageFacts(NamedTuple):
@@ -196,7 +199,7 @@ def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
 # --- in vLLM's words ------------------------------------------------------------------------------------------------
 
 
-def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[list[Any]]:
+def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[KvEvent]:
     """``BlockStored`` events: pages that follow one another in a chain share one, of ``TOKENS_MAX`` at most."""
     run: list[PageFacts] = []
     for page in pages:
@@ -211,29 +214,36 @@ def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[li
         yield _stored(run, medium)
 
 
-def _stored(run: list[PageFacts], medium: str) -> list[Any]:
-    tokens = np.frombuffer(b"".join(page.tokens for page in run), "<u4").tolist()
-    hashes, block_size = [page.key for page in run], len(run[0].tokens) // 4
-    return ["BlockStored", hashes, run[0].parent, tokens, block_size, None, medium, None]  # lora_id, lora_name: None
+def _stored(run: list[PageFacts], medium: str) -> KvEvent:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [page.key for page in run],
+        "parent_block_hash": run[0].parent,
+        "token_ids": np.frombuffer(b"".join(page.tokens for page in run), "<u4").tolist(),
+        "block_size": len(run[0].tokens) // 4,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": None,
+    }
 
 
-def blocks_removed(keys: list[bytes], medium: str) -> list[Any]:
+def blocks_removed(keys: list[bytes], medium: str) -> KvEvent:
     """A ``BlockRemoved`` event."""
-    return ["BlockRemoved", keys, medium]
+    return {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}
 
 
-def everything_stored(reader: PageReader) -> Iterator[list[Any]]:
+def everything_stored(reader: PageReader) -> Iterator[KvEvent]:
     """``BlockStored`` events of all that both tiers hold."""
     for tier, medium in MEDIUMS.items():
         yield from blocks_stored(reader.stored(tier), medium)
 
 
-def batches(events: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
+def batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
     """The same events in batches of about ``TOKENS_MAX`` token ids."""
-    batch: list[list[Any]] = []
+    batch: list[KvEvent] = []
     tokens = 0
     for event in events:
-        size = len(event[3]) if event[0] == "BlockStored" else 1
+        size = len(event.get("token_ids", ())) or 1
         if batch and tokens + size > TOKENS_MAX:
             yield batch
             batch, tokens = [], 0
