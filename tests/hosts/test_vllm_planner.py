@@ -66,6 +66,15 @@ def test_media_are_part_of_keys() -> None:
     first, still, other, in_place = told["loras"].values()
     assert first == still != other == in_place, "files of a LoRA tell its pages apart, as they were when it was loaded"
     assert told["kept"] == [0, 0]
+    assert told["told"] == {
+        "not there": [0, 0],
+        "there": [8, 0],
+        "found again": [0, 0],
+        "two have gone": [0, 4],
+        "too many": [0, 4],
+        "too many again": [4, 4],
+        "reset": [0, 0],
+    }
 
 
 def test_steps_that_move_nothing_cost_less_than_100_us() -> None:

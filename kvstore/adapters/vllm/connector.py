@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,11 +17,13 @@ from kvstore.adapters.vllm.moving import BlockMover
 from kvstore.adapters.vllm.planning import Planner, StepMoves
 from kvstore.adapters.vllm.served import served
 from kvstore.adapters.vllm.stats import MoveStats, PromMoveStats
+from kvstore.adapters.vllm.telling import StoredBlocks
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -67,7 +70,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             can = {"loads": transfer.is_kv_consumer, "saves": transfer.is_kv_producer}
             every = int(extra.get("boundary_tokens", BOUNDARY_TOKENS))
-            self._planner = Planner(self._store, self._served, self._salt, **can, boundary_tokens=every)
+            events = vllm_config.kv_events_config
+            stored = StoredBlocks.for_model(self._served) if events and events.enable_kv_cache_events else None
+            self._planner = Planner(self._store, self._served, self._salt, **can, boundary_tokens=every, stored=stored)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -113,6 +118,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """See the base class: what is in the pool stays there, for others, and this engine finds it no more."""
         return self._planner is None or self._planner.reset()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See the base class: what is stored, and what has gone."""
+        return self._planner.take_events() if self._planner is not None else ()
 
     # --- what both tell ---------------------------------------------------------------------------------------------
 

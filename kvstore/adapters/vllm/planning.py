@@ -23,11 +23,13 @@ from kvstore.adapters.vllm.weights import LoraDigests
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvstore.adapters.vllm.served import PagedGroup, PagedModel
+    from kvstore.adapters.vllm.telling import StoredBlocks
     from kvstore.client.grouped_cache import GroupedCache
     from kvstore.client.store import Store
     from kvstore.model.groups import GroupedKeys
@@ -93,10 +95,19 @@ class Planner:
 
     Args:
         boundary_tokens: windows are stored so that a prompt can be resumed every so many tokens, beside its end.
+        stored: who tells others what is stored, if anybody does.
     """
 
     def __init__(
-        self, store: Store, served: PagedModel, salt: str, *, loads: bool, saves: bool, boundary_tokens: int
+        self,
+        store: Store,
+        served: PagedModel,
+        salt: str,
+        *,
+        loads: bool,
+        saves: bool,
+        boundary_tokens: int,
+        stored: StoredBlocks | None = None,
     ) -> None:
         self._served = served
         self._every = max(1, -(-boundary_tokens // served.page_tokens)) * served.page_tokens
@@ -109,6 +120,8 @@ class Planner:
         self._era = ""
         self._loras = LoraDigests()
         self._stats = MoveStats()
+        self._stored = stored
+        self._events: list[KVCacheEvent] = []
         self.held = HeldBlocks()
 
     # --- before a request runs --------------------------------------------------------------------------------------
@@ -130,6 +143,7 @@ class Planner:
             self._tell_once(f"the pool cannot be asked: {error}")
             return 0
         tracked.stored = pages
+        self._offer(tracked, range(pages))
         if pages * page_tokens <= computed:
             return 0
         if not self._served.by_blocks and not self.held.has_room(request):
@@ -186,6 +200,8 @@ class Planner:
         have roots of their own from now on, and what runs is not saved. Whether no load was under way."""
         self._era = uuid.uuid4().hex
         self._tracked.clear()
+        if self._stored is not None:
+            self._events += self._stored.clear()
         return not self.held.any()
 
     def take_stats(self) -> MoveStats | None:
@@ -194,6 +210,18 @@ class Planner:
             return None
         taken, self._stats = self._stats, MoveStats()
         return taken
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What is stored and what has gone, as far as that was found out since this was asked last."""
+        if self._stored is None:
+            return []
+        events, self._events = self._events, []
+        return events + self._stored.take()
+
+    def _offer(self, tracked: _Tracked, pages: range) -> None:
+        if self._stored is not None and pages:
+            keys = self._keys(tracked, pages.stop)
+            self._stored.offer(tracked.request, tracked.cache.groups[0], keys, pages)
 
     def _runs(self, name: str, computed: int, output: SchedulerOutput) -> None:
         tracked = self._tracked.get(name)
@@ -214,6 +242,7 @@ class Planner:
             groups.append(_kept(keys, number, group, which, tables))
         if any(group.parts for group in groups):
             self._moves.saves.append(BlockMove(name, tracked.adapter, groups))
+            self._offer(tracked, range(tracked.stored, pages))
         tracked.stored = pages
 
     def _wanted(self, group: PagedGroup, page: int, prompt_tokens: int) -> bool:

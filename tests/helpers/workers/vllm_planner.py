@@ -1,7 +1,7 @@
 """The connector's planner with vLLM's own requests, in vLLM's environment: what is found is printed, as a line of JSON.
 
 ``found``: tokens, by what was asked after one prompt with an image was stored.
-``kinds``, ``loras`` and ``kept``: see there.
+``kinds``, ``loras``, ``kept`` and ``told``: see there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import json
 import tempfile
 import weakref
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,16 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
 import kvstore
+from kvstore.adapters.vllm import telling
 from kvstore.adapters.vllm.planning import Planner
 from kvstore.adapters.vllm.served import PagedGroup, PagedModel, RootCaches
+from kvstore.adapters.vllm.telling import StoredBlocks
 from kvstore.adapters.vllm.weights import weights_digest
 from kvstore.model.shard import Shard
 
@@ -119,6 +124,42 @@ def kept(store: kvstore.Store) -> list[int]:
     return counts
 
 
+def told(store: kvstore.Store) -> dict[str, list[int]]:
+    """Blocks that KV events tell of: stored and removed, after each thing that happened to a prompt of four pages."""
+    stored = StoredBlocks.for_model(paged())
+    planner = Planner(store, paged(), "told", loads=True, saves=True, boundary_tokens=1024, stored=stored)
+    asked = request("first", block_hasher=get_request_block_hasher(32, sha256))
+    caches, found = RootCaches(store, [LAYOUT], "told"), {}
+
+    def tell(what: str) -> None:
+        counts = Counter[str]()
+        for _ in range(2 * telling.TRIES):
+            for event in planner.take_events():
+                counts[type(event).__name__] += len(event.block_hashes)
+        found[what] = [counts["BlockStored"], counts["BlockRemoved"]]
+
+    planner.found(asked, 0)
+    (move,) = planner.step(output([asked], 300)).saves
+    tell("not there")
+    for keys in move.groups[0].parts:
+        caches.of("").groups[0].put(keys, np.zeros((len(keys), LAYOUT.page_bytes), np.uint8))
+    planner.found(asked, 0)
+    tell("there")
+    planner.found(asked, 0)
+    tell("found again")
+    store.evict(2)
+    tell("two have gone")
+    most, telling.TOLD_MAX = telling.TOLD_MAX, 1
+    tell("too many")
+    planner.found(asked, 0)
+    tell("too many again")
+    telling.TOLD_MAX = most
+    planner.reset()
+    tell("reset")
+    assert stored is not None and not len(stored) and not stored._known
+    return found
+
+
 def kinds() -> list[str]:
     """How the cache may be quantised, without those that have the same pages as one before."""
     told: dict[str, str] = {}
@@ -132,7 +173,12 @@ def kinds() -> list[str]:
 
 def main() -> None:
     """All of it."""
-    with kvstore.open(dram="16MiB") as store, tempfile.TemporaryDirectory() as folder:
+    init_none_hash(sha256)
+    with (
+        kvstore.open(dram="16MiB") as store,
+        kvstore.open(dram="16MiB") as other,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         roots = loras(store, Path(folder))
         print(
             json.dumps(
@@ -141,6 +187,7 @@ def main() -> None:
                     "kinds": kinds(),
                     "loras": roots,
                     "kept": kept(store),
+                    "told": told(other),
                 }
             )
         )

@@ -57,7 +57,11 @@ def main(model: str, transfer: str, settings: str) -> None:
     if packages := os.environ.get("WORKER_PACKAGES"):
         lend(packages)
     from vllm import LLM, SamplingParams
+    from vllm.config import KVEventsConfig
 
+    others = json.loads(settings)
+    if "kv_events_config" in others:
+        others["kv_events_config"] = KVEventsConfig(**others["kv_events_config"])
     try:
         llm = LLM(
             model=model,
@@ -70,7 +74,7 @@ def main(model: str, transfer: str, settings: str) -> None:
             max_num_batched_tokens=256,
             disable_log_stats=False,
             kv_transfer_config=json.loads(transfer) if transfer else None,
-            **json.loads(settings),
+            **others,
         )
     except (ValueError, RuntimeError) as error:
         say("refused", why=str(error))
