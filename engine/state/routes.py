@@ -153,7 +153,8 @@ class Routes:
         assert attempt is not None and attempt.error is not None
         if attempt.begun:
             whole = 0 if sequence.has_ring else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
-            sequence.cached = sequence.prompt if attempt.tokens >= sequence.prompt else whole
+            # Not back to the prompt's end: what was computed behind it may have overwritten the window before it.
+            sequence.cached = max(sequence.cached, sequence.prompt) if attempt.tokens >= sequence.prompt else whole
         sequence.attempt = None
         self._roster.out.append(do.Dismiss(sequence.number, attempt.engine, attempt.error))
         if isinstance(attempt.error, Unavailable):

@@ -22,6 +22,7 @@ from engine.state.sharing import Frames
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.device import DeviceHost
+from tests.helpers.engines.missed import check_missed_pages
 from tests.helpers.engines.tokens import (
     CPU,
     TOLERANCE,
@@ -281,17 +282,7 @@ def test_chunks_of_any_size_beside_others(lab: Lab, mixed: Mixed, chunk: int) ->
 
 
 def test_what_the_pool_missed_is_missing_and_nothing_else(lab: Lab, mixed: Mixed) -> None:
-    """The pool comes back when the ring was overwritten: it is given no page in the name of another one."""
-    store = lab.store()
-    one = lab.engine(mixed.preset, store, **HOW)
-    one.pool._failed_s, one.pool.up = float("inf"), False  # who looks for it does not see it
-    asked = lab.ask(one, prompt(40, 100), 300).wait(100)
-    one.pool.up = True
-    check_answer(asked)
-    history = np.concatenate([prompt(40, 100), np.array(asked.tokens, np.uint32)])
-    for stop in (60, 120, 250, 390):
-        answer = lab.answers(one, [history[:stop]], 5)[0]
-        assert stop > 60 or not answer.cached
+    check_missed_pages(lab, lab.engine(mixed.preset, lab.store(), **HOW), 300, (60, 120, 250, 390))
 
 
 def test_lossy_pages_of_both_groups(lab: Lab, mixed: Mixed) -> None:

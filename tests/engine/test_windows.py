@@ -5,18 +5,32 @@ chunk touch. Answers stay those of plain transformers, from every tier, over han
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.conductor.shell.members import engine_about
 from engine.model.observer import Observer
+from engine.model.piece import Piece
 from engine.model.request import Grain, Request, Role, Sampling, Source, Timing
 from engine.shell.engine import Engine
-from kvstore.errors import InvalidRequest
-from tests.helpers.engines.tokens import CPU, Lab, check_answer, distance, keys_of, prompt, served, to_nvme, within
+from kvstore.errors import InvalidRequest, NodeUnavailable
+from tests.helpers.engines.missed import check_missed_pages
+from tests.helpers.engines.tokens import (
+    CPU,
+    Answer,
+    InProcess,
+    Lab,
+    check_answer,
+    distance,
+    keys_of,
+    prompt,
+    served,
+    to_nvme,
+    within,
+)
 from tests.helpers.processes import Machine
 
 PRESET, WINDOW, PAGE, CHUNK = "tiny-mistral", 40, 16, 24
@@ -99,17 +113,8 @@ def test_the_answer_is_stored_and_goes_on_elsewhere(lab: Lab) -> None:
 
 
 def test_what_the_pool_missed_is_not_written_from_other_frames(lab: Lab) -> None:
-    """The pool comes back when a ring has been overwritten: it is given no page in the name of another one."""
-    store = lab.store()
-    one = lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE)
-    one.pool._failed_s, one.pool.up = math.inf, False  # who looks for it does not see it
-    asked = lab.ask(one, prompt(40, 100), 400).wait(100)
-    one.pool.up = True
-    check_answer(asked)
-    history = np.concatenate([prompt(40, 100), np.array(asked.tokens, np.uint32)])
-    for stop in (60, 120, 250, 480):
-        answer = lab.answers(one, [history[:stop]], 5)[0]
-        assert stop > 60 or not answer.cached
+    one = lab.engine(PRESET, lab.store(), chunk_tokens=CHUNK, page_tokens=PAGE)
+    check_missed_pages(lab, one, 400, (60, 120, 250, 480))
 
 
 def test_lossy_pages_fill_a_ring(lab: Lab) -> None:
@@ -156,6 +161,25 @@ def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, monkeypatch: pytes
     answer = lab.answers(decode, [prompt(60, 330)], 60)[0]
     assert len(sent) > 1 and answer.usage.prefill_engine == ""
     assert sum(answer.cached.values()) + answer.usage.computed_tokens >= 330
+
+
+@pytest.mark.parametrize("preset", [PRESET, "tiny-gemma2"])
+def test_a_handoff_that_fails_when_all_of_it_came_is_not_gone_back_to(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    """Until the other engine is known to be gone the answer goes on, and the ring has no window behind the prompt."""
+    _, decode = lab.pair(preset, chunk_tokens=CHUNK, page_tokens=PAGE)
+    asked: list[Answer] = []
+    pull = InProcess.pull
+
+    def without_end(*how: Any, **more: Any) -> Generator[Piece, None, None]:
+        yield from pull(*how, **more)
+        asked[0].wait(60)
+        raise NodeUnavailable("it was killed")
+
+    monkeypatch.setattr(InProcess, "pull", without_end)
+    asked.append(lab.ask(decode, prompt(75, 300), 90))
+    check_answer(asked[0])
 
 
 def test_what_is_out_of_the_window_is_not_given_away(lab: Lab) -> None:

@@ -356,9 +356,8 @@ class EngineMachine:
         known = self.known[it.sequence]
         fetch, known.fetch = known.fetch, None
         assert fetch is not None and fetch.error is not None and not known.touching.total(), known
-        if fetch.moves:  # whole pages stay
-            prompt = known.event.prompt
-            known.kv = prompt if fetch.arrived == prompt else 0 if known.ring else fetch.arrived // PAGE * PAGE
+        if fetch.moves and fetch.arrived < known.event.prompt:  # whole pages stay; else all of it
+            known.kv = 0 if known.ring else fetch.arrived // PAGE * PAGE
 
     def _do_step(self, it: do.Step) -> None:
         chance, active = self.world.chance, self.state.roster.active
