@@ -12,13 +12,15 @@ from engine.compute.arrivals import Arrivals, Waits
 from engine.compute.lost import translated
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Forward
+from engine.compute.teams import alone
 from engine.memory.arena import Arenas
 
 Done = Callable[[torch.Tensor | BaseException | None], None]
 
 
 class SideBatches:
-    """Steps of single sequences, each in a thread of its own, ``threads`` at once.
+    """Steps of single sequences, each in a thread of its own, ``threads`` at once. None has a team (``teams``): those
+    of threads that wait would slow every other step.
 
     Ends with ``stop``, which waits for what runs; its waits end with the sequences' deadlines at the latest.
 
@@ -29,7 +31,7 @@ class SideBatches:
     def __init__(self, runner: Forward, arenas: Arenas, threads: int) -> None:
         self._runner = runner
         self._arenas = arenas
-        self._threads = ThreadPoolExecutor(threads, "engine-side")
+        self._threads = ThreadPoolExecutor(threads, "engine-side", alone)
         self.steps = 0
 
     def add(self, part: Slice, arrivals: Arrivals, tokens: int, deadline_s: float, done: Done) -> None:

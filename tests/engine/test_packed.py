@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
+import queue
 import threading
+import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from engine.compute.arrivals import Arrivals
 from engine.compute.attention import SHARED_BYTES_MIN
 from engine.compute.cpu.packed import ELEMENTS_MIN, PackedLinear, pack
 from engine.compute.models import load_model
+from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
+from engine.compute.side_batches import SideBatches
 from engine.compute.teams import apart
 from engine.compute.tiles import Terms
 from tests.helpers.engines.paged import attended, paged_world, steps
@@ -51,6 +58,7 @@ def test_a_packed_layer_computes_what_the_layer_did(dtype, rows):
         layer, expected = getattr(layers, name), getattr(plain, name)(given).float()
         assert isinstance(layer, PackedLinear) or dtype == torch.bfloat16, "a processor may lack bfloat16"
         assert layer(given).shape == expected.shape
+        assert torch.equal(layer.weight, getattr(plain, name).weight), "routers of some models look at it"
         assert (layer(given).float() - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -86,6 +94,21 @@ def test_threads_that_share_a_layer_make_the_same_numbers(two_threads):
     shared = attended(arena, parts, query, Terms(0.125))
     torch.set_num_threads(1)
     assert torch.equal(shared, attended(arena, parts, query, Terms(0.125)))
+
+
+def test_a_side_batch_makes_no_team_that_would_slow_other_steps(two_threads):
+    model = load_model("small-mla")  # its products are oneDNN's, MKL's and our own
+    arena = arena_for(model, 16, 256)
+    runner, frames = Runner(model, arena), arena.take(16)
+    sides, there, made = SideBatches(runner, arena, 1), Arrivals(model.geometry.layers), queue.SimpleQueue()
+    there.all_reached(200)
+    step = Slice(frames, 200, np.zeros(1, np.int64))
+    runner.forward(Batch(arena, [step]))  # by a team
+    before = len(os.listdir("/proc/self/task"))
+    sides.add(step, there, 200, time.monotonic() + 60, made.put)
+    assert made.get(timeout=60).shape == (model.geometry.vocab_size,)
+    assert len(os.listdir("/proc/self/task")) <= before + 1 and torch.get_num_threads() == 2
+    sides.stop()
 
 
 def test_what_is_done_apart_leaves_no_thread_and_raises_here():

@@ -21,14 +21,13 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import llvmlite.binding as llvm
-import torch
 from llvmlite import ir
 
 from engine.compute.cpu.emitter import F32, I16, I32, I64, LANES, LOG2_E, NEVER, Emitter, integer, real
+from engine.compute.teams import torch_library
 
 _TOKENS, _HEADS, _DIMS = 4, 4, 4  # tiles: 16 sums, and what they are made of, fit into 32 registers
 _BLOCK_BYTES = 32 << 10  # of a block of tokens: less than any first-level cache of data
@@ -114,9 +113,8 @@ class HostKernel:
 @functools.cache
 def _parallel() -> Callable[[int, int, int, int], None] | None:
     """Has a function of one argument called by so many threads at once, and returns when all have."""
-    try:
-        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
-    except (OSError, AttributeError):
+    function = getattr(torch_library(), "GOMP_parallel", None)
+    if function is None:
         return None
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return cast(Callable[[int, int, int, int], None], function)

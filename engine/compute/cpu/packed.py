@@ -20,7 +20,7 @@ NOT_PACKED = ("kv_b_proj",)
 
 
 class PackedLinear(nn.Module):
-    """What a linear layer computes, without its weights. It is never changed: a copy of it is the same object."""
+    """What a linear layer computes, without its plain weights. It is never changed: a copy of it is the same object."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -32,6 +32,12 @@ class PackedLinear(nn.Module):
         """``[..., out_features]`` of ``rows [..., in_features]``."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
         return out
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's weights as they were, unpacked for each who asks: some models look at those of a router."""
+        plain: torch.Tensor = self._packed.to_dense()
+        return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
         return self
