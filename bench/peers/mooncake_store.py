@@ -144,9 +144,11 @@ def measured(label: str, size: int, rounds: int) -> list[dict[str, Any]]:
     took: dict[str, tuple[list[float], list[float]]] = {peer: ([], []) for peer in movers}
     failed = dict.fromkeys(movers, 0)
     for peer, (putter, getter) in movers.items():  # every process touches all memory that it will use
-        for number in range(1, WARM // (BATCH * size) + 1):
-            if not (putter.why or getter.why):
-                failed[peer] += None in (putter.move(number), getter.move(number), putter.move(-number))
+        numbers = range(1, WARM // (BATCH * size) + 1) if not (putter.why or getter.why) else range(0)
+        # All are there together: what is removed at once leaves its memory to the next, and the rest is never touched.
+        moved = [(putter.move(number), getter.move(number)) for number in numbers]
+        removed = [putter.move(-number) for number in numbers]
+        failed[peer] += sum(None in (*both, gone) for both, gone in zip(moved, removed, strict=True))
     for number in range(WARM, WARM + rounds):
         for peer, pair in movers.items():
             times = [mover.move(number) if not mover.why else None for mover in pair]

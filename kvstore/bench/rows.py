@@ -27,6 +27,7 @@ from kvstore.bench import (
     nvme,
     nvme_restart,
     nvme_write,
+    object_batches,
     objects,
     overload,
     put,
@@ -86,6 +87,20 @@ _ROWS = (
     Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(4), partial(put.put_one, geometry="256k")),
     Row("object_put_256k", "put of one object of 256 KiB / memcpy", None, objects.put),
     Row("object_get_256k", "get of one object of 256 KiB / memcpy", None, objects.get),
+    *(
+        Row(
+            f"objects_{verb}_{size}",
+            f"{verb}, 32 objects of {said} by one call / memcpy",
+            None,
+            partial(measure, value_bytes=value_bytes),
+        )
+        for size, said, value_bytes in (
+            ("64k", "64 KiB", 64 << 10),
+            ("256k", "256 KiB", 256 << 10),
+            ("2m", "2 MiB", 2 << 20),
+        )
+        for verb, measure in (("put", object_batches.put), ("get", object_batches.get))
+    ),
     Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),
     Row(
         "metrics_1m",

@@ -269,6 +269,7 @@ def test_list() -> None:
 @pytest.mark.timeout(2 * QUICK_S)
 def test_quick_rows_from_end_to_end(tmp_path: Path) -> None:
     rows = ["keys_128k", "get_one_256k", "put_one_256k", "object_put_256k", "object_get_256k"]
+    rows += ["objects_put_64k", "objects_get_2m"]
     lines = run_quick(tmp_path, *rows)
     assert set(rows) <= set(lines)
     assert all(line["ratio"] > 0 and len(line["rounds"]["ours"]) == 1 for line in lines.values())

@@ -1,0 +1,141 @@
+"""Rows about batches of opaque objects: 32 values put, or got, by one call, against copying their bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.bench.content import Content
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
+from kvstore.bench.put import SharedArea
+from kvstore.bench.stage import Stage
+from kvstore.client.connect import connect
+from kvstore.client.store import Store
+from kvstore.model.objects import key_hash, object_root
+from kvstore.tier.host_memory import empty
+
+Bytes = npt.NDArray[np.uint8]
+
+BATCH: Final = 32
+BATCHES_MAX, BATCHES_QUICK = 96, 3
+LIMITS: Final = ("memmove", "copy")
+
+
+class _Batches:
+    """Batches of values of one size under numbered keys, and a warm array for one of them."""
+
+    def __init__(self, store: Store, value_bytes: int, count: int) -> None:
+        self.store = store
+        self.keys = [[f"batch/{step}/{i}" for i in range(BATCH)] for step in range(count)]
+        self.rows: Bytes = empty((BATCH, value_bytes))
+        self.rows[:] = 1
+        self.values = list(self.rows)
+        self._content = Content(value_bytes)
+
+    def fill(self, step: int) -> None:
+        """The values of a batch in ``rows``."""
+        self._content.fill(self.rows, self._hashes(step))
+
+    def put(self, step: int) -> list[bool]:
+        """Put what is in ``rows`` as that batch."""
+        return self.store.put_many(self.keys[step], self.values)
+
+    def get(self, step: int) -> list[int]:
+        """Get that batch into ``rows``."""
+        return self.store.get_many(self.keys[step], self.values)
+
+    def verify(self, step: int) -> None:
+        """What is stored is what was put."""
+        self.rows[:] = 0
+        if self.get(step) != [self.rows.shape[1]] * BATCH:
+            raise BenchFailed(f"batch {step} is not there")
+        self._content.check(self.rows, self._hashes(step), f"batch {step}")
+
+    def _hashes(self, step: int) -> list[bytes]:
+        return [key_hash(object_root(""), key.encode()) for key in self.keys[step]]
+
+
+def put(stage: Stage, name: str, bar: Bar | None, value_bytes: int) -> list[Result]:
+    """New objects, with free frames; acknowledged and sealed."""
+    return [_measured(stage, name, bar, "put", value_bytes)]
+
+
+def get(stage: Stage, name: str, bar: Bar | None, value_bytes: int) -> list[Result]:
+    """Objects into warm buffers, all checks on; every batch of the node is another step."""
+    return [_measured(stage, name, bar, "get", value_bytes)]
+
+
+def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: int) -> Result:
+    stage.clear()
+    batch_bytes = BATCH * value_bytes
+    pool_bytes = max(stage.settings.walk_bytes, 4 * batch_bytes)
+    count = min(BATCHES_QUICK if stage.settings.quick else BATCHES_MAX, pool_bytes * 3 // (4 * batch_bytes))
+    with ExitStack() as scene:
+        daemon = stage.daemon(scene, pool_bytes)
+        batches = _Batches(scene.enter_context(connect(daemon.name)), value_bytes, count)
+        area = scene.enter_context(SharedArea(stage.settings.shm_dir, count * batch_bytes))
+        places = area.data.reshape(count, BATCH, value_bytes)
+        _touch(batches, count)
+        steps = [int(step) for step in np.random.default_rng(5).permutation(count)]
+
+        def prepare(step: int) -> int:
+            if verb == "put":
+                batches.fill(step)
+            return step
+
+        def check(variant: str, value: object) -> None:
+            if variant == "put" and value != [True] * BATCH:
+                raise BenchFailed("an object was not stored")
+            if variant == "get" and value != [value_bytes] * BATCH:
+                raise BenchFailed(f"get found {value}")
+
+        def before_round() -> None:
+            if verb == "put":
+                for keys in batches.keys:
+                    batches.store.delete(keys)
+
+        seconds = alternate(
+            {verb: getattr(batches, verb), **_limits(batches.values, places, verb)},
+            steps,
+            stage.settings.rounds,
+            prepare,
+            check,
+            before_round,
+        )
+        for step in [step for step in steps if all(batches.store.contains(batches.keys[step]))][:8]:
+            batches.verify(step)
+    best = quickest(seconds, LIMITS)
+    details: dict[str, Any] = {"value_bytes": value_bytes, "batch": BATCH}
+    details["batch_seconds"] = {variant: medians(times) for variant, times in seconds.items()}
+    ours, limit = speeds(seconds[verb], batch_bytes), speeds(seconds[best], batch_bytes)
+    return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=f"memcpy, {best}", details=details)
+
+
+def _touch(batches: _Batches, count: int) -> None:
+    """All batches are put, so that every byte of the pool's memory that they take is mapped here."""
+    for step in range(count):
+        batches.fill(step)
+        if batches.put(step) != [True] * BATCH:
+            raise BenchFailed("an object was not stored")
+        batches.get(step)
+
+
+def _limits(values: list[Bytes], places: Bytes, verb: str) -> dict[str, Any]:
+    """Copying a batch, value by value, between the caller's buffers and other shared memory."""
+    at, size = [value.ctypes.data for value in values], values[0].size
+    start = places.ctypes.data
+
+    def memmove(step: int) -> None:
+        for i, place in enumerate(at):
+            there = start + (step * BATCH + i) * size
+            ctypes.memmove(*((there, place) if verb == "put" else (place, there)), size)
+
+    def copy(step: int) -> None:
+        for value, there in zip(values, places[step], strict=True):
+            np.copyto(*((there, value) if verb == "put" else (value, there)))
+
+    return {"memmove": memmove, "copy": copy}
