@@ -33,6 +33,10 @@ class Scattered:
 
     def read(self, start: int, into: Rows) -> None:
         """Copy from ``start`` of the value as much as ``into`` takes and there is."""
+        if len(self.parts) == 1:
+            part = self.parts[0][start : start + into.size]
+            copy(into[: part.size], part)
+            return
         for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
             copy(into[at : at + high - low], part[low:high])
 

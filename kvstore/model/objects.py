@@ -92,6 +92,11 @@ def object_layout(page_bytes: int, width: int) -> Layout:
 def class_for(name: bytes, value_bytes: int, page_bytes_max: int) -> FrameClass:
     """The class of an object's pages: the one that takes the least memory, of those equal the largest pages."""
     width = WIDTHS[0] if _ABOUT.size + len(name) <= 4 * WIDTHS[0] else WIDTHS[1]
+    return _class_of(width, value_bytes, page_bytes_max)
+
+
+@lru_cache(maxsize=256)
+def _class_of(width: int, value_bytes: int, page_bytes_max: int) -> FrameClass:
     sizes = [size for size in PAGE_SIZES if size <= page_bytes_max] or [PAGE_SIZES[0]]
     # A page costs about 4 KiB beside its bytes: its share of requests, record and header.
     best = min(reversed(sizes), key=lambda size: (pieces_of(value_bytes, size) + 1) * (size + 4096))

@@ -77,6 +77,9 @@ class Op(IntEnum):
     RETRACT = 18  # a=segment; body addresses [n]: these frames' pages may not be read any more. Mostly published, not
     #                sent. Reply: statuses [n]
     UNMOUNT = 19  # a=segment. Reply: status
+    SEAL_OBJECTS = 20  # a=frame class; body addresses [n], identity rows [n], replaced addresses [n]: whole objects of
+    #                one root, each its pieces and then its head. Beside a head is the address of the head that it
+    #                replaces, zero: none; beside a piece zero. Reply: statuses [n], the same for all pages of an object
     DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
 
 
@@ -120,6 +123,12 @@ def batch_pages(page_tokens: int, layers: int) -> int:
     """How many pages of a class fit one request (identity row, address and checksums each)."""
     row = identity_bytes(page_tokens) + ADDRESS_BYTES + 4 * layers + 1  # a hint
     return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size - 64) // row))
+
+
+def batch_objects(page_tokens: int) -> int:
+    """How many pages of objects fit one request (identity row and two addresses each)."""
+    row = identity_bytes(page_tokens) + 2 * ADDRESS_BYTES
+    return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size) // row))
 
 
 def pack_class(frame_class: FrameClass) -> int:

@@ -92,6 +92,7 @@ __all__ = [
     "Saved",
     "Seal",
     "SealGranted",
+    "SealObjects",
     "ShowPages",
     "SessionDead",
     "ConnectionLost",
@@ -216,6 +217,20 @@ class SealGranted(Happening):
     hints: bytes = b""  # of each page how long it is worth keeping (``kvstore.model.retention``); or nothing
     number: int = 0  # of what the session published, growing: see ``Grant.since``; 0: it was sent
     joins: bool = False  # only what is published may have been decided just before: others of these, and of ``mounts``
+
+
+@dataclass(slots=True)
+class SealObjects(Happening):
+    """Whole objects of one root were written into granted frames: of each its pieces, then its head. ``rows`` are
+    identity rows ``[n, ...]``; ``replaces``: beside a head the one that it replaces, all zero: none."""
+
+    now_ns: int
+    session: int
+    frame_class: FrameClass
+    addresses: list[Address]
+    rows: Rows
+    replaces: list[Address]
+    number = 0  # as of ``SealGranted``: it is sent
 
 
 @dataclass(slots=True)
@@ -602,6 +617,7 @@ Event = (
     | Grant
     | Begin
     | SealGranted
+    | SealObjects
     | Delete
     | Reserve
     | Seal

@@ -21,6 +21,7 @@ from kvstore.state.eviction import Page
 from kvstore.state.frames import GRANTED_AHEAD_SHARE
 from kvstore.state.leases import LeaseTable
 from kvstore.state.mounts import Mounts
+from kvstore.state.object_batches import ObjectBatches
 from kvstore.state.objects import Objects
 from kvstore.state.pages import standings_of
 from kvstore.state.pending import PendingTable
@@ -83,7 +84,7 @@ class NodeState:
         """Who decides about which event."""
         return {
             ev.SealGranted: self._seal,
-            ev.Delete: self.objects.delete,
+            **ObjectBatches(self.objects, self.writing, self.sessions).handlers(),
             ev.Grant: self._grant,
             ev.Begin: self.begun.begin,
             ev.Reserve: self._reserve,
@@ -358,9 +359,8 @@ class NodeState:
             self.counters[f"damaged_{event.reason}"] += 1
             family = space.family(event.address, event.key)
             held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
-            held += self.tiering.copies.held(space)
             self.pins.lost(space, family.values())
-            held += self.pins.held(space)
+            held += self.tiering.copies.held(space) + self.pins.held(space)
             space.drop(family, held, out, event.reason)
             self.tiering.lost(space, set(family.values()))
             self.counters["pages_dropped"] += len(family)

@@ -55,22 +55,14 @@ class Objects:
         """
         key, root = event.rows[0, KEY].tobytes(), event.rows[0, ROOT].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
-        current = self._find(key)
-        status = Status.OK
         if not is_object_class(event.frame_class):
             return [ev.Reply(Status.INVALID, detail={"field": "frame_class", "reason": "holds no objects"})]
         about = read_row(event.rows[0].tobytes())
         ours = about is not None and objects.key_hash(about[0], about[1].name) == key
         if about is None or not ours or not about[1].is_whole(event.frame_class.page_bytes):
             return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "this is no object's head"})]
-        if self._scans():
-            status = Status.BUSY
-        elif current is not None and self._space_of(current).root_of(current) != root:
-            status = Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
-        elif (current or NOWHERE) != event.replaces:
-            status = Status.PRESENT
-        elif self._moving(key):
-            status = Status.BUSY
+        current = self.find(key)
+        status = self.may_seal(key, root, current, event.replaces)
         if status != Status.OK:
             return [ev.Reply(statuses=[int(status)])]
         space, granted = self._spaces[0], self._sessions.get(event.session)
@@ -78,9 +70,23 @@ class Objects:
         mine = granted is not None and event.addresses[0] in granted.granted
         out: list[ev.Instruction] = []
         if current is not None and parent_ok and mine:
-            self._drop(key, out)
+            self.drop(key, out)
         self._loose.pop(event.parent, None)
         return out + self._seal_chain(event)
+
+    def may_seal(self, key: bytes, root: bytes, current: Address | None, replaces: Address) -> Status:
+        """Whether a head of this key may be sealed where ``current`` is the page that has the key now."""
+        if self._scans():
+            return Status.BUSY
+        if current is not None and self._space_of(current).root_of(current) != root:
+            return Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
+        if (current or NOWHERE) != replaces:
+            return Status.PRESENT
+        return Status.BUSY if self._moving(key) else Status.OK
+
+    def absent(self, keys: list[bytes]) -> bool:
+        """Whether no tier has a page of any of these keys."""
+        return all(space.absent(keys) == len(keys) for space in self._spaces)
 
     def sealed(self, event: ev.SealGranted, reply: ev.Reply) -> None:
         """Pages of one layer were sealed; where they are pieces, they go with their writer if no head follows."""
@@ -96,8 +102,8 @@ class Objects:
         """A writer is dead: what it put of objects without coming to their heads is of no use to anybody."""
         for key in [key for key, owner in self._loose.items() if owner == session]:
             del self._loose[key]
-            if self._find(key) is not None and not self._moving(key):  # else it leaves when it is cold
-                self._drop(key, out)
+            if self.find(key) is not None and not self._moving(key):  # else it leaves when it is cold
+                self.drop(key, out)
 
     def delete(self, event: ev.Delete) -> list[ev.Instruction]:
         """The chain that ends with each of these pages goes, in all tiers, as far as nothing else hangs on it."""
@@ -116,7 +122,7 @@ class Objects:
                 elif extent.children[address.frame]:
                     status = Status.STALE
                 else:
-                    self._drop(key, out)
+                    self.drop(key, out)
                     self._counters["objects_deleted"] += 1
             statuses.append(int(status))
         out.append(ev.Reply(statuses=statuses))
@@ -130,7 +136,8 @@ class Objects:
         frame_class = space.segment.extents[address.extent].pool.frame_class
         return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)
 
-    def _find(self, key: bytes) -> Address | None:
+    def find(self, key: bytes) -> Address | None:
+        """The page of that key, in the fastest tier that has it."""
         return next(filter(None, (space.find(key) for space in self._spaces)), None)
 
     def _space_of(self, address: Address) -> Space:
@@ -165,7 +172,7 @@ class Objects:
         keys = {one for space in self._spaces for one in self._chain(space, key)}
         return self._copies.touches(keys | {key})
 
-    def _drop(self, key: bytes, out: list[ev.Instruction]) -> None:
+    def drop(self, key: bytes, out: list[ev.Instruction]) -> None:
         """The object goes from all tiers, the lowest first: what is left of it then is found by no reboot."""
         spaces = self._spaces[::-1]
         keys = max((self._chain(space, key) for space in spaces), key=len)

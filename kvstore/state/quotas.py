@@ -82,7 +82,12 @@ class Quotas:
         return max(0, min(count, room // frame_class.frame_bytes))
 
     def admit(
-        self, number: int, event: ev.SealGranted, pages: Sequence[int], anchor: bytes, out: list[ev.Instruction]
+        self,
+        number: int,
+        event: ev.SealGranted | ev.SealObjects,
+        pages: Sequence[int],
+        anchor: bytes,
+        out: list[ev.Instruction],
     ) -> int:
         """How many of these pages of the request the tenant of root ``number`` may have: those in frames that it is
         charged with already, and others as far as its quota goes.

@@ -32,39 +32,46 @@ def start(machine: Machine, verb: str, *, failpoint: str = "", **arguments: Any)
     return machine.start(Worker, f"object-{verb}", command, of_nodes(), **armed(failpoint))
 
 
-# Pieces and head are a grant, a copy and a seal each.
-KILLS = {"client.copied:1": "new", "client.sealing:1": "newer", "client.copied:2": "old"}
+# All pages of an object are sealed as one; of a large one the pieces first, in two requests, and then its head.
+LARGE = (17 << 20) + 5
+KILLS = {
+    SIZE: {"client.granted:1": "new", "client.copied:1": "old"},
+    LARGE: {"client.sealing:1": "new", "client.sealing:2": "newer", "client.copied:3": "old"},
+}
+LAST = {SIZE: "client.sealing:1", LARGE: "client.sealing:3"}
 
 
-def test_writers_killed_before_their_heads_leave_nothing(machine: Machine) -> None:
-    machine.serve(NODE, dram="64MiB")
+@pytest.mark.parametrize("size", KILLS)
+def test_writers_killed_before_their_heads_leave_nothing(machine: Machine, size: int) -> None:
+    machine.serve(NODE, dram="128MiB")
     store = machine.connect(NODE)
-    assert store.put("old", value_of(1, SIZE))
+    assert store.put("old", value_of(1, size))
     before = frames(store)["sealed"]
     dead = [
-        start(machine, "put", failpoint=failpoint, key=key, number=2, size=SIZE, replace=True)
-        for failpoint, key in KILLS.items()
+        start(machine, "put", failpoint=failpoint, key=key, number=2, size=size, replace=True)
+        for failpoint, key in KILLS[size].items()
     ]
     assert [worker.wait() for worker in dead] == [-9] * len(dead)
-    assert store.contains(list(KILLS.values())) == [False, False, True] and store.get("new") is None
+    assert store.contains(["new", "newer", "old"]) == [False, False, True] and store.get("new") is None
     wait_settled(store)
     wait_until("what nobody finds is gone", lambda: frames(store)["sealed"] == before)
-    assert store.get("old").tobytes() == value_of(1, SIZE)
-    assert store.put("new", value_of(3, SIZE)) and store.get("new").tobytes() == value_of(3, SIZE)
+    assert store.get("old").tobytes() == value_of(1, size)
+    assert store.put("new", value_of(3, size)) and store.get("new").tobytes() == value_of(3, size)
     check_laws(store)
 
 
-def test_a_writer_killed_after_its_head_was_sent_has_stored_all_of_it_or_nothing(machine: Machine) -> None:
+@pytest.mark.parametrize("size", LAST)
+def test_a_writer_killed_after_its_head_was_sent_has_stored_all_of_it_or_nothing(machine: Machine, size: int) -> None:
     """Nothing where the node saw that it was dead before it came to its last words: no call of it had returned."""
-    machine.serve(NODE, dram="64MiB")
+    machine.serve(NODE, dram="128MiB")
     store = machine.connect(NODE)
-    dead = start(machine, "put", failpoint="client.sealing:2", key="k", number=2, size=SIZE)
+    dead = start(machine, "put", failpoint=LAST[size], key="k", number=2, size=size)
     assert dead.wait() == -9
     wait_settled(store)
     stored = store.get("k")
-    assert stored is None or stored.tobytes() == value_of(2, SIZE)
+    assert stored is None or stored.tobytes() == value_of(2, size)
     assert (frames(store)["sealed"] == 0) == (stored is None)
-    assert store.put("k", value_of(3, SIZE), replace=True) and store.get("k").tobytes() == value_of(3, SIZE)
+    assert store.put("k", value_of(3, size), replace=True) and store.get("k").tobytes() == value_of(3, size)
     check_laws(store)
 
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import NamedTuple, Protocol
 
-from kvstore.errors import InvalidRequest, QuotaExceeded, Unavailable
+from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.rpc.base import Channel, PendingReply
 from kvstore.rpc.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
@@ -187,9 +187,38 @@ class GrantPool:
             raise QuotaExceeded(OVER_QUOTA)
         return sorted(unpack_addresses(message.body, message.entries))
 
+    def take_granted(self, count: int, purpose: Purpose, timeout_s: float) -> list[Address]:
+        """``take``, and what is missing as the node grants it: fewer where the store is full of what may not leave, or
+        where the tenant may have no more. Others like these are on their way then.
+
+        Raises NodeUnavailable or DeadlineExceeded where the node does not answer.
+        """
+        deadline = time.monotonic() + timeout_s  # also of frames that were asked for ahead
+        frames = self.take(count)
+        try:
+            while missing := count - len(frames):
+                if time.monotonic() >= deadline:
+                    raise NodeUnavailable(f"{missing} frames were not granted in time")
+                more = self.wait_granted(self.ask(missing, purpose), missing, purpose, deadline)
+                if not more:
+                    break
+                frames = sorted([*frames, *more])
+        except QuotaExceeded:
+            pass
+        except Unavailable:
+            self.add(frames)
+            raise
+        self.ask_ahead(count, purpose)
+        return frames
+
     def wait_granted(self, asked: PendingReply, count: int, purpose: Purpose, deadline: float) -> list[Address]:
-        """As ``granted``; where the node is busy saving pages to make room, asks it again until ``deadline``."""
-        frames = self.granted(asked)
+        """As ``granted``; asked once more where the answer was lost with its daemon, and again until ``deadline`` where
+        the node is busy saving pages to make room."""
+        try:
+            frames = self.granted(asked)
+        except NodeUnavailable:
+            asked = self.ask(count, purpose)
+            frames = self.granted(asked)
         while not frames and asked.result().op == Status.BUSY and time.monotonic() < deadline:
             time.sleep(BUSY_PAUSE_S)
             asked = self.ask(count, purpose)

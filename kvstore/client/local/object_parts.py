@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import NamedTuple
 
@@ -10,13 +11,13 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
 from kvstore.client.device_rows import DeviceRows
-from kvstore.client.local.frame_copies import frame_runs
+from kvstore.client.local.frame_copies import frames_of
 from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.put import LocalPut, SealBatch
 from kvstore.client.scattered import Scattered
-from kvstore.errors import NodeUnavailable, QuotaExceeded
-from kvstore.model.objects import About, key_hash, read_row
+from kvstore.errors import QuotaExceeded
+from kvstore.model.objects import NONCE_BYTES, About, class_for, key_hash, pieces_of, read_row
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import KEY, Address, FrameClass, Status
 from kvstore.rpc.control import OBJECT, Op, pack_addresses
@@ -58,6 +59,21 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
     return None
 
 
+def planned(mapped: Mapped, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
+    """An object that is to be put, in pages of which class."""
+    frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
+    pieces = pieces_of(value_bytes, frame_class.page_bytes)
+    return frame_class, About(name, value_bytes, pieces, secrets.token_bytes(NONCE_BYTES))
+
+
+def copy_from(source: Scattered, start: int, mapped: Mapped, addresses: list[Address]) -> None:
+    """Copy a value, from ``start`` on, into these frames. Raises NodeUnavailable where they are gone."""
+    for extent, frame, i, j in frames_of(mapped, addresses):
+        for place in range(i, j):
+            source.read(start + place * extent.page_bytes, extent.pages[frame + place - i])
+        extent.last_use[frame : frame + j - i] = time.monotonic_ns()
+
+
 class _FromSource(LocalPut):
     """Pages whose bytes come from a value in several buffers; see ``LocalPut``."""
 
@@ -77,15 +93,7 @@ class _FromSource(LocalPut):
         return self._refused
 
     def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
-        page_bytes = self._pool.frame_class.page_bytes
-        for number, frame, i, j in frame_runs(addresses):
-            extent = self._mapped.dram.extent(number)
-            if extent is None:
-                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
-            for place in range(i, j):
-                at = self._start + (page + place) * page_bytes
-                self._source.read(at, extent.pages[frame + place - i])
-            extent.last_use[frame : frame + j - i] = time.monotonic_ns()
+        copy_from(self._source, self._start + page * self._pool.frame_class.page_bytes, self._mapped, addresses)
 
 
 class PiecesPut(_FromSource):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,14 +11,13 @@ from kvstore.client.local.grants import OVER_QUOTA
 from kvstore.client.local.naming import name_objects
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.object_finding import find_heads
-from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, find_head
+from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, find_head, planned
+from kvstore.client.local.object_putting import ObjectsPut
 from kvstore.client.local.object_reading import read_objects
 from kvstore.client.objects import ObjectVerbs, compiled, listed, names_of, root_of_salt, sources_of, target_of
 from kvstore.client.scattered import Scattered
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
-    NONCE_BYTES,
-    About,
     class_for,
     encode_name,
     encode_names,
@@ -29,13 +27,13 @@ from kvstore.model.objects import (
     read_row,
 )
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
+from kvstore.rpc.base import Channel
 from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
 from kvstore.tier.host_memory import empty
 
 BUSY_PAUSE_S = 0.005
 KEYS_PAGE = 16384  # of all keys, in memory at once
 CACHES_MAX = 256  # of salts and classes, kept ready
-PUTS_UNREAD_MAX = 16  # objects of one ``put_many`` whose acknowledgements nobody has read
 
 
 class _ObjectCache(LocalCache):
@@ -57,6 +55,7 @@ class LocalObjects(ObjectVerbs):
     def __init__(self) -> None:
         super().__init__()
         self._object_caches: dict[tuple[str, FrameClass, bool], LocalCache] = {}
+        self._earlier: Channel | None = None  # to a node of the version before: it seals no batches of objects
 
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
         """See ``ObjectVerbs.put_many``."""
@@ -66,14 +65,20 @@ class LocalObjects(ObjectVerbs):
         for name, source in zip(names, sources, strict=True):
             _check_size(mapped, name, source.nbytes)
         name_objects(mapped, root, salt)
-        done: list[bool] = []
-        started: list[_Putting] = []
-        for name, source in zip(names, sources, strict=True):
-            started.append(_Putting(self, mapped, root, name, source, replace))
-            if len(started) == PUTS_UNREAD_MAX:
-                done += _results(started)
-                started.clear()
-        return done + _results(started)
+        stored: list[bool | None] = [None] * len(names)
+        if mapped.channel is not self._earlier:
+            batch = ObjectsPut(mapped, root, names, sources, replace)
+            stored = batch.stored()
+            self._earlier = mapped.channel if batch.unknown else None
+        failure: Unavailable | None = None
+        for place in [place for place, done in enumerate(stored) if done is None]:
+            try:
+                stored[place] = _Putting(self, mapped, root, names[place], sources[place], replace).result()
+            except Unavailable as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return [bool(done) for done in stored]
 
     def get(self, key: str, out: Any = None, salt: str = "") -> Any:
         """See ``ObjectVerbs.get``."""
@@ -232,10 +237,7 @@ class _Putting:
             self._head = None
             return
         self._replaced = found.address if found is not None else bytes(ADDRESS_BYTES)
-        extent_bytes = int(self._mapped.header.extent_bytes)
-        size = self._source.nbytes
-        frame_class = class_for(self._name, size, extent_bytes)
-        about = About(self._name, size, pieces_of(size, frame_class.page_bytes), secrets.token_bytes(NONCE_BYTES))
+        frame_class, about = planned(self._mapped, self._name, self._source.nbytes)
         keys = about.piece_keys(self._root, frame_class.page_tokens) if about.pieces else None
         if keys is not None:
             self._pieces = PiecesPut(self._mapped, keys, frame_class)
@@ -287,20 +289,6 @@ def object_key_pages(store: LocalObjects, salt: str, count: int = KEYS_PAGE) -> 
             names.clear()
     if names:
         yield [name.decode(errors="replace") for name in names]
-
-
-def _results(started: list[_Putting]) -> list[bool]:
-    """What became of these; the first failure, when all have come to their end."""
-    done: list[bool] = []
-    failure: Unavailable | None = None
-    for putting in started:
-        try:
-            done.append(putting.result())
-        except Unavailable as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return done
 
 
 def _check_size(mapped: Mapped, name: bytes, size: int) -> None:

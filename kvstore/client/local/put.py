@@ -179,24 +179,7 @@ class LocalPut(PendingPut):
 
         Raises NodeUnavailable or DeadlineExceeded where the node does not answer.
         """
-        pool, count, purpose = self._pool, len(self._keys) - page, self._purpose(page)
-        deadline = time.monotonic() + self._mapped.timeout_s  # also of frames that were asked for ahead
-        frames = pool.take(count)
-        try:
-            while missing := count - len(frames):
-                if time.monotonic() >= deadline:
-                    raise NodeUnavailable(f"{missing} frames were not granted in time")
-                more = pool.wait_granted(pool.ask(missing, purpose), missing, purpose, deadline)
-                if not more:
-                    break
-                frames = sorted([*frames, *more])
-        except QuotaExceeded:
-            pass
-        except Unavailable:
-            pool.add(frames)
-            raise
-        pool.ask_ahead(count, purpose)
-        return frames
+        return self._pool.take_granted(len(self._keys) - page, self._purpose(page), self._mapped.timeout_s)
 
     def seal(self, page: int, addresses: list[Address]) -> None:
         """After ``take``: all pages from ``page`` on lie in these frames. Called once.
@@ -221,10 +204,7 @@ class LocalPut(PendingPut):
         """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
         pool, wanted = self._pool, (len(self._keys) - page, self._purpose(page))
         deadline = time.monotonic() + self._mapped.timeout_s
-        if asked is not None:
-            with contextlib.suppress(NodeUnavailable):
-                return pool.wait_granted(asked, *wanted, deadline)
-        return pool.wait_granted(pool.ask(*wanted), *wanted, deadline)
+        return pool.wait_granted(asked if asked is not None else pool.ask(*wanted), *wanted, deadline)
 
     def _purpose(self, page: int) -> Purpose:
         return Purpose(self._before(page), self._since)

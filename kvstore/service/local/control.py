@@ -41,7 +41,7 @@ SLOW_THREADS = 4
 DELETE_THREADS = 32  # a device that does not answer keeps every one for ``nvme_answer_s``, once
 JOIN_S = 5.0
 
-_DELETES = frozenset(int(op) for op in (Op.DELETE, Op.SEAL_GRANTED))
+_DELETES = frozenset(int(op) for op in (Op.DELETE, Op.SEAL_GRANTED, Op.SEAL_OBJECTS))
 _MAY_BE_SLOW = frozenset(int(op) for op in (Op.ADMIN, Op.SCRUB)) | _DELETES
 
 

@@ -11,7 +11,7 @@ from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Status
 from kvstore.rpc import control
 from kvstore.rpc.control import BATCH_MAX, Message, Op
 from kvstore.service.node.node import Node
-from kvstore.service.node.sealing import begin_event, publish_event, retract_event, seal_event
+from kvstore.service.node.sealing import begin_event, objects_event, publish_event, retract_event, seal_event
 from kvstore.service.operator.admin import Admin
 from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
@@ -19,6 +19,7 @@ from kvstore.state.mounts import MOUNTED_FRAMES_MAX
 
 # Not of a node that ends.
 _WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE, Op.MOUNT))
+_WRITES |= {Op.SEAL_OBJECTS}
 
 
 class Dispatcher:
@@ -31,6 +32,7 @@ class Dispatcher:
         self._verbs: dict[int, Callable[[int, Message, int], bytes]] = {
             Op.GRANT: self._grant,
             Op.SEAL_GRANTED: self._seal_granted,
+            Op.SEAL_OBJECTS: self._seal_objects,
             Op.BEGIN: self._begin,
             Op.RESERVE: self._reserve,
             Op.SEAL: self._seal,
@@ -94,6 +96,8 @@ class Dispatcher:
         if message.op == Op.SEAL_GRANTED:
             replaces = message.flags & control.OBJECT and any(message.body[-ADDRESS_BYTES:])
             return bool(replaces) and self.node.nvme is not None
+        if message.op == Op.SEAL_OBJECTS:
+            return self.node.nvme is not None and any(message.body[-ADDRESS_BYTES * message.entries :])
         if message.op == Op.DELETE:
             return self.node.nvme is not None
         try:
@@ -125,6 +129,12 @@ class Dispatcher:
     def _seal_granted(self, session: int, message: Message, now_ns: int) -> bytes:
         event = seal_event(session, message, self.node.contents.class_of, now_ns)
         reply = self.node.handle(event)
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        return _statuses(message, reply)
+
+    def _seal_objects(self, session: int, message: Message, now_ns: int) -> bytes:
+        reply = self.node.handle(objects_event(session, message, self.node.contents.class_of, now_ns))
         if Status.BUSY in reply.statuses:
             self.wake()
         return _statuses(message, reply)

@@ -73,7 +73,7 @@ def erase_all(node: ErasingNode, nvme: NvmePages, mine: list[ev.Erase]) -> None:
 
 def deletes(event: ev.Event) -> bool:
     """Whoever is behind this event is told only when what he deletes is gone for good."""
-    return type(event) is ev.Delete or (type(event) is ev.SealGranted and event.replaces is not None)
+    return type(event) in (ev.Delete, ev.SealObjects) or (type(event) is ev.SealGranted and event.replaces is not None)
 
 
 def taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[ev.Erase]:

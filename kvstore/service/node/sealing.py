@@ -39,13 +39,7 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
     sums = None
     if message.flags & control.CHECKSUMS:
         sums = _checksums(body, start + count * width, count, frame_class.layers)
-    for number in {address.extent for address in addresses}:
-        there = class_of(number)
-        if there is None:  # dropped since: its addresses can be nobody's
-            # Each still an address of its own: one that is named twice is another's mistake, and refused.
-            addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
-        elif there != frame_class:
-            raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
+    addresses = _of_class(addresses, frame_class, class_of)
     continues = bool(message.flags & control.CONTINUES)
     hints = control.unpack_hints(message)
     event = ev.SealGranted(now_ns, session, frame_class, parent, addresses, rows, sums, continues, hints=hints)
@@ -54,6 +48,32 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
             raise InvalidRequest("count", "one object at a time, without checksums")
         event.replaces = control.unpack_addresses(body, 1, start + width)[0]
     return event
+
+
+def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.SealObjects:
+    """The event of a ``SEAL_OBJECTS``; its rows are a view of the message. Raises as ``seal_event``."""
+    frame_class = control.unpack_class(message.a)
+    count, body = message.entries, message.body
+    if count == 0:
+        raise InvalidRequest("count", "must not be 0")
+    addresses = control.unpack_addresses(body, count)
+    rows = control.unpack_rows(body, count, frame_class.page_tokens, count * ADDRESS_BYTES)
+    start = count * (ADDRESS_BYTES + identity_bytes(frame_class.page_tokens))
+    replaces = control.unpack_addresses(body, count, start)
+    addresses = _of_class(addresses, frame_class, class_of)
+    return ev.SealObjects(now_ns, session, frame_class, addresses, rows, replaces)
+
+
+def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: ClassOf) -> list[Address]:
+    """The same, but that those in extents that are gone are nobody's. Raises InvalidRequest where one holds others."""
+    for number in {address.extent for address in addresses}:
+        there = class_of(number)
+        if there is None:  # dropped since: its addresses can be nobody's
+            # Each still an address of its own: one that is named twice is another's mistake, and refused.
+            addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
+        elif there != frame_class:
+            raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
+    return addresses
 
 
 def begin_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.Begin:

@@ -23,6 +23,21 @@ def put(store: kvstore.Store, a: dict[str, Any]) -> None:
     log("put", stored=store.put(a["key"], value_of(a["number"], a["size"]), replace=a.get("replace", False)))
 
 
+def put_many(store: kvstore.Store, a: dict[str, Any]) -> None:
+    """Several objects in one call, of the sizes given; killed on the way by a failpoint."""
+    keys = [f"{a['key']}{i}" for i in range(len(a["sizes"]))]
+    values = [value_of(a["number"] + i, size) for i, size in enumerate(a["sizes"])]
+    log("put", stored=store.put_many(keys, values, replace=a.get("replace", False)))
+
+
+def race(store: kvstore.Store, a: dict[str, Any]) -> None:
+    """Batches of the same keys, one after another as another process does, each value telling who put it."""
+    for turn in range(a["turns"]):
+        keys = [f"{turn}/{i}" for i in range(a["batch"])]
+        values = [value_of(a["number"] + i, a["size"]) for i in range(a["batch"])]
+        log("put", turn=turn, stored=store.put_many(keys, values))
+
+
 def replace(store: kvstore.Store, a: dict[str, Any]) -> None:
     """The same key again and again, with values of many sizes, until SIGTERM."""
     number = int(a["number"])
@@ -43,7 +58,7 @@ def main() -> None:
     arguments = json.loads(sys.argv[2])
     with kvstore.connect(arguments["node"], timeout_s=10.0) as store:
         log("started")
-        {"put": put, "replace": replace}[sys.argv[1]](store, arguments)
+        {"put": put, "put_many": put_many, "race": race, "replace": replace}[sys.argv[1]](store, arguments)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an interpreter that ends would put back what kills
 
 
