@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +166,13 @@ class Arena(Arenas):
             free = int(np.count_nonzero(self._free))
             assert free == self._frames_free, (free, self._frames_free)
             assert 0 <= free <= self.frames_total == self._free.size, free
+
+
+def runs_upto(most: int, frames: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """``runs``, those of more than ``most`` frames in parts."""
+    for index, frame, count in runs(frames):
+        for start in range(0, count, most):
+            yield index + start, frame + start, min(most, count - start)
 
 
 def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int, int]]:

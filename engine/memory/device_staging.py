@@ -32,7 +32,7 @@ from engine.memory.staging import HostStaging, Staging, Stagings
 from kvstore.client.device_rows import DeviceRows
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
-from kvstore.tier.device_copies import CopyStream, PinnedBounce, PinnedBounces, places_in
+from kvstore.tier.device_copies import BOUNCE_BYTES_MAX, CopyStream, PinnedBounce, PinnedBounces, places_in
 
 if TYPE_CHECKING:
     from kvstore.tier.cuda import CudaDevice
@@ -42,6 +42,8 @@ Runs = Sequence[tuple[int, int, int]]
 
 COPY_S: Final = 10.0
 COMPUTE_S: Final = 60.0
+LAND_S: Final = 0.01  # between two looks whether such copies are over
+PART_BYTES_MAX: Final = BOUNCE_BYTES_MAX // 2  # of whole pages at once: others need pinned memory, too
 FLYING_MAX: Final = 8  # copies into frames whose pinned memory is not back yet
 
 
@@ -57,6 +59,7 @@ class DeviceStaging(Staging):
         self, arena: Arena, device: Device, compute: DeviceStream, computing: threading.Lock | None = None
     ) -> None:
         super().__init__(arena)
+        self.frames_max = max(1, PART_BYTES_MAX // arena.layout.page_bytes)
         self._device = device
         self._compute_stream = compute
         self._computing = computing or threading.Lock()
@@ -221,10 +224,16 @@ class DeviceStaging(Staging):
     # --- both -------------------------------------------------------------------------------------------------------
 
     def _borrowed(self, stack: ExitStack, size: int) -> PinnedBounce:
-        try:
-            return stack.enter_context(self._bounces.borrow(size, time.monotonic() + COPY_S))
-        except DeadlineExceeded as error:
-            raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
+        """Pinned memory; where there is no more, that of copies into frames that are over, which have it until somebody
+        looks."""
+        deadline_s = time.monotonic() + COPY_S
+        while True:
+            try:
+                return stack.enter_context(self._bounces.borrow(size, time.monotonic() + LAND_S))
+            except DeadlineExceeded as error:
+                if time.monotonic() > deadline_s:
+                    raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
+            self.settle()
 
     def _wait(self, event: DeviceEvent) -> None:
         try:

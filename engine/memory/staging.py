@@ -28,12 +28,14 @@ class Staging(ABC):
 
     Attributes:
         in_place: what is sent are the frames themselves, always: what is computed there later is seen in it.
+        frames_max: whole pages of more than so many are not to be sent or received at once.
     """
 
     in_place = False
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.frames_max = arena.frames_total
 
     def computed(self, layer: int) -> None:  # noqa: B027 - nothing to do where nothing is late
         """Called by the thread that computes, when it has given the device all that computes this layer so far: what is

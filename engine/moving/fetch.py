@@ -254,7 +254,9 @@ class Fetch:
         parts = runs(frames[first : first + count])
         if rest:
             staging.receive_tail(int(frames[first]), number, rest, self._aside(piece, (1, size)))
-        elif self._codec is not None or piece.token_start < there:  # what is there may be in use: it is verified first
+        # What is there may be in use: it is verified first. And pinned memory is had by one part at a time, or movers
+        # would wait for each other's.
+        elif self._codec is not None or piece.token_start < there or (len(parts) > 1 and not self._stagings.in_place):
             data = self._aside(piece, (count, size // count))
             for index, frame, some in parts:
                 staging.receive_layer(frame, number, data[index : index + some])
@@ -336,15 +338,12 @@ class Fetch:
         cache, frames = self._work.cache, self._work.frames
         assert cache is not None and frames is not None
         keys = cache.keys(self._work.tokens[: stop * self._work.page_tokens])
-        return [
-            [
-                (one.reader(asked, timeout_s=LOOK_S), frame, count)
-                for asked, frame, count in placed_parts(
-                    keys, group, range(self._first(page, group), stop), frames[group]
-                )
-            ]
-            for group, one in enumerate(cache.groups)
-        ]
+        found = []
+        for group, (one, staging) in enumerate(zip(cache.groups, self._stagings.groups, strict=True)):
+            pages = range(self._first(page, group), stop)
+            parts = placed_parts(keys, group, pages, frames[group], staging.frames_max)
+            found.append([(one.reader(asked, timeout_s=LOOK_S), frame, count) for asked, frame, count in parts])
+        return found
 
     def _first(self, page: int, group: int) -> int:
         """The first page from ``page`` on that a cache group needs behind the prompt."""
@@ -389,8 +388,9 @@ class Fetch:
         assert work.frames is not None
         first = page = self._first(page, group)
         keys, pages = cache.keys(work.tokens[: work.prompt]), range(first, max(first, stop))
-        for asked, frame, count in placed_parts(keys, group, pages, work.frames[group]):
-            with self._stagings.groups[group].receive(frame, count) as rows:
+        staging = self._stagings.groups[group]
+        for asked, frame, count in placed_parts(keys, group, pages, work.frames[group], staging.frames_max):
+            with staging.receive(frame, count) as rows:
                 found = one.get(asked, out=rows)
             page += found.pages
             if found.pages < count:

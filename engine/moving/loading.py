@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from engine.memory.arena import runs
+from engine.memory.arena import runs, runs_upto
 from engine.moving.store_side import Pool
 from engine.moving.work import Work
 from kvstore.client.grouped_cache import GroupedCache
@@ -110,10 +110,20 @@ class Loading:
             asked = keys[index : index + count]
             if not kind and (there := self._direct(cache, group, asked, frame, count)).pages == count:
                 self._count(work, cache, group, there, kind)
-                loaded += count
-                continue
-            found = Match(0, 0, "")
-            with self._pool.forgiven(), self._pool.stagings[group].receive(frame, count) as rows:
+                some = count
+            else:
+                some = self._get_run(work, cache, group, asked, frame, kind)
+            loaded += some
+            if some < count:
+                break
+        return loaded
+
+    def _get_run(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frame: int, kind: str) -> int:
+        """The same of pages whose frames lie one after the other, by way of the host."""
+        loaded, staging = 0, self._pool.stagings[group]
+        while loaded < len(keys):
+            asked, found = keys[loaded : loaded + staging.frames_max], Match(0, 0, "")
+            with self._pool.forgiven(), staging.receive(frame + loaded, len(asked)) as rows:
                 if kind and self._pool.codec is not None:
                     found = cache.get(asked)
                     if found.data is not None and found.pages:
@@ -122,7 +132,7 @@ class Loading:
                     found = cache.get(asked, out=rows)
             self._count(work, cache, group, found, kind)
             loaded += found.pages
-            if found.pages < count:
+            if found.pages < len(asked):
                 break
         return loaded
 
@@ -152,12 +162,12 @@ class Loading:
 
     def _get_scattered(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frames: torch.Tensor) -> int:
         """The same by way of a buffer: pages come from other nodes one after the other, and the frames lie apart."""
-        loaded = 0
+        loaded, staging = 0, self._pool.stagings[group]
         with self._pool.forgiven():
             found = cache.get(keys)
-            for index, frame, count in runs(frames[: found.pages]):
+            for index, frame, count in runs_upto(staging.frames_max, frames[: found.pages]):
                 assert found.data is not None, "it was given no buffer"
-                with self._pool.stagings[group].receive(frame, count) as rows:
+                with staging.receive(frame, count) as rows:
                     rows[:] = found.data[index : index + count]
                 loaded += count
             self._count(work, cache, group, found, "")

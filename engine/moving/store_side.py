@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.memory.arena import runs
+from engine.memory.arena import runs, runs_upto
 from engine.memory.compression import lossy_layout
 from engine.memory.lossy import Lossy
 from engine.memory.staging import Staging, Stagings
@@ -210,10 +210,10 @@ class Pool:
 
     def put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor, group: int = 0) -> int:
         """Put those that are not stored: what was put before, without waiting, may have had no room. How many."""
-        first = stored(cache, keys)
-        for index, frame, count in runs(frames[first:]):
+        first, staging = stored(cache, keys), self.stagings[group]
+        for index, frame, count in runs_upto(staging.frames_max, frames[first:]):
             start = first + index
-            cache.put_async(keys[start : start + count], self.encoded(self.stagings[group].send(frame, count)))
+            cache.put_async(keys[start : start + count], self.encoded(staging.send(frame, count)))
         return len(keys) - first
 
     def encoded(self, rows: Rows) -> Rows:

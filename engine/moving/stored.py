@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from engine.memory.arena import runs
+from engine.memory.arena import runs_upto
 from engine.moving.work import Work
 from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.prefix_cache import PrefixCache
@@ -58,12 +58,14 @@ def links_of(cache: GroupedCache, tokens: Any) -> list[bytes]:
     return [link for part in keys.parts(0, range(keys.pages(0))) for link in part.links]
 
 
-def placed_parts(keys: GroupedKeys, group: int, pages: range, table: torch.Tensor) -> Iterator[tuple[Keys, int, int]]:
+def placed_parts(
+    keys: GroupedKeys, group: int, pages: range, table: torch.Tensor, most: int
+) -> Iterator[tuple[Keys, int, int]]:
     """Keys of these pages of a group, in pieces as its verbs take them, whose frames lie one after the other: with the
-    first of those, and how many. ``table`` has the frames of all pages."""
+    first of those, and how many, at ``most`` so many. ``table`` has the frames of all pages."""
     start = pages.start
     for part in keys.parts(group, pages):
-        for index, frame, count in runs(table[start : start + len(part)]):
+        for index, frame, count in runs_upto(most, table[start : start + len(part)]):
             yield part[index : index + count], frame, count
         start += len(part)
 

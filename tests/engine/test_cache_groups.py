@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from engine.memory.device_staging import DeviceStaging
 from engine.model.observer import Observer
 from engine.model.request import Grain, Role, Source, Timing
 from engine.shell.checks import memory_frames
@@ -380,5 +381,14 @@ def test_engines_over_a_device(lab: Lab, mixed: Mixed, monkeypatch: pytest.Monke
     for turn in range(2):
         answer = lab.answers(one, [prompt(70, 330)], 30)[0]
         assert answer.cached == ({"dram": 320} if turn else {})
-    _, decode = lab.pair(mixed.preset, **HOW)
-    assert lab.answers(decode, [prompt(71, 330)], 30)[0].usage.computed_tokens == 0
+    _, decode = lab.pair(mixed.preset, handoff=Timing.LAZY, **HOW)
+    for staging in (*one.stagings.groups, *decode.stagings.groups):
+        assert isinstance(staging, DeviceStaging)
+        staging._bounces._nbytes_max = staging.frames_max = 1  # pinned memory for one copy at a time
+    taken = [arena.take(arena.frames_total) for arena in decode.arenas.groups]
+    for start in range(2):  # frames lie apart
+        for arena, frames in zip(decode.arenas.groups, taken, strict=True):
+            assert frames is not None
+            arena.give_back(frames[start::2])
+        assert lab.answers(decode, [prompt(71 + start, 330)], 30)[0].usage.computed_tokens == 0
+    assert lab.answers(one, [prompt(70, 330)], 30)[0].cached == {"dram": 320}

@@ -249,3 +249,16 @@ def test_a_device_that_does_nothing_counts_as_lost(monkeypatch: pytest.MonkeyPat
 
 def test_the_arena_decides() -> None:
     assert [type(each) for each in stagings_of(Arena(LAYOUT, 1, 4)).groups] == [HostStaging]
+
+
+def test_pinned_memory_of_copies_that_are_over_is_there_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover that waits for its next layer does not keep it from who loads: that would count as a lost device."""
+    stage = Stage()
+    monkeypatch.setattr(device_staging, "COPY_S", 5.0)
+    stage.staging._bounces._nbytes_max = 1  # so that one has all of it
+    for layer in range(2):
+        with stage.staging.layer_target(0, 2, layer) as rows:
+            rows[:] = as_rows(stage.values(2))
+    with stage.staging.receive(4, 2) as pages:
+        pages[:] = 7
+    assert (stage.staging.send(4, 2) == 7).all()
