@@ -1,24 +1,24 @@
 """DeviceLink: the way between host memory and one device: a stream, pinned bounces, and pinned segments.
 
-Pages that are mapped go straight from and to their frames, whose memory is pinned when the first of them is copied. All
-others bounce. There is one link per device and process, made by the first copy.
+Pages that are mapped go straight from and to their frames, whose memory is pinned when the first of them is copied
+(``pins``). All others bounce. There is one link per device and process, made by the first copy.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from kvstore.client.buffers import Rows, rows_to_read
 from kvstore.client.device_rows import DeviceRows, device_rows_to_read, on_device
+from kvstore.client.pins import PINNED, PinnedExtent, is_over
 from kvstore.errors import Unavailable
-from kvstore.tier.device import Addresses, Bytes, Device, DeviceEvent, DeviceLost
+from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost
 from kvstore.tier.device_copies import CopyStream, PinnedBounces
 from kvstore.tier.host_memory import copy, empty
 
@@ -36,12 +36,20 @@ class DeviceLink:
         self._stream = CopyStream(device)
         self.bounces = PinnedBounces(device)
         self._lock = threading.Lock()
-        self._pinned: set[int] = set()  # where ranges begin that were registered, or could not be
         self._late: list[tuple[DeviceEvent, Any]] = []  # copies nobody waits for any more, and their memory
 
-    def copy(self, pairs: Sequence[tuple[Rows, DeviceRows]], *, to_device: bool) -> DeviceEvent:
+    def copy(
+        self, pairs: Sequence[tuple[Rows, DeviceRows]], extents: Sequence[PinnedExtent] = (), *, to_device: bool
+    ) -> DeviceEvent:
         """Begin to copy rows of the host to as many of the device, or back, behind what the caller's stream does. The
-        event behind it: until it is over nothing has happened, and all of the memory has to stay."""
+        event behind it: until it is over nothing has happened, and all of the memory has to stay.
+
+        Args:
+            extents: where the host's rows lie, if that is a node's segment.
+
+        Raises:
+            Unavailable: see ``PinnedRanges.copy``. Nothing was begun.
+        """
         hosts, theirs, sizes = [], [], []
         for host, rows in pairs:
             assert host.shape == (rows.rows, rows.row_bytes) and host.strides[1] == 1
@@ -51,7 +59,10 @@ class DeviceLink:
             sizes.append(np.full(len(hosts[-1]), host.nbytes if whole else rows.row_bytes, np.uint64))
         here, there, nbytes = np.concatenate(hosts), np.concatenate(theirs), np.concatenate(sizes)
         targets, sources = (there, here) if to_device else (here, there)
-        return self._stream.copy(targets, sources, nbytes, after=pairs[0][1].ready())
+        begin = partial(self._stream.copy, targets, sources, nbytes, after=pairs[0][1].ready())
+        if not extents:
+            return begin()
+        return PINNED.copy(self.device, extents, self._stream, begin, time.monotonic() + COPY_DEADLINE_S)
 
     def copy_pieces(self, pieces: Sequence[Pieces], after: DeviceEvent | None) -> DeviceEvent:
         """Begin to copy between memory of this device and of others that it reaches, all of it in one go, behind
@@ -68,7 +79,7 @@ class DeviceLink:
         """
         with self._lock:
             late, self._late = self._late, []
-            self._late = [(each, kept) for each, kept in late if not _is_over(each)]
+            self._late = [(each, kept) for each, kept in late if not is_over(each)]
         try:
             event.wait(time.monotonic() + COPY_DEADLINE_S if deadline_s is None else deadline_s)
         except DeviceLost:
@@ -77,28 +88,6 @@ class DeviceLink:
             with self._lock:
                 self._late.append((event, memory))
             raise
-
-    def pin(self, memory: Bytes) -> None:
-        """Register a part of a mapping, once, until the mapping ends. Where that is refused copies take longer."""
-        begin = memory.ctypes.data
-        with self._lock:
-            if begin in self._pinned:
-                return
-            self._pinned.add(begin)
-            unpin: Callable[[], None] | None = None
-            try:
-                self.device.register(memory)
-                unpin = _unregister(self.device, begin, memory.nbytes)
-            except DeviceLost:
-                raise
-            except Unavailable:
-                pass
-        weakref.finalize(memory.base, self._unpinned, begin, unpin).atexit = False
-
-    def _unpinned(self, begin: int, unpin: Callable[[], None] | None) -> None:
-        if unpin is not None:
-            unpin()
-        self._pinned.discard(begin)
 
     def upload(self, host: Rows, rows: DeviceRows) -> None:
         """Copy rows of any host memory to as many of the device. Returns when they are there."""
@@ -148,19 +137,3 @@ def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, a
 
 def _addresses(rows: Rows) -> Addresses:
     return (rows.ctypes.data + np.arange(len(rows), dtype=np.int64) * rows.strides[0]).astype(np.uint64)
-
-
-def _is_over(event: DeviceEvent) -> bool:
-    try:
-        return event.over()
-    except DeviceLost:
-        return True
-
-
-def _unregister(device: Device, begin: int, nbytes: int) -> Callable[[], None]:
-    """What undoes a registration without holding the memory."""
-
-    def call() -> None:
-        device.unregister(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(begin)))
-
-    return call

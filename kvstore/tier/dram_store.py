@@ -45,6 +45,12 @@ class DramStore:
         """See ``TierStore``. Its memory is kept for the next extent."""
         del self._carved[position]
 
+    def give_back(self, position: int) -> None:
+        """Free the memory of a position where no extent is: clients know by an extent's number whether the memory
+        behind it is still the same (``client.pins``)."""
+        assert position not in self._carved, f"an extent lies in position {position}"
+        self.segment.give_back(position)
+
     def open_for_writing(self, positions: Iterable[int]) -> None:
         """See ``TierStore``."""
 

@@ -8,8 +8,8 @@ asked for before can still see it. So whoever does not wait for an event finds t
 Several of them reach each other as whoever makes them says (``reaches``); a copy from memory of one that is not
 reached is a mistake that is found. Shared memory is a file in memory, which other processes map by its descriptor.
 
-Whoever tests may lose it (``lose``), hold its work back (``hold``), and have it refuse to pin memory
-(``refuse_registration``).
+Whoever tests may lose it (``lose``), hold its work back (``hold``), have it refuse to pin memory
+(``refuse_registration``), and tell it that other pages lie behind some memory now (``replaced``).
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class HostDevice:
         self._bytes_free = nbytes
         self._memories: list[HostMemory] = []  # by address, the freed ones as well
         self._registered: list[Span] = []
+        self._stale: list[Span] = []  # of these
         self._streams: dict[int, HostStream] = {}
         self._all.add(self)
 
@@ -216,7 +217,7 @@ class HostDevice:
             self.check()
             if self.refuse_registration:
                 raise Unavailable(f"{self.name} does not pin memory")
-            assert not any(a < added[1] and added[0] < b for a, b in self._registered), "registered twice"
+            assert not any(_meet(added, span) for span in self._registered), "registered twice"
             check_mapped([added], writable=False)
             self._registered.append(added)
 
@@ -225,6 +226,7 @@ class HostDevice:
         with self.changed:
             self._check_idle(_range_of(memory), "unregistered")
             self._registered.remove(_range_of(memory))
+            self._stale = [span for span in self._stale if span in self._registered]
 
     @property
     def pinned_bytes(self) -> int:
@@ -269,6 +271,13 @@ class HostDevice:
             self.held = False
             self.changed.notify_all()
 
+    def replaced(self, memory: Bytes) -> None:
+        """The pages behind this memory were given back, and there are others. A range that was registered before keeps
+        the old ones, which nobody else has: what is copied from there is poison, what is copied to there is lost."""
+        gone = _range_of(memory)
+        with self.changed:
+            self._stale = [span for span in self._registered if span in self._stale or _meet(span, gone)]
+
     # --- For streams and events, which hold the lock ----------------------------------------------------------------
 
     def check(self) -> None:
@@ -288,7 +297,11 @@ class HostDevice:
         """Do one copy, as late as this, in some order."""
         self.host_pieces(reads + writes)  # none of ours was freed meanwhile
         for at in self._rng.permutation(len(reads)):
-            ctypes.memmove(writes[at][0], reads[at][0], reads[at][1] - reads[at][0])
+            nbytes = reads[at][1] - reads[at][0]
+            if any(_meet(reads[at], span) for span in self._stale):
+                ctypes.memset(writes[at][0], POISON, nbytes)
+            elif not any(_meet(writes[at], span) for span in self._stale):
+                ctypes.memmove(writes[at][0], reads[at][0], nbytes)
 
     def host_pieces(self, pieces: list[Span]) -> list[Span]:
         """Those that are the host's. All others lie within memory of ours which is not freed."""
@@ -344,6 +357,10 @@ class HostDevice:
 
 def _range_of(memory: Bytes) -> Span:
     return memory.ctypes.data, memory.ctypes.data + memory.nbytes
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _uuid(name: str) -> bytes:

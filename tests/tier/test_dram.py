@@ -18,6 +18,7 @@ from kvstore.errors import OutOfSpace, VersionMismatch
 from kvstore.model.replica import MARKS_ROW_BYTES, FrameClass, FrameState, word_of
 from kvstore.tier import dram
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
+from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
 
@@ -55,6 +56,18 @@ def test_a_new_segment_has_its_length_but_no_memory(folder: NodeFolder) -> None:
     assert folder.segment.stat().st_blocks * 512 >= 4 * MIB
     assert SEGMENT_HEAD_BYTES % (2 * MIB) == 0
     segment.close()
+
+
+def test_no_memory_is_given_back_under_an_extent(folder: NodeFolder) -> None:
+    """By an extent's number clients know that the memory behind it is still the same."""
+    store = DramStore(SegmentFile.create(folder, INCARNATION, MIB, 2), INCARNATION, [(0, CLASS)])
+    store.carve(1, 7, CLASS)
+    for position in (0, 1):
+        with pytest.raises(AssertionError):
+            store.give_back(position)
+        store.drop(position)
+        store.give_back(position)
+    store.close()
 
 
 def test_frames_lie_where_the_docstring_says(folder: NodeFolder) -> None:

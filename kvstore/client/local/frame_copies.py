@@ -97,9 +97,8 @@ def to_device(
     try:
         pairs = []
         for extent, frame, page, count, _ in runs:
-            link.pin(extent.memory)
             pairs.append((extent.pages[frame : frame + count, part], target[page : page + count]))
-        event = link.copy(pairs, to_device=True)
+        event = link.copy(pairs, [run.extent for run in runs], to_device=True)
         link.wait(event, pairs)
         pages = 0
         for run in runs:
@@ -121,13 +120,12 @@ def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool
         DeviceLost: the frames are given up.
         DeadlineExceeded: the device may still write into them: they are nobody's until this process has ended.
     """
-    link, pairs = link_of(rows.device), []
-    for extent, frame, i, j in frames_of(mapped, addresses):
-        link.pin(extent.memory)
+    link, pairs, frames = link_of(rows.device), [], frames_of(mapped, addresses)
+    for extent, frame, i, j in frames:
         pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
         extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
     try:
-        event = link.copy(pairs, to_device=False)
+        event = link.copy(pairs, [extent for extent, *_ in frames], to_device=False)
         link.wait(event, pairs)
     except DeviceLost:
         pool.forfeit(addresses)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.client.buffers import Rows
 from kvstore.client.device_link import DeviceLink, link_of
 from kvstore.client.device_rows import DeviceRows
+from kvstore.client.pins import PinnedExtent
 from kvstore.errors import DeadlineExceeded
 from kvstore.rpc.copies import Copies
 from kvstore.tier.device import DeviceEvent
@@ -36,16 +38,14 @@ class LayerCopies:
     def __bool__(self) -> bool:
         return bool(self._begun)
 
-    def begin(self, copies: Copies, layer: int, memory: list[Rows], pairs: Pairs) -> None:
-        """Copy one layer into frames which lie in these mappings, behind what the caller's stream does.
+    def begin(self, copies: Copies, layer: int, extents: Sequence[PinnedExtent], pairs: Pairs) -> None:
+        """Copy one layer into frames of these extents, behind what the caller's stream does.
 
         Raises:
             DeviceLost: nothing was begun.
         """
         link = link_of(pairs[0][1].device)
-        for each in memory:
-            link.pin(each)
-        event = link.copy(pairs, to_device=False)
+        event = link.copy(pairs, extents, to_device=False)
         if self._copies is None:
             copies.__enter__()
             self._copies = copies

@@ -15,7 +15,7 @@ class MappedExtent:
     ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
     ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
     ``uses``: what clients write, and of it ``last_use`` uint64 ``[frames]``.
-    ``memory`` uint8: the whole position of the segment, to be pinned.
+    ``memory`` uint8: the whole position of the segment, to be pinned. See ``pins``.
     ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
     """
 

@@ -18,6 +18,7 @@ from kvstore.client.device_rows import DeviceRows, on_device
 from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.layer_copies import LayerCopies
+from kvstore.client.local.mapped_extent import MappedExtent
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.prefetch import await_saved
 from kvstore.client.local.proof import address_runs
@@ -82,7 +83,7 @@ class LocalWriter(Writer):
         self._until_s = 0.0  # their deadline
         self._raw = b""  # addresses of pages_new, end to end
         self._spans: list[ReservedRun] = []
-        self._memory: list[Rows] = []  # mappings that they lie in
+        self._extents: list[MappedExtent] = []  # that they lie in
         self._coming = LayerCopies()
 
     # --- reserving --------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class LocalWriter(Writer):
             extent.uses.begin(frames, theirs)  # frames that were granted the node does not
             shown = extent.uses.shown(frames, self._shard.number)
             levels = extent.uses.levels(theirs, self._layout.layers)
-            self._memory.append(extent.memory)
+            self._extents.append(extent)
             self._spans.append(ReservedRun(extent.pages[frames], shown, self.pages_new[first], first, levels))
 
     def _runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
@@ -251,7 +252,7 @@ class LocalWriter(Writer):
         if isinstance(rows, DeviceRows):
             assert self._mapped is not None
             pairs = [(span.pages[:, start:stop], rows[span.page : span.page + span.count]) for span in self._spans]
-            self._coming.begin(self._mapped.channel.copies, start // self._layout.layer_bytes, self._memory, pairs)
+            self._coming.begin(self._mapped.channel.copies, start // self._layout.layer_bytes, self._extents, pairs)
             return
         for span in self._spans:
             copy(span.pages[:, start:stop], rows[span.page : span.page + span.count])

@@ -44,4 +44,4 @@ class FolderMemory:
 
     def give_back(self, position: int) -> None:
         """See ``room.Memory``."""
-        self._performer.segment.give_back(position)
+        self._performer.dram.give_back(position)

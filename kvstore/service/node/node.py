@@ -239,7 +239,7 @@ class Node:
 
     def _populated(self, position: int) -> ev.Event:
         try:
-            self.performer.segment.populate(position)
+            self.performer.dram.segment.populate(position)
             return ev.Populated(time.monotonic_ns(), [position])
         except OutOfSpace:
             return ev.PopulationFailed(time.monotonic_ns(), [position])
@@ -267,7 +267,7 @@ class Node:
         segment = self.state.segment
         position = max(segment.beyond & segment.populated, default=None)
         if position is not None:  # one at a time: the kernel takes a while over each, and others wait
-            self.performer.segment.give_back(position)
+            self.performer.dram.give_back(position)
             self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
 
     def drop_damaged(self, address: Address, reason: str) -> None:

@@ -36,7 +36,6 @@ from kvstore.service.node.waiting import Waiting, Work
 from kvstore.state import events as ev
 from kvstore.state.views import Rows
 from kvstore.tier.base import TierStore
-from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.environment import TIER_TABLES
 from kvstore.tier.folder import NodeFolder
@@ -112,11 +111,11 @@ class Performer:
         }
 
     @property
-    def segment(self) -> SegmentFile:
-        """The memory that clients map."""
+    def dram(self) -> DramStore:
+        """The pages in memory that clients map."""
         dram = self.stores[Tier.DRAM]
         assert isinstance(dram, DramStore)
-        return dram.segment
+        return dram
 
     @property
     def nvme(self) -> NvmePages | None:
@@ -376,7 +375,7 @@ class Performer:
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """``[frames, frame_bytes]`` of an extent."""
-        return self.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
+        return self.dram.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
 
     def _runs(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, slice, slice]]:
         """(table, frames, places in ``addresses``) per run of consecutive frames.

@@ -139,7 +139,7 @@ def _give_up(
     """Give up extents whose tables cannot be believed. Returns the positions where a living session may write: those,
     and what earlier starts wrote down."""
     carved = {table.position for table in performer.tables.values() if performer.stores[table.tier].mapped}
-    vacant = set(range(performer.segment.positions)) - carved
+    vacant = set(range(performer.dram.segment.positions)) - carved
     held, doubted = read_quarantine(folder, header.incarnation), set[int]()
     on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
     for number in set(lost) - on_nvme:
@@ -205,7 +205,7 @@ def _recover_tiers(
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, stores, index, map_bytes, time.monotonic_ns)
-    nvme, segment_file = performer.nvme, performer.segment
+    nvme, segment_file = performer.nvme, performer.dram.segment
     performer.puts = puts = open_log(folder, header)
     living, lost = living_ids(folder) | set(puts.sessions() if puts is not None else ()), list[int]()
     for number in folder.extents():
@@ -241,7 +241,7 @@ def _recover_tiers(
     if nvme is not None:
         state.tiering.pairs[nvme.tier].demotion.begin_day(nvme.day_bytes_left(config.nvme_write_bytes_per_day))
     for position in sorted(state.segment.beyond):  # of a larger node that was here before
-        segment_file.give_back(position)
+        performer.dram.give_back(position)
     pins = book.read_pins(folder, header.incarnation)
     if pins:
         performer.perform(state.handle(ev.RestorePins(time.monotonic_ns(), pins)))
