@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 
@@ -59,12 +60,9 @@ class PinnedBounces:
         free ──borrow──> borrowed ──(waited for its event)──> free
                             └──(the wait failed)──> late ──its event──> free
 
-    A late one is nobody's: the device may still read or write it.
+    A late one is nobody's: the device may still read or write it. With the last reference, or ``close``, all free ones
+    are unpinned; late ones stay until the process ends.
     """
-
-    _left: ClassVar[
-        list[PinnedBounce]
-    ] = []  # late when their owner closed: the device may touch them until the process ends
 
     def __init__(self, device: Device, nbytes_max: int = BOUNCE_BYTES_MAX) -> None:
         self._device, self._nbytes_max = device, nbytes_max
@@ -72,6 +70,7 @@ class PinnedBounces:
         self._free: list[PinnedBounce] = []  # the one used last on top: it may be in the cache
         self._late: list[PinnedBounce] = []
         self._nbytes = 0
+        weakref.finalize(self, _give_up, device, self._free, self._late).atexit = False
 
     @contextlib.contextmanager
     def borrow(self, nbytes: int, deadline_s: float) -> Iterator[PinnedBounce]:
@@ -96,10 +95,8 @@ class PinnedBounces:
         """Unpin what nobody uses. What is borrowed or late stays."""
         with self._changed:
             self._reap()
-            while self._free:
-                self._drop(self._free.pop())
-            self._left.extend(self._late)
-            self._late.clear()
+            self._nbytes -= sum(len(bounce.memory) for bounce in self._free)
+            _give_up(self._device, self._free, self._late)
 
     def _take(self, nbytes: int, deadline_s: float) -> PinnedBounce:
         with self._changed:
@@ -143,6 +140,23 @@ class PinnedBounces:
         self._nbytes -= len(bounce.memory)
         if bounce.pinned:
             self._device.unregister(bounce.memory)
+
+
+# What no owner unpins: bounces that were late when theirs ended, and what the driver keeps. A device may touch them.
+_LEFT: Final[list[PinnedBounce]] = []
+
+
+def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce]) -> None:
+    """Their owner has ended."""
+    while free:
+        bounce = free.pop()
+        if bounce.pinned:
+            try:
+                device.unregister(bounce.memory)
+            except Unavailable:
+                _LEFT.append(bounce)
+    _LEFT.extend(late)
+    late.clear()
 
 
 def places_in(address: int, nbytes: Addresses) -> Addresses:

@@ -19,7 +19,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.mounted import EXPORT_BYTES_MAX, MountedTable
 from kvstore.transfer.exported import DEVICE, OPENERS
-from tests.helpers.content import SMALL, chain, contents
+from tests.helpers.content import SMALL, chain, contents, layer_of
 from tests.helpers.device_frames import STRIDE, shown
 from tests.helpers.inside import node_of
 
@@ -50,6 +50,27 @@ def test_pages_of_a_device_are_read_behind_their_event(store: LocalStore) -> Non
     match = store.cache(SMALL).get(keys)
     assert (match.pages, match.reason) == (0, IO), "a lost device is a miss"
     assert segment.retire(frames) == frames
+
+
+@pytest.mark.parametrize("first", ["segment", "store"])
+def test_nothing_stays_pinned_when_it_is_closed(first: str) -> None:
+    """Twice in one process, and whoever still holds what is closed keeps nothing."""
+    device, keys = HostDevice(), chain(1, 10)
+    memory, kept = device.allocate(FRAMES * STRIDE, shared=True), list[object]()
+    for _ in range(2):
+        store = kvstore.open(dram="4MiB")
+        assert isinstance(store, LocalStore)
+        segment, cache = store.mount(SMALL, FRAMES, shown(device, memory)), store.cache(SMALL)
+        memory.view().reshape(FRAMES, STRIDE)[:10, : SMALL.page_bytes] = contents(keys)
+        segment.publish(keys, range(10))
+        assert cache.get(keys).tiers == {Tier.HBM: 10}
+        found, reader = np.empty((10, SMALL.layer_bytes), np.uint8), cache.reader(keys)
+        reader.read_layer(1, found)
+        assert (found == layer_of(contents(keys), 1)).all() and device.pinned_bytes
+        kept += [store, segment]
+        for each in (segment, store) if first == "segment" else (store, segment):
+            each.close()
+            assert not device.pinned_bytes
 
 
 def test_memory_that_is_too_small_is_refused(store: LocalStore) -> None:

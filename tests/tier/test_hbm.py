@@ -92,6 +92,7 @@ def test_without_this_wait_bytes_are_wrong(fixture: Fixture, site: WaitSite, mon
     left_out = forget(monkeypatch, site)
     assert not right(fixture)
     assert left_out
+    fixture.device.lose()  # with the copies that nobody waited for
 
 
 def test_every_wait_is_tried() -> None:

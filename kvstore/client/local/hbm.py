@@ -109,6 +109,10 @@ class HbmReader:
         """It has no use for it any more."""
         self._segments.pop(number, None)
 
+    def close(self) -> None:
+        """Let go of all memory. Whoever is reading there keeps it until that is done."""
+        self._segments.clear()
+
     def readable(self) -> bool:
         """See ``LowerReader``."""
         return self._header.mounts > 0

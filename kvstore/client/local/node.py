@@ -256,7 +256,9 @@ class LocalNode:
         """End the session; later calls are refused. Views handed out stay valid as memory, not as pages."""
         if not self.refusal:
             self.refusal = "is closed"
-            self._mapped = None
+            mapped, self._mapped = self._mapped, None
+            if mapped is not None:
+                mapped.hbm.close()
             if self.elsewhere is not None:
                 self.elsewhere.close()
             self._finalizer()
