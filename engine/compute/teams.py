@@ -2,7 +2,8 @@
 
 Every thread that computes has a team of its own, for as long as it lives. While all teams together are no more threads
 than there are cores, those of a team look out for the next product before they sleep; else they sleep at once, and each
-of a hundred products of a step waits until they are awake: a third of the step.
+of a hundred products of a step waits until they are awake: a third of the step. OpenMP reads ``GOMP_SPINCOUNT``, how
+long they look out, when it is loaded.
 """
 
 from __future__ import annotations

@@ -325,16 +325,19 @@ class Segment:
     ) -> Extent | None:
         """The extent another class should give up for ``taker``, or None where evicting its own pages is fairer.
 
-        One class with the coldest pages gives, if it keeps an extent or has been idle for ``IDLE_NS``; a taker that
-        has extents of its own takes only from a class whose coldest page is more than twice as old as its own (so
-        that two busy classes do not trade extents back and forth). Extents with ``leased`` or unsealed frames stay.
+        One in which nothing lies is given first, whoever has it. Else one class with the coldest pages gives, if it
+        keeps an extent or has been idle for ``IDLE_NS``; a taker that has extents of its own takes only from a class
+        whose coldest page is more than twice as old as its own (so that two busy classes do not trade extents back and
+        forth). Extents with ``leased`` or unsealed frames stay.
         """
+        for extent in self.empty(taker, now_ns):
+            if extent.number not in leased:
+                return extent
         own = coldest_ns(taker) if taker.extents else None
         own_age = now_ns - own if own is not None else 0
         givers: list[tuple[int, int, ClassPool]] = []
         for number, pool in enumerate(self.pools.values()):
-            idle = now_ns - pool.used_ns > IDLE_NS
-            if pool is taker or not pool.extents or (len(pool.extents) == 1 and not idle):
+            if pool is taker or not self._may_give(pool, now_ns):
                 continue
             coldest = coldest_ns(pool)
             age = now_ns - coldest if coldest is not None else (IDLE_NS if pool.free else 0)
@@ -351,6 +354,15 @@ class Segment:
             if candidates:
                 return min(candidates, key=lambda extent: extent.sealed)
         return None
+
+    def empty(self, taker: ClassPool, now_ns: int) -> list[Extent]:
+        """Extents in which nothing lies, of other classes that may give one."""
+        givers = [pool for pool in self.pools.values() if pool is not taker and self._may_give(pool, now_ns)]
+        return [extent for pool in givers for extent in pool.roomy.values() if len(extent.free) == extent.frames]
+
+    def _may_give(self, pool: ClassPool, now_ns: int) -> bool:
+        """It keeps an extent, or nobody has asked for its frames for long."""
+        return len(pool.extents) > 1 or (bool(pool.extents) and now_ns - pool.used_ns > IDLE_NS)
 
 
 CLASSES_MAX, CLASSES_KEPT = 1024, 64  # a class costs some 20 KiB, and every event looks at each

@@ -81,7 +81,7 @@ class Space(Departures):
             position = self.segment.next_vacant(pool)
             if position is not None:
                 self._carve(pool, position, out)
-            elif self._stolen or not self.segment.may_carve(pool) or not self._steal(pool, out):
+            elif not self.segment.may_carve(pool) or not self._steal(pool, out):
                 if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
                     self._evict_from(pool, short, "space", out)
                 self.waiting = self.waiting or (self.late and count > pool.free)
@@ -130,7 +130,7 @@ class Space(Departures):
             return 0
         wanted, there = -(-short // pool.frames_per_extent), len(self.segment.vacant & self.segment.populated)
         if wanted > there and len(self.segment.extents) > len(pool.extents):
-            there += 1  # taken from another class; one per event
+            there += max(1, len(self.segment.empty(pool, self.now_ns)))  # taken from another class
         return min(wanted, there)
 
     def could_take(self, pool: ClassPool) -> bool:
@@ -147,12 +147,15 @@ class Space(Departures):
         out.append(ev.Carve(extent.number, position, pool.frame_class, extent.frames, self.tier))
 
     def _steal(self, pool: ClassPool, out: list[ev.Instruction]) -> bool:
-        """Empty one extent of a colder class: evict as many of that class's coldest pages, move what is left."""
+        """Empty an extent of another class: evict as many of that class's coldest pages, move what is left. One in
+        which something lies only once per event."""
         leased, flying = self.leases.extents(), self.in_flight()
         if self.clears is not None and self.clears.taker is not None:
             self.waiting = True
             return False
         extent = self.segment.donor(pool, self._coldest_ns, leased | flying, self.now_ns)
+        if extent is not None and extent.sealed and self._stolen:
+            return False
         if extent is None:
             if flying and self.segment.donor(pool, self._coldest_ns, leased, self.now_ns) is not None:
                 self.waiting = True
@@ -164,7 +167,7 @@ class Space(Departures):
         room = giver.free - len(extent.free)
         if extent.sealed > room:
             return False
-        self._stolen = True
+        self._stolen = self._stolen or extent.sealed > 0
         if self.clears is not None:
             self.clears.begin(extent, pool, out)
             self.waiting = self.clears.taker is not None

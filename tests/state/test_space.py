@@ -334,6 +334,20 @@ def test_a_busy_class_takes_from_one_whose_coldest_page_is_much_older(now_ns: in
     assert world.state.counters["evicted_space"] == 1, "its own page that was as old as the others'"
 
 
+def test_extents_in_which_nothing_lies_are_taken_before_anything_leaves() -> None:
+    """As many as are needed, however short ago their class, and what is left of it, was used."""
+    world = node(positions=4)
+    for i in range(30):
+        put(world, i)
+    evict(world, 24)
+    left = set(world.shell.index)
+    assert len(left) == 6 and world.grant(B, LARGE, 6) == 6
+    assert set(world.shell.index) == left
+    counters = world.state.counters
+    assert (counters["extents_reclaimed"], counters["evicted_space"], counters["pages_moved"]) == (3, 0, 0)
+    world.check()
+
+
 @pytest.mark.parametrize("now_ns", [10**12, 60 * DAY_NS])
 def test_classes_in_like_use_do_not_trade_extents(now_ns: int) -> None:
     world = node(positions=4, now_ns=now_ns)
