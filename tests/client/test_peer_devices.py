@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from itertools import product
 from pathlib import Path
@@ -22,10 +22,11 @@ from kvstore.client.device_link import DeviceLink
 from kvstore.client.local import hbm, mounts_watch
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
+from kvstore.client.match import IO
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.tier import cuda
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.host_device import HostDevice
+from kvstore.tier.device import DeviceExport, DeviceLost
+from kvstore.tier.host_device import FALSE_ANSWERS_MAX, HostDevice
 from kvstore.tier.host_device_memory import HostMemory
 from kvstore.tier.mounted import MountedTable, passing_path
 from kvstore.transfer import descriptors, device_memory
@@ -285,19 +286,72 @@ def test_frames_are_held_until_the_event(two: Two, monkeypatch: pytest.MonkeyPat
     assert free == [[]] and two.segment.retire(range(PAGES)) == list(range(PAGES))
 
 
-def test_a_copy_that_is_late_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_link, "COPY_DEADLINE_S", 0.05)
-    two.get()
-    two.device.hold()
-    with pytest.raises(DeadlineExceeded):
-        two.get()
+def opened_by(two: Two) -> weakref.ref[DevicePages]:
+    """The engine's memory as the reader has it open."""
+    mapped = node_of(two.store).mapped()
+    assert mapped is not None
+    memory = mapped.hbm._segments[two.segment.number].memory
+    assert isinstance(memory, DevicePages)
+    return weakref.ref(memory)
+
+
+def let_go_of(two: Two) -> None:
+    """The segment is closed, and its reader has looked."""
     two.segment.close()
     mapped = node_of(two.store).mapped()
     assert mapped is not None
     mapped.hbm.drop_ended()
     gc.collect()
-    assert any(memory.live for memory in two.device._memories if memory.theirs), "the device still reads there"
+
+
+def is_late(get: Callable[[], object]) -> bool:
+    """Nothing is left of the error, which would hold what the call had."""
+    try:
+        get()
+    except DeadlineExceeded:
+        return True
+    return False
+
+
+def test_a_copy_that_is_late_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its event, and no longer."""
+    monkeypatch.setattr(device_link, "COPY_DEADLINE_S", 0.05)
+    two.get()
+    opened = opened_by(two)
+    two.device.hold()
+    assert is_late(two.get)
+    let_go_of(two)
+    assert opened() is not None, "the device still reads there"
     two.device.let_go()
+    keys = chain(2, 3)
+    put(two.store, 2, 3)
+    for _ in range(FALSE_ANSWERS_MAX + 2):
+        assert two.store.cache(SMALL).get(keys, buffer(two.device, 3)).pages == 3
+    assert opened() is None and not any(memory.live for memory in two.device._memories if memory.theirs)
+
+
+def test_a_late_copy_to_the_host_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "COPY_S", 0.05)
+    assert two.store.cache(SMALL).get(two.keys).pages == PAGES
+    opened = opened_by(two)
+    two.device.hold()
+    match = two.store.cache(SMALL).get(two.keys)
+    assert (match.pages, match.reason) == (0, IO)
+    let_go_of(two)
+    assert opened() is not None, "the device still reads there"
+    two.device.let_go()
+
+
+def test_memory_that_is_shorter_than_its_export_is_not_read(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from beyond its end would cost the reader its device."""
+    whole = HostDevice.open_export
+
+    def shorter(self: HostDevice, export: DeviceExport) -> HostMemory:
+        return whole(self, export._replace(nbytes=export.nbytes - 1))
+
+    monkeypatch.setattr(HostDevice, "open_export", shorter)
+    match, out = two.get()
+    assert match.pages == 0 and out.untouched and two.store.cache(SMALL).get(two.keys).pages == 0
 
 
 def test_layers_that_do_not_lie_apart_come_by_the_host(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:

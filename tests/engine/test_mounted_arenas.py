@@ -19,6 +19,7 @@ from engine.shell.engine import Engine
 from kvstore import Tier
 from kvstore.client.device_link import DeviceLink
 from kvstore.client.local import hbm
+from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
 from kvstore.errors import OutOfSpace
@@ -26,6 +27,7 @@ from kvstore.tier import devices, mounted
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.host_device_memory import HostMemory
 from kvstore.transfer.device_memory import DeviceFrames
+from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.device_frames import fill_frames
 from tests.helpers.engines.device import DeviceHost
@@ -350,6 +352,24 @@ def test_a_device_that_shows_nothing_has_an_arena_all_the_same(lab: Lab, monkeyp
     arenas, shown = mounting.arenas_of([one.layout], [], [4], k_dim, "meta", home)
     assert arenas.groups[0].pages.shape[0] == 4 and (shown.number, shown.why) == (None, "no tensor")
     assert source._bytes_free == 1 << 26, "what nobody uses was given back"
+
+
+def test_what_the_node_was_not_told_of_is_not_shown(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither now nor to the next daemon: the engine does not count those frames among what others read."""
+    daemon = machine.serve("n")
+    home, reader = machine.connect("n"), machine.connect("n")
+    assert isinstance(home, LocalStore)
+    segment = home.mount(SMALL, 4)
+    segment.pages[:2] = contents(chain(1, 2))
+    shown = mounting.MountedArena(segment)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalSegment, "_tell", lambda *_: False)
+        assert not shown.show(chain(1, 2), [0, 1])
+    daemon.kill()
+    machine.serve("n")
+    assert reader.cache(SMALL).get(chain(1, 2)).pages == 0
+    assert shown.show(chain(1, 2), [0, 1])
+    assert reader.cache(SMALL).get(chain(1, 2)).tiers == {Tier.HBM: 2}
 
 
 def test_memory_is_given_back_with_the_last_tensor() -> None:
