@@ -1,13 +1,19 @@
-"""What torch raises where a device is lost, in the words of the store."""
+"""What torch raises where a device is lost, or has no room, in the words of the store."""
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import TracebackType
 
 import torch
 
+from kvstore.errors import KVStoreError, OutOfSpace, Unavailable
 from kvstore.tier.device import DeviceLost
+
+log = logging.getLogger("kvstore.engine")
 
 
 @contextmanager
@@ -19,3 +25,38 @@ def translated(device: torch.device) -> Iterator[None]:
             yield
     except torch.AcceleratorError as error:
         raise DeviceLost(f"{device}: {' '.join(str(error).split())[:300]}") from error
+
+
+class StepFault:
+    """What a step raises inside costs its own requests, and no others: memory that is not there, an error of a library.
+    What ends more than that is raised as ever: a lost device, a mistake of ours.
+
+    Attributes:
+        error: what those requests are told; None: nothing was raised. It holds nothing of what was computed: clients
+            keep it, and the memory is needed.
+    """
+
+    def __init__(self) -> None:
+        self.error: KVStoreError | None = None
+
+    def __enter__(self) -> StepFault:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        match error:
+            case DeviceLost() | torch.AcceleratorError():
+                return False
+            case KVStoreError():  # the driver's, of our own copies and events
+                self.error = error.with_traceback(None)
+                self.error.__cause__ = self.error.__context__ = None
+            case MemoryError() | RuntimeError():
+                says = " ".join(str(error).split())[:300] or "out of memory"
+                short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in says
+                self.error = (OutOfSpace if short else Unavailable)(f"this step could not be computed: {says}")
+            case _:
+                return False
+        # As text: whoever keeps a record keeps the frames of the forward with its traceback.
+        log.error("a step failed, and its requests with it:\n%s", "".join(traceback.format_exception(error)).rstrip())
+        return True

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine.compute.arrivals import Arrivals, Waits
-from engine.compute.lost import translated
+from engine.compute.lost import StepFault, translated
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Forward
 from engine.compute.teams import alone
@@ -36,7 +36,7 @@ class SideBatches:
 
     def add(self, part: Slice, arrivals: Arrivals, tokens: int, deadline_s: float, done: Done) -> None:
         """Compute ``part`` once ``tokens`` tokens have arrived. ``done`` is called, by a thread, with its logits
-        ``[vocab]``, None where they did not come, or what the step raised.
+        ``[vocab]``, None where they did not come, or what the step raised (``StepFault``).
         """
         self.steps += 1
         self._threads.submit(self._step, part, Waits({0: (arrivals, tokens)}, 0.0), deadline_s, done)
@@ -49,9 +49,10 @@ class SideBatches:
         outcome: torch.Tensor | BaseException | None = None
         waits.budget_s = max(0.0, deadline_s - time.monotonic())
         try:
-            with translated(self._arenas.device):
+            with translated(self._arenas.device), StepFault() as fault:
                 given = self._runner.forward(Batch(self._arenas, [part], waits.before))
                 outcome = None if waits.missed else given[0].cpu()
+            outcome = fault.error or outcome
         except BaseException as error:
             outcome = error
             raise

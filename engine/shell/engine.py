@@ -48,7 +48,7 @@ from engine.state.passing import TAKE_S
 from engine.state.rules import GroupRules, Rules
 from engine.text.detokenizer import Detokenizer
 from kvstore.client.store import Store
-from kvstore.errors import DeadlineExceeded, KVStoreError, VersionMismatch
+from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.model.layout import Layout
 from kvstore.tier.device import DeviceLost
 
@@ -132,6 +132,7 @@ class Engine:
         )
         self._numbers = itertools.count(1)
         self._stopping = False
+        self._died = ""  # of which mistake
         self._found: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -235,7 +236,7 @@ class Engine:
 
     def set_role(self, role: Role) -> None:
         """Accept other requests from now on; ends a drain."""
-        self.door.role, self.door.draining = role, False
+        self.door.role, self.door.draining = role, bool(self._died)
 
     def migrate(self, request_id: str, target: str) -> bool:
         """Have the engine at ``target`` go on with a request; its client sees no difference. Whether there was one.
@@ -278,6 +279,8 @@ class Engine:
         check_target(target, address, self.layout)
 
     def _enter(self, request: Request, emit: Callable[[Any], None], hold_s: float, answers: bool) -> Cancel:
+        if (error := self._ended()) is not None:
+            raise error
         self.door.check(answers)
         check_request(request, self.model, self.state.rules, answers)
         text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
@@ -310,7 +313,12 @@ class Engine:
                 names=work.page_names(),
             )
         )
+        if (error := self._ended()) is not None:  # meanwhile, and maybe before this one was known
+            work.fail(error)
         return partial(self._cancel, work.number)
+
+    def _ended(self) -> NodeUnavailable | None:
+        return NodeUnavailable(self._died) if self._died else None
 
     def _forget(self, request_id: str) -> None:
         with self._entry:
@@ -319,6 +327,19 @@ class Engine:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # a mistake of ours: nothing is computed any more, and nobody waits for it
+            self._died = f"this engine has ended by a mistake: {type(error).__name__}: {error}"
+            self.door.draining = True
+            self.state.stopped = self.state.stopped or NodeUnavailable(self._died)
+            self.mounted.end(self._died)
+            self.performer.abandon(NodeUnavailable(self._died))
+            with self._entry:
+                self.door.known.clear()
+            raise
+
+    def _serve(self) -> None:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         idle_s = 0.0

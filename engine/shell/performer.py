@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.compute.lost import StepFault
 from engine.compute.runner import Forward
 from engine.compute.side_batches import SideBatches
 from engine.config import EngineConfig
@@ -141,6 +142,25 @@ class EnginePerformer:
         self.sides.stop()
         self._loaders.shutdown(wait=True)
 
+    def abandon(self, error: KVStoreError) -> None:
+        """The engine's thread ends, and its state cannot be trusted: tell everybody who waits. Answers that another
+        engine has taken go on there."""
+        for call in list(self.calls.values()):
+            if not call.done():
+                call.set_exception(error)
+        for fetch in self._fetches.values():
+            fetch.give_up()
+        for number, work in list(self.works.items()):
+            sequence = self._state.roster.sequences.get(number)
+            passing = sequence.passing if sequence is not None else None
+            if passing is not None and passing.taken:
+                continue
+            if passing is not None and number in self._migrations:
+                self._migrations[number].cancel()
+            if work.progress is not None:
+                work.progress.fail(error)
+            work.fail(error)
+
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def _load(self, it: do.LoadPrefix) -> None:
@@ -171,14 +191,18 @@ class EnginePerformer:
         work = self.works[it.sequence]
 
         def done(given: torch.Tensor | BaseException | None) -> None:
-            if isinstance(given, DeviceLost):
+            token, fault = None, StepFault()
+            if isinstance(given, torch.Tensor):
+                with fault:
+                    token = draw([work], given[None])[0]
+            elif isinstance(given, DeviceLost):
                 self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(given)))
-                given = None
-            elif isinstance(given, BaseException):
+            elif isinstance(given, KVStoreError):
+                fault.error = given
+            elif given is not None:
                 self._inbox.post(given)
                 return
-            token = None if given is None else draw([work], given[None])[0]
-            self._inbox.post(ev.SideStepped(time.monotonic(), work.number, token))
+            self._inbox.post(ev.SideStepped(time.monotonic(), work.number, token, fault.error))
 
         arrivals = self._fetches[it.sequence].arrivals
         self.sides.add(next_token_slice(work), arrivals, work.prompt, work.deadline_s, done)

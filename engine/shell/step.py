@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine.compute.arrivals import Arrivals, Waits
+from engine.compute.lost import StepFault
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Forward
 from engine.compute.sampling import choose_many
@@ -17,7 +18,7 @@ from engine.moving.chunk import Chunk
 from engine.moving.store_side import Pool
 from engine.moving.work import Work
 from engine.state import instructions as do
-from engine.state.events import Stepped
+from engine.state.events import StepFailed, Stepped
 
 STALL_S = 0.02  # for layers that were predicted to be there in time
 
@@ -44,8 +45,11 @@ class StepRunner:
 
     def run(
         self, step: do.Step, works: Mapping[int, Work], arrivals: Mapping[int, Arrivals], observer: Observer
-    ) -> Stepped:
-        """Compute, write to the pool, draw, and tell clients. ``arrivals``: of KV that is on its way, by sequence."""
+    ) -> Stepped | StepFailed:
+        """Compute, write to the pool, draw, and tell clients. ``arrivals``: of KV that is on its way, by sequence.
+
+        Of a step that fails nothing is sealed, and nobody is told a token.
+        """
         decoding = [works[number] for number in step.decoding]
         chunks = [Chunk(works[part.sequence], part.start, part.stop, self._pool) for part in step.parts]
         for chunk in chunks:
@@ -62,13 +66,19 @@ class StepRunner:
         start = time.monotonic()
         succeeded = False
         try:
-            hooks = waits.before if awaited else None, after if chunks else None
-            logits = self._runner.forward(Batch(self._stagings.arenas, slices, *hooks))
-            self._stagings.finish()
-            succeeded = True
+            with StepFault() as fault:
+                hooks = waits.before if awaited else None, after if chunks else None
+                logits = self._runner.forward(Batch(self._stagings.arenas, slices, *hooks))
+                self._stagings.finish()
+                succeeded = True
+            if not succeeded:
+                with StepFault():  # raises where the device is lost, which a library's error does not say
+                    self._stagings.finish()
         finally:
             for chunk in chunks:
                 chunk.after(succeeded)
+        if fault.error is not None:
+            return StepFailed(time.monotonic(), fault.error)
         seconds = time.monotonic() - start
         chunk_tokens = sum(chunk.tokens for chunk in chunks)
         for chunk in chunks:
@@ -82,18 +92,21 @@ class StepRunner:
             for row, (chunk, part) in enumerate(zip(chunks, step.parts, strict=True), len(decoding))
             if part.draws
         ]
-        ends, names = self._drawn(drawing, logits)
+        drawn, tokens = [work for _, work in drawing], list[int]()
+        with StepFault() as fault:
+            if drawn:
+                tokens = draw(drawn, logits if len(drawn) == len(logits) else logits[[row for row, _ in drawing]])
+        if fault.error is not None:
+            return StepFailed(time.monotonic(), fault.error)
+        ends, names = self._drawn(drawn, tokens)
         return Stepped(time.monotonic(), ends, frozenset(waits.missed), seconds, waits.waited_s, names)
 
-    def _drawn(self, drawing: list[tuple[int, Work]], logits: torch.Tensor) -> tuple[dict[int, str], dict[int, bytes]]:
-        """Draw from those rows; how the answers that this ends have ended, and the names of pages that are full now."""
+    def _drawn(self, works: list[Work], tokens: list[int]) -> tuple[dict[int, str], dict[int, bytes]]:
+        """These are their next tokens; how the answers that this ends have ended, and the names of pages that are full
+        now."""
         ends: dict[int, str] = {}
         names: dict[int, bytes] = {}
-        if not drawing:
-            return ends, names
-        given = logits if len(drawing) == len(logits) else logits[[row for row, _ in drawing]]
-        works = [work for _, work in drawing]
-        for work, token in zip(works, draw(works, given), strict=True):
+        for work, token in zip(works, tokens, strict=True):
             if not work.answers:
                 work.first_token = token
                 continue

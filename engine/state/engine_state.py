@@ -79,6 +79,7 @@ class EngineState:
             ev.PassedOn: self._passes.passed_on,
             ev.Turn: self._turn,
             ev.Stepped: self._stepped,
+            ev.StepFailed: self._step_failed,
             ev.TokenDrawn: self._drawn,
         }
 
@@ -184,6 +185,13 @@ class EngineState:
             elif not sequence.answers:
                 self.roster.out.append(do.TellProgress(part.sequence, part.stop))
 
+    def _step_failed(self, event: ev.StepFailed) -> None:
+        """Its sequences end, all of them: nobody knows whose tokens were too many. Pages that were whole stay."""
+        step, self.step = self.step, None
+        assert step is not None
+        for number in (*step.decoding, *(part.sequence for part in step.parts)):
+            self.roster.fail(self.roster.active[number], event.error)
+
     def _side_stepped(self, event: ev.SideStepped) -> None:
         sequence = self.roster.sequences[event.sequence]
         sequence.aside = False
@@ -191,7 +199,9 @@ class EngineState:
         if sequence.phase is Phase.ENDED:
             self.roster.leave(sequence)
             return
-        if event.token is not None:
+        if event.error is not None:
+            self.roster.fail(sequence, event.error)
+        elif event.token is not None:
             sequence.cached += 1
             self.roster.out.append(do.Draw(event.sequence, event.token))
         else:

@@ -147,10 +147,11 @@ class Moved(Event):
 
 @dataclass(slots=True)
 class SideStepped(Event):
-    """``Aside`` is over: its next token, or None where the KV did not come."""
+    """``Aside`` is over: its next token, or None where the KV did not come, or it failed (``error``)."""
 
     sequence: int
     token: int | None
+    error: KVStoreError | None = None
 
 
 @dataclass(slots=True)
@@ -217,6 +218,15 @@ class Stepped(Event):
     seconds: float
     waited_s: float = 0.0
     names: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StepFailed(Event):
+    """``Step`` could not be computed, for a reason that is no other step's: memory that is not there. Nobody has drawn,
+    and behind what was cached before it the frames of its sequences hold anything.
+    """
+
+    error: KVStoreError
 
 
 @dataclass(slots=True)

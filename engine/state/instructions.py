@@ -88,7 +88,8 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """One forward: the next token of each of ``decoding``, and the tokens of ``parts`` -> ``Stepped``."""
+    """One forward: the next token of each of ``decoding``, and the tokens of ``parts`` -> ``Stepped`` or
+    ``StepFailed``."""
 
     decoding: list[int]
     parts: list[Part]

@@ -22,7 +22,7 @@ from engine.state.engine_state import STORE_S, EngineState
 from engine.state.passing import TAKE_S
 from engine.state.rules import Rules
 from engine.state.sequence import Phase
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace
 from tests.helpers.worlds.engine_links import Fetch, Passing
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PAGE = 16
 LAYERS = 4
 SIDE_TOKEN = 7
+FAILS = 0.01  # share of the steps that cannot be computed
 
 
 class Listener(Protocol):
@@ -83,6 +84,7 @@ class Known:
     cancelled: bool = False
     forgotten: bool = False
     given_up: bool = False
+    failed: bool = False  # a step of it
     ended_s: float = math.inf
     end: str = ""
 
@@ -341,7 +343,7 @@ class EngineMachine:
         known = self.known[it.sequence]
         assert known.fetch is not None
         until_s = min(known.event.deadline_s, known.ended_s + STORE_S)
-        wanted = not known.cancelled and not self.stopped and known.fetch.error is None
+        wanted = not (known.cancelled or known.failed or self.stopped) and known.fetch.error is None
         assert not wanted or until_s < self.world.now_s, "what was to be stored was given up"
         known.fetch.give_up()
         known.fetch, known.given_up = None, True
@@ -368,6 +370,12 @@ class EngineMachine:
         assert it.parts or all(one.phase is not Phase.COMPUTING for one in active.values()), "prompts starve"
         ready = {n for n, one in active.items() if one.phase is Phase.DECODING and self.known[n].fetch is None}
         assert ready <= {*it.decoding}, "an answer starves"
+        if chance.random() < FAILS:
+            for number in (*it.decoding, *parts):
+                self.known[number].failed = True
+            self.handle(ev.StepFailed(self.world.now_s, OutOfSpace("there is no memory for this step")))
+            assert all(self.known[n].end for n in (*it.decoding, *parts) if n in self.known), "goes on after its step"
+            return
         ends: dict[int, str] = {}
         names: dict[int, bytes] = {}
         missed = set()
@@ -440,6 +448,10 @@ class EngineMachine:
                 self.world.task(self, look)
                 return
             known.touching["side"] -= 1
+            if self.world.chance.random() < FAILS:
+                known.failed = True
+                self.handle(ev.SideStepped(self.world.now_s, it.sequence, None, OutOfSpace("there is no memory")))
+                return
             if there:
                 self._decoded(known)
             self.handle(ev.SideStepped(self.world.now_s, it.sequence, SIDE_TOKEN if there else None))
