@@ -1,4 +1,4 @@
-"""DeviceLink: the way between host memory and one device: a stream, pinned bounces, and pinned segments.
+"""DeviceLink: the way between host memory and one device: streams, pinned bounces, and pinned segments.
 
 Pages that are mapped go straight from and to their frames, whose memory is pinned when the first of them is copied
 (``pins``). All others bounce. There is one link per device and process, made by the first copy.
@@ -29,23 +29,33 @@ BOUNCE_BYTES: Final = 8 << 20  # at a time, where a row is not larger
 
 
 class DeviceLink:
-    """See the module. Threads may share it. Lives as long as its device."""
+    """See the module. Threads may share it. Lives as long as its device.
+
+    Copies to the device have a stream, and so have those from it: both go on at a time. Layers have one more: they are
+    given before they are computed, and whatever is behind them in their stream waits for that.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._stream = CopyStream(device)
+        self._to, self._from, self._layers = CopyStream(device), CopyStream(device), CopyStream(device)
         self.bounces = PinnedBounces(device)
         self._lock = threading.Lock()
         self._late: list[tuple[DeviceEvent, Any]] = []  # copies nobody waits for any more, and their memory
 
     def copy(
-        self, pairs: Sequence[tuple[Rows, DeviceRows]], extents: Sequence[PinnedExtent] = (), *, to_device: bool
+        self,
+        pairs: Sequence[tuple[Rows, DeviceRows]],
+        extents: Sequence[PinnedExtent] = (),
+        *,
+        to_device: bool,
+        layer: bool = False,
     ) -> DeviceEvent:
         """Begin to copy rows of the host to as many of the device, or back, behind what the caller's stream does. The
         event behind it: until it is over nothing has happened, and all of the memory has to stay.
 
         Args:
             extents: where the host's rows lie, if that is a node's segment.
+            layer: nobody waits for it soon.
 
         Raises:
             Unavailable: see ``PinnedRanges.copy``. Nothing was begun.
@@ -59,16 +69,17 @@ class DeviceLink:
             sizes.append(np.full(len(hosts[-1]), host.nbytes if whole else rows.row_bytes, np.uint64))
         here, there, nbytes = np.concatenate(hosts), np.concatenate(theirs), np.concatenate(sizes)
         targets, sources = (there, here) if to_device else (here, there)
-        begin = partial(self._stream.copy, targets, sources, nbytes, after=pairs[0][1].ready())
+        stream = self._layers if layer else self._to if to_device else self._from
+        begin = partial(stream.copy, targets, sources, nbytes, after=pairs[0][1].ready())
         if not extents:
             return begin()
-        return PINNED.copy(self.device, extents, self._stream, begin, time.monotonic() + COPY_DEADLINE_S)
+        return PINNED.copy(self.device, extents, stream, begin, time.monotonic() + COPY_DEADLINE_S)
 
     def copy_pieces(self, pieces: Sequence[Pieces], after: DeviceEvent | None) -> DeviceEvent:
         """Begin to copy between memory of this device and of others that it reaches, all of it in one go, behind
         ``after``. The event behind it, as of ``copy``."""
         targets, sources, nbytes = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        return self._stream.copy(targets, sources, nbytes, after=after)
+        return self._to.copy(targets, sources, nbytes, after=after)
 
     def wait(self, event: DeviceEvent, memory: Any, deadline_s: float | None = None) -> None:
         """Wait for the event of a copy. Where that fails ``memory`` is kept until it comes.

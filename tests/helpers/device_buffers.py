@@ -28,6 +28,12 @@ def added_device(name: str = "host:0", reaches: Collection[str] = ()) -> Iterato
         device.lose()  # what a test left undone
 
 
+def finish(device: HostDevice) -> None:
+    """All that any stream of the device was given is done."""
+    for stream in list(device._streams.values()):
+        stream.record().wait(1e12)
+
+
 class InterfaceBuffer:
     """``__cuda_array_interface__``. ``seen``: what is there now, which a program could not look at."""
 

@@ -45,7 +45,7 @@ class LayerCopies:
             DeviceLost: nothing was begun.
         """
         link = link_of(pairs[0][1].device)
-        event = link.copy(pairs, extents, to_device=False)
+        event = link.copy(pairs, extents, to_device=False, layer=True)
         if self._copies is None:
             copies.__enter__()
             self._copies = copies
