@@ -10,8 +10,8 @@ stream, and nobody touches its result before its event:
   stream that computes waits for them (``landing``), no thread does; and ``settle`` waits before frames change hands.
 - Pinned memory goes back when the event of its copy is over.
 
-A device that does not come to an event within ``COPY_S``, or does not compute a step within ``COMPUTE_S``, counts as
-lost: nobody knows what it still writes.
+A device that does not compute a step within ``COMPUTE_S``, or does not end a copy within ``COPY_S`` once that was
+computed which the copy is behind, counts as lost: nobody knows what it still writes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeviceStaging(Staging):
         self._out, self._in = CopyStream(device), CopyStream(device)
         self._bounces = PinnedBounces(device)
         self._computed: list[DeviceEvent | None] = [None] * arena.layout.layers
-        self._flying: deque[tuple[DeviceEvent, ExitStack]] = deque()
+        self._flying: deque[tuple[DeviceEvent, DeviceEvent, ExitStack]] = deque()
         self._landing: DeviceEvent | None = None
         self._entering = threading.Lock()  # guards both: events are in the order of the copies
 
@@ -78,11 +78,7 @@ class DeviceStaging(Staging):
 
     def finish(self) -> None:
         """See ``Staging``."""
-        event = self._now()
-        try:
-            event.wait(time.monotonic() + COMPUTE_S)
-        except DeadlineExceeded as error:
-            raise DeviceLost(f"{self._device.name} did not compute a step within {COMPUTE_S:g} s") from error
+        self._wait_computed(self._now())
 
     def landing(self) -> Callable[[], None] | None:
         """See ``Staging``."""
@@ -133,11 +129,12 @@ class DeviceStaging(Staging):
         places = np.concatenate([each[0] for each in parts]), np.concatenate([each[1] for each in parts])
         count = len(places[0])
         stack = ExitStack()
-        data, event = self._begin(stack, places, self._computed[layer])
+        after = self._computed[layer]
+        data, event = self._begin(stack, places, after)
 
         def rows() -> Bytes:
             with stack:
-                self._wait(event)
+                self._wait(event, after)
                 return data.reshape(count, -1).copy()
 
         return rows
@@ -146,7 +143,7 @@ class DeviceStaging(Staging):
     def _leaving(self, places: tuple[Addresses, Addresses], after: DeviceEvent | None) -> Iterator[Bytes]:
         with ExitStack() as stack:
             data, event = self._begin(stack, places, after)
-            self._wait(event)
+            self._wait(event, after)
             yield data
 
     def _begin(
@@ -213,20 +210,20 @@ class DeviceStaging(Staging):
                 after = self._now()
                 bounce.event = self._in.copy(targets, places_in(bounce.address, nbytes), nbytes, after)
                 self._landing = bounce.event
-                self._flying.append((bounce.event, stack.pop_all()))
+                self._flying.append((bounce.event, after, stack.pop_all()))
 
     def _land(self) -> None:
         """Wait for the oldest copy that is under way, and give its memory back."""
-        event, stack = self._flying.popleft()
+        event, after, stack = self._flying.popleft()
         with stack:
-            self._wait(event)
+            self._wait(event, after)
 
     # --- both -------------------------------------------------------------------------------------------------------
 
     def _borrowed(self, stack: ExitStack, size: int) -> PinnedBounce:
         """Pinned memory; where there is no more, that of copies into frames that are over, which have it until somebody
         looks."""
-        deadline_s = time.monotonic() + COPY_S
+        deadline_s = time.monotonic() + COMPUTE_S + COPY_S
         while True:
             try:
                 return stack.enter_context(self._bounces.borrow(size, time.monotonic() + LAND_S))
@@ -235,9 +232,23 @@ class DeviceStaging(Staging):
                     raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
             self.settle()
 
-    def _wait(self, event: DeviceEvent) -> None:
+    def _wait_computed(self, event: DeviceEvent) -> None:
         try:
-            event.wait(time.monotonic() + COPY_S)
+            event.wait(time.monotonic() + COMPUTE_S)
+        except DeadlineExceeded as error:
+            raise DeviceLost(f"{self._device.name} did not compute a step within {COMPUTE_S:g} s") from error
+
+    def _wait(self, event: DeviceEvent, after: DeviceEvent | None) -> None:
+        """For a copy. Where it is late, that may be for what it is behind, most of a step: its time begins when that
+        was computed."""
+        try:
+            try:
+                event.wait(time.monotonic() + COPY_S)
+            except DeadlineExceeded:
+                if after is None:
+                    raise
+                self._wait_computed(after)
+                event.wait(time.monotonic() + COPY_S)
         except DeadlineExceeded as error:
             raise DeviceLost(f"{self._device.name} did not finish a copy within {COPY_S:g} s") from error
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from kvstore.client.device_link import link_of
 from kvstore.client.device_rows import DeviceRows
 from kvstore.errors import DeadlineExceeded
 from kvstore.tier.device import DeviceLost
-from kvstore.tier.device_copies import CopyStream
+from kvstore.tier.device_copies import CopyStream, PinnedBounces
 from kvstore.tier.host_device import HostDevice
 
 LAYOUT = kvstore.Layout(model="m", layers=3, kv_heads=2, head_dim=4, dtype="float32", page_tokens=8)
@@ -157,7 +159,7 @@ def test_bytes_are_those_that_were_computed_or_received(story: Callable[[Stage],
     story(Stage(seed))
 
 
-@pytest.fixture(params=["rows", "_leaving", "_land", "_begin", "_entered", "behind", "finish"])
+@pytest.fixture(params=["rows", "_leaving", "_land", "_begin", "_entered", "behind", "_wait_computed"])
 def forgotten(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The function of ``DeviceStaging`` that does not wait: for an event, or has a stream not do so."""
     name: str = request.param
@@ -171,7 +173,7 @@ def forgotten(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     wait, copy, stream_wait = DeviceStaging._wait, CopyStream.copy, Stage().compute.__class__.wait
     event_wait = Stage().compute.record().__class__.wait
-    monkeypatch.setattr(DeviceStaging, "_wait", lambda self, event: None if forgets() else wait(self, event))
+    monkeypatch.setattr(DeviceStaging, "_wait", lambda self, *events: None if forgets() else wait(self, *events))
     monkeypatch.setattr(
         CopyStream, "copy", lambda self, *pieces, **after: copy(self, *(pieces[:3] if forgets() else pieces), **after)
     )
@@ -247,6 +249,39 @@ def test_a_device_that_does_nothing_counts_as_lost(monkeypatch: pytest.MonkeyPat
     with pytest.raises(DeviceLost, match="did not compute"):
         stage.staging.finish()
     stage.device.let_go()
+
+
+@pytest.mark.parametrize("way", ["send", "send_layer", "sending", "settle", "borrow"])
+def test_the_time_of_a_copy_begins_when_what_it_is_behind_was_computed(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_staging, "COPY_S", 0.1)
+    stage = Stage()
+    staging, row = stage.staging, np.zeros((1, LAYOUT.layer_bytes), np.uint8)
+    stage.device.hold()
+    stage.write(slice(0, 1), 0, stage.values(1))
+    staging.computed(0)
+    later = threading.Timer(0.5, stage.device.let_go)
+    later.start()
+    try:
+        if way == "send":
+            staging.send(0, 1)
+        elif way == "send_layer":
+            staging.send_layer(0, 1, 0)
+        elif way == "sending":
+            staging.sending([(0, 0, 1)], 0)()
+        elif way == "settle":
+            staging.receive_layer(1, 0, row)
+            staging.settle()
+        else:
+            staging._bounces = PinnedBounces(stage.device, 1 << 16)
+            with ExitStack() as taken:
+                taken.enter_context(staging._bounces.borrow(1 << 16, time.monotonic() + 1))
+                threading.Timer(0.5, taken.pop_all().close).start()
+                staging.receive_layer(1, 0, row)
+        assert not stage.device.held
+    finally:
+        later.join()
 
 
 def test_the_arena_decides() -> None:
