@@ -284,6 +284,24 @@ def test_the_time_of_a_copy_begins_when_what_it_is_behind_was_computed(
         later.join()
 
 
+def test_whoever_has_others_compute_behind_layers_uses_the_stream_alone() -> None:
+    """A stream is of one thread at a time: the gate waits for the thread that computes, and so does a record."""
+    stage, lock = Stage(), threading.Lock()
+    staging = DeviceStaging(stage.arena, stage.device, stage.compute, lock)
+    staging.receive_layer(0, 0, np.zeros((1, LAYOUT.layer_bytes), np.uint8))
+    gate = staging.landing()
+    assert gate is not None
+    for use in (gate, lambda: staging.computed(0)):
+        other = threading.Thread(target=use)
+        with lock:
+            other.start()
+            other.join(0.1)
+            assert other.is_alive(), "it uses the stream of another thread"
+        other.join(10)
+        assert not other.is_alive()
+    staging.settle()
+
+
 def test_the_arena_decides() -> None:
     assert [type(each) for each in stagings_of(Arena(LAYOUT, 1, 4)).groups] == [HostStaging]
 

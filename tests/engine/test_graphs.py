@@ -5,7 +5,9 @@ What records here is a call that computes the same again: all but CUDA's own par
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 import kvstore
 from engine.compute import graphs, kernels, paged_cache, runner
-from engine.compute.graphs import graph_sizes, laid_out, step_rows
+from engine.compute.graphs import StepGraphs, graph_sizes, laid_out, step_rows
 from engine.compute.models import load_model
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
@@ -153,9 +155,10 @@ class FakeCuda:
         self.mode, self.said = 0, list[tuple[str, object]]()
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
+        self.waits: list[tuple[int, int]] = []
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self.current))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(self.current, self.waits))
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: FakeEntered(self, stream))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
@@ -163,7 +166,7 @@ class FakeCuda:
 
     def new_stream(self, device: object) -> FakeStream:
         self.made += 1
-        return FakeStream(self.made)
+        return FakeStream(self.made, self.waits)
 
     def capture_begin(self, *pool: object, **how: object) -> None:
         self.said.append(("pool", pool))
@@ -193,11 +196,11 @@ class FakeEntered:
 
 
 class FakeStream:
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, waits: list[tuple[int, int]]) -> None:
+        self.number, self._waits = number, waits
 
     def wait_stream(self, other: FakeStream) -> None:
-        pass
+        self._waits.append((self.number, other.number))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -217,6 +220,48 @@ def test_the_stream_is_the_same_after_a_recording(monkeypatch: pytest.MonkeyPatc
     assert ran == [(1, 0), (1, "error"), (1, 0)] * 2, "in one stream of its own, once for each of three ends"
     if not fails:
         assert fake.said == [("pool", ()), ("replay", 0), ("pool", ("the pool",)), ("replay", 0)]
+
+
+def test_the_streams_wait_for_each_other_around_what_is_made_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream aside reads what the usual one wrote; that one goes on behind it."""
+    fake = FakeCuda(monkeypatch, fails=False)
+    before: list[list[tuple[int, int]]] = []
+
+    def run() -> torch.Tensor:
+        before.append(list(fake.waits))
+        return torch.zeros(1)
+
+    graphs.cuda_recorder(torch.device("cpu"))(run)
+    assert before == [[(1, 0)], [(1, 0)], [(1, 0), (0, 1)]]
+
+
+def test_what_a_replay_gave_stays_and_no_other_is_in_between() -> None:
+    """Graphs have one place for what they read, and one for what they give."""
+    arena = Arena(LAYOUT, 4, 4)
+    place, inside = torch.zeros(2, 1), list[int]()
+
+    def forward(batch: Batch) -> torch.Tensor:
+        inside.append(1)
+        assert len(inside) == 1, "two replays at once"
+        tokens = batch.tokens.clone()
+        time.sleep(0.002)
+        assert torch.equal(batch.tokens, tokens), "another one's tokens"
+        place[: tokens.shape[1]] = tokens.T
+        inside.pop()
+        return place[: tokens.shape[1]]
+
+    mine = StepGraphs(forward, arena, GatherKernel(), 2, 2, [0], lambda run: run)
+
+    def asked(token: int) -> None:
+        for _ in range(20):
+            batch = Batch(arena, [slice_of([1], 3, token), slice_of([2], 3, token + 100)])
+            given = mine.replay(batch, 2)
+            mine.replay(Batch(arena, [slice_of([3], 3, 0)] * 2), 2)
+            assert given[:, 0].tolist() == [token, token + 100]
+
+    with ThreadPoolExecutor(3) as threads:
+        for each in [threads.submit(asked, token) for token in (5, 6, 7)]:
+            each.result()
 
 
 def test_what_waits_for_the_device_is_not_begun_to_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
