@@ -10,9 +10,9 @@ address costs the process its device, where an engine's copy is merely refused. 
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,27 +132,44 @@ class RegisteredRange:
 
 
 class RegisteredRanges:
-    """All of them. They overlap nowhere. Threads share it."""
+    """All of them. They overlap nowhere. Threads share it.
+
+    A finalizer may say that a range is not registered any more, and the collector runs finalizers wherever memory is
+    allocated: also in the midst of a change that this very thread makes. That one takes both in, then.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._all: list[RegisteredRange] = []  # by address
-        self._columns = np.zeros((4, 0), np.uint64)  # the same
+        self._lock = threading.RLock()
+        self._changing = False  # by the thread that has the lock
+        self._changes: deque[RegisteredRange | int] = deque()  # a new range, or the start of one that is gone
+        self._all: dict[int, RegisteredRange] = {}
+        self._columns = np.zeros((4, 0), np.uint64)  # by address
 
     def add(self, one: RegisteredRange) -> None:
         """It is registered now."""
-        with self._lock:
-            bisect.insort(self._all, one)
-            self._renew()
+        self._changes.append(one)
+        self._take_in()
 
     def remove(self, start: int) -> None:
         """It is not any more."""
-        with self._lock:
-            self._all = [each for each in self._all if each.start != start]
-            self._renew()
+        self._changes.append(start)
+        self._take_in()
 
-    def _renew(self) -> None:
-        rows = [(each.start, each.stop, each.there, each.writable) for each in self._all]
+    def _take_in(self) -> None:
+        with self._lock:
+            while self._changes and not self._changing:
+                self._changing = True
+                try:
+                    self._change(self._changes.popleft())
+                finally:
+                    self._changing = False
+
+    def _change(self, change: RegisteredRange | int) -> None:
+        if isinstance(change, int):
+            self._all.pop(change, None)
+        else:
+            self._all[change.start] = change
+        rows = [(each.start, each.stop, each.there, each.writable) for each in sorted(self._all.values())]
         self._columns = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
 
     def seen(self, at: Addresses, nbytes: Addresses, write: bool) -> tuple[Mask, Addresses]:

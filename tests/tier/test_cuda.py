@@ -169,6 +169,23 @@ def test_registered_memory_is_found_where_the_device_sees_it() -> None:
     assert ranges.seen(at, nbytes, write=False)[0].tolist() == [False, False, False, False, False, True, False]
 
 
+@pytest.mark.timeout(60)
+def test_a_finalizer_may_take_a_range_away_while_another_one_comes() -> None:
+    """The collector runs it in the same thread, in the midst of the change."""
+    ranges, gone = RegisteredRanges(), u64(BASE)
+
+    class Collected(RegisteredRange):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "there":
+                ranges.remove(BASE)
+            return super().__getattribute__(name)
+
+    ranges.add(RegisteredRange(BASE, BASE + 0x1000, BASE, True))
+    ranges.add(Collected(BASE + 0x9000, BASE + 0xA000, 0x100, False))
+    assert not ranges.seen(gone, u64(1), write=False)[0].any()
+    assert ranges.seen(u64(BASE + 0x9000), u64(1), write=False)[0].all()
+
+
 def test_pieces_in_memory_of_the_device_are_found_with_few_questions() -> None:
     asked = []
 
