@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -121,14 +121,14 @@ def named(driver: Any, code: int) -> str:
 # --- Where addresses lie --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class RegisteredRange:
     """Host memory that is registered. ``there``: where the device sees it."""
 
     start: int
-    stop: int = field(compare=False)
-    there: int = field(compare=False)
-    writable: bool = field(compare=False)
+    stop: int
+    there: int
+    writable: bool
 
 
 class RegisteredRanges:
@@ -169,7 +169,7 @@ class RegisteredRanges:
             self._all.pop(change, None)
         else:
             self._all[change.start] = change
-        rows = [(each.start, each.stop, each.there, each.writable) for each in sorted(self._all.values())]
+        rows = [(each.start, each.stop, each.there, each.writable) for _, each in sorted(self._all.items())]
         self._columns = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
 
     def seen(self, at: Addresses, nbytes: Addresses, write: bool) -> tuple[Mask, Addresses]:
