@@ -59,14 +59,15 @@ kernels: $(VENV)/.dev $(TRITON)
 
 # With the machine's own Python, whose torch has devices: GPU_PYTHON=python3. Rows go to bench/results/.
 GPU_PYTHON ?= python3
-GPU_ROWS := $(foreach size,2m 64k,hbm_read_$(size) hbm_write_$(size) hbm_both_$(size)) hbm_read_sweep hbm_write_sweep
+GPU_ROWS := $(foreach size,2m 64k,hbm_read_$(size) hbm_write_$(size) hbm_both_$(size)) hbm_read_sweep hbm_write_sweep \
+	reuse_dram reuse_hbm prefill_stores decode_step_1 decode_step_8
 gpu:
 	$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "make: torch finds no GPU here")'
 	$(GPU_PYTHON) -m pytest -rs -x tests/tier/test_device_contract.py tests/tier/test_cuda.py tests/kernels
 	$(GPU_PYTHON) -m pytest -rs tests/client/test_peer_devices.py -k any_device
 	$(GPU_PYTHON) -m pytest -rs tests/engine/test_tokens.py tests/engine/test_handoff_tokens.py -k cuda
 	mkdir -p bench/results
-	$(GPU_PYTHON) bench/run.py $(GPU_ROWS) --json > bench/results/gpu.json
+	$(GPU_PYTHON) bench/run.py $(GPU_ROWS) --device cuda:0 --json > bench/results/gpu.json
 
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench

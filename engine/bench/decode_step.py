@@ -3,7 +3,8 @@
 The limit is what a program without pages would do: K and V of each layer preallocated as ``[batch, kv_heads, tokens,
 head_dim]``, a step writes its token in place and gives transformers a view of what is filled; sequences are equally
 long, so that no mask is needed, and attention is torch's. Ours reads frames that lie scattered over the arena. Both
-share the weights, use one core, and compute the same step again and again: their logits are compared every time.
+share the weights, use one core or device, and compute the same step again and again: their logits are compared every
+time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers.cache_utils import Cache
 from engine.compute.cpu.packed import pack
 from engine.compute.models import Model, load_model
 from engine.compute.paged_cache import Arena, Batch, Slice
-from engine.compute.runner import Runner
+from engine.compute.runner import runner_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.stage import Stage, free_bytes
 
@@ -70,9 +71,9 @@ class Nets:
     plain: PreTrainedModel
 
 
-def nets_of(preset: str) -> Nets:
+def nets_of(preset: str, device: str = "cpu") -> Nets:
     """Of a preset; no engine has touched it."""
-    model = load_model(preset)
+    model = load_model(preset, device=device)
     pack(model.net)  # as a runner would: rows compare what is around the linear layers
     return Nets(model, copy.deepcopy(model.net, {id(tensor): tensor for tensor in model.net.parameters()}))
 
@@ -86,7 +87,7 @@ def decode_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
     stage.clear()
     quick = stage.settings.quick
     with one_core():
-        nets = nets_of(MODEL_QUICK if quick else MODEL)
+        nets = nets_of(MODEL_QUICK if quick else MODEL, stage.settings.device)
         contexts = CONTEXTS_QUICK if quick else CONTEXTS
         names = [name, *(f"{name}.{context}" for context in contexts[1:])]
         return [_measure(stage, line, bar, nets, batch, tokens) for line, tokens in zip(names, contexts, strict=True)]
@@ -98,24 +99,26 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
     needed = 2 * batch * pages * layout.page_bytes
     if needed > 0.8 * free_bytes(stage.settings.shm_dir):
         raise BenchFailed(f"{name} needs {needed >> 20} MiB of memory")
-    arena = Arena(layout, batch * pages, nets.model.geometry.k_dim)
-    runner = Runner(nets.model, arena)
+    device = stage.settings.device
+    arena = Arena(layout, batch * pages, nets.model.geometry.k_dim, device)
+    runner = runner_of(nets.model, arena, batch)
     assert arena.take(batch * pages) is not None
     _fill(arena)
     frames = torch.randperm(arena.frames_total, generator=torch.Generator().manual_seed(1)).view(batch, pages)
     held = _contiguous(arena, frames, context)
     tokens = torch.arange(batch) % nets.model.geometry.vocab_size
-    position = torch.full((batch, 1), context - 1)
+    position = torch.full((batch, 1), context - 1, device=device)
+    known = tokens[:, None].to(device)
 
     def paged(_: None) -> torch.Tensor:
         parts = [Slice(frames[i], context - 1, tokens[i : i + 1]) for i in range(batch)]
-        return runner.forward(Batch(arena, parts))
+        return runner.forward(Batch(arena, parts)).cpu()  # which waits for it
 
     def contiguous(_: None) -> torch.Tensor:
         with torch.inference_mode():
             cache = ContiguousCache(held)
-            out = nets.plain(input_ids=tokens[:, None], position_ids=position, past_key_values=cache, use_cache=True)
-            return out.logits[:, -1].float()
+            out = nets.plain(input_ids=known, position_ids=position, past_key_values=cache, use_cache=True)
+            return out.logits[:, -1].float().cpu()
 
     def check(variant: str, logits: object) -> None:
         assert isinstance(logits, torch.Tensor)
@@ -149,7 +152,7 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
 def _fill(arena: Arena) -> None:
     """Random numbers of no structure; the same in many frames, which nobody notices."""
     some = arena.pages[:8]
-    some.normal_(generator=torch.Generator().manual_seed(2))
+    some.copy_(torch.randn(some.shape, generator=torch.Generator().manual_seed(2)))
     for at in range(8, arena.frames_total, 8):
         arena.pages[at : at + 8] = some[: arena.frames_total - at]
 
@@ -158,7 +161,7 @@ def _contiguous(arena: Arena, frames: torch.Tensor, context: int) -> torch.Tenso
     """What sequences with these page tables hold, ``[layers, 2, batch, kv_heads, context + 1, head_dim]``."""
     layers, kv_heads, page_tokens, _ = arena.layout.shape
     dim = arena.k_dim
-    held = torch.zeros((layers, 2, len(frames), kv_heads, context + 1, dim), dtype=arena.pages.dtype)
+    held = arena.pages.new_zeros((layers, 2, len(frames), kv_heads, context + 1, dim))
     for sequence, table in enumerate(frames):
         for page, frame in enumerate(table.tolist()):
             first = page * page_tokens

@@ -4,7 +4,7 @@ A prompt is computed here, chunk by chunk, on one core. After each layer the for
 layer of the chunk's pages to the pool, as an engine does; the limit copies the same bytes, which are as warm, into
 pages of plain shared memory, as many calls of ``memcpy`` as there are pages. This process has touched either memory
 before. Both take turns chunk by chunk; what reserves frames before a chunk and seals them after it is reported beside
-them. Whole prompts that are written take turns with prompts that are not, too.
+them.
 """
 
 from __future__ import annotations
@@ -115,25 +115,6 @@ class Prefiller:
         self._check(work)
         return ours, limit
 
-    def seconds(self, seed: int, stores: bool) -> float:
-        """To compute one prompt that the pool does not know, and to write its pages there, or not."""
-        work = self._work(seed)
-        start = time.perf_counter()
-        try:
-            for first in range(0, self.tokens, self.scale.step_tokens):
-                chunk = Chunk(work, first, first + self.scale.step_tokens, self.pool)
-                if stores:
-                    chunk.before()
-                self.runner.forward(Batch(self.arena, [chunk.slice], None, chunk.layer if stores else None))
-                if stores:
-                    chunk.after()
-            return time.perf_counter() - start
-        finally:
-            assert work.frames is not None
-            self.arena.give_back(work.frames[0])
-            if stores:
-                self._check(work)
-
     def _work(self, seed: int) -> Work:
         request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
         cache = self.pool.cache(request.salt, "")
@@ -190,18 +171,6 @@ def _prefiller(stage: Stage) -> Iterator[Prefiller]:
             yield place
     finally:
         torch.set_num_threads(threads)
-
-
-def prefill(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """Seconds of a prompt whose pages are written to the pool, against one whose pages are not."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    with _prefiller(stage) as place:
-        for turn in range(stage.settings.rounds):
-            for stores in (True, False) if turn % 2 else (False, True):
-                seconds[stores].append(place.seconds(100 + turn, stores))
-    details = {"prompt_tokens": place.tokens, "chunk_tokens": place.scale.step_tokens}
-    limit_is = "the same without a pool"
-    return [result(name, Kind.TIME, seconds[True], seconds[False], bar=bar, limit_is=limit_is, details=details)]
 
 
 def hook(stage: Stage, name: str, bar: Bar | None) -> list[Result]:

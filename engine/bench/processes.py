@@ -181,7 +181,7 @@ def node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daem
 
 def started(stage: Stage, scene: ExitStack, core: int, settings: Mapping[str, object]) -> EngineProcess:
     """An engine with these settings beside the usual ones, ended with ``scene``. It is not ``ready`` yet."""
-    settings = {**Scale.of(stage.settings).engine, **settings}
+    settings = {**Scale.of(stage.settings).engine, "device": stage.settings.device, **settings}
     return scene.enter_context(EngineProcess(core, stage.settings.shm_dir, settings))
 
 

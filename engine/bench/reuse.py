@@ -1,9 +1,9 @@
 """Rows about reuse: the time to the first token of a prompt whose KV is in the pool, against computing it again.
 
-One engine on one core, one node beside it, one prompt per length. The prompt is answered once, which stores it; then
-hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a whole one: all
-full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own TTFT, from
-submission to the first token.
+One engine on one core, or one device, one node beside it, one prompt per length. The prompt is answered once, which
+stores it; then hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a
+whole one: all full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own
+TTFT, from submission to the first token.
 
 In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold. In
 those about HBM the engine has kept the pages in its arena; the other rows' engines keep none.
@@ -115,6 +115,26 @@ def pays(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
             lines.append(result(f"{name}.{tier}", Kind.TOKENS, [pays_from(ratios)], bar=bar))
             lines += found
     return lines
+
+
+def stores(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """TTFT of prompts that nobody has asked before, which an engine writes to the pool while it computes them, against
+    prompts that it keeps to itself.
+    """
+    times: dict[bool, list[float]] = {True: [], False: []}
+    with ExitStack() as scene:
+        place = _place(stage, scene, with_nvme=False)
+        length = place.scale.handed
+        for turn in range(stage.settings.rounds + 1):  # the first one shows the process what is new to it
+            for written in (True, False) if turn % 2 else (False, True):
+                found = place.engine.answer(prompt(length, seed=100 + 2 * turn + written), use_pool=written)
+                if found.usage.computed_tokens != length:
+                    raise BenchFailed(f"{name}: {found.usage.cached_tokens} were there already")
+                if turn:
+                    times[written].append(found.usage.ttft_ms / 1e3)
+    details = {"tokens": length, "chunk_tokens": place.scale.step_tokens}
+    limit_is = "a prompt that is not written"
+    return [result(name, Kind.TIME, times[True], times[False], bar=bar, limit_is=limit_is, details=details)]
 
 
 def pays_from(ratios: Mapping[int, float]) -> float:

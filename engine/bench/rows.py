@@ -86,9 +86,9 @@ ROWS = (
     Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", HOOK, late("hook", "hook")),
     Row(
         "prefill_stores",
-        "computing a prompt that is written to the pool / one that is not",
+        "TTFT of a new prompt that is written to the pool / of one that is not",
         STORES,
-        late("hook", "prefill"),
+        late("reuse", "stores"),
     ),
     *(
         Row(

@@ -36,11 +36,13 @@ class RunSettings:
         rounds: of every row; the ratio is the median over them.
         quick: seconds instead of minutes, on little data: shows that every row works, its numbers mean nothing.
         dir: on a disk; rows that use NVMe have their files there.
+        device: where the engines of rows compute, "cpu" or "cuda:N".
     """
 
     rounds: int = 5
     quick: bool = False
     dir: Path = SCRATCH_DIR
+    device: str = "cpu"
 
     @property
     def shm_dir(self) -> Path:

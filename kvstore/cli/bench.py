@@ -32,9 +32,12 @@ QUICK_ROUNDS, ROUNDS = 1, 5
     show_default=True,
     help="On a disk; rows about NVMe have their files there, some GiB, and remove them.",
 )
+@click.option("--device", default="cpu", show_default=True, help="Where engines of rows compute: cpu or cuda:N.")
 @click.option("--list", "listing", is_flag=True, help="List the rows and their bars; measure nothing.")
 @json_option
-def bench(names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, listing: bool, as_json: bool) -> None:
+def bench(
+    names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, device: str, listing: bool, as_json: bool
+) -> None:
     """Measure the rows NAMES, or all: this machine's limit and ours in turn, medians, their ratio.
 
     Starts nodes of its own and removes them. A missed bar is a result, not a failure; wrong bytes are a failure.
@@ -44,7 +47,8 @@ def bench(names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, l
         _list(rows, as_json)
         return
     signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
-    settings = RunSettings(rounds=runs or (QUICK_ROUNDS if quick else ROUNDS), quick=quick, dir=folder)
+    rounds = runs or (QUICK_ROUNDS if quick else ROUNDS)
+    settings = RunSettings(rounds=rounds, quick=quick, dir=folder, device=device)
     facts = machine()  # before: its load is that of the others
     results: list[Result] = []
     failed: dict[str, str] = {}
