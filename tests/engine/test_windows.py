@@ -174,7 +174,7 @@ def test_a_handoff_that_fails_when_all_of_it_came_is_not_gone_back_to(
 
     def without_end(*how: Any, **more: Any) -> Generator[Piece, None, None]:
         yield from pull(*how, **more)
-        asked[0].wait(60)
+        asked[0].wait(10)
         raise NodeUnavailable("it was killed")
 
     monkeypatch.setattr(InProcess, "pull", without_end)
