@@ -39,20 +39,13 @@ from kvstore.tier.cuda_memory import (
     properties_of,
 )
 from kvstore.tier.device import DeviceLost
+from tests.helpers.fake_driver import has_driver, package_takes
 
 BASE = 0x7F00_0000_0000
 
 
 def u64(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.uint64)
-
-
-def has_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 # --- Whether there is one -------------------------------------------------------------------------------------------
@@ -272,8 +265,7 @@ class CheckedDriver:
             return found
 
         def checked(*given: object) -> tuple[Any, ...]:
-            with pytest.raises(RuntimeError, match="NVIDIA driver library"):
-                found(*given)
+            package_takes(name, given)
             self.said.append(name)
             if name == self.refused:
                 return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, *(None for _ in self.returns.get(name, ())))

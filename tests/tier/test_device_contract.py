@@ -1,10 +1,12 @@
-"""One suite over every device: the peer in host memory always, and each GPU that a driver shows."""
+"""One suite over every device: the peer in host memory, ours of CUDA over a driver that is carried out in host memory,
+and each GPU that a driver shows."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,17 @@ from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
 from kvstore.tier import cuda, host_memory
 from kvstore.tier.device import Addresses, Bytes, Device, DeviceExport, DeviceLost, DeviceStream
 from kvstore.tier.host_device import FALSE_ANSWERS_MAX, POISON, HostDevice
+from tests.helpers.fake_driver import FakeDriver, faked
 
 PIECE = 3000
 SEEDS = [0, 1, 2]
 GPUS = cuda.find().devices
+DRIVERS: dict[str, dict[str, Any]] = {  # old: without batches; bare: without NVRTC
+    "driver": {},
+    "old driver": {"batches": False},
+    "bare driver": {"kernels": False},
+    "old and bare driver": {"batches": False, "kernels": False, "seed": 1},
+}
 
 
 @pytest.fixture(params=SEEDS)
@@ -24,9 +33,15 @@ def host(request: pytest.FixtureRequest) -> HostDevice:
     return HostDevice(seed=request.param)
 
 
-@pytest.fixture(params=[*SEEDS, *GPUS], ids=lambda param: getattr(param, "name", str(param)))
-def device(request: pytest.FixtureRequest) -> Device:
-    return HostDevice(seed=request.param) if request.param in SEEDS else request.param
+@pytest.fixture(params=[*SEEDS, *DRIVERS, *GPUS], ids=lambda param: getattr(param, "name", str(param)))
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    if request.param in SEEDS:
+        yield HostDevice(seed=request.param)
+    elif request.param in DRIVERS:
+        with faked(monkeypatch, FakeDriver(**DRIVERS[request.param])) as found:
+            yield found
+    else:
+        yield request.param
 
 
 def deadline() -> float:

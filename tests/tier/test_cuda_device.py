@@ -1,0 +1,304 @@
+"""The device of CUDA as a whole, over a driver that is carried out in host memory: what the suite of all devices does
+not see of it. Which way pieces go, what the driver is told, and what becomes of its refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tier import cuda, cuda_calibration, host_memory
+from kvstore.tier.cuda import CudaDevice, CudaStream
+from kvstore.tier.cuda_copies import Way
+from kvstore.tier.device import Addresses, Bytes, DeviceLost
+from tests.helpers.fake_driver import FakeDriver, faked
+
+PIECE = 9000  # longer than what goes by the kernel, as it is measured here
+BATCH, SINGLE, KERNEL = "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuLaunchKernel"
+
+
+@pytest.fixture
+def fake() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def device(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+    with faked(monkeypatch, fake) as found:
+        yield found
+
+
+def some(nbytes: int = PIECE) -> Bytes:
+    memory = host_memory.empty(nbytes)
+    memory[:] = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    return memory
+
+
+def read_only(content: Bytes) -> Bytes:
+    """Memory that nobody may write to, as the machine sees it."""
+    pages = mmap.mmap(-1, len(content))
+    pages[:] = content.tobytes()
+    found = np.frombuffer(pages, np.uint8)
+    address, length = found.ctypes.data, -(-len(content) // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.PROT_READ) == 0
+    found.flags.writeable = False
+    return found
+
+
+def at(*places: int) -> Addresses:
+    return np.array(places, np.uint64)
+
+
+def done(stream: CudaStream) -> None:
+    stream.record().wait(time.monotonic() + 30)
+
+
+def ways(fake: FakeDriver) -> list[str]:
+    """How pieces went since this was last asked."""
+    found = [name for name in fake.said if name in (BATCH, SINGLE, KERNEL)]
+    fake.said.clear()
+    return found
+
+
+def there_and_back(device: CudaDevice, stream: CudaStream, source: Bytes) -> None:
+    """Two pieces to the device in one copy, and back to memory that is not registered."""
+    memory, back, half = device.allocate(len(source)), some(len(source)), len(source) // 2
+    back[:] = 0
+    ends, nbytes = np.array([0, half], np.uint64), at(half, len(source) - half)
+    stream.copy(memory.address + ends, source.ctypes.data + ends, nbytes)
+    stream.copy(back.ctypes.data + ends, memory.address + ends, nbytes)
+    done(stream)
+    memory.free()
+    assert np.array_equal(back, source)
+
+
+# --- Opening --------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_opened_before_it_is_used(fake: FakeDriver, device: CudaDevice) -> None:
+    assert (device.name, device.model, device.uuid) == ("cuda:0", "Fake", fake.device.uuid)
+    assert not device.in_use and not device.owns(1 << 40)
+    assert "cuDevicePrimaryCtxRetain" not in fake.said
+    assert device.kernel_missing == "" and device.batches and device.in_use
+    assert fake.said.count("cuDevicePrimaryCtxRetain") == 1
+
+
+def test_what_goes_faster_by_the_kernel_is_measured_by_the_devices_time(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine takes two microseconds to begin a piece. To the device a kernel has half of its speed, to the host so
+    little that it never pays, and within the device it always does."""
+    kernel_bytes_per_s = {"to the device": 20e9, "to the host": 1e9, "within": 1e12}
+
+    def rate(how: str, way: str, count: int, nbytes: int) -> float:
+        if how == "kernel":
+            return count * nbytes / kernel_bytes_per_s[way]
+        return count * (2e-6 + nbytes / 50e9)
+
+    fake.rate = rate
+    monkeypatch.setattr(cuda_calibration, "REPEATS", 1)
+    with faked(monkeypatch, fake, measured=256 << 10) as device:
+        assert device.kernel_below == {Way.TO_DEVICE: 64 << 10, Way.TO_HOST: 0, Way.WITHIN: 512 << 10}
+    assert not fake.registered and fake.device.pinned_bytes == 0, "what it was measured with is given back"
+    assert fake.device._bytes_free == 1 << 30
+
+
+def test_a_device_that_cannot_be_measured_uses_its_engines(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.device._bytes_free = 4096  # less than what is copied
+    with faked(monkeypatch, fake) as device:
+        assert device.kernel_below == dict.fromkeys(Way, 0)
+
+
+def test_a_device_that_does_not_copy_is_lost_when_it_is_opened(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staying = len(cuda_calibration._STAYING)
+    with faked(monkeypatch, fake) as device:
+        monkeypatch.setattr(cuda_calibration, "DEADLINE_S", 0.01)
+        fake.device.hold()
+        with pytest.raises(DeviceLost, match="did not end in time"):
+            device.allocate(100)
+    assert len(cuda_calibration._STAYING) == staying + 1, "the device may still write there"
+    cuda_calibration._STAYING.pop()
+    fake.device.let_go()
+
+
+# --- Contexts and waits ---------------------------------------------------------------------------------------------
+
+
+def test_the_context_of_whoever_calls_is_as_it_was(fake: FakeDriver, device: CudaDevice) -> None:
+    fake.cuCtxPushCurrent(driver.CUcontext(7))
+    there_and_back(device, device.stream(), some())
+    assert fake.stack == [7]
+    with device.current():
+        assert len(fake.stack) == 2
+    fake.cuCtxPopCurrent()
+
+
+def test_each_thread_has_the_context_for_its_calls(fake: FakeDriver, device: CudaDevice) -> None:
+    failed: list[BaseException] = []
+    stream = device.stream()
+
+    def work() -> None:
+        try:
+            there_and_back(device, stream, some())
+            assert not fake.stack
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed
+
+
+def test_an_event_is_waited_for_until_the_deadline(fake: FakeDriver, device: CudaDevice) -> None:
+    memory, source, stream = device.allocate(PIECE), some(), device.stream()
+    stream.copy(at(memory.address), at(source.ctypes.data), at(PIECE))
+    event = stream.record()
+    fake.device.hold()
+    with pytest.raises(DeadlineExceeded):
+        event.wait(time.monotonic() + 0.01)
+    assert not event.over()
+    fake.device.let_go()
+    event.wait(time.monotonic() + 30)
+    assert event.over()
+    memory.free()
+
+
+def test_events_and_streams_that_nobody_knows_are_given_up(fake: FakeDriver, device: CudaDevice) -> None:
+    stream = device.stream()
+    event = stream.record()
+    events, streams = len(fake._events), len(fake._streams)
+    del event, stream
+    assert (len(fake._events), len(fake._streams)) == (events - 1, streams - 1)
+
+
+# --- Ways of pieces -------------------------------------------------------------------------------------------------
+
+
+def test_pieces_go_in_one_batch_or_by_the_kernel(fake: FakeDriver, device: CudaDevice) -> None:
+    stream, source = device.stream(), some()
+    ways(fake)
+    there_and_back(device, stream, source)
+    assert ways(fake) == [BATCH, BATCH]
+    device.register(source)
+    there_and_back(device, stream, source)
+    assert ways(fake) == [KERNEL, BATCH], "halves are short enough, where the device sees them"
+    device.unregister(source)
+    there_and_back(device, stream, source)
+    assert ways(fake) == [BATCH, BATCH]
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_default_streams_take_pieces_one_by_one(fake: FakeDriver, device: CudaDevice, handle: int) -> None:
+    stream = device.stream_of(handle)
+    ways(fake)
+    there_and_back(device, stream, some())
+    assert ways(fake) == [SINGLE] * 4
+
+
+def test_an_old_driver_takes_pieces_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(batches=False, kernels=False)
+    with faked(monkeypatch, fake) as device:
+        assert not device.batches and device.kernel_missing == "NVRTC is not installed"
+        there_and_back(device, device.stream(), some())
+        assert ways(fake) == [SINGLE] * 4
+
+
+def test_a_driver_that_knows_the_call_but_not_on_this_device(fake: FakeDriver, device: CudaDevice) -> None:
+    """It is not asked again."""
+    stream = device.stream()
+    fake.batch_answer = lambda spans: driver.CUresult.CUDA_ERROR_NOT_SUPPORTED
+    ways(fake)
+    there_and_back(device, stream, some())
+    assert ways(fake) == [BATCH, *[SINGLE] * 4]
+    assert not device.batches
+
+
+def test_another_refusal_of_a_batch_is_one(fake: FakeDriver, device: CudaDevice) -> None:
+    stream, source, memory = device.stream(), some(), device.allocate(PIECE)
+    fake.batch_answer = lambda spans: driver.CUresult.CUDA_ERROR_NOT_PERMITTED
+    ways(fake)
+    with pytest.raises(Unavailable, match="CUDA_ERROR_NOT_PERMITTED"):
+        stream.copy(at(memory.address), at(source.ctypes.data), at(PIECE))
+    assert ways(fake) == [BATCH] and device.batches
+    memory.free()
+
+
+# --- Registered memory ----------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_mapped_read_only_is_registered_as_such(fake: FakeDriver, device: CudaDevice) -> None:
+    source, other, stream = read_only(some()), some(), device.stream()
+    device.register(source)
+    device.register(other)
+    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    assert fake.registered == {
+        source.ctypes.data: (PIECE, flags | driver.CU_MEMHOSTREGISTER_READ_ONLY),
+        other.ctypes.data: (PIECE, flags),
+    }
+    ways(fake)
+    there_and_back(device, stream, source)
+    assert ways(fake) == [KERNEL, BATCH]
+    memory = device.allocate(PIECE)
+    with pytest.raises(Unavailable, match="the kernel cannot reach that memory"):
+        stream.copy_by_kernel(at(source.ctypes.data), at(memory.address), at(PIECE))
+    stream.copy_by_kernel(at(other.ctypes.data), at(memory.address), at(PIECE))
+    done(stream)
+    for each in (source, other):
+        device.unregister(each)
+    memory.free()
+
+
+def test_a_driver_that_registers_nothing_read_only(fake: FakeDriver, device: CudaDevice) -> None:
+    fake.reads_only = False
+    with pytest.raises(Unavailable, match="cuda:0: the driver cannot register memory that is mapped read-only"):
+        device.register(read_only(some()))
+    assert not fake.registered
+
+
+def test_what_is_registered_twice_is_refused(fake: FakeDriver, device: CudaDevice) -> None:
+    source = some()
+    device.register(source)
+    with pytest.raises(Unavailable, match="ALREADY_REGISTERED"):
+        device.register(source)
+    device.unregister(source)
+    with pytest.raises(Unavailable, match="NOT_REGISTERED"):
+        device.unregister(source)
+    there_and_back(device, device.stream(), source)
+
+
+# --- A device that is lost ------------------------------------------------------------------------------------------
+
+
+def test_a_lost_device(fake: FakeDriver, device: CudaDevice) -> None:
+    memory, shared, source = device.allocate(PIECE), device.allocate(PIECE, shared=True), some()
+    stream, event = device.stream(), device.stream().record()
+    device.register(source)
+    fake.lose()
+    calls: list[Any] = [
+        event.over,
+        lambda: event.wait(time.monotonic() + 30),
+        lambda: stream.copy(at(memory.address), at(source.ctypes.data), at(PIECE)),
+        lambda: stream.wait(event),
+        stream.record,
+        device.stream,
+        lambda: device.allocate(1),
+        lambda: device.allocate(1, shared=True),
+        lambda: device.export(shared.address),
+        lambda: device.register(some(4096)),
+    ]
+    for call in calls:
+        with pytest.raises(DeviceLost, match="ECC_UNCORRECTABLE"):
+            call()
+    assert "ECC_UNCORRECTABLE" in device.lost
+    assert cuda.find() == ((), f"cuda:0 was lost ({device.lost})")
