@@ -7,6 +7,7 @@ tenths of a second.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -173,12 +174,16 @@ class CudaDevice:
         return ""
 
     def owns(self, address: int) -> bool:
-        """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it."""
-        if self._opened is None and not self.in_use:
+        """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it; and of a lost
+        one nobody has any more."""
+        try:
+            if self._opened is None and not self.in_use:
+                return False
+            opened = self._open()
+            with opened.primary.current():
+                return opened.copies.owns(address)
+        except DeviceLost:
             return False
-        opened = self._open()
-        with opened.primary.current():
-            return opened.copies.owns(address)
 
     @property
     def uuid(self) -> bytes:
@@ -212,7 +217,7 @@ class CudaDevice:
         """See ``Device``."""
         self._ranges.remove(memory.ctypes.data)
         if not self.lost:
-            with self._open().primary.current():
+            with contextlib.suppress(DeviceLost), self._open().primary.current():  # it may turn out to be lost
                 call(self._driver.cuMemHostUnregister, memory.ctypes.data)
 
     def stream(self) -> CudaStream:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.tier.cuda_driver import NOT_SUPPORTED, SUCCESS, DriverError, PrimaryContext, call, fault
+from kvstore.tier.cuda_driver import INVALID_VALUE, NOT_SUPPORTED, SUCCESS, DriverError, PrimaryContext, call, fault
 from kvstore.tier.cuda_kernels import Kernel
 from kvstore.tier.device import Addresses
 
@@ -267,8 +267,8 @@ class CudaCopies:
         return True
 
     def by_engines(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy them in one batch; with a call for each where the driver has no batches, or the stream is a default
-        one, which takes none."""
+        """Copy them in one batch; with a call for each where the driver has no batches, the stream is a default one,
+        which takes none, or the driver does not take one of these pieces in a batch."""
         if self._batch is not None and int(stream) > DEFAULT_STREAMS:
             some = nbytes > 0  # an empty piece is an error there
             if not some.all():
@@ -278,9 +278,10 @@ class CudaCopies:
                     self._batch.copy(int(stream), *(np.ascontiguousarray(each) for each in (targets, sources, nbytes)))
                 return
             except DriverError as error:
-                if error.code != NOT_SUPPORTED:
+                if error.code == NOT_SUPPORTED:
+                    self._batch = None  # of this device or this system, whatever the driver's version
+                elif error.code != INVALID_VALUE:  # memory that is not registered may be: the next batch may do
                     raise
-                self._batch = None  # of this device or this system, whatever the driver's version
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             if length:
                 call(self._driver.cuMemcpyAsync, target, source, length, stream)

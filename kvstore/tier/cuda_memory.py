@@ -43,7 +43,7 @@ class CudaMemory:
         """See ``DeviceMemory``."""
         undo, self._undo = self._undo, []
         if undo and not self._primary.lost:
-            with self._primary.current():
+            with contextlib.suppress(DeviceLost), self._primary.current():  # it may turn out to be lost
                 for each in undo:
                     each()
 

@@ -224,6 +224,28 @@ def test_a_driver_that_knows_the_call_but_not_on_this_device(fake: FakeDriver, d
     assert not device.batches
 
 
+def test_a_batch_with_pieces_that_it_may_not_have(fake: FakeDriver, device: CudaDevice) -> None:
+    """They go one by one, and the next batch is a batch again."""
+    stream, source, back, memory = device.stream(), some(), some(), device.allocate(PIECE)
+    device.register(source)
+    known = {memory.address, source.ctypes.data}
+    fake.batch_answer = lambda spans: (
+        driver.CUresult.CUDA_SUCCESS
+        if all(start in known for start, _ in spans)
+        else driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    )
+    back[:] = 0
+    ways(fake)
+    stream.copy(at(memory.address), at(source.ctypes.data), at(PIECE))
+    stream.copy(at(back.ctypes.data, 0), at(memory.address, 0), at(PIECE, 0))
+    stream.copy(at(memory.address), at(source.ctypes.data), at(PIECE))
+    done(stream)
+    assert ways(fake) == [BATCH, BATCH, SINGLE, BATCH] and device.batches
+    assert np.array_equal(back, source)
+    device.unregister(source)
+    memory.free()
+
+
 def test_another_refusal_of_a_batch_is_one(fake: FakeDriver, device: CudaDevice) -> None:
     stream, source, memory = device.stream(), some(), device.allocate(PIECE)
     fake.batch_answer = lambda spans: driver.CUresult.CUDA_ERROR_NOT_PERMITTED
@@ -302,3 +324,34 @@ def test_a_lost_device(fake: FakeDriver, device: CudaDevice) -> None:
             call()
     assert "ECC_UNCORRECTABLE" in device.lost
     assert cuda.find() == ((), f"cuda:0 was lost ({device.lost})")
+    for give_back in (memory.free, shared.free, lambda: device.unregister(source)):
+        give_back()
+    assert not device.owns(memory.address)
+
+
+@pytest.mark.parametrize("first", ["owns", "free", "free shared", "unregister"])
+def test_whoever_gives_back_is_the_first_to_see_that_the_device_is_lost(
+    fake: FakeDriver, device: CudaDevice, first: str
+) -> None:
+    memory, shared, source = device.allocate(PIECE), device.allocate(PIECE, shared=True), some()
+    device.register(source)
+    calls: dict[str, Any] = {
+        "owns": lambda: device.owns(memory.address),
+        "free": memory.free,
+        "free shared": shared.free,
+        "unregister": lambda: device.unregister(source),
+    }
+    fake.lose()
+    assert not calls.pop(first)()
+    assert "ECC_UNCORRECTABLE" in device.lost
+    for call in calls.values():
+        assert not call()
+
+
+def test_a_device_that_is_lost_while_it_is_opened_owns_nothing(fake: FakeDriver, device: CudaDevice) -> None:
+    fake.cuDevicePrimaryCtxRetain(driver.CUdevice(0))  # somebody else uses it
+    assert device.in_use
+    fake.lose()
+    assert not device.owns(1 << 40)
+    with pytest.raises(DeviceLost):
+        device.allocate(1)
