@@ -64,6 +64,7 @@ GPU_ROWS := $(foreach size,2m 64k,hbm_read_$(size) hbm_write_$(size) hbm_both_$(
 gpu:
 	$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "make: torch finds no GPU here")'
 	$(GPU_PYTHON) -m pytest -rs -x tests/tier/test_device_contract.py tests/tier/test_cuda.py tests/kernels
+	$(GPU_PYTHON) -m pytest -rs tests/tier/test_contract.py -k GPU
 	$(GPU_PYTHON) -m pytest -rs tests/client/test_peer_devices.py -k any_device
 	$(GPU_PYTHON) -m pytest -rs tests/engine/test_tokens.py tests/engine/test_handoff_tokens.py -k cuda
 	mkdir -p bench/results

@@ -1,4 +1,5 @@
-"""One suite over every tier's store: DRAM, HBM on a device's peer, one of a test, NVMe in memory, on files, devices."""
+"""One suite over every tier's store: DRAM, HBM on a device's peer and on a GPU where one is, one of a test, NVMe in
+memory, on files, devices."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ import pytest
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.model.strides import Strides
 from kvstore.service.node.nvme_store import NvmeStore
+from kvstore.tier import cuda
 from kvstore.tier.base import Bytes, TierStore
-from kvstore.tier.device import Addresses
+from kvstore.tier.device import Addresses, Device, DeviceMemory
 from kvstore.tier.disk import Disk, FileDisk, MemoryDisk, aligned_buffer
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.hbm import HbmStore, PageMajorFrames, StridedFrames
-from kvstore.tier.host_device import HostDevice, HostMemory
+from kvstore.tier.host_device import HostDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from tests.helpers.memory_store import MemoryStore
 from tests.helpers.nvme.faulty_disk import refuse_direct
@@ -34,7 +36,18 @@ WHOLE = FrameClass(page_bytes=EXTENT_BYTES - 8192, page_tokens=1, layers=1)
 
 Opener = Callable[[bool], TierStore]
 HBM = ["hbm", "hbm in a strided arena"]
-KINDS = ["dram", *HBM, "a test's", "memory", "file", "file through the page cache", "tmpfs file", "three devices"]
+GPUS = ["hbm on a GPU"] if cuda.find().devices else []
+KINDS = [
+    "dram",
+    *HBM,
+    *GPUS,
+    "a test's",
+    "memory",
+    "file",
+    "file through the page cache",
+    "tmpfs file",
+    "three devices",
+]
 
 
 @pytest.fixture(params=KINDS)
@@ -47,7 +60,10 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             yield dram_opener(NodeFolder(home, "n"))
             return
         if kind in HBM:
-            yield hbm_opener(strided=kind != "hbm")
+            yield hbm_opener(HostDevice(seed=3), strided=kind != "hbm")
+            return
+        if kind in GPUS:
+            yield hbm_opener(cuda.find().devices[0], strided=True)
             return
         if kind == "a test's":
             yield memory_opener()
@@ -95,8 +111,7 @@ def dram_opener(folder: NodeFolder) -> Opener:
     return open_store
 
 
-def hbm_opener(*, strided: bool) -> Opener:
-    device = HostDevice(seed=3)
+def hbm_opener(device: Device, *, strided: bool) -> Opener:
     memory = device.allocate(EXTENT_BYTES * POSITIONS)
     arena = StridedByClass(memory) if strided else PageMajorFrames(memory.address, EXTENT_BYTES, POSITIONS)
     incarnations = iter(range(1, 100))
@@ -126,7 +141,7 @@ class StridedByClass:
 
     extent_bytes, positions = EXTENT_BYTES, POSITIONS
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
 
     def frames_of(self, frame_class: FrameClass) -> int:
