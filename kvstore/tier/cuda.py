@@ -34,7 +34,9 @@ from kvstore.tier.cuda_kernels import Kernel, cache_folder, cubin_for
 from kvstore.tier.cuda_memory import CudaMemory
 from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceExport, DeviceLost
 
-PAUSE_MAX_S: Final = 1e-3  # between two looks whether an event is over
+SPIN_S: Final = 50e-6  # so long whoever waits for an event looks again and again: a sleep takes about that
+PAUSE_PART: Final = 1 / 32  # of what was waited: so much later than the event a wait may end
+PAUSE_MAX_S: Final = 1e-3  # but no later than that
 
 
 class CudaDevices(NamedTuple):
@@ -319,10 +321,11 @@ class CudaEvent:
 
     def wait(self, deadline_s: float) -> None:
         """See ``DeviceEvent``. The driver's own way of waiting has no deadline: this looks, at first without pause."""
-        pause_s = 0.0
+        begun_s = time.monotonic()
         while not self.over():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
                 raise DeadlineExceeded("cuda: a copy did not end in time")
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(PAUSE_MAX_S, pause_s + 10e-6)
+            waited_s = now_s - begun_s
+            if waited_s > SPIN_S:
+                time.sleep(min(PAUSE_MAX_S, waited_s * PAUSE_PART, deadline_s - now_s))

@@ -8,14 +8,16 @@ import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvstore.errors import OutOfSpace, Unavailable
+from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
 from kvstore.tier import cuda, cuda_driver
+from kvstore.tier.cuda import CudaEvent
 from kvstore.tier.cuda_calibration import LENGTHS, MEASURED_BYTES, pieces
 from kvstore.tier.cuda_copies import (
     BATCH_VERSION,
@@ -115,6 +117,34 @@ def test_a_call_that_the_driver_lacks_is_one_line() -> None:
 
     with pytest.raises(DriverError, match='^cuda: cuNewCall: Function "cuNewCall" not found$'):
         call(cuNewCall)
+
+
+# --- Waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_ends_soon_after_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes ten microseconds here. There is no sleep before it pays, none is long beside the wait so far, and
+    none goes beyond the deadline."""
+    nobody: Any = None
+    event = CudaEvent(nobody, 1)
+    clock_s, slept = [0.0], list[tuple[float, float]]()  # when, and for how long
+
+    def monotonic() -> float:
+        clock_s[0] += 10e-6
+        return clock_s[0]
+
+    def sleep(seconds: float) -> None:
+        slept.append((clock_s[0], seconds))
+        clock_s[0] += seconds
+
+    monkeypatch.setattr(event, "over", lambda: False)
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    with pytest.raises(DeadlineExceeded):
+        event.wait(0.1)
+    assert 50e-6 < slept[0][0] < 100e-6
+    assert all(0 < seconds <= min(1e-3, waited_s / 20) for waited_s, seconds in slept)
+    assert max(seconds for _, seconds in slept) == 1e-3, "a long wait is no spin"
+    assert 0.1 <= clock_s[0] < 0.1001
 
 
 # --- Ways of pieces -------------------------------------------------------------------------------------------------

@@ -198,12 +198,41 @@ def test_pieces_go_in_one_batch_or_by_the_kernel(fake: FakeDriver, device: CudaD
     assert ways(fake) == [BATCH, BATCH]
 
 
+def test_short_pieces_of_a_copy_go_by_the_kernel_and_long_ones_by_the_engines(
+    fake: FakeDriver, device: CudaDevice
+) -> None:
+    """As many launches as they need. What goes from host to host goes by the engines, however short it is."""
+    short, count = 8, 300
+    stream, source, back = device.stream(), some(count * short + PIECE), some(count * short + PIECE)
+    memory = device.allocate(len(source))
+    for each in (source, back):
+        device.register(each)
+    back[:] = 0
+    nbytes = np.array([short] * count + [PIECE], np.uint64)
+    ends = np.cumsum(nbytes) - nbytes
+    ways(fake)
+    stream.copy(memory.address + ends, source.ctypes.data + ends, nbytes)
+    stream.copy(back.ctypes.data + ends, memory.address + ends, nbytes)
+    assert ways(fake) == [BATCH, KERNEL, KERNEL, KERNEL] * 2
+    done(stream)
+    assert np.array_equal(back, source)
+    stream.copy(back.ctypes.data + ends[:1], source.ctypes.data + ends[1:2], nbytes[:1])
+    assert ways(fake) == [BATCH]
+    done(stream)
+    assert np.array_equal(back[:short], source[short : 2 * short])
+    for each in (source, back):
+        device.unregister(each)
+    memory.free()
+
+
 @pytest.mark.parametrize("handle", [0, 1, 2])
 def test_default_streams_take_pieces_one_by_one(fake: FakeDriver, device: CudaDevice, handle: int) -> None:
     stream = device.stream_of(handle)
     ways(fake)
     there_and_back(device, stream, some())
     assert ways(fake) == [SINGLE] * 4
+    stream.copy(at(0, 0), at(0, 0), at(0, 0))
+    assert ways(fake) == []
 
 
 def test_an_old_driver_takes_pieces_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
