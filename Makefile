@@ -66,7 +66,8 @@ gpu:
 	$(GPU_PYTHON) -m pytest -rs -x tests/tier/test_device_contract.py tests/tier/test_cuda.py tests/kernels
 	$(GPU_PYTHON) -m pytest -rs tests/tier/test_contract.py -k GPU
 	$(GPU_PYTHON) -m pytest -rs tests/client/test_peer_devices.py -k any_device
-	$(GPU_PYTHON) -m pytest -rs tests/engine/test_tokens.py tests/engine/test_handoff_tokens.py -k cuda
+	$(GPU_PYTHON) -m pytest -rs tests/client/test_torch_buffers.py tests/transfer/test_device_paths.py
+	$(GPU_PYTHON) -m pytest -rs tests/engine/test_{tokens,handoff_tokens,sharing,keeping}.py -k cuda
 	mkdir -p bench/results
 	$(GPU_PYTHON) bench/run.py $(GPU_ROWS) --device cuda:0 --json > bench/results/gpu.json
 

@@ -18,7 +18,7 @@ from engine.shell.engine import Engine
 from engine.state import integrity
 from engine.state.sequence import Phase, Sequence
 from engine.state.sharing import OFFER_AHEAD, OFFER_MAX, Frames
-from tests.helpers.engines.tokens import MAIN, TOLERANCE, Lab, Tokens, check_answer, distance, keys_of, prompt
+from tests.helpers.engines.tokens import EXACT, MAIN, TOLERANCE, Lab, Tokens, check_answer, distance, keys_of, prompt
 from tests.helpers.processes import Machine, wait_until
 
 PAGE = 16
@@ -26,9 +26,9 @@ WINDOWED = ("tiny-gpt-oss", "tiny-gemma2")  # sliding windows beside full attent
 CALLS = ("get", "lookup", "put", "put_async", "writer", "lease")
 
 
-@pytest.fixture
-def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    with Lab(machine, monkeypatch) as here:
+@pytest.fixture(params=EXACT, ids=str)
+def lab(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch, request.param) as here:
         yield here
 
 

@@ -17,7 +17,7 @@ import kvstore
 from engine.memory.arena import Arena
 from engine.model.observer import Observer
 from engine.shell.engine import Engine
-from tests.helpers.engines.tokens import MAIN, Lab, check_answer, prompt
+from tests.helpers.engines.tokens import EXACT, MAIN, Lab, check_answer, prompt
 from tests.helpers.processes import Machine
 
 PAGE = 16
@@ -26,9 +26,9 @@ TAIL_PAGES = -(-(REST + ANSWER) // PAGE)
 GATE_S = 60.0
 
 
-@pytest.fixture
-def lab(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    with Lab(machine, monkeypatch) as here:
+@pytest.fixture(params=EXACT, ids=str)
+def lab(request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    with Lab(machine, monkeypatch, request.param) as here:
         yield here
 
 

@@ -87,3 +87,18 @@ def test_a_file_that_cannot_be_read_directly_is_told() -> None:
     device = next(iter(cuda.find().devices), None)
     with pytest.raises(Unavailable, match="^[^\n]+$"):
         DirectFile(device, Path("/nonexistent"))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(bool(cuda.find().missing), reason=f"ways to a GPU: {cuda.find().missing}")
+def test_a_gpu_has_its_ways(tmp_path: Path) -> None:
+    """Engines and the kernel work wherever there is a device; what does not says why, in one line."""
+    (nvme := tmp_path / "nvme").write_bytes(bytes(16 << 20))
+    report = asked([sys.executable, "-m", "kvstore.transfer.device_paths", str(nvme)], 100)
+    assert report["missing"] == "" and report["devices"]["cuda:0"]
+    paths = report["paths"]
+    assert [*paths] == ["engines", "kernel", "peers", "gds", "nixl"]
+    assert paths["kernel"] == "" and paths["engines"] in (
+        "",
+        "the driver is older than CUDA 12.8: each piece is a call",
+    )
+    assert all("\n" not in why for why in paths.values())
