@@ -110,12 +110,11 @@ SEQUENCE_FIELDS = frozenset(
 GENERATED = "kvstore/pb/"  # not ours to style
 MAY_PRINT = re.compile(r"kvstore/(cli|bench)/|kvstore/bench\.py|engine/(demo|cli)\b|engine/.*/cli\b")
 
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 # "path" or "path:function" -> why it is better long than divided.
 LONG_FOR_A_REASON = {
     "engine/compute/cuda/triton_kernel.py:_attend": "a kernel: its arguments are half of it, and its loop is one piece",
-    "kvstore/state/events.py": "one list of small classes, read like a table; two files would be two places to look",
 }
 
 # What reads the wall clock, which steps, and why. No lease, no deadline and no age that decides anything is among it:
@@ -567,7 +566,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (state_alone_writes_sequences, "engine/shell/x.py", "sequence.phase = Phase.ENDED"),
     (state_alone_writes_sequences, "engine/moving/x.py", "a, sequence.cached = 1, 2"),
     (state_alone_writes_sequences, "engine/shell/x.py", "self.state.sequences[1].cached += 1"),
-    (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 401),
+    (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 801),
     (lengths_are_readable, "engine/x.py", "class A:\n    def f(self):\n" + "        x = 1\n" * 70),
     (only_the_edge_prints, "kvstore/service/x.py", "print('ready')"),
     (only_the_edge_prints, "engine/compute/runner.py", "print('ready')"),
@@ -613,7 +612,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (nouns_and_decisions_are_pure, "engine/state/x.py", "from kvstore.errors import KVStoreError"),
     (state_alone_writes_sequences, "engine/state/x.py", "sequence.phase = Phase.ENDED"),
     (state_alone_writes_sequences, "engine/shell/x.py", "work.spent.cached['dram'] = sequence.cached"),
-    (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 400),
+    (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 800),
     (only_the_edge_prints, "kvstore/cli/x.py", "print('ready')"),
     (only_the_edge_prints, "engine/demo.py", "print('ready')"),
     (only_the_edge_prints, "engine/simulator/cli.py", "print('ready')"),
