@@ -17,6 +17,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.grpc_errors import RETRY_KEY, from_rpc
 from tests.helpers import api
 from tests.helpers.api import Client, pages_message
+from tests.helpers.beacon import Beacon
 from tests.helpers.content import LARGE, SMALL, chain, contents
 from tests.helpers.processes import WAIT_S, Machine, wait_until
 from tests.helpers.scraping import calls_under_way
@@ -35,7 +36,8 @@ PAGES = 16  # of 512 KiB
 REFUSED = {Code.RESOURCE_EXHAUSTED, Code.CANCELLED}  # CANCELLED: by gRPC itself, before anybody looked at it
 EXPECTED = {Code.OK, Code.DEADLINE_EXCEEDED, Code.ABORTED, *REFUSED}
 LONG_S = 1.0  # deadlines that a call which was let in keeps
-LATE_SHARE = 0.1  # of those, at most
+LATE_SHARE = 0.1  # of those that were let in, at most, on a machine that does not stall
+LATE_SHARE_MAX = 0.5  # on any machine
 # Where the machine is too slow to look at calls in time, more are refused than end late.
 LATE_PER_REFUSED = 0.5
 KEYS = chain(1, PAGES, LARGE)
@@ -148,15 +150,17 @@ def test_two_hundred_clients(machine: Machine) -> None:
     first.read(STORED)
     before = daemon.memory_bytes()
     callers = [Caller(address, number) for number in range(CLIENTS)]
-    stop = time.monotonic() + LOAD_S
-    threads = [threading.Thread(target=caller.work, args=(stop,)) for caller in callers]
-    for thread in threads:
-        thread.start()
     peak = 0
-    while any(thread.is_alive() for thread in threads):
-        assert time.monotonic() < stop + max(DEADLINES_S) + HANGS_S, "a client hangs"
-        peak = max(peak, daemon.memory_bytes())
-        time.sleep(0.05)
+    with Beacon(threads=True) as beacon:
+        stop = time.monotonic() + LOAD_S
+        threads = [threading.Thread(target=caller.work, args=(stop,)) for caller in callers]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            assert time.monotonic() < stop + max(DEADLINES_S) + HANGS_S, "a client hangs"
+            peak = max(peak, daemon.memory_bytes())
+            time.sleep(0.05)
+        stall_share = beacon.stall_s(stop - LOAD_S, stop) / LOAD_S
     ended = sum((caller.ended for caller in callers), Counter[Code]())
     late_s, growth = max(caller.late_s for caller in callers), peak - before
     long = sum((caller.long for caller in callers), Counter[Code]())
@@ -167,7 +171,12 @@ def test_two_hundred_clients(machine: Machine) -> None:
     assert set(ended) <= EXPECTED, shown
     assert ended[Code.OK] > 0 and sum(ended[code] for code in REFUSED) > 0, shown
     late, refused = long[Code.DEADLINE_EXCEEDED], sum(long[code] for code in REFUSED)
-    late_max = max(LATE_SHARE * (long[Code.OK] + long[Code.ABORTED] + late), LATE_PER_REFUSED * refused)
+    let_in = long[Code.OK] + long[Code.ABORTED] + late
+    # Of each second of a deadline, node and clients had what the beacon had.
+    late_max = min(
+        LATE_SHARE_MAX * let_in, max(LATE_SHARE * let_in, LATE_PER_REFUSED * refused) / max(0.1, 1 - stall_share)
+    )
+    print(f"{stall_share:.2f} of the time was a stall: at most {late_max:.0f} late calls are allowed")
     assert late < late_max, f"{late} calls were let in and not answered, {refused} refused"
     assert not any(caller.unhinted for caller in callers), "refused without a hint"
     assert late_s < LATE_S, f"a call ended {late_s:.2f} s after its deadline; {shown}"
