@@ -25,7 +25,7 @@ COLUMNS: Final = ("own_tokens", "cached_tokens", "donor", "wait_s", "move_s", "p
 @click.option("--tokens", "ids", metavar="ID,ID,...", help="Token ids instead of a text.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Of the answer.  [default: 16]")
 @click.option("--salt", help="Whose pages.  [default: the conductor's]")
-@click.option("--tenant", default="", help="[default: the caller's name]")
+@click.option("--tenant", default="", help="Another tenant, for operators.  [default: the caller's name]")
 @click.option("--explain", is_flag=True, help="Show every candidate with its terms.")
 @json_option
 @click.argument("text", required=False)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.conductor.door.errors import Refusal, invalid
+from engine.conductor.shell.answers import PRIORITY_MAX
 from engine.model.request import Sampling
 
 CHOICES_MAX: Final = 32  # answers of one request
@@ -28,7 +29,6 @@ TEMPERATURE_MAX: Final = 2.0
 TEXT_MAX: Final = 256  # characters of a name
 DEADLINE_S: Final = 300.0
 DEADLINE_S_MAX: Final = 3600.0
-PRIORITY_MAX: Final = 100
 TOKEN_MAX: Final = 2**32 - 1
 
 Message = dict[str, Any]

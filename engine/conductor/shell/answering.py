@@ -32,7 +32,7 @@ from engine.model.request import Finished, Request, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.serving.gate import STALL_S
 
-ID_CHARS: Final = 64  # of the client's id, in the id that engines know a request by
+ID_BYTES: Final = 64  # of the client's id, in the id that engines know a request by: theirs have a limit
 
 Told = do.Send | do.Refuse | do.LoseRequest
 
@@ -151,8 +151,9 @@ class OpenAnswer:
         ask, about = self.ask, it.route.computing.engine.about
         self._attempts += 1
         salt = self._conductor.config.salt if ask.salt is None else ask.salt
+        shown = ask.request_id.encode()[:ID_BYTES].decode(errors="ignore")
         request = Request(
-            id=f"{ask.request_id[:ID_CHARS]}.{self._attempts}.{secrets.token_hex(4)}",
+            id=f"{shown}.{self._attempts}.{secrets.token_hex(8)}",
             tokens=np.append(ask.tokens, np.array(self._drawn, np.uint32)),
             sampling=ask.sampling,
             salt=salt,

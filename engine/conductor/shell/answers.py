@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.model.request import Sampling, Usage
+
+PRIORITY_MAX: Final = 100  # of a request, above or below the others of its tenant
 
 
 @dataclass(frozen=True, kw_only=True)

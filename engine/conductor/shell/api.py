@@ -19,16 +19,17 @@ from engine.api.wire import request_of, salt_of, tokens_of
 from engine.conductor.config import ConductorConfig
 from engine.conductor.door.opening import open_door
 from engine.conductor.door.prompts import PromptMaker
-from engine.conductor.shell.answers import Answered, Answers, Ask, Drawn, Routed, ServedModel
+from engine.conductor.shell.answers import PRIORITY_MAX, Answered, Answers, Ask, Drawn, Routed, ServedModel
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.tally import ConductorTally
 from engine.model.request import Request
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.rpc.messages import document
 from kvstore.serving.gate import Call, Gate, parse
 from kvstore.serving.http import Route
+from kvstore.serving.identities import Identity
 from kvstore.serving.loop import Limits, LoopServer
 from kvstore.serving.methods import serving
 from kvstore.serving.weighing import weighed
@@ -42,6 +43,7 @@ LOAD_S: Final = 30.0  # for tokenizers: transformers is imported, which takes se
 DOOR_S: Final = 10.0  # for what is done in the loop on behalf of another thread
 LOOK_S: Final = 0.05
 MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
+NAME_MAX: Final = 256  # characters of a tenant's name
 NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy")
 
 
@@ -92,6 +94,9 @@ class ConductorCalls:
         if said.request.retention:
             raise InvalidRequest("retention", "is not passed on by a conductor")
         call.caller.check_salt(salt_of(said.request, self._config.salt))
+        tenant = tenant_of(call.caller, said.tenant)
+        if abs(said.priority) > PRIORITY_MAX:
+            raise InvalidRequest("priority", f"must be from {-PRIORITY_MAX} to {PRIORITY_MAX} (got {said.priority})")
         model = self._model(said.model)
         request = await self._request(call, said.request, model)
         return Ask(
@@ -99,7 +104,7 @@ class ConductorCalls:
             model=model.name,
             tokens=request.tokens,
             sampling=request.sampling,
-            tenant=said.tenant or call.caller.name,
+            tenant=tenant,
             salt=request.salt,
             adapter=request.adapter,
             priority=said.priority,
@@ -123,6 +128,24 @@ class ConductorCalls:
             tokenizer = await self._prompts.tokenizer(model)
             tokens = np.array(await self._prompts.run(partial(tokenizer.text, said.text)), np.uint32)
         return request_of(said, tokens, self._config.salt, left_s)
+
+
+def tenant_of(caller: Identity, named: str) -> str:
+    """The tenant that a request of this caller counts for: the caller itself, or the one that an operator names.
+
+    A caller that could choose its tenant would take the shares of as many tenants as it has names for.
+
+    Raises:
+        PermissionDenied: the caller is not an operator, and names another tenant.
+        InvalidRequest: the name is too long.
+    """
+    if not named or named == caller.name:
+        return caller.name
+    if not caller.operator:
+        raise PermissionDenied(f"tenant: only operators name another tenant (got {named[:NAME_MAX]!r})")
+    if len(named) > NAME_MAX:
+        raise InvalidRequest("tenant", f"must have at most {NAME_MAX} characters (got {len(named)})")
+    return named
 
 
 class ConductorServer(LoopServer):
