@@ -7,6 +7,7 @@
     ├── Unavailable               the other end cannot answer now; retry later
     │   ├── NodeUnavailable       no node of that name, or its daemon is down
     │   ├── DeadlineExceeded      it did not answer (or a layer did not arrive) in time
+    │   ├── InternalError         the other end failed at this request; its log and its metrics say where
     │   ├── TooManyCalls          the node serves as many remote calls as it may; ``retry_after_s`` says when to retry
     │   └── OutOfSpace            every frame is leased, reserved or younger than what would have to leave
     │       └── QuotaExceeded     the tenant has all it may have; names retry_after_s
@@ -48,6 +49,12 @@ class NodeUnavailable(Unavailable):
 
 class DeadlineExceeded(Unavailable, TimeoutError):
     """No answer within the deadline. A put may or may not have been sealed; a later lookup tells."""
+
+
+class InternalError(Unavailable):
+    """The other end failed at this request for a reason that it does not expect, and goes on serving others.
+
+    What it did before it failed is not known. Its log has the stack, its metrics count the error by place."""
 
 
 class TooManyCalls(Unavailable):

@@ -2,6 +2,8 @@
 
 Costs one module-global test where it is not armed. The names in use are listed by ``NAMES``, which the kill tests walk.
 ``disk.stall`` kills nobody: with it, calls to a disk wait while a file of its name and ``STALLED`` lies beside it.
+``fault:PATH`` raises at the boundaries (see ``kvstore.boundary``) whose places are lines of the file PATH, as long as
+they are.
 """
 
 from __future__ import annotations
@@ -42,17 +44,24 @@ NAMES = (
 )
 
 STALL, STALLED, STALL_LOOK_S = "disk.stall", ".stalled", 0.01
+FAULT = "fault"
 ACTIVE = False
-_name, _left = "", 0
+_name, _left, _places = "", 0, ""
+
+
+class Fault(Exception):
+    """What a test made happen: an error that no part expects."""
 
 
 def arm(step: str) -> None:
     """Arm the failpoint that ``step`` names, as ``KVSTORE_FAILPOINT`` does when a process begins; "" is none."""
-    global ACTIVE, _name, _left
-    name, _, count = step.partition(":")
-    if name not in ("", *NAMES, STALL):
+    global ACTIVE, _name, _left, _places
+    name, _, rest = step.partition(":")
+    if name not in ("", *NAMES, STALL, FAULT):
         raise ValueError(f"KVSTORE_FAILPOINT: {name!r} is not one of {', '.join(NAMES)}")
-    ACTIVE, _name, _left = bool(name), name, int(count or 1)
+    if name == FAULT:
+        _places, rest = rest, ""
+    ACTIVE, _name, _left = bool(name), name, int(rest or 1)
 
 
 def hit(name: str) -> None:
@@ -68,6 +77,19 @@ def stall(path: str) -> None:
     """Wait like a device that does not answer, as long as the test wants. Call under ``if ACTIVE``."""
     while _name == STALL and os.path.exists(path + STALLED):
         time.sleep(STALL_LOOK_S)
+
+
+def fault(place: str) -> None:
+    """Raise ``Fault`` where the test's file names this place. Call under ``if ACTIVE``."""
+    if _name != FAULT:
+        return
+    try:
+        with open(_places, encoding="utf-8") as file:
+            named = place in file.read().splitlines()
+    except FileNotFoundError:
+        return
+    if named:
+        raise Fault(place)
 
 
 arm(os.environ.get("KVSTORE_FAILPOINT", ""))

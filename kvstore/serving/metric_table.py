@@ -36,3 +36,13 @@ SHED_HELP: Final = (
     " share (of one tenant) of rpcs_max, buffers, threads (quick, read, wait), patterns, other (what is held);"
     " half_open: they gave way because their request had not come."
 )
+
+INTERNAL_ERRORS: Final = about(
+    "kvstore",
+    "counter",
+    "internal_errors",
+    "Unexpected errors by the place where they ended, see kvstore/boundary.py: a request, a connection, a turn of a"
+    " task. Each is in the log with its stack; places of the node's data server begin with data.",
+    "place",
+)
+"""Every daemon has this one, under this name."""

@@ -17,8 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from kvstore import boundary
 from kvstore.serving.durations import BOUNDS_S, Durations
-from kvstore.serving.metric_table import MetricInfo
+from kvstore.serving.metric_table import INTERNAL_ERRORS, MetricInfo
 
 if TYPE_CHECKING:
     from kvstore.serving.watching import Calls  # it loads gRPC, which is loaded where there are calls
@@ -67,6 +68,8 @@ class Families:
 
     def process(self, uptime_s: float, *what: str) -> None:
         """Add what every process says of itself. ``what`` runs: labels beside the versions."""
+        for place, count in boundary.counts().items():
+            self.families[INTERNAL_ERRORS.name].add_metric((place,), count)
         self("uptime_seconds", uptime_s)
         self("process_resident_bytes", _resident_bytes())
         self("process_cpu_seconds", time.process_time())

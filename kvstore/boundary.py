@@ -1,0 +1,187 @@
+"""Boundary: how far an unexpected error reaches, in every process that serves.
+
+A part raises ``KVStoreError`` on purpose, and catches what it expects where it happens. Anything else is a fault of our
+own or of the machine: no descriptors, no threads, no memory. Such an error is logged with its stack, and counted by the
+place where it happened (``kvstore_internal_errors_total``). What else it does depends on the code that it came from:
+
+- **A connection or a request** (``answered``): its caller gets ``InternalError`` in the words of its protocol, or loses
+  its connection. The process lives and serves others. These are gRPC methods, requests to data servers, HTTP requests
+  of nodes, engines and conductors, and requests over the unix socket.
+- **A periodic task** (``kept``, ``kept_task``): it begins again after a pause, which doubles until a turn succeeds.
+  These are ticks, scanners, scrubbers, announcers, publishers, and the loops of membership and conductors.
+- **Any other thread or callback** (``watch_threads``): it ends, and nothing else does.
+- **Decided state** (``Decided``): the process ends with exit code 1. This is what a node decides and performs
+  (``NodeState.handle`` with ``Performer.perform``), what a directory, a conductor and an engine decide. An error in the
+  middle of a decision leaves a state that contradicts itself, so nothing that it says can be trusted. The next process
+  recovers from files, or hears everything again.
+
+Only daemons end (``ends_process``). In the process of a user, who embeds a store, the error is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final
+
+from kvstore import failpoint
+from kvstore.errors import InternalError, KVStoreError
+
+PAUSE_S: Final = 0.1  # before a periodic task begins again, ...
+PAUSE_S_MAX: Final = 2.0  # ... and after many failures: a node without a tick for 3 s counts as dead
+
+log = logging.getLogger("kvstore.internal")
+
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
+_daemon = ""  # the name of this process in its log, where it is a daemon
+
+
+def counts() -> dict[str, int]:
+    """Unexpected errors of this process so far, by place."""
+    with _lock:
+        return dict(_counts)
+
+
+def failed(place: str, error: BaseException) -> InternalError:
+    """Log and count an unexpected error. Returns what the caller of that place is told: no detail of ours."""
+    with _lock:
+        _counts[place] += 1
+    log.error("%s: unexpected error", place, exc_info=error)
+    return InternalError(f"{place}: unexpected error; the log of the server has the details")
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answered(place: str, *expected: type[Exception]) -> Iterator[None]:
+    """Around the work of one request or one connection: an unexpected error becomes ``InternalError``.
+
+    ``KVStoreError`` and what is ``expected`` pass.
+
+    Raises:
+        InternalError: the work failed. It is logged and counted; the protocol answers it as any ``KVStoreError``.
+    """
+    try:
+        if failpoint.ACTIVE:
+            failpoint.fault(place)
+        yield
+    except Exception as error:
+        if isinstance(error, (KVStoreError, *expected)):
+            raise
+        raise failed(place, error) from None
+
+
+# --- periodic tasks --------------------------------------------------------------------------------------------------
+
+
+def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) -> Callable[[], None]:
+    """The target of a thread that calls ``step`` until ``stopped``, or until ``step`` returns True.
+
+    A step waits by itself where there is nothing to do. After one that fails the next one comes after a pause.
+    """
+
+    def run() -> None:
+        pause_s = PAUSE_S
+        while not stopped.is_set():
+            try:
+                if failpoint.ACTIVE:
+                    failpoint.fault(place)
+                if step():
+                    return
+                pause_s = PAUSE_S
+            except Exception as error:
+                failed(place, error)
+                stopped.wait(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    return run
+
+
+async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> None:
+    """Await ``step`` until it returns True, or until cancelled. After one that fails the next comes after a pause."""
+    import asyncio  # only here: clients without an event loop import this module as well
+
+    pause_s = PAUSE_S
+    while True:
+        try:
+            if failpoint.ACTIVE:
+                failpoint.fault(place)
+            if await step():
+                return
+            pause_s = PAUSE_S
+        except Exception as error:
+            failed(place, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+
+# --- decided state ---------------------------------------------------------------------------------------------------
+
+
+class Decided:
+    """``with decided:`` around every change of a decided state. Made once per state; costs a tenth of a microsecond.
+
+    ``KVStoreError`` passes: state says with it what it refuses. Any other error ends a daemon.
+    """
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        if failpoint.ACTIVE:
+            try:
+                failpoint.fault(self._place)
+            except failpoint.Fault as fault:
+                self._end(fault)
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, KVStoreError):
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        failed(self._place, error)
+        if _daemon:
+            log.critical("%s: its state cannot be trusted any more, %s ends", self._place, _daemon)
+            logging.shutdown()
+            os._exit(1)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def ends_process(daemon: str) -> None:
+    """This process is a daemon of that name: an error in decided state ends it. Others end one thread at most."""
+    global _daemon
+    _daemon = daemon
+    watch_threads()
+
+
+def watch_threads() -> None:
+    """Log and count errors that end a thread."""
+
+    def hook(ended: threading.ExceptHookArgs) -> None:
+        if ended.exc_value is not None and ended.exc_type is not SystemExit:
+            failed(f"thread/{ended.thread.name if ended.thread is not None else ''}", ended.exc_value)
+
+    threading.excepthook = hook
+
+
+def loop_failed(loop: Any, context: dict[str, Any]) -> None:
+    """The exception handler of an event loop: an error in a callback or a task that nothing awaits."""
+    error = context.get("exception")
+    if error is not None:
+        failed("loop", error)
+    else:
+        log.error("%s", context.get("message"))
