@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.model.request import Role
+from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import EngineEntry
 from kvstore.client.store import Store
@@ -31,7 +31,7 @@ def entry_of(config: EngineConfig, model: Model, store: Store | None, addresses:
         node=store.name if store is not None else "",
         device=str(model.device),
         host=host(),
-        version=metadata.version("kvstore"),
+        version=about.version(),
     )
 
 

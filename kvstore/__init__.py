@@ -86,12 +86,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib import metadata
+        from kvstore import about
 
-        try:
-            value: object = metadata.version("kvstore")
-        except metadata.PackageNotFoundError:  # a checkout that was never installed
-            value = "0+unknown"
+        value: object = about.version()
     elif name in _HOMES:
         from importlib import import_module
 

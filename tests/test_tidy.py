@@ -23,13 +23,14 @@ Rule = Callable[[str, str], list[str]]
 
 # --- What is allowed -----------------------------------------------------------------------------------------------
 
-STORE_BELOW_RPC = ("errors", "failpoint", "boundary", "model", "state", "tier", "catalog")
+STORE_BELOW_RPC = ("about", "errors", "failpoint", "boundary", "model", "state", "tier", "catalog")
 STORE_BELOW_SERVING = (*STORE_BELOW_RPC, "rpc", "transfer", "pb", "client", "config")
 STORE_BELOW_CLI = (*STORE_BELOW_SERVING, "serving", "service")
 
 # Which parts of the house a part may import; itself is understood. Imports point down only, so parts of one floor do
 # not see each other: what two of them need lies below both. `config` is read by daemons and the command line only.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "about": (),
     "errors": (),
     "config": ("errors",),
     "pb": (),

@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.api import ConductorServer
 from engine.conductor.shell.metrics import ConductorMetrics
 from engine.conductor.shell.tally import ConductorTally
+from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import ClusterEntry, ConductorEntry
 from kvstore.serving import lifecycle, listening, logs
@@ -123,7 +123,7 @@ def _join(membership: Membership, config: ConductorConfig, server: ConductorServ
         http=http,
         policy=config.policy,
         host=host(),
-        version=metadata.version("kvstore"),
+        version=about.version(),
     )
 
     def changed() -> None:
@@ -143,7 +143,7 @@ def _offered(config: ConductorConfig, server: ConductorServer) -> ClusterEntry:
         addresses=reachable(server.addresses),
         egress_bytes_per_s=config.offer_egress,
         host=host(),
-        version=metadata.version("kvstore"),
+        version=about.version(),
     )
 
 

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvstore import about
 from kvstore.errors import KVStoreError
 from kvstore.tier import cuda
 
@@ -186,8 +187,8 @@ def speeds(seconds: Seconds, step_bytes: int) -> list[float]:
 
 def machine() -> dict[str, Any]:
     """Facts about this machine and the software, to be kept beside the numbers."""
-    versions = {}
-    for package in ("kvstore", "numpy", "lmdb", "xxhash"):
+    versions = {"kvstore": about.version()}
+    for package in ("numpy", "lmdb", "xxhash"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

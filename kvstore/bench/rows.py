@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any
 
+from kvstore import about
 from kvstore.bench import (
     evict,
     find,
@@ -232,7 +232,7 @@ ROWS = {row.name: row for row in _ROWS}
 def added() -> list[Row]:
     """Rows of other packages. A name of ours stays ours."""
     found = {}
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+    for _, entry in sorted(about.entry_points(ENTRY_POINT_GROUP).items()):
         for row in entry.load():
             assert isinstance(row, Row), f"{entry.value} holds a {type(row).__name__}"
             found[row.name] = row

@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from kvstore import about
 from kvstore.errors import InvalidRequest, KVStoreError
 
 EXIT_FAILED = 1
@@ -78,7 +79,7 @@ SHORT_HELP: Mapping[str, str] = {
 
 
 def _entry_points() -> Mapping[str, EntryPoint]:
-    return {found.name: found for found in entry_points(group=ENTRY_POINT_GROUP)}
+    return about.entry_points(ENTRY_POINT_GROUP)
 
 
 class LazyGroup(click.Group):
@@ -140,8 +141,17 @@ class LazyGroup(click.Group):
         return f"(added by {self._added[name].module.partition('.')[0]})" if name in self._added else ""
 
 
+def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    """Not click's own, which knows installed packages alone."""
+    if asked and not ctx.resilient_parsing:
+        click.echo(f"kvstore {about.version()}")
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="kvstore", prog_name="kvstore", message="%(prog)s %(version)s")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+)
 def cli() -> None:
     """A KV-cache-centric tiered store for disaggregated LLM serving."""
 

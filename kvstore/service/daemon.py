@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from importlib import metadata
 from typing import TYPE_CHECKING
 
+from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import NodeEntry
 from kvstore.config import NodeConfig, format_size
@@ -137,7 +137,7 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
         addresses=reachable(api.addresses if api is not None else []),
         capacity_bytes={name.lower(): tier["capacity_bytes"] for name, tier in tiers.items()},
         host=host(),
-        version=metadata.version("kvstore"),
+        version=about.version(),
     )
 
 

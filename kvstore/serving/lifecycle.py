@@ -23,9 +23,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any, Final
 
+from kvstore import about
 from kvstore.config.daemon import DaemonConfig
 from kvstore.serving import logs
 from kvstore.serving.http import HttpServer, routes
@@ -65,7 +65,7 @@ class Life:
 
     def begun(self, **fields: Any) -> None:
         """Tell the log."""
-        logs.event(self._log, logging.INFO, "start", version=metadata.version("kvstore"), pid=os.getpid(), **fields)
+        logs.event(self._log, logging.INFO, "start", version=about.version(), pid=os.getpid(), **fields)
 
     def serves(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
         """It is ready: say so to those who ask, to whoever started it, and to the log."""

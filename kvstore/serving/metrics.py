@@ -8,7 +8,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvstore import boundary
+from kvstore import about, boundary
 from kvstore.serving.durations import BOUNDS_S, Durations
 from kvstore.serving.metric_table import INTERNAL_ERRORS, MetricInfo
 
@@ -73,7 +72,7 @@ class Families:
         self("uptime_seconds", uptime_s)
         self("process_resident_bytes", _resident_bytes())
         self("process_cpu_seconds", time.process_time())
-        self("build_info", 1, metadata.version("kvstore"), platform.python_version(), *what)
+        self("build_info", 1, about.version(), platform.python_version(), *what)
 
 
 class DaemonMetrics(Collector):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from importlib import metadata
 from types import TracebackType
 from typing import Any, Protocol
 
+from kvstore import about
 from kvstore.errors import InvalidRequest
 
 SPANS_WAITING_MAX = 2048  # beyond, spans are dropped
@@ -71,7 +71,7 @@ def configure(endpoint: str, node: str) -> None:
     _provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=SPANS_WAITING_MAX))
     _kinds = SpanKind
     _propagator = TraceContextTextMapPropagator()
-    _tracer = _provider.get_tracer("kvstore", metadata.version("kvstore"))
+    _tracer = _provider.get_tracer("kvstore", about.version())
 
 
 def shutdown() -> None:

@@ -26,6 +26,7 @@ from kvstore.tier.cuda_driver import (
     CurrentContext,
     DriverError,
     PrimaryContext,
+    answered,
     begin,
     call,
     fault,
@@ -157,9 +158,9 @@ class CudaDevice:
 
     def reach(self, uuid: bytes) -> str:
         """See ``Device``. Memory of this process on the other device is reached as soon as somebody uses that."""
-        other = next((device for device in _devices() if device.uuid == uuid), None)
-        if other is self:
+        if uuid == self._uuid:
             return ""
+        other = next((device for device in _devices() if device.uuid == uuid), None)
         if other is None:
             return f"{self.name}: this process does not see the device of that memory"
         ours, theirs = (call(self._driver.cuDeviceGet, device._ordinal) for device in (self, other))
@@ -216,10 +217,10 @@ class CudaDevice:
         self._ranges.add(RegisteredRange(start, start + memory.nbytes, there, memory.flags.writeable))
 
     def unregister(self, memory: Bytes) -> None:
-        """See ``Device``."""
+        """See ``Device``. Takes no lock: a finalizer may call this in a thread that is opening the device."""
         self._ranges.remove(memory.ctypes.data)
-        if not self.lost:
-            with contextlib.suppress(DeviceLost), self._open().primary.current():  # it may turn out to be lost
+        if self._opened is not None and not self.lost:
+            with contextlib.suppress(DeviceLost), self._opened.primary.current():  # it may turn out to be lost
                 call(self._driver.cuMemHostUnregister, memory.ctypes.data)
 
     def stream(self) -> CudaStream:
@@ -314,10 +315,10 @@ class CudaEvent:
     def over(self) -> bool:
         """See ``DeviceEvent``."""
         with self._primary.current():
-            (code,) = self._primary.driver.cuEventQuery(self.handle)
-            if code.name not in (SUCCESS, NOT_READY):
-                raise fault(code.name, "cuEventQuery")
-        return bool(code.name == SUCCESS)
+            (code,) = answered(self._primary.driver.cuEventQuery, self.handle)
+            if code not in (SUCCESS, NOT_READY):
+                raise fault(code, "cuEventQuery")
+        return bool(code == SUCCESS)
 
     def wait(self, deadline_s: float) -> None:
         """See ``DeviceEvent``. The driver's own way of waiting has no deadline: this looks, at first without pause."""

@@ -74,14 +74,24 @@ def fault(code: str, call: str) -> KVStoreError:
 
 
 def call(function: Callable[..., Any], *arguments: object) -> Any:
-    """What a call of the driver returns beside its code: nothing, one thing, or a tuple. Raises as ``fault``."""
+    """What a call of the driver returns in addition to its code: nothing, a thing, or a tuple. Raises as ``fault``."""
+    code, *found = answered(function, *arguments)
+    if code != SUCCESS:
+        raise fault(code, function.__name__)
+    return found[0] if len(found) == 1 else tuple(found) or None
+
+
+def answered(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
+    """What a call of the driver returns, the name of its code first.
+
+    Raises:
+        DriverError: the driver has no such call, or its code is one that the package does not know.
+    """
     try:
         code, *found = function(*arguments)
-    except (RuntimeError, ValueError) as error:  # the driver has no such call, or an error that the package knows not
+    except (RuntimeError, ValueError, KeyError) as error:
         raise DriverError(f"cuda: {function.__name__}: {str(error).partition(chr(10))[0]}") from None
-    if code.name != SUCCESS:
-        raise fault(code.name, function.__name__)
-    return found[0] if len(found) == 1 else tuple(found) or None
+    return code.name, *found
 
 
 def absent() -> str:
@@ -103,23 +113,22 @@ def begin() -> Any:
     """The package's module of the driver, which has begun. Raises Unavailable: one line why there is none."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
-        absent = importlib.import_module("cuda.pathfinder").DynamicLibNotFoundError
     except ImportError:
         raise Unavailable(NO_PACKAGE) from None
+    if why := absent():  # by cuInit it would be an error of a kind that differs between versions of the package
+        raise Unavailable(why)
     try:
-        (code,) = driver.cuInit(0)
-        if code.name == SUCCESS:
+        (code,) = answered(driver.cuInit, 0)
+        if code == SUCCESS:
             version = int(call(driver.cuDriverGetVersion))
             if why := too_old(version):
                 raise Unavailable(why)
             return driver
-    except absent:
-        raise Unavailable(NO_DRIVER) from None
-    except (RuntimeError, ValueError) as error:
-        raise Unavailable(f"the NVIDIA driver cannot be used ({str(error).partition(chr(10))[0]})") from None
-    if code.name == NO_DEVICE:
+    except DriverError as error:
+        raise Unavailable(f"the NVIDIA driver cannot be used ({error})") from None
+    if code == NO_DEVICE:
         raise Unavailable("no CUDA device")
-    raise Unavailable(f"the NVIDIA driver does not begin ({code.name})")
+    raise Unavailable(f"the NVIDIA driver does not begin ({code})")
 
 
 def too_old(version: int) -> str:

@@ -19,6 +19,7 @@ from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
 from kvstore.bench.harness import Bar, Kind
 from kvstore.bench.stage import RunSettings, Stage
+from tests.helpers.engines.plain import as_reference
 from tests.helpers.engines.scheduled import Scheduler, arena_for, generated, prompts_of
 
 FAMILIES = ("tiny-llama", "tiny-qwen3", "tiny-mla", "tiny-mistral", "tiny-gemma2", "tiny-gpt-oss")
@@ -48,7 +49,7 @@ _expected: dict[str, list[list[int]]] = {}
 def both(name: str) -> Both:
     if name not in _models:
         model = load_model(name, seed=1)
-        plain = copy.deepcopy(model.net)  # before a runner changes how it attends
+        plain = as_reference(copy.deepcopy(model.net))  # before a runner changes how it attends
         plain.generation_config.eos_token_id = None  # an answer has its full length
         _models[name] = Both(model, plain)
     return _models[name]

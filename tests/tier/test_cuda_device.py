@@ -384,3 +384,32 @@ def test_a_device_that_is_lost_while_it_is_opened_owns_nothing(fake: FakeDriver,
     assert not device.owns(1 << 40)
     with pytest.raises(DeviceLost):
         device.allocate(1)
+
+
+def test_a_device_reaches_itself_also_where_the_list_of_devices_was_read_again(device: CudaDevice) -> None:
+    """Another object stands for it then; the driver says that a device has no peer access to itself."""
+    cuda._devices.cache_clear()
+    assert cuda.find().devices[0] is not device
+    assert device.reach(device.uuid) == ""
+
+
+@pytest.mark.timeout(60)
+def test_memory_that_is_collected_while_the_device_is_opened_is_unpinned(
+    fake: FakeDriver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs a finalizer in the thread that opens the device, and so holds its lock."""
+    opened, memory = cuda._Opened, some()
+    collected = list[str]()
+
+    def opens(*given: Any) -> Any:
+        made = opened(*given)
+        device.unregister(memory)
+        collected.append("while it was opened")
+        return made
+
+    monkeypatch.setattr(cuda, "_Opened", opens)
+    device.allocate(100).free()
+    assert collected
+    device.register(memory)
+    device.unregister(memory)
+    assert not fake.registered

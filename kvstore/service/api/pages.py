@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from importlib import metadata
 from typing import Any, Final
 
+from kvstore import about
 from kvstore.client.local.cache import WHOLE_BYTES
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.store import Store
@@ -39,7 +39,7 @@ class PageCalls:
         self._reservations = reservations
         self._about = pb.AboutReply(
             name=node.config.name,
-            version=metadata.version("kvstore"),
+            version=about.version(),
             extent_bytes=node.look(lambda _, state: state.segment.extent_bytes),
             message_bytes_max=MESSAGE_BYTES_MAX,
             ranks_max=SHARDS_MAX,

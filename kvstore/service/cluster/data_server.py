@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from typing import Final
 
+from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import DataEntry
 from kvstore.client.local.node import LocalNode
@@ -217,7 +217,7 @@ class _Told:
             tls_name=tls_name,
             transports=transports_of(config),
             host=host(),
-            version=metadata.version("kvstore"),
+            version=about.version(),
         )
         self._membership: Membership | None = None
         self._keeper: ViewKeeper | None = None

@@ -42,6 +42,7 @@ from engine.model.request import (
 from engine.shell.engine import Engine
 from kvstore import Keys, Layout, Store
 from kvstore.client.local import grants
+from tests.helpers.engines.plain import as_reference
 from tests.helpers.processes import Machine, wait_settled, wait_until
 
 
@@ -99,7 +100,9 @@ def served(preset: str, seed: int = 0, dtype: str = "float32", device: str = "cp
 @cache
 def plain(preset: str, place: Place = CPU) -> Model:
     """The same model as transformers runs it: no engine ever touches this one."""
-    return load_model(preset, dtype=place.dtype, device=place.device)
+    model = load_model(preset, dtype=place.dtype, device=place.device)
+    as_reference(model.net)
+    return model
 
 
 _expected: dict[tuple[str, bytes, Place], Expected] = {}
