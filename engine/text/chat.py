@@ -5,10 +5,14 @@ A template is a program of the model (Jinja), run by transformers in its sandbox
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.text.tokenizer import ByteTokenizer
 from kvstore.errors import InvalidRequest
@@ -16,24 +20,38 @@ from kvstore.errors import InvalidRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tokens = npt.NDArray[np.uint32]
+
 
 class PromptTokenizer:
-    """One model's: of a preset bytes, without a template. Threads may share it; they take turns."""
+    """The tokenizer of one model; of a preset it is bytes, without a template. Threads may share it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    A prompt is cut after ``tokens_max`` tokens, since Python would hold up all threads while it makes a list of the
+    millions that a long text may have. Make it one more than what the model takes, to see what is too long.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, tokens_max: int) -> None:
+        self.has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._tokenizer = tokenizer
         self._bytes = ByteTokenizer()
-        self._lock = threading.Lock()  # the fast ones fail with "Already borrowed" where two threads meet
-        self.has_template = tokenizer is not None and bool(tokenizer.chat_template)
+        # Those of Rust take turns only where one changes how they cut, which all do alike; the others hold the
+        # interpreter anyway.
+        is_fast = tokenizer is not None and tokenizer.is_fast
+        self._turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if is_fast else threading.Lock()
+        self._tokens_max = max(1, tokens_max)
+        self._cut: dict[str, Any] = {"truncation": True, "max_length": self._tokens_max}
+        if tokenizer is not None:
+            tokenizer.truncation_side = "right"
+            tokenizer.encode("", **self._cut)
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str) -> Tokens:
         """Ids of a prompt, with the special tokens that the model begins one with."""
         if self._tokenizer is None:
-            return self._bytes.encode(text)
-        with self._lock:
-            return [int(token) for token in self._tokenizer.encode(text)]
+            return self._bytes.array(text)[: self._tokens_max]
+        with self._turn:
+            return np.array(self._tokenizer.encode(text, **self._cut), np.uint32)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
         """Ids of a chat, up to where the model's answer begins.
 
         Raises:
@@ -44,32 +62,32 @@ class PromptTokenizer:
         from jinja2 import TemplateError
 
         try:
-            with self._lock:
+            with self._turn:
                 found: Any = self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     add_generation_prompt=True,
                     tokenize=True,
                     return_dict=False,
+                    **self._cut,
                 )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             why = " ".join(str(error).split())[:200]
             raise InvalidRequest("messages", f"the model's chat template refuses them: {why}") from None
-        return [int(token) for token in found]
+        return np.array(found, np.uint32)
 
 
-def prompt_tokenizer(path: str | None) -> PromptTokenizer:
+def prompt_tokenizer(path: str | None, tokens_max: int) -> PromptTokenizer:
     """The tokenizer in a model's folder; None: of a preset.
 
     Raises:
         InvalidRequest: "model": it cannot be read.
     """
     if path is None:
-        return PromptTokenizer(None)
+        return PromptTokenizer(None, tokens_max)
     from transformers import AutoTokenizer  # only here: it takes a second
 
     try:
-        return PromptTokenizer(
-            AutoTokenizer.from_pretrained(Path(path), local_files_only=True, trust_remote_code=False)
-        )
+        found = AutoTokenizer.from_pretrained(Path(path), local_files_only=True, trust_remote_code=False)
+        return PromptTokenizer(found, tokens_max)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise InvalidRequest("model", f"its tokenizer cannot be read: {type(error).__name__}") from error

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -73,6 +76,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """Bytes of ``text``, without special tokens. Lone surrogates, which have no bytes, become "?"."""
         return list(text.encode("utf-8", "replace"))
+
+    def array(self, text: str) -> npt.NDArray[np.uint32]:
+        """``encode`` as an array."""
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD; ids above 255 are left out."""

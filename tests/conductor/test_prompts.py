@@ -22,12 +22,12 @@ def test_tokenizers_are_waited_for_within_a_deadline(monkeypatch: pytest.MonkeyP
     asked: list[str | None] = []
     go = threading.Event()
 
-    def load(path: str | None) -> PromptTokenizer:
+    def load(path: str | None, tokens_max: int) -> PromptTokenizer:
         asked.append(path)
         if path == "/bad":
             raise InvalidRequest("model", "cannot be read")
         assert go.wait(LONG_S)
-        return PromptTokenizer(None)
+        return PromptTokenizer(None, tokens_max)
 
     monkeypatch.setattr(prompts, "prompt_tokenizer", load)
 

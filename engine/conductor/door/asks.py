@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.conductor.door.errors import invalid
-from engine.conductor.door.prompts import Tokens
 from engine.conductor.door.wanted import CHAT_TOKENS, SEED_MAX, Wanted
 from engine.conductor.shell.answers import Ask, ServedModel
+from engine.text.chat import Tokens
 from kvstore.serving.identities import ALL_SALTS, Identity
 
 
@@ -34,7 +34,8 @@ def asks_of(
         room = model.context_tokens - len(tokens)
         max_tokens = wanted.max_tokens if wanted.max_tokens is not None else max(1, min(room, CHAT_TOKENS))
         if max_tokens > room:
-            what = f"{len(tokens)} tokens and {max_tokens} more are beyond the context of {model.context_tokens}"
+            count = f"{len(tokens)} tokens" if room >= 0 else f"more than {model.context_tokens} tokens"
+            what = f"{count} and {max_tokens} more are beyond the context of {model.context_tokens}"
             param = "messages" if wanted.is_chat else "prompt"
             raise invalid(param, what, "context_length_exceeded")
         for number in range(wanted.n):

@@ -14,20 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.conductor.door.errors import invalid
 from engine.conductor.door.wanted import Wanted
 from engine.conductor.shell.answers import ServedModel
-from engine.text.chat import PromptTokenizer, prompt_tokenizer
+from engine.text.chat import PromptTokenizer, Tokens, prompt_tokenizer
 from kvstore.errors import InvalidRequest
 
 THREADS: Final = 2
 PREPARE_S: Final = 1.0  # how often to look for models that are new
 MODELS_MAX: Final = 64  # whose tokenizers are kept
 
-Tokens = npt.NDArray[np.uint32]
 Value = TypeVar("Value")
 
 
@@ -36,7 +32,7 @@ class PromptMaker:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "kvstore-door")
-        self._loaded: OrderedDict[tuple[str, str | None], asyncio.Future[PromptTokenizer]] = OrderedDict()
+        self._loaded: OrderedDict[tuple[str, str | None, int], asyncio.Future[PromptTokenizer]] = OrderedDict()
 
     def close(self) -> None:
         """Let the threads go; what they are at goes on to its end."""
@@ -66,7 +62,7 @@ class PromptMaker:
                 await self.tokenizer(model)
 
     async def tokens(self, wanted: Wanted, model: ServedModel) -> list[Tokens]:
-        """Of each prompt, in order; of a chat one.
+        """Of each prompt, in order; of a chat one. What is too long for the model is cut after one token too many.
 
         Raises:
             Refusal: the model has no chat template, or a prompt is empty.
@@ -77,23 +73,25 @@ class PromptMaker:
             if not tokenizer.has_template:
                 reason = f"{model.name} has no chat template: ask /v1/completions"
                 raise invalid("messages", reason, "no_chat_template")
-            return [_array(await self.run(partial(tokenizer.chat, wanted.messages)), "messages")]
+            return [_some(await self.run(partial(tokenizer.chat, wanted.messages)), "messages")]
         found = []
         for prompt in wanted.prompts:
             if isinstance(prompt, str):
                 tokenizer = await self.tokenizer(model)
-                found.append(_array(await self.run(partial(tokenizer.text, prompt)), "prompt"))
+                found.append(_some(await self.run(partial(tokenizer.text, prompt)), "prompt"))
             else:
                 found.append(prompt)
         return found
 
     async def tokenizer(self, model: ServedModel) -> PromptTokenizer:
         """Loaded once; whoever comes meanwhile waits for the same."""
-        where = model.name, model.path
+        where = model.name, model.path, model.context_tokens
         found = self._loaded.get(where)
         if found is None or (found.done() and found.exception() is not None):
             loop = asyncio.get_running_loop()
-            found = self._loaded[where] = loop.run_in_executor(self._threads, prompt_tokenizer, model.path)
+            found = self._loaded[where] = loop.run_in_executor(
+                self._threads, prompt_tokenizer, model.path, model.context_tokens + 1
+            )
             while len(self._loaded) > MODELS_MAX:
                 self._loaded.popitem(last=False)
         self._loaded.move_to_end(where)
@@ -104,7 +102,7 @@ class PromptMaker:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _array(ids: list[int], param: str) -> Tokens:
-    if not ids:
+def _some(ids: Tokens, param: str) -> Tokens:
+    if not len(ids):
         raise invalid(param, "is empty")
-    return np.array(ids, np.uint32)
+    return ids

@@ -25,11 +25,12 @@ from aiohttp import web
 from engine.conductor.door.answering import reply_streamed, reply_whole
 from engine.conductor.door.asks import asks_of, salt_of
 from engine.conductor.door.connection import JSON, DoorServer, HttpReply
+from engine.conductor.door.documents import SMALL_BYTES, parse_document
 from engine.conductor.door.errors import INVALID, LIMITED, Refusal, refusal_of
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.replies import Choice, OpenAIReply, model_document, models_document
 from engine.conductor.door.tally import GONE, DoorTally
-from engine.conductor.door.wanted import Wanted, parse_json, read_wanted
+from engine.conductor.door.wanted import Wanted, read_wanted
 from engine.conductor.shell.answers import Answers, ServedModel
 from kvstore.config import parse_address
 from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated
@@ -198,7 +199,7 @@ class HttpDoor:
             raise Refusal(429, LIMITED, reason, code="overloaded", retry_after_s=RETRY_S)
         async with self._body(request, caller) as body:
             read = partial(_read, is_chat)
-            wanted = await self._prompts.run(partial(read, body)) if len(body) > BODY_BYTES_FREE else read(body)
+            wanted = await self._prompts.run(partial(read, body)) if len(body) > SMALL_BYTES else read(body)
             model = self._model(wanted.model)
             salt = salt_of(caller, wanted)
             prompts = await self._prompts.tokens(wanted, model)
@@ -231,7 +232,7 @@ class HttpDoor:
         return self._identities.find(token, _certificate_names(request))
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: web.BaseRequest, caller: Identity) -> AsyncIterator[bytes]:
+    async def _body(self, request: web.BaseRequest, caller: Identity) -> AsyncIterator[bytearray]:
         """The request's body. A large one is memory that all requests share, until the block ends."""
         length = _check_body(request)
         taken = 0
@@ -252,7 +253,7 @@ class HttpDoor:
                             taken += await self._held.take(BODY_COPIES * len(body), WAIT_S, caller, taken)
             except TimeoutError:
                 raise Refusal(408, INVALID, "the body did not come in time", code="request_timeout") from None
-            yield bytes(body)
+            yield body
         finally:
             if taken:
                 self._held.give(taken, caller)
@@ -261,8 +262,8 @@ class HttpDoor:
 # --- What a request says -----------------------------------------------------------------------------------------
 
 
-def _read(is_chat: bool, body: bytes) -> Wanted:
-    return read_wanted(parse_json(body), is_chat)
+def _read(is_chat: bool, body: bytearray) -> Wanted:
+    return read_wanted(parse_document(body), is_chat)
 
 
 def _check_method(request: web.BaseRequest, *methods: str) -> None:

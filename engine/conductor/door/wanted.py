@@ -1,4 +1,4 @@
-"""Wanted: what a client asks for, read from the JSON of ``/v1/completions`` or ``/v1/chat/completions``.
+"""Wanted: what a client asks for, read from the document of ``/v1/completions`` or ``/v1/chat/completions``.
 
 Every parameter of OpenAI's API is in one of three tables: it is read; or it is accepted where it changes nothing
 (``NEUTRAL``); or it is refused by name. What is in none is refused as unknown.
@@ -6,7 +6,6 @@ Every parameter of OpenAI's API is in one of three tables: it is read; or it is 
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from engine.conductor.door.documents import TOKEN_MAX, TokenList
 from engine.conductor.door.errors import Refusal, invalid
 from engine.conductor.shell.answers import PRIORITY_MAX
 from engine.model.request import Sampling
@@ -29,7 +29,7 @@ TEMPERATURE_MAX: Final = 2.0
 TEXT_MAX: Final = 256  # characters of a name
 DEADLINE_S: Final = 300.0
 DEADLINE_S_MAX: Final = 3600.0
-TOKEN_MAX: Final = 2**32 - 1
+PROMPT_KINDS: Final = "must be text, token ids, or a list of either"
 
 Message = dict[str, Any]
 Prompt = str | npt.NDArray[np.uint32]
@@ -100,17 +100,6 @@ class Wanted:
     deadline_s: float = DEADLINE_S
     first_token_s: float = 0.0
     token_s: float = 0.0
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The document in a body. Raises Refusal where there is none."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, a number of thousands of digits; or nested too deeply
-        raise Refusal(400, "invalid_request_error", "the body is no JSON", code="invalid_json") from None
-    if not isinstance(found, dict):
-        raise Refusal(400, "invalid_request_error", "the body is no JSON object", code="invalid_json")
-    return found
 
 
 def read_wanted(document: dict[str, Any], is_chat: bool) -> Wanted:
@@ -276,26 +265,34 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     """A text, its tokens, or a list of either."""
     if value is None:
         raise invalid("prompt", "is missing", "missing_required_parameter")
-    if not isinstance(value, str | list):
-        raise invalid("prompt", "must be text, token ids, or a list of either", "invalid_type")
-    several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-    found = [_prompt(one) for one in value] if several else [_prompt(value)]
-    if len(found) > CHOICES_MAX:
-        raise invalid("prompt", f"{len(found)} prompts; at most {CHOICES_MAX}")
-    return tuple(found)
+    if not isinstance(value, str | list | TokenList):
+        raise invalid("prompt", PROMPT_KINDS, "invalid_type")
+    if not isinstance(value, list) or not value or isinstance(value[0], int):
+        return (_prompt(value),)
+    if len(value) > CHOICES_MAX:
+        raise invalid("prompt", f"{len(value)} prompts; at most {CHOICES_MAX}")
+    return tuple(_prompt(one) for one in value)
 
 
 def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         return check_text(value, "prompt")
+    if isinstance(value, TokenList):
+        if value.ids is None:
+            raise _no_token()
+        return value.ids
     if not isinstance(value, list) or set(map(type, value)) - {int}:
-        raise invalid("prompt", "must be text, token ids, or a list of either", "invalid_type")
+        raise invalid("prompt", PROMPT_KINDS, "invalid_type")
     if not value:
         raise invalid("prompt", "is empty")
     try:
         return np.array(value, np.uint32)
     except OverflowError:
-        raise invalid("prompt", f"token ids are from 0 to {TOKEN_MAX}") from None
+        raise _no_token() from None
+
+
+def _no_token() -> Refusal:
+    return invalid("prompt", f"token ids are from 0 to {TOKEN_MAX}")
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

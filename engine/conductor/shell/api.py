@@ -126,7 +126,7 @@ class ConductorCalls:
         tokens = tokens_of(said)
         if tokens is None:
             tokenizer = await self._prompts.tokenizer(model)
-            tokens = np.array(await self._prompts.run(partial(tokenizer.text, said.text)), np.uint32)
+            tokens = await self._prompts.run(partial(tokenizer.text, said.text))
         return request_of(said, tokens, self._config.salt, left_s)
 
 
