@@ -91,7 +91,8 @@ def _parse_large(body: bytes | bytearray) -> Any:
             raise ValueError
         return found
 
-    return json.loads(b"".join(_remaining(body, cuts)).decode(), parse_constant=cut_out)
+    text = b"".join(_remaining(body, cuts)).decode() if cuts else body.decode()
+    return json.loads(text, parse_constant=cut_out)
 
 
 def _remaining(body: bytes | bytearray, cuts: list[tuple[int, int]]) -> Iterator[bytes | memoryview]:
@@ -130,9 +131,7 @@ def _outline(data: Bytes) -> tuple[npt.NDArray[np.int64], int]:
     return np.concatenate(found), commas
 
 
-def _unescaped(
-    block: Bytes, quotes: npt.NDArray[np.int64], carried: int
-) -> tuple[npt.NDArray[np.int64], int]:
+def _unescaped(block: Bytes, quotes: npt.NDArray[np.int64], carried: int) -> tuple[npt.NDArray[np.int64], int]:
     """Those quotes that end or begin a text; and how many backslashes the block ends with.
 
     Args:
@@ -217,4 +216,4 @@ def _numbers(block: Bytes, is_last: bool) -> npt.NDArray[np.uint64] | None:
 
 def _too_many() -> Refusal:
     reason = f"the body has more than {VALUES_MAX} values that are not token ids in a list"
-    return Refusal(400, INVALID, reason, code="too_many_values")
+    return Refusal(400, INVALID, reason, code="invalid_json")

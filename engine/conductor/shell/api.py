@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-import numpy as np
 from google.protobuf import struct_pb2
 
 from engine.api.wire import request_of, salt_of, tokens_of
