@@ -24,7 +24,7 @@ Rule = Callable[[str, str], list[str]]
 # --- What is allowed -----------------------------------------------------------------------------------------------
 
 STORE_BELOW_RPC = ("about", "errors", "failpoint", "boundary", "model", "state", "tier", "catalog")
-STORE_BELOW_SERVING = (*STORE_BELOW_RPC, "rpc", "transfer", "pb", "client", "config")
+STORE_BELOW_SERVING = (*STORE_BELOW_RPC, "limits", "rpc", "transfer", "pb", "client", "config")
 STORE_BELOW_CLI = (*STORE_BELOW_SERVING, "serving", "service")
 
 # Which parts of the house a part may import; itself is understood. Imports point down only, so parts of one floor do
@@ -37,12 +37,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "boundary": ("errors", "failpoint"),  # how far an unexpected error reaches
     "failpoint": (),  # a test's hand on a process: for the parts that act, never for nouns and decisions
+    "limits": ("errors",),  # below `transfer`, whose server has the same limits as those of `serving`
     "model": ("errors",),
     "state": ("errors", "model"),
     "tier": ("errors", "failpoint", "model"),
     "catalog": ("errors", "config", "failpoint", "boundary", "model", "pb"),
     "rpc": (*STORE_BELOW_RPC, "pb"),
-    "transfer": (*STORE_BELOW_RPC, "rpc", "pb"),
+    "transfer": (*STORE_BELOW_RPC, "limits", "rpc", "pb"),
     "client": (*STORE_BELOW_RPC, "rpc", "transfer", "pb"),
     "serving": STORE_BELOW_SERVING,  # what every daemon needs: it knows no node
     "service": (*STORE_BELOW_SERVING, "serving"),  # its gRPC API is a client of the node

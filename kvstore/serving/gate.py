@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -27,11 +26,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
+from kvstore.limits import Lane, Shares, call_soon
 from kvstore.rpc.grpc_errors import status_of
-from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity, is_tenant
-from kvstore.serving.lanes import Lane, Threads, call_soon
+from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
 from kvstore.serving.pressure import Pressure
-from kvstore.serving.shares import Shares
 from kvstore.serving.watching import Calls
 
 RETRY_AFTER_S: Final = 0.1
@@ -41,7 +39,9 @@ HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not
 MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
 MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
 CALLS_OUTSIDE: Final = 4  # as many as ``rpcs_max`` allows times this may be on their way into the gate, or be refused
-CALLS_SHARE, BUFFERS_SHARE = 0.75, 0.5  # of all, that one tenant's calls may have: others are still served
+QUICK_THREADS: Final = 4  # of one caller, for what only looks at the index, or asks the node
+READ_THREADS: Final = 8  # for what copies or reads pages
+WAIT_THREADS: Final = 8  # for what may have to wait for room: writers of a full node do not hold up its readers
 TOKEN_BYTES_MAX: Final = 4096
 
 log = logging.getLogger("kvstore.api")
@@ -49,6 +49,20 @@ log = logging.getLogger("kvstore.api")
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=Message)
 Value = TypeVar("Value")
+
+
+class Threads:
+    """The threads that do what blocks. Each call has one step in them at a time. Made in the event loop."""
+
+    def __init__(self) -> None:
+        self.quick = Lane(QUICK_THREADS, "quick")
+        self.read = Lane(READ_THREADS, "read")
+        self.wait = Lane(WAIT_THREADS, "wait")
+
+    def close(self) -> None:
+        """See ``Lane.close``."""
+        for lane in (self.quick, self.read, self.wait):
+            lane.close()
 
 
 class Call:
@@ -196,9 +210,9 @@ class Gate:
     ) -> None:
         self.identities = identities
         self.threads = threads
-        self.budget = Shares("buffers", "buffers", buffer_bytes, int(buffer_bytes * BUFFERS_SHARE), buffer_bytes)
+        self.budget = Shares("buffers", "buffers", buffer_bytes)
+        self.places = Shares("places of rpcs_max", "calls", rpcs_max)
         self.under_way = 0
-        self._of: Counter[Identity] = Counter()
         self.calls = Calls()
         self.pressure = Pressure()
         self._rpcs_max = rpcs_max
@@ -213,16 +227,13 @@ class Gate:
             limit_s = self._limit_s(context)
             self._make_room(caller, limit_s)
             self.under_way += 1
-            self._of[caller] += 1
             try:
                 async with asyncio.timeout(limit_s):
                     with self.pressure.working(caller):
                         yield Call(self, caller, context, time.monotonic() + limit_s)
             finally:
                 self.under_way -= 1
-                self._of[caller] -= 1
-                if not self._of[caller]:
-                    del self._of[caller]
+                self.places.give(1, caller)
         except KVStoreError as error:
             if isinstance(error, TooManyCalls):
                 self.calls.shed[error.kind] += 1
@@ -240,11 +251,14 @@ class Gate:
     def _make_room(self, caller: Identity, limit_s: float) -> None:
         """Raises TooManyCalls where there is none, or the call would end too late."""
         self.pressure.check(caller, limit_s)  # first: nobody gives way to a call that is then refused
-        share = max(1, int(self._rpcs_max * CALLS_SHARE)) if is_tenant(caller) else self._rpcs_max
-        if self._of[caller] >= share and not self._give_way(caller):
-            reason = f"{self._of[caller]} calls of {caller.name}'s are under way"
-            raise TooManyCalls(reason, RETRY_AFTER_S, "share")
-        if self.under_way >= self._rpcs_max and not self._give_way(None):
+        places = self.places
+        if places.take_now(1, caller):
+            return
+        if self._give_way(caller) or (places.free <= 0 and self._give_way(None)):
+            places.grant(1, caller)
+        elif places.free > 0:
+            raise TooManyCalls(f"{caller.name} has {places.held(caller)} calls under way", RETRY_AFTER_S, "share")
+        else:
             reason = f"{self._rpcs_max} calls are under way, rpcs_max allows no more"
             raise TooManyCalls(reason, RETRY_AFTER_S, "calls")
 

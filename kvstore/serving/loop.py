@@ -20,9 +20,8 @@ from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.messages import MESSAGE_BYTES_MAX
 from kvstore.serving import listening
-from kvstore.serving.gate import CALLS_OUTSIDE, Gate
+from kvstore.serving.gate import CALLS_OUTSIDE, Gate, Threads
 from kvstore.serving.identities import Identities
-from kvstore.serving.lanes import Threads
 from kvstore.serving.methods import GateOthers
 from kvstore.serving.watching import Calls
 

@@ -23,9 +23,8 @@ from kvstore.rpc.grpc_errors import (
     from_rpc,
     status_of,
 )
-from kvstore.serving.gate import Gate
+from kvstore.serving.gate import Gate, Threads
 from kvstore.serving.identities import Identities
-from kvstore.serving.lanes import Threads
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVStoreError)]
 

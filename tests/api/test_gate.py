@@ -14,17 +14,16 @@ import grpc.aio
 import pytest
 
 from kvstore.errors import DeadlineExceeded, LeaseBroken, TooManyCalls
+from kvstore.limits import REST, Lane, Shares
 from kvstore.service.api.holdings import Holdings
-from kvstore.serving.gate import Call, Gate
+from kvstore.serving.gate import Call, Gate, Threads
 from kvstore.serving.identities import LOCAL, Identities, Identity
-from kvstore.serving.lanes import Lane, Threads
-from kvstore.serving.shares import REST, Shares
 from tests.helpers.loops import run, until
 
 
 def budget_of(total: int) -> Shares:
     """Buffers, as the gate has them."""
-    return Shares("buffers", "buffers", total, total // 2, total)
+    return Shares("buffers", "buffers", total)
 
 
 def test_what_was_made_for_a_caller_who_has_gone_is_undone() -> None:
@@ -128,7 +127,7 @@ def test_no_tenant_takes_everything() -> None:
         caller = a
         gate._identify = lambda _: caller  # type: ignore[method-assign]
         async with AsyncExitStack() as under_way:
-            for _ in range(3):
+            for _ in range(2):
                 await under_way.enter_async_context(gate.admit(Context()))
             refused = Context()
             with pytest.raises(grpc.aio.AbortError):
@@ -136,7 +135,7 @@ def test_no_tenant_takes_everything() -> None:
             caller = b
             await under_way.enter_async_context(gate.admit(Context()))
         assert refused.said is not None and refused.said[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert gate.under_way == 0 and not gate._of
+        assert gate.under_way == 0 and gate.places.free == 4
         gate.threads.close()
 
     run(test)
@@ -283,7 +282,7 @@ def test_a_large_request_may_still_have_all_buffers_for_its_pages() -> None:
 
 def test_calls_that_begin_have_every_second_turn() -> None:
     async def work() -> list[str]:
-        shares = Shares("threads", "threads", 1, 1, 1)
+        shares = Shares("threads", "threads", 1)
         order: list[str] = []
 
         async def step(name: str, begun: bool) -> None:
@@ -309,7 +308,7 @@ def test_calls_that_begin_have_every_second_turn() -> None:
 
 def test_who_waited_behind_a_large_one_that_gave_up_is_let_in() -> None:
     async def work() -> None:
-        shares = Shares("buffers", "buffers", 10, 10, 10)
+        shares = Shares("buffers", "buffers", 10)
         await shares.take(6, 5.0)
         large = asyncio.create_task(shares.take(8, 60.0))
         await asyncio.sleep(0)

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvstore.errors import DeadlineExceeded
-from kvstore.serving.gate import HALF_OPEN_S, Call, Gate
+from kvstore.serving.gate import HALF_OPEN_S, Call, Gate, Threads
 from kvstore.serving.identities import LOCAL, Identities
-from kvstore.serving.lanes import Threads
 from tests.helpers.loops import run, until
 
 BOUND_S = 0.2  # for a request to come

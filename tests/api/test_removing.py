@@ -16,9 +16,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.service.api import objects, patterns
 from kvstore.service.api.objects import ObjectCalls
-from kvstore.serving.gate import Call, Gate
+from kvstore.serving.gate import Call, Gate, Threads
 from kvstore.serving.identities import LOCAL, Identities
-from kvstore.serving.lanes import Threads
 from tests.helpers.loops import run
 
 OBJECTS, PAGE = 10, 3

@@ -34,16 +34,15 @@ from engine.conductor.door.wanted import Wanted, read_wanted
 from engine.conductor.shell.answers import Answers, ServedModel
 from kvstore.config import parse_address
 from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated
+from kvstore.limits import Shares
 from kvstore.serving.gate import TOKEN_BYTES_MAX
 from kvstore.serving.http import Route
 from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
-from kvstore.serving.shares import Shares
 
 BODY_BYTES_MAX: Final = 8 << 20
 BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as bytes held until it is tokens,
 BODY_COPIES: Final = 4  # as often as this: its bytes, the document, its texts, their tokens
 BODIES_BYTES: Final = 256 << 20  # that bodies hold, all together
-BODIES_SHARE: Final = 0.5  # of it, for one tenant
 REQUESTS_MAX: Final = 1024
 HEADERS_S: Final = 20.0  # for a request to begin and its headers to come; also how long a connection may be idle
 BODY_S: Final = 30.0
@@ -99,7 +98,7 @@ class HttpDoor:
         self._routes = routes
         self._patience = patience or HttpPatience()
         self._prompts = prompts
-        self._held = Shares("bodies", "bodies", BODIES_BYTES, int(BODIES_BYTES * BODIES_SHARE), BODIES_BYTES)
+        self._held = Shares("bodies", "bodies", BODIES_BYTES)
         self._began_s = int(time.time())
         self._server: DoorServer | None = None
         self._listening: asyncio.Server | None = None

@@ -18,8 +18,8 @@ from math import ceil
 from typing import Any, Final
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore.limits import Shares
 from kvstore.serving.gate import Call
-from kvstore.serving.shares import Shares
 
 PROCESSES_MAX: Final = 4  # at once, of all callers
 MATCH_S: Final = 10.0  # how long a pattern may take over all keys

@@ -1,0 +1,611 @@
+"""Limits: how much of each scarce thing a caller gets. One module for gRPC, the data server and HTTP.
+
+Descriptors: a daemon raises its limit when it starts (``raise_descriptors``) and keeps some for itself
+(``DESCRIPTORS_KEPT``). Each of its servers takes at most a part of the rest (``connections_max``).
+
+Connections: ``Connections`` counts each one from the moment it is accepted, TLS handshakes included. Where there are
+too many, the oldest one whose caller has not identified itself is dropped, of the network that has most of those.
+
+Everything else (running requests, bytes of bodies, threads, reads from NVMe, time under a lock) is given out by
+``Shares`` in an event loop, and by ``ThreadShares`` between threads. The rules are the same:
+
+1. Owners (the identities of callers) that hold or want something may hold equal parts of it. A tenant that is alone
+   may hold half.
+2. One eighth is for owners that hold nothing yet, so that a newcomer finds some, however long the steps of others take.
+3. One request may have as much as it needs, where its owner has no other.
+4. Of the owners that wait, the one that has used least is next, where use is the amount times the time. An owner that
+   was idle earns no credit by that.
+
+Worked example: 16 threads. Tenant a alone holds 7 at most. When b comes, it gets 7 as well; c gets one of the last 2
+at once, and more as steps of a and b end, until each of the three holds 5.
+
+A request that would wait longer than it may is refused at once. How long that is follows from its place: waiting cost
+those before it some seconds per place. Worked example: 30 requests wait, the last one that was let in had been tenth
+and had waited 0.5 s; so the next one will wait 1.5 s, and where it has 1 s left it is told to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import resource
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from kvstore.errors import NodeUnavailable, TooManyCalls
+
+DESCRIPTORS_KEPT: Final = (
+    64  # files of NVMe targets, and of segments and tables in shared memory
+    + 32  # LMDB, session files while they are looked at
+    + 64  # etcd, data servers and engines that this daemon calls
+    + 32  # logs, bells, listeners, pipes of child processes
+    + 64  # connections that were dropped and are not closed yet, or are refused in this moment
+)
+# Parts of what is left, by server. One process has at most: gRPC and a door; gRPC, pulls and HTTP; gRPC, local
+# programs and HTTP; or a data server.
+GRPC_PART, LOCAL_PART, DATA_PART, DOOR_PART, HTTP_PART = 3 / 8, 3 / 8, 1 / 2, 1 / 2, 1 / 8
+DESCRIPTORS_UNBOUNDED: Final = 1 << 20  # what "no limit" counts as
+CONNECTIONS_MIN: Final = 8  # of a server, however few descriptors there are
+UNKNOWN_PART: Final = 3  # one part of so many connections is for callers that have not identified themselves
+LEAVING_MAX: Final = 32  # connections that were dropped and are not closed yet
+REST: Final = 8  # one part of so many is for owners that hold nothing yet
+WANTED_S: Final = 1.0  # an owner that was refused counts as one that wants something for so long
+WAITING_MAX: Final = 4096  # of one kind of shares; calls under way are bounded, this only says so
+PACES_MAX: Final = 256  # owners whose use and waits are remembered
+RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+LANE_OWNERS: Final = 2  # a lane has this many times the threads that one owner may have
+LOOK_S: Final = 0.05  # how often a thread that waits looks whether a holder is too slow
+_WEIGHT: Final = 0.1  # of the newest wait in what waiting costs
+
+Value = TypeVar("Value")
+
+
+class Owner(Protocol):
+    """A caller, as a server has identified it."""
+
+    @property
+    def name(self) -> str:
+        """One name is one owner."""
+        ...
+
+    @property
+    def operator(self) -> bool:
+        """True for operators and nodes. An owner that is alone may hold half; an operator more than that."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """The owner of what is used where callers are not identified."""
+
+    name: str = "local"
+    operator: bool = True
+
+
+ALONE: Final = _Alone()
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+def raise_descriptors() -> int:
+    """Raise the limit on descriptors of this process as far as it may; returns the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a container may forbid it: then the limit is what it was
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return descriptors()
+
+
+def descriptors() -> int:
+    """How many descriptors this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return DESCRIPTORS_UNBOUNDED if soft == resource.RLIM_INFINITY else soft
+
+
+def connections_max(part: float, most: int) -> int:
+    """How many connections a server may have: ``most``, or that part of the descriptors that are not kept back."""
+    return min(most, max(CONNECTIONS_MIN, int(part * (descriptors() - DESCRIPTORS_KEPT))))
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+class _Waiter:
+    """One request that waits for its turn. ``granted``: it holds ``size``, which it has to give back."""
+
+    def __init__(
+        self, size: int, owner: Owner, mine: int, before: int, begun: bool, wake: Callable[[], object]
+    ) -> None:
+        self.size = size
+        self.owner = owner
+        self.mine = mine
+        self.before = before
+        self.begun = begun
+        self.wake = wake
+        self.granted = False
+        self.began_s = time.monotonic()
+
+
+class _Pace:
+    """What an owner has used, what waiting costs it per place, and how long it holds what it gets. Seconds."""
+
+    def __init__(self) -> None:
+        self.used = 0.0
+        self._waited_s = 0.0
+        self._places = 0.0
+        self._held_s = 0.0
+
+    @property
+    def place_s(self) -> float:
+        """The recent cost of a place, over all waits: the first in line when the machine stalls says little."""
+        return self._waited_s / self._places if self._places else 0.0
+
+    def waited(self, seconds: float, places: int) -> None:
+        """One wait."""
+        self._waited_s += seconds - _WEIGHT * self._waited_s
+        self._places += places - _WEIGHT * self._places
+
+    def held(self, seconds: float, size: int) -> None:
+        """``size`` was given back after so many seconds."""
+        self.used += seconds * size
+        self._held_s += _WEIGHT * (seconds - self._held_s)
+
+    def expected_s(self, before: int) -> float:
+        """From now on, with that number of places before it."""
+        return (before + 1) * self.place_s + self._held_s
+
+
+class Shares:
+    """Something scarce that callers share. For one event loop, or for threads that hold a lock of their own.
+
+    Life of a part: ``take`` or ``take_now`` -> held by its owner -> ``give``, once.
+
+    Args:
+        what: for messages: "other calls hold all <what>".
+        kind: for metrics.
+        total: how much there is.
+        each: how much of it a tenant may hold; None: half.
+        each_operator: how much an operator may hold that is alone; None: all.
+
+    Attributes:
+        free: how much nobody holds.
+    """
+
+    def __init__(
+        self, what: str, kind: str, total: int, each: int | None = None, each_operator: int | None = None
+    ) -> None:
+        self.total = total
+        self.free = total
+        self._what = what
+        self._kind = kind
+        self._parted = total - total // REST
+        self._each = self._part(2) if each is None else each
+        self._each_operator = total if each_operator is None else each_operator
+        self._of: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._refused: OrderedDict[str, float] = OrderedDict()  # by ``take_now`` -> until when that counts
+        self._paces: OrderedDict[str, _Pace] = OrderedDict()
+        self._used = 0.0  # what the owner had used that was let in last: a newcomer begins there
+
+    def held(self, owner: Owner) -> int:
+        """How much this owner holds."""
+        return self._of[owner.name]
+
+    def _part(self, owners: int) -> int:
+        return max(1, -(-self._parted // owners))
+
+    def _fits(self, size: int, owner: Owner, mine: int) -> bool:
+        held = self._of[owner.name]
+        if size > self.free:
+            return not size
+        if held == mine:
+            return True  # the owner's only request
+        most = self._each_operator if owner.operator else self._each
+        others = len(self._of) - 1 + sum(name not in self._of for name in (*self._waiting, *self._refused))
+        most = min(most, self._part(others + 1)) if others else most
+        reserve = 0 if most == self.total else self.total - self._parted
+        return held + size <= most and size <= self.free - reserve
+
+    def take_now(self, size: int, owner: Owner) -> bool:
+        """Take ``size`` without waiting. Where that fails, the owner counts as one that wants something for a while."""
+        now_s = time.monotonic()
+        while self._refused and next(iter(self._refused.values())) < now_s:
+            self._refused.popitem(last=False)
+        self._refused.pop(owner.name, None)
+        if self._fits(size, owner, 0):
+            self.grant(size, owner)
+            return True
+        self._refused[owner.name] = now_s + WANTED_S
+        return False
+
+    async def take(self, size: int, wait_s: float, owner: Owner = ALONE, mine: int = 0, *, begun: bool = False) -> int:
+        """Take ``size``; returns how much that was. More than all counts as all, or as nearly all where the request
+        holds some already.
+
+        Args:
+            wait_s: how long the caller may wait, and hold what it gets, if it is to be of use.
+            mine: what the same request holds already.
+            begun: something was done for this request already: it takes turns with those of its owner that only begin,
+                however many these are, and is not refused for having to wait.
+
+        Raises:
+            TooManyCalls: it would take longer than ``wait_s``, or did.
+        """
+        # Requests that hold a little and want all the rest would wait for each other: they leave room for what is
+        # little.
+        size = max(0, min(size, self.total - mine - (self.total // REST if mine else 0)))
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = self.ask(size, owner, partial(_come, turn), mine, begun, wait_s)
+        if waiter is None:
+            return size
+        try:
+            async with asyncio.timeout(wait_s):
+                await turn
+        except BaseException as error:
+            refusal = self.leave(waiter)
+            if isinstance(error, TimeoutError):
+                raise refusal from None
+            raise
+        return size
+
+    def ask(
+        self,
+        size: int,
+        owner: Owner,
+        wake: Callable[[], object],
+        mine: int = 0,
+        begun: bool = False,
+        wait_s: float | None = None,
+    ) -> _Waiter | None:
+        """Take ``size`` now (None), or stand in line: ``wake`` is called when it is granted.
+
+        Raises:
+            TooManyCalls: it would probably take longer than ``wait_s``.
+        """
+        pace = self._pace(owner)
+        pace.used = max(pace.used, self._used)
+        if (not size or owner.name not in self._waiting) and self._fits(size, owner, mine):
+            self.grant(size, owner)
+            return None
+        waiter = _Waiter(size, owner, mine, self._before(owner), begun, wake)
+        self._check(waiter, wait_s)
+        queue = self._waiting.setdefault(owner.name, deque())
+        queue.insert(2 * sum(other.begun for other in queue) + 1 if begun else len(queue), waiter)
+        return waiter
+
+    def leave(self, waiter: _Waiter) -> TooManyCalls:
+        """Stand in line no more, and give back what came in the same moment; returns what a refusal says."""
+        if waiter.granted:
+            self.give(waiter.size, waiter.owner)
+        else:
+            self._forget(waiter)
+            self._learn(waiter, at_least=True)
+            self._let_in()  # those behind it may want less
+        return self._refusal(waiter)
+
+    def give(self, size: int, owner: Owner = ALONE, held_s: float | None = None) -> None:
+        """Give back what was taken; ``held_s``: how long it was held."""
+        self.free += size
+        self._of[owner.name] -= size
+        if not self._of[owner.name]:
+            del self._of[owner.name]
+        if held_s is not None:
+            self._pace(owner).held(held_s, size)
+        self._let_in()
+
+    def grant(self, size: int, owner: Owner) -> None:
+        """Let this owner have ``size``, whatever there is: where another request is about to give it back."""
+        self.free -= size
+        if size:
+            self._of[owner.name] += size
+        pace = self._pace(owner)
+        self._used = pace.used = max(pace.used, self._used)
+
+    def _let_in(self) -> None:
+        """Let in what fits, always of the owner that has used least; of equal ones in turns."""
+        while self._waiting:
+            first = [queue[0] for queue in self._waiting.values()]
+            fit = [each for each in first if self._fits(each.size, each.owner, each.mine)]
+            if not fit:
+                return
+            waiter = min(fit, key=lambda each: self._pace(each.owner).used)
+            self._waiting.move_to_end(waiter.owner.name)
+            self._forget(waiter)
+            self.grant(waiter.size, waiter.owner)
+            waiter.granted = True
+            self._learn(waiter)
+            waiter.wake()
+
+    def _forget(self, waiter: _Waiter) -> None:
+        queue = self._waiting.get(waiter.owner.name)
+        if queue is not None and waiter in queue:
+            queue.remove(waiter)
+            if not queue:
+                del self._waiting[waiter.owner.name]
+
+    def _before(self, owner: Owner) -> int:
+        """How many are let in before the next request of this owner, where all use the same."""
+        mine = len(self._waiting.get(owner.name, ()))
+        return mine + sum(min(len(queue), mine + 1) for name, queue in self._waiting.items() if name != owner.name)
+
+    def _check(self, waiter: _Waiter, wait_s: float | None) -> None:
+        """The first in line always waits: so it is seen that things go faster again."""
+        late = wait_s is not None and self._pace(waiter.owner).expected_s(waiter.before) > wait_s
+        if sum(map(len, self._waiting.values())) >= WAITING_MAX or (waiter.before and not waiter.begun and late):
+            raise self._refusal(waiter)
+
+    def _learn(self, waiter: _Waiter, at_least: bool = False) -> None:
+        pace, seconds = self._pace(waiter.owner), time.monotonic() - waiter.began_s
+        if not at_least or seconds / (waiter.before + 1) > pace.place_s:
+            pace.waited(seconds, waiter.before + 1)
+
+    def _pace(self, owner: Owner) -> _Pace:
+        pace = self._paces.setdefault(owner.name, _Pace())
+        self._paces.move_to_end(owner.name)
+        if len(self._paces) > PACES_MAX:
+            self._paces.popitem(last=False)
+        return pace
+
+    def _refusal(self, waiter: _Waiter) -> TooManyCalls:
+        retry_s = min(max(self._pace(waiter.owner).expected_s(waiter.before), RETRY_S_MIN), RETRY_S_MAX)
+        return TooManyCalls(f"other calls hold all {self._what}", retry_s, self._kind)
+
+
+def _come(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # else the request ends in this moment, and gives back what was granted
+        turn.set_result(None)
+
+
+class Holder(Protocol):
+    """A holder of a turn that may be too slow for those that wait."""
+
+    def late(self) -> bool:
+        """True where it has made less progress than it must. Asked again and again while a thread waits."""
+        ...
+
+    def cut(self) -> None:
+        """End it soon. Called from any thread; its thread then gives its turn back."""
+        ...
+
+
+class ThreadShares:
+    """Turns at something scarce, between threads, by the rules of ``Shares``. ``total`` threads have one at a time.
+
+    Worked example, with a total of 1: it is a lock whose time owners share equally. While one tenant's 100 threads
+    wait, a thread of another tenant waits for the end of one turn.
+    """
+
+    def __init__(self, what: str, kind: str, total: int) -> None:
+        self._shares = Shares(what, kind, total)
+        self._lock = threading.Lock()
+        self._holders: list[Holder] = []
+
+    @contextlib.contextmanager
+    def turn(self, owner: Owner, wait_s: float, holder: Holder | None = None) -> Iterator[None]:
+        """Around what needs a turn.
+
+        Args:
+            holder: who is told to end where it is late and another thread waits.
+
+        Raises:
+            TooManyCalls: no turn came within ``wait_s``.
+        """
+        self._take(owner, wait_s)
+        began_s = time.monotonic()
+        if holder is not None:
+            with self._lock:
+                self._holders.append(holder)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if holder is not None:
+                    self._holders.remove(holder)
+                self._shares.give(1, owner, time.monotonic() - began_s)
+
+    def _take(self, owner: Owner, wait_s: float) -> None:
+        came, deadline_s = threading.Event(), time.monotonic() + wait_s
+        with self._lock:
+            waiter = self._shares.ask(1, owner, came.set)
+        while waiter is not None:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if came.wait(min(left_s, LOOK_S) if self._holders else left_s):
+                return
+            with self._lock:
+                for holder in self._holders:
+                    if holder.late():
+                        holder.cut()
+                if not waiter.granted and time.monotonic() >= deadline_s:
+                    raise self._shares.leave(waiter)
+
+
+class Lane:
+    """Threads for what blocks, shared by those who call an event loop: ``count`` of them for one owner at most. What
+    waits for a thread waits in the loop, where it is counted, has its turn, and can be cancelled."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(LANE_OWNERS * count, f"kvstore-{name}")
+        self._slots = Shares(f"threads that {name}", name, LANE_OWNERS * count, count, count)
+
+    async def run(
+        self,
+        started: Callable[[Future[Any]], None],
+        work: Callable[[], Value],
+        undo: Callable[[Value], object] | None,
+        owner: Owner = ALONE,
+        left_s: float = 60.0,
+        begun: bool = False,
+    ) -> Value:
+        """Do ``work``. Where the call ends in the meantime, ``undo`` gets what came of it: nobody else will.
+
+        Args:
+            left_s: until the call's deadline.
+            begun: see ``Shares.take``.
+
+        Raises:
+            TooManyCalls: there is no thread in time.
+        """
+        await self._slots.take(1, left_s, owner, begun=begun)
+        began_s = time.monotonic()
+        try:
+            step = self._pool.submit(work)
+        except RuntimeError:  # the daemon ends
+            self._slots.give(1, owner)
+            raise NodeUnavailable("the node is ending") from None
+        started(step)
+        try:
+            value = await asyncio.wrap_future(step)
+        except asyncio.CancelledError:
+            left = partial(self._left, owner, began_s, undo)
+            loop = asyncio.get_running_loop()
+            step.add_done_callback(lambda done: call_soon(loop, partial(left, done)))
+            raise
+        except BaseException:
+            self._slots.give(1, owner)
+            raise
+        self._slots.give(1, owner, time.monotonic() - began_s)
+        return value
+
+    def _left(self, owner: Owner, began_s: float, undo: Callable[[Any], object] | None, step: Future[Any]) -> None:
+        self._slots.give(1, owner, time.monotonic() - began_s)
+        if undo is not None and not step.cancelled() and step.exception() is None:
+            with contextlib.suppress(RuntimeError):  # the daemon ends, and everything held with it
+                self._pool.submit(undo, step.result())
+
+    def close(self, wait: bool = True) -> None:
+        """Take no more work. ``wait``: for steps under way, which end by their own deadlines."""
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
+    """From any thread: do it in the loop, if there still is one."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and what was to be given back with it
+        loop.call_soon_threadsafe(then)
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+class Guest:
+    """One connection of a server. Made by ``Connections.accept``; ends with ``Connections.gone``, once.
+
+    Attributes:
+        owner: whose it is; None until its caller has identified itself.
+        leaving: it was dropped, and is about to end.
+    """
+
+    def __init__(self, network: str, drop: Callable[[], object]) -> None:
+        self.network = network
+        self.drop = drop
+        self.owner: Owner | None = None
+        self.leaving = False
+
+
+class Connections:
+    """The connections of a server, counted from accept to close. Any thread, or any event loop.
+
+    ::
+
+        sock, peer = listener.accept()
+        guest = connections.accept(peer[0], drop)  # None: close it. ``drop`` ends it soon, from any thread
+        ...                                        # TLS handshake, then the caller says who it is
+        connections.known(guest, identity)         # raises TooManyCalls: it has its share
+        ...
+        connections.gone(guest)                    # when its socket is closed
+
+    Two thirds of ``total`` are for callers that have identified themselves, by the rules of ``Shares``. They are never
+    dropped. Everything that is free is for the others, of which the oldest is dropped where there is no room.
+    """
+
+    def __init__(self, total: int) -> None:
+        assert total >= UNKNOWN_PART, "somebody has to get in"
+        self.total = total
+        self._changed = threading.Condition(threading.RLock())
+        self._known = Shares("connections", "connections", total - total // UNKNOWN_PART)
+        self._unknown: dict[str, OrderedDict[Guest, None]] = {}  # by network, the oldest first
+        self._open: set[Guest] = set()
+        self._leaving = 0
+
+    def __len__(self) -> int:
+        """Connections that are open."""
+        return len(self._open)
+
+    def accept(self, address: str, drop: Callable[[], object], wait_s: float = 0.0) -> Guest | None:
+        """Count a connection that was accepted; None where there is no room, and it has to be closed.
+
+        Args:
+            drop: ends this connection soon; its server then says ``gone``.
+            wait_s: how long to wait for connections that were dropped to end.
+        """
+        with self._changed:
+            if len(self._open) - self._leaving >= self.total and not self._drop_oldest():
+                return None
+            if not self._changed.wait_for(lambda: self._leaving <= LEAVING_MAX, wait_s):
+                return None
+            guest = Guest(network_of(address), drop)
+            self._open.add(guest)
+            self._unknown.setdefault(guest.network, OrderedDict())[guest] = None
+            return guest
+
+    def known(self, guest: Guest, owner: Owner) -> None:
+        """This connection's caller has identified itself. A connection keeps its first owner.
+
+        Raises:
+            TooManyCalls: the owner has as many as it may; the connection goes on as one of a stranger.
+        """
+        with self._changed:
+            if guest.owner is not None:
+                return
+            if guest.leaving or not self._known.take_now(1, owner):
+                held = self._known.held(owner)
+                raise TooManyCalls(
+                    f"{owner.name} has {held} connections, and may not have more now", kind="connections"
+                )
+            guest.owner = owner
+            self._forget(guest)
+
+    def gone(self, guest: Guest) -> None:
+        """This connection is closed. Does nothing the second time."""
+        with self._changed:
+            if guest not in self._open:
+                return
+            self._open.remove(guest)
+            self._leaving -= guest.leaving
+            self._forget(guest)
+            if guest.owner is not None:
+                self._known.give(1, guest.owner)
+            self._changed.notify_all()
+
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest unidentified connection of the network that has most of them; False where there is none."""
+        if not self._unknown:
+            return False
+        _, most = max((len(guests), network) for network, guests in self._unknown.items())
+        guest = next(iter(self._unknown[most]))
+        self._forget(guest)
+        guest.leaving = True
+        self._leaving += 1
+        guest.drop()
+        return True
+
+    def _forget(self, guest: Guest) -> None:
+        mine = self._unknown.get(guest.network)
+        if mine is not None:
+            mine.pop(guest, None)
+            if not mine:
+                del self._unknown[guest.network]
+
+
+def network_of(address: str) -> str:
+    """Whose address that is, as far as it tells: of IPv6 the first 64 bits, since one machine has all the rest."""
+    try:
+        number = ipaddress.IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(number.ipv4_mapped or int(number) >> 64)
