@@ -24,8 +24,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Final
 
@@ -59,23 +58,33 @@ def failed(place: str, error: BaseException) -> InternalError:
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def answered(place: str, *expected: type[Exception]) -> Iterator[None]:
-    """Around the work of one request or one connection: an unexpected error becomes ``InternalError``.
+class answered:  # noqa: N801: reads as what it does
+    """``with answered(place):`` around the work of one request or one connection.
 
-    ``KVStoreError`` and what is ``expected`` pass.
+    ``KVStoreError`` and what is ``expected`` pass. May be kept and entered by many threads at once.
 
     Raises:
         InternalError: the work failed. It is logged and counted; the protocol answers it as any ``KVStoreError``.
     """
-    try:
+
+    __slots__ = ("_expected", "_place")
+
+    def __init__(self, place: str, *expected: type[Exception]) -> None:
+        self._place = place
+        self._expected: tuple[type[Exception], ...] = (KVStoreError, *expected)
+
+    def __enter__(self) -> None:
         if failpoint.ACTIVE:
-            failpoint.fault(place)
-        yield
-    except Exception as error:
-        if isinstance(error, (KVStoreError, *expected)):
-            raise
-        raise failed(place, error) from None
+            try:
+                failpoint.fault(self._place)
+            except failpoint.Fault as fault:
+                raise failed(self._place, fault) from None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, self._expected):
+            raise failed(self._place, error) from None
 
 
 # --- periodic tasks --------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
 from kvstore.limits import Lane, Shares, call_soon
 from kvstore.rpc.grpc_errors import status_of
@@ -43,8 +43,6 @@ QUICK_THREADS: Final = 4  # of one caller, for what only looks at the index, or 
 READ_THREADS: Final = 8  # for what copies or reads pages
 WAIT_THREADS: Final = 8  # for what may have to wait for room: writers of a full node do not hold up its readers
 TOKEN_BYTES_MAX: Final = 4096
-
-log = logging.getLogger("kvstore.api")
 
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=Message)
@@ -198,7 +196,7 @@ class Gate:
     Attributes:
         under_way: calls admitted and not ended.
         calls: what became of all, for metrics.
-        pressure: how much there is to do; whoever made the gate has it measured (``keep_looking``).
+        pressure: how much there is to do; whoever made the gate has it measured (``look``).
     """
 
     buffers_wait_s = 2.0
@@ -242,10 +240,8 @@ class Gate:
             await _abort(context, DeadlineExceeded("the call did not end within its deadline"))
         except grpc.aio.BaseError:
             raise
-        except Exception:  # our own bug: gRPC would tell its text to the caller
-            log.exception("a call failed")
-            with _gone():
-                await context.abort(grpc.StatusCode.INTERNAL, "the node failed at this call: its log tells more")
+        except Exception as error:  # gRPC would tell its text to the caller
+            await _abort(context, boundary.failed("grpc", error))
             raise
 
     def _make_room(self, caller: Identity, limit_s: float) -> None:
@@ -288,15 +284,14 @@ class Gate:
             finally:
                 self._half_open.pop(call, None)
 
-    async def keep_looking(self) -> None:
-        """Keep ``pressure`` up to date, and end calls whose request does not come. Until cancelled."""
-        while True:
-            await self.pressure.look()
-            before_s = self.pressure.on_time_s - self.first_message_s
-            for call, (since_s, _) in list(self._half_open.items()):
-                if since_s > before_s:
-                    break
-                self._end_half_open(call)
+    async def look(self) -> None:
+        """Keep ``pressure`` up to date, and end calls whose request does not come. To be called again and again."""
+        await self.pressure.look()
+        before_s = self.pressure.on_time_s - self.first_message_s
+        for call, (since_s, _) in list(self._half_open.items()):
+            if since_s > before_s:
+                break
+            self._end_half_open(call)
 
     def _limit_s(self, context: Any) -> float:
         left_s = context.time_remaining()

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
+from kvstore import boundary
 from kvstore.config import parse_address
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 
 REQUEST_S: Final = 5.0  # a client that dawdles is cut off
 THREADS_MAX: Final = 16
@@ -35,8 +37,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: HttpServer
 
     def do_GET(self) -> None:
-        route = self.server.routes.get(self.path.partition("?")[0])
-        status, kind, text = route() if route is not None else (404, "text/plain", "not found\n")
+        path = self.path.partition("?")[0]
+        route = self.server.routes.get(path)
+        try:
+            with boundary.answered(f"http{path if route is not None else '/other'}"):
+                status, kind, text = route() if route is not None else (404, "text/plain", "not found\n")
+        except InternalError as error:
+            status, kind, text = 500, "text/plain", f"{error}\n"
+        except KVStoreError as error:  # the node is stopping
+            status, kind, text = 503, "text/plain", f"{error}\n"
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -108,8 +117,10 @@ class HttpServer(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no news; anything else is ours."""
-        log.error("a request from %s failed", client_address, exc_info=True)
+        """A connection ended by an unexpected error, or no thread could be started for it."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            boundary.failed("http/connection", error)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve it."""

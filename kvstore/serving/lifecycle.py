@@ -10,7 +10,8 @@
         life.wait()  # until SIGTERM or SIGINT
         ...  # end in order; another signal sets ``life.hurried``
 
-A daemon that has lost a thread ends with exit code 1: it would hold its name and serve nobody.
+An unexpected error ends a connection, a request or one turn of a task, and the daemon goes on; in decided state it ends
+the daemon with exit code 1. See ``kvstore.boundary``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from kvstore import about
+from kvstore import about, boundary
 from kvstore.config.daemon import DaemonConfig
 from kvstore.serving import logs
 from kvstore.serving.http import HttpServer, routes
@@ -79,13 +80,16 @@ class Life:
 
     def wait(self, look: Callable[[], None] = lambda: None) -> None:
         """Until it is told to end. Calls ``look`` a few times a second."""
-        while not self._stopped.wait(SIGNAL_LOOK_S):
-            look()
+
+        def turn() -> None:
+            if not self._stopped.wait(SIGNAL_LOOK_S):
+                look()
+
+        boundary.kept("task/main", turn, self._stopped)()
 
     def wait_while(self, holds: Callable[[], bool]) -> None:
         """The same, or until ``holds`` says no."""
-        while not self.ending(SIGNAL_LOOK_S) and holds():
-            pass
+        boundary.kept("task/main", lambda: not self.ending(SIGNAL_LOOK_S) and not holds(), self._stopped)()
 
     def ending(self, timeout_s: float) -> bool:
         """Whether it has been told to end; waits so long for that."""
@@ -109,13 +113,7 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
     """
     logs.configure(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-    def end(failed: threading.ExceptHookArgs) -> None:
-        log.critical("a thread failed, %s ends", who, exc_info=failed.exc_value)
-        logging.shutdown()
-        os._exit(1)
-
-    threading.excepthook = end
+    boundary.ends_process(who)
     ready = threading.Event()
     life = Life(log, HttpServer(config.http, routes(ready)) if config.http else None, ready)
     for number in (signal.SIGTERM, signal.SIGINT):

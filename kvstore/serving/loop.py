@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
@@ -16,6 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvstore import boundary
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.rpc.messages import MESSAGE_BYTES_MAX
@@ -32,8 +32,6 @@ CONNECTIONS_MAX: Final = 2048
 HANDSHAKE_MS: Final = 5000  # who connects and says nothing is let go
 IDLE_MS: Final = 300_000  # a connection without calls; its client connects again with the next one
 PENDING_MIN: Final = 64
-
-log = logging.getLogger("kvstore.api")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class LoopServer(ABC):
         """The service. What it needs is closed by ``ends``, after the last step of a call has ended."""
 
     def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs for ever beside calls. Where one of them fails, the daemon ends."""
+        """What runs beside calls until it is cancelled, each as a ``boundary.kept_task``."""
         return ()
 
     @abstractmethod
@@ -149,7 +147,7 @@ class LoopServer(ABC):
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(_log_unexpected)
+        self._loop.set_exception_handler(boundary.loop_failed)
         limits, threads = self._limits, Threads()
         with contextlib.ExitStack() as ends:
             gate = Gate(self.identities, threads, limits.rpcs_max, limits.call_s_max, limits.buffer_bytes)
@@ -174,7 +172,8 @@ class LoopServer(ABC):
         self, server: grpc.aio.Server, alive: health.aio.HealthServicer, gate: Gate, stopping: asyncio.Event
     ) -> None:
         stopped = asyncio.create_task(stopping.wait())
-        beside = [asyncio.create_task(work) for work in (gate.keep_looking(), *self._beside())]
+        looking = boundary.kept_task("task/gate", gate.look)
+        beside = [asyncio.create_task(work) for work in (looking, *self._beside())]
         try:
             ended, _ = await asyncio.wait({stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -219,8 +218,3 @@ async def _add_others(server: grpc.aio.Server, service: str) -> health.aio.Healt
     await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection(names, server)
     return alive
-
-
-def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What an event loop does with a failure that nobody waits for."""
-    log.error("%s", context.get("message"), exc_info=context.get("exception"))

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvstore import boundary
 from kvstore.errors import InvalidRequest
 from kvstore.serving.gate import Call, Gate
 
@@ -37,11 +38,18 @@ def serving(
     return grpc.method_handlers_generic_handler(service, table)
 
 
+# Errors of the work that are no fault of ours: its transport has gone, or its time is over. The gate tells them.
+_EXPECTED = grpc.aio.BaseError, TimeoutError
+
+
 def _unary(gate: Gate, name: str, work: Unary) -> Any:
+    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+
     async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
             async with gate.admit(context) as call, call.request(aiter(messages)) as message:
-                reply = await work(call, message)
+                with answered:
+                    reply = await work(call, message)
                 gate.calls.sent_bytes += len(reply)
                 return reply
 
@@ -49,19 +57,25 @@ def _unary(gate: Gate, name: str, work: Unary) -> Any:
 
 
 def _sending(gate: Gate, name: str, work: Sending) -> Any:
+    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+
     async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
         with gate.calls.watch(name, context):
             async with gate.admit(context) as call, call.request(aiter(messages)) as message:
-                await work(call, message)
+                with answered:
+                    await work(call, message)
 
     return serve
 
 
 def _taking(gate: Gate, name: str, work: Taking) -> Any:
+    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+
     async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
             async with gate.admit(context) as call:
-                reply = await work(call, aiter(messages))
+                with answered:
+                    reply = await work(call, aiter(messages))
                 gate.calls.sent_bytes += len(reply)
                 return reply
 
@@ -94,7 +108,9 @@ class GateOthers(grpc.aio.ServerInterceptor):
         async def serve(requests: AsyncIterator[Any], context: Any) -> Any:
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
-                    return await work(await _only(call, requests), context)
+                    request = await _only(call, requests)
+                    with boundary.answered(f"grpc/{name}", *_EXPECTED):
+                        return await work(request, context)
 
         return serve
 
@@ -103,14 +119,15 @@ class GateOthers(grpc.aio.ServerInterceptor):
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
                     given = _bounded(call, requests) if many else await _only(call, requests)
-                    replies = work(given, context)
-                    if isinstance(replies, Awaitable):
-                        with call.waits():  # for changes of health, mostly
-                            await replies
-                        return
-                    async for reply in replies:
-                        call.check()
-                        await context.write(reply)
+                    with boundary.answered(f"grpc/{name}", *_EXPECTED):
+                        replies = work(given, context)
+                        if isinstance(replies, Awaitable):
+                            with call.waits():  # for changes of health, mostly
+                                await replies
+                            return
+                        async for reply in replies:
+                            call.check()
+                            await context.write(reply)
 
         return serve
 

@@ -1,7 +1,8 @@
 """The file ``data`` of a node's folder: which data server sends the node's pages. Locked while that process lives.
 
 It is how a restarted daemon finds the data server that outlived the one before, and how a second one is refused. Its
-text is JSON; a file that nobody holds the lock of says nothing.
+text is JSON; a file that nobody holds the lock of says nothing. Next to it is the file ``data.errors``: the unexpected
+errors of that process by place, for the daemon's metrics.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 from kvstore.errors import NodeBusy
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import is_locked, open_plain, read_plain
 
+ERRORS: Final = "data.errors"
 TRIES: Final = 20  # somebody may just be looking whether it is locked, which takes microseconds
 RETRY_S: Final = 0.01
 
@@ -83,6 +86,20 @@ class DataFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def tell_errors(folder: NodeFolder, counts: dict[str, int]) -> None:
+    """Say how many unexpected errors this data server has had, by place. Raises OSError, OutOfSpace."""
+    text = json.dumps(counts).encode()
+    folder.new_file(folder.path / ERRORS, len(text), text)
+
+
+def find_errors(folder: Path) -> dict[str, int]:
+    """What the node's data server has said last, or the one before where it has not yet. Empty: nothing."""
+    try:
+        return {str(place): int(count) for place, count in json.loads(read_plain(folder / ERRORS)).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def is_taken(folder: NodeFolder) -> bool:

@@ -86,7 +86,7 @@ class Sessions:
             fd = open_plain(path, os.O_RDONLY)
         except FileNotFoundError:
             return False, None
-        except PermissionError:  # of another user, who does not share it: nothing tells that it ended
+        except OSError:  # of another user, who does not share it, or no descriptor is left: nothing tells that it ended
             return True, None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,6 +96,8 @@ class Sessions:
             path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
         except BlockingIOError:
             return True, read_counters(fd)
+        except OSError:  # it cannot be locked, read or removed now: the next look may tell
+            return True, None
         finally:
             os.close(fd)
         return False, None
@@ -105,7 +107,7 @@ def session_ids(folder: NodeFolder) -> list[int]:
     """Sessions that have a file: all that live, and those that ended since somebody looked."""
     try:
         names = os.listdir(folder.sessions)
-    except FileNotFoundError:  # somebody removed the folder under us
+    except OSError:  # somebody removed the folder under us, or no descriptor is left: the next look may tell
         return []
     return [int(name, 16) for name in names if _is_session(name)]
 
@@ -120,7 +122,7 @@ def _is_locked(folder: NodeFolder, session: int) -> bool:
         return is_locked(folder.session(session))
     except FileNotFoundError:
         return False
-    except PermissionError:  # of another user, who does not share it: nothing tells that it ended
+    except OSError:  # of another user, who does not share it, or no descriptor is left: nothing tells that it ended
         return True
 
 

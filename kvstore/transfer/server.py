@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unavailable, VersionMismatch
+from kvstore import boundary
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, TooManyCalls, Unavailable, VersionMismatch
 from kvstore.transfer.base import Admit, Caller, Exchange, Handler
 from kvstore.transfer.stream import Buffer, Stream
 from kvstore.transfer.unix import short, socket_file
@@ -95,6 +96,7 @@ class Server:
         self.limits = limits or ServerLimits()
         self.tls = tls
         self._handlers = handlers
+        self.answered = {kind: boundary.answered(f"data/{kind.name}") for kind in REQUESTS}
         self._admit = admit
         self._listener: socket.socket | None = None
         self._unix: Path | None = None
@@ -104,7 +106,8 @@ class Server:
         self._unknown: list[_Connection] = []  # of these, who have not said who they are; the oldest first
         self._callers: Counter[str] = Counter()
         self._stopping = threading.Event()
-        self._accepting = threading.Thread(target=self._accept, name="data accept", daemon=True)
+        accept = boundary.kept("task/data accept", self._accept, self._stopping)
+        self._accepting = threading.Thread(target=accept, name="data accept", daemon=True)
 
     def start(self, host: str, port: int) -> str:
         """Listen; returns HOST:PORT, with the port that was taken where ``port`` is 0.
@@ -187,29 +190,37 @@ class Server:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self._stopping.is_set():
-            try:
-                sock, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:  # no more descriptors, or the caller has gone already
-                log.warning("a connection could not be taken: %s", error)
-                self._stopping.wait(ACCEPT_LOOK_S)
-                continue
-            connection = _Connection(self, sock, peer)
-            thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
-            with self._gone:
-                late = self._too_many(connection.address)
-                if late is not None:
-                    late.abort()
-                room = self._gone.wait_for(self._has_room, ROOM_S)  # those who were dropped go
-                if room:
-                    self._open[connection] = thread
-                    self._unknown.append(connection)
+        try:
+            sock, peer = self._listener.accept()
+        except TimeoutError:
+            return
+        except OSError as error:  # no more descriptors, or the caller has gone already
+            log.warning("a connection could not be taken: %s", error)
+            self._stopping.wait(ACCEPT_LOOK_S)
+            return
+        connection = _Connection(self, sock, peer)
+        thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
+        with self._gone:
+            late = self._too_many(connection.address)
+            if late is not None:
+                late.abort()
+            room = self._gone.wait_for(self._has_room, ROOM_S)  # those who were dropped go
             if room:
-                thread.start()
-            else:
-                sock.close()
+                self._open[connection] = thread
+                self._unknown.append(connection)
+        if room:
+            self._begin(connection, thread)
+        else:
+            sock.close()
+
+    def _begin(self, connection: _Connection, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the machine, or our group of processes, has no more threads
+            log.warning("a connection could not be taken: %s", error)
+            self._ended(connection)
+            connection.close()
+            self._stopping.wait(ACCEPT_LOOK_S)
 
     def _has_room(self) -> bool:
         return len(self._open) < self.limits.connections_max + 2 * self.limits.unknown_max
@@ -229,13 +240,19 @@ class Server:
 
     def _serve(self, connection: _Connection) -> None:
         try:
-            connection.run()
+            with boundary.answered("data/connection"):
+                connection.run()
+        except InternalError:
+            pass  # nobody is left who could be told
         finally:
-            with self._lock:
-                del self._open[connection]
-                if connection in self._unknown:
-                    self._unknown.remove(connection)
-                self._gone.notify()
+            self._ended(connection)
+
+    def _ended(self, connection: _Connection) -> None:
+        with self._lock:
+            del self._open[connection]
+            if connection in self._unknown:
+                self._unknown.remove(connection)
+            self._gone.notify()
 
 
 class _Connection:
@@ -286,9 +303,13 @@ class _Connection:
         except (Unavailable, VersionMismatch) as error:
             log.debug("%s: %s", self._who, error)
         finally:
-            if self._stream is not None:
-                self._stream.close()
-            self._sock.close()
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._stream is not None:
+            self._stream.close()
+        self._sock.close()
 
     def _serve(self) -> None:
         server, limits = self._server, self._server.limits
@@ -339,7 +360,8 @@ class _Connection:
         self._deadline_s = time.monotonic() + limits.reply_s
         body = stream.receive(head.body_bytes, self._deadline_s)
         try:
-            handler(self, memoryview(body))
+            with self._server.answered[head.kind]:
+                handler(self, memoryview(body))
         except WireError:
             raise
         except KVStoreError as error:

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from kvstore.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     KVStoreError,
     NodeUnavailable,
@@ -253,6 +254,7 @@ _ERRORS: Final[tuple[tuple[int, type[KVStoreError]], ...]] = (
     (6, TooManyCalls),
     (7, DeadlineExceeded),
     (8, NodeUnavailable),
+    (10, InternalError),  # an older caller takes it for Unavailable
     (9, Unavailable),
 )
 _CODE: Final = struct.Struct("<H")

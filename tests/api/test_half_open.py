@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvstore.boundary import kept_task
 from kvstore.errors import DeadlineExceeded
 from kvstore.serving.gate import HALF_OPEN_S, Call, Gate, Threads
 from kvstore.serving.identities import LOCAL, Identities
@@ -39,7 +40,7 @@ async def gate_of(bound_s: float) -> AsyncIterator[tuple[Gate, Call]]:
     """A gate that looks, and a call."""
     gate = Gate(Identities(None), Threads(), 8, 60.0, 1 << 20)
     gate.first_message_s = bound_s
-    looking = asyncio.create_task(gate.keep_looking())
+    looking = asyncio.create_task(kept_task("test", gate.look))
     yield gate, Call(gate, LOCAL, None, time.monotonic() + 60)
     looking.cancel()
     gate.threads.close()

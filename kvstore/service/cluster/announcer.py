@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
+from kvstore import boundary
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
@@ -31,7 +32,8 @@ log = logging.getLogger("kvstore.cluster")
 
 
 class Announcer:
-    """From ``start`` to ``stop``. Where its thread fails the daemon ends, as with every one. Status says if it hangs.
+    """From ``start`` to ``stop``. Where a turn fails it tells everything again, in new streams. Status says if it
+    hangs.
 
     Args:
         daemon: the number that our entry in the catalog has: by it owners know that it is we who tell.
@@ -47,13 +49,19 @@ class Announcer:
         self._members = members
         self._peers = peers
         self._links = links
-        self._announcing = Announcing(name, lambda: secrets.randbits(63))
+        self._name = name
         self._turn_s = time.monotonic()
         self._told_s: dict[str, float] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        run = boundary.kept("task/announcer", self._turn, self._stopping)
+        self._thread = threading.Thread(target=run, name="announcer", daemon=True)
         self.counters: Counter[str] = Counter()
-        self._feed = PageFeed(node, self._announcing, self.counters)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Tell everything from the beginning."""
+        self._announcing = Announcing(self._name, lambda: secrets.randbits(63))
+        self._feed = PageFeed(self._node, self._announcing, self.counters)
 
     def start(self) -> None:
         """Begin."""
@@ -76,15 +84,18 @@ class Announcer:
             **self.counters,
         }
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._turn_s = time.monotonic()
-            view = self._peers.look()
+    def _turn(self) -> None:
+        view = self._peers.look()
+        try:
             with contextlib.suppress(Unavailable):  # the node is stopping
                 self._follow(view)
             sent = self._tell(view) if view is not None else 0
-            its = self._announcing
-            self._stopping.wait(sent / PAGES_PER_S if its.queued else pause_s(len(its.owners)))
+        except Exception:
+            self._begin()
+            raise
+        self._turn_s = time.monotonic()
+        its = self._announcing
+        self._stopping.wait(sent / PAGES_PER_S if its.queued else pause_s(len(its.owners)))
 
     def _follow(self, view: PoolView | None) -> None:
         secret = self._members.secret

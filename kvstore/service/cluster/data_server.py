@@ -6,6 +6,7 @@ ends with SIGTERM, or when the node's folder is gone; a daemon that started it a
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -16,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kvstore import about
+from kvstore import about, boundary
 from kvstore.catalog import schema
 from kvstore.catalog.schema import DataEntry
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.transports import TRANSPORTS, missing_here
 from kvstore.config import NodeConfig, parse_address
 from kvstore.config.values import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO
-from kvstore.errors import InvalidRequest, NodeBusy, Unauthenticated, Unavailable
+from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, Unauthenticated, Unavailable
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.lend_handler import LendHandler
@@ -35,7 +36,7 @@ from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host
 from kvstore.serving.reach import check_certificates, check_far, numeric
-from kvstore.tier.data_file import DataFile, DataServerAt
+from kvstore.tier.data_file import DataFile, DataServerAt, tell_errors
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.base import Admit, Caller, Handler
@@ -219,17 +220,19 @@ class _Told:
             host=host(),
             version=about.version(),
         )
+        self._errors: dict[str, int] | None = None  # as its file has them
         self._membership: Membership | None = None
         self._keeper: ViewKeeper | None = None
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._join, name="data catalog", daemon=True)
+        join = boundary.kept("task/data catalog", self._join, self._stopping)
+        self._thread = threading.Thread(target=join, name="data catalog", daemon=True)
         if config.catalog:
             self._thread.start()
         else:
             peers.forget(node.folder)
 
     def look(self) -> bool:
-        """Tell a new incarnation of the node, and the node's clients who else is there. True."""
+        """Tell a new incarnation of the node, the node's clients who else is there, and its daemon our errors. True."""
         mapped = self._node.mapped()
         incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
         if self._keeper is not None:
@@ -239,6 +242,11 @@ class _Told:
             membership = self._membership
             if membership is not None:
                 membership.update(self._entry)
+        errors = boundary.counts()
+        if errors != self._errors:
+            with contextlib.suppress(OSError, OutOfSpace):  # the next look tries again
+                tell_errors(self._node.folder, errors)
+                self._errors = errors
         return True
 
     def stop(self) -> None:
@@ -249,17 +257,17 @@ class _Told:
         if self._membership is not None:
             self._membership.stop()
 
-    def _join(self) -> None:
-        while not self._stopping.is_set():
-            membership, entry = Membership(self._config), self._entry
-            try:
-                membership.start(entry)
-            except (NodeBusy, Unavailable) as error:
-                logs.event(log, logging.WARNING, "not in the catalog yet", reason=str(error))
-                self._stopping.wait(PUBLISH_RETRY_S)
-                continue
-            self._membership = self._directory.members = membership
-            self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
-            if self._entry is not entry:
-                membership.update(self._entry)
-            return
+    def _join(self) -> bool:
+        """Try to be listed. True once the catalog lists the data server."""
+        membership, entry = Membership(self._config), self._entry
+        try:
+            membership.start(entry)
+        except (NodeBusy, Unavailable) as error:
+            logs.event(log, logging.WARNING, "not in the catalog yet", reason=str(error))
+            self._stopping.wait(PUBLISH_RETRY_S)
+            return False
+        self._membership = self._directory.members = membership
+        self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
+        if self._entry is not entry:
+            membership.update(self._entry)
+        return True

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore import boundary
 from kvstore.catalog.base import boot_s
 from kvstore.errors import PermissionDenied
 from kvstore.model.pool_secret import veil_of
@@ -28,6 +29,7 @@ from kvstore.transfer.find_messages import (
 from kvstore.transfer.peers import PeersFile
 from kvstore.transfer.wire import BODY_MAX, FrameKind
 
+DECIDED: Final = boundary.Decided("state/directory")  # around what changes it; to ask it changes nothing
 LOOK_S: Final = 0.5  # how often it looks who is still there
 SILENT_S: Final = 3.0  # somebody may come before we hear of it, and then tells something every second
 
@@ -82,7 +84,8 @@ class DirectoryShell:
             raise PermissionDenied(f"only {told.node[:80]} itself may announce its pages, as the catalog lists it")
         with self._lock:
             self._look()
-            wanted = self._directory.told(told)
+            with DECIDED:
+                wanted = self._directory.told(told)
             if wanted != AGAIN:  # else it is not listed, and nobody would forget it
                 self._heard_s[told.node] = time.monotonic()
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
@@ -132,6 +135,7 @@ class DirectoryShell:
         for name in self._directory.nodes:
             silent = now_s > self._heard_s.get(name, 0.0) + SILENT_S
             if name not in members and (silent or name in self._listed):
-                self._directory.forget(name)
+                with DECIDED:
+                    self._directory.forget(name)
                 self._heard_s.pop(name, None)
         self._listed = tuple(members)

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from kvstore import boundary
 from kvstore.errors import InvalidRequest
 from kvstore.service.events import kv_pages
 from kvstore.service.events.kv_pages import MEDIUMS, KvEvent, PageReader
@@ -119,14 +120,18 @@ class KvEvents:
         self._node.kv_last = None
 
     def _run(self) -> None:
+        boundary.kept("task/kv events", self._turn, self._stopped)()
+        self._context.destroy(linger=0)
+
+    def _turn(self) -> None:
         try:
-            while not self._stopped.is_set():
-                busy = self._publish_news()
-                busy |= self._serve_replays()
-                if not busy:
-                    self._stopped.wait(LOOK_S)
-        finally:
-            self._context.destroy(linger=0)
+            busy = self._publish_news()
+        except Exception:
+            self._resync_later("an event could not be published")
+            raise
+        busy |= self._serve_replays()
+        if not busy:
+            self._stopped.wait(LOOK_S)
 
     # --- publishing -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from kvstore.errors import InvalidRequest
+from kvstore import boundary
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.rpc import control
 from kvstore.rpc.control import Op
 from kvstore.service.local.dispatch import Dispatcher
@@ -39,6 +40,7 @@ BACKLOG = 128
 CONNECTIONS_MAX = 1024
 SLOW_THREADS = 4
 DELETE_THREADS = 32  # a device that does not answer keeps every one for ``nvme_answer_s``, once
+DEAF_S = 0.25  # where a connection could not be taken
 JOIN_S = 5.0
 
 _DELETES = frozenset(int(op) for op in (Op.DELETE, Op.SEAL_GRANTED, Op.SEAL_OBJECTS))
@@ -67,23 +69,27 @@ class _SlowCalls:
         self._carry_out = carry_out
         self._threads_max = threads
         self._asked: SimpleQueue[tuple[_Connection, bytes] | None] = SimpleQueue()
-        self._done: deque[tuple[_Connection, bytes | None]] = deque()
+        self._done: deque[tuple[_Connection, bytes | None, bool]] = deque()
         self._threads: list[threading.Thread] = []
         self._under_way = 0
         self._stopped = threading.Event()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # to be read from: something is done
 
     def ask(self, connection: _Connection, request: bytes) -> None:
-        """Begin, as soon as a thread is free."""
-        self._under_way += 1
-        if self._under_way > len(self._threads) < self._threads_max:
+        """Begin, as soon as a thread is free. Raises RuntimeError where there is none, and none can be started."""
+        if self._under_way >= len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._work, name="kvstore-slow-calls", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+                self._threads.append(thread)
+            except RuntimeError:
+                if not self._threads:
+                    raise
+        self._under_way += 1
         self._asked.put((connection, request))
 
-    def done(self) -> list[tuple[_Connection, bytes | None]]:
-        """What has ended since the last time."""
+    def done(self) -> list[tuple[_Connection, bytes | None, bool]]:
+        """Connections, replies and whether they could be made, of what has ended since the last time."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
         found = [self._done.popleft() for _ in range(len(self._done))]
@@ -104,13 +110,15 @@ class _SlowCalls:
     def _work(self) -> None:
         while (asked := self._asked.get()) is not None and not self._stopped.is_set():
             connection, request = asked
+            reply, made = None, False
             try:
-                reply = self._carry_out(connection.session, request)
-            except BaseException:
-                if self._stopped.is_set():
-                    return  # the node ended while it was being looked at
-                raise
-            self._done.append((connection, reply))
+                with boundary.answered("control/slow"):
+                    reply, made = self._carry_out(connection.session, request), True
+            except KVStoreError as error:
+                log.info("session %016x: %s", connection.session, error)
+            if self._stopped.is_set():
+                return  # nobody waits any more
+            self._done.append((connection, reply, made))
             os.eventfd_write(self.bell, 1)
 
 
@@ -124,11 +132,14 @@ class ControlServer:
         self._buffer = bytearray(control.MESSAGE_BYTES_MAX)
         self._slow = _SlowCalls(self._carry_out, SLOW_THREADS)
         self._deletions = _SlowCalls(self._carry_out, DELETE_THREADS)
-        self._stopped = False
+        self._stopped = threading.Event()
+        self._swept_s = time.monotonic()
+        self._deaf_until_s = 0.0  # no new connection is taken until then; 0: they are
         self._drained = 0
         self._quiet_at: float | None = None  # when nobody looks at the log of puts any more; None: nobody does
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
-        self._listener: socket.socket | None = None
+        self._listener: socket.socket
+        self._poll: select.epoll
 
     def start(self) -> None:
         """Listen on the node's socket. The file of a dead daemon is replaced: we hold the name's lock."""
@@ -144,46 +155,57 @@ class ControlServer:
             os.close(here)
         chmod_socket(path, self._node.config.file_mode)
         listener.listen(BACKLOG)
-        self._listener = listener
+        self._listener, self._poll = listener, select.epoll()
+        for heard in (listener, self._slow.bell, self._deletions.bell):
+            self._poll.register(heard, select.EPOLLIN)
+        self._node.puts.watched(False)
         self._thread.start()
 
     def stop(self) -> None:
         """Hang up on everyone."""
-        self._stopped = True
+        self._stopped.set()
         os.eventfd_write(self._slow.bell, 1)  # it need not wait for the next look
         self._thread.join(2 * POLL_S + 1)
         self._slow.stop()
         self._deletions.stop()
 
     def _serve(self) -> None:
-        assert self._listener is not None
-        listening, bells = self._listener.fileno(), {calls.bell: calls for calls in (self._slow, self._deletions)}
-        with select.epoll() as poll:
-            poll.register(listening, select.EPOLLIN)
-            for bell in bells:
-                poll.register(bell, select.EPOLLIN)
-            swept = time.monotonic()
-            self._node.puts.watched(False)
-            while not self._stopped:
-                for fd, _ in poll.poll(self._watch_puts()):
-                    if fd == listening:
-                        self._accept(poll)
-                    elif fd in bells:
-                        self._answer_slow(poll, bells[fd])
-                    else:
-                        connection = self._connections.get(fd)
-                        if connection is not None and not self._serve_one(connection):
-                            self._hang_up(poll, fd, connection)
-                        elif connection is not None and connection.waits:
-                            poll.modify(fd, 0)  # all that is heard of it now is that it hangs up
-                if time.monotonic() - swept > HELLO_S:
-                    swept = time.monotonic()
-                    for fd, connection in list(self._connections.items()):
-                        if not connection.session and swept - connection.since > HELLO_S:
-                            self._hang_up(poll, fd, connection)
+        boundary.kept("task/control", self._turn, self._stopped)()
+        self._poll.close()
         for connection in self._connections.values():
             connection.sock.close()
         self._listener.close()
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do all that there is."""
+        for fd, _ in self._poll.poll(self._watch_puts()):
+            self._heard(fd)
+        now_s = time.monotonic()
+        if self._deaf_until_s and now_s > self._deaf_until_s:
+            self._listens(True)
+        if now_s - self._swept_s > HELLO_S:
+            self._swept_s = now_s
+            for fd, connection in list(self._connections.items()):
+                if not connection.session and now_s - connection.since > HELLO_S:
+                    self._hang_up(fd, connection)
+
+    def _heard(self, fd: int) -> None:
+        """A new connection, a slow call that is done, or a request."""
+        if fd == self._listener.fileno():
+            self._accept()
+        elif fd in (self._slow.bell, self._deletions.bell):
+            self._answer_slow(self._slow if fd == self._slow.bell else self._deletions)
+        elif (connection := self._connections.get(fd)) is not None:
+            goes_on = False
+            try:
+                with boundary.answered("control/connection"):
+                    goes_on = self._serve_one(connection)
+            except InternalError:
+                pass  # it is hung up on
+            if not goes_on:
+                self._hang_up(fd, connection)
+            elif connection.waits:
+                self._poll.modify(fd, 0)  # all that is heard of it now is that it hangs up
 
     def _watch_puts(self) -> float:
         """Take in what clients published; how long to wait for requests then. While they publish it is looked at all
@@ -199,18 +221,26 @@ class ControlServer:
             return 0.0  # who published meanwhile did not tell: look once more
         return WATCH_S if self._quiet_at is not None else POLL_S
 
-    def _accept(self, poll: select.epoll) -> None:
-        assert self._listener is not None
+    def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor is left: others go on
+            log.warning("a connection could not be taken: %s", error)
+            self._listens(False)
             return
         if len(self._connections) >= CONNECTIONS_MAX:
             sock.close()
             return
         sock.setblocking(False)
+        self._poll.register(sock.fileno(), select.EPOLLIN)
         self._connections[sock.fileno()] = _Connection(sock)
-        poll.register(sock.fileno(), select.EPOLLIN)
+
+    def _listens(self, listens: bool) -> None:
+        """Whether new connections are taken from now on; where they are not, for ``DEAF_S``."""
+        self._deaf_until_s = 0.0 if listens else time.monotonic() + DEAF_S
+        self._poll.modify(self._listener.fileno(), select.EPOLLIN if listens else 0)
 
     def _serve_one(self, connection: _Connection) -> bool:
         """Answer one datagram; False where the connection is over."""
@@ -260,19 +290,19 @@ class ControlServer:
     def _carry_out(self, session: int, request: bytes) -> bytes | None:
         return self._dispatcher.exchange(session, control.decode(memoryview(request)))
 
-    def _answer_slow(self, poll: select.epoll, calls: _SlowCalls) -> None:
-        for connection, reply in calls.done():
+    def _answer_slow(self, calls: _SlowCalls) -> None:
+        for connection, reply, made in calls.done():
             fd = connection.sock.fileno()
             if fd < 0:
                 continue  # it hung up meanwhile
             connection.waits = False
-            if self._send(connection, reply):
-                poll.modify(fd, select.EPOLLIN)
+            if made and self._send(connection, reply):
+                self._poll.modify(fd, select.EPOLLIN)
             else:
-                self._hang_up(poll, fd, connection)
+                self._hang_up(fd, connection)
 
-    def _hang_up(self, poll: select.epoll, fd: int, connection: _Connection) -> None:
-        poll.unregister(fd)
+    def _hang_up(self, fd: int, connection: _Connection) -> None:
+        self._poll.unregister(fd)
         del self._connections[fd]
         connection.sock.close()
         if connection.session:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvstore import failpoint
+from kvstore import boundary, failpoint
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, SHARDS_MAX, Status
 from kvstore.rpc import control
@@ -50,6 +50,7 @@ class Dispatcher:
             Op.RETRACT: self._retract,
             Op.UNMOUNT: self._unmount,
         }
+        self._answered = {op: boundary.answered(f"control/{Op(op).name}") for op in self._verbs}
         self.admin = Admin(node, scrubber, wake)
 
     def hello(self, message: Message) -> tuple[int, bytes]:
@@ -82,7 +83,8 @@ class Dispatcher:
                 raise InvalidRequest("op", f"{message.op} is unknown")
             if self.node.ending and message.op in _WRITES:
                 raise NodeUnavailable(f"{self.node.config.name}: the node is ending")
-            reply = verb(session, message, time.monotonic_ns())
+            with self._answered[message.op]:
+                reply = verb(session, message, time.monotonic_ns())
         except InvalidRequest as error:
             reply = _refused(message, error)
         except KVStoreError as error:

@@ -24,7 +24,7 @@ from kvstore.service.node.deciding import Deciding
 from kvstore.service.node.erasing import deletes, erase_all, taken_out
 from kvstore.service.node.folder_memory import FolderMemory, lean_table_fits
 from kvstore.service.node.nvme_pages import NvmePages
-from kvstore.service.node.performer import Performer
+from kvstore.service.node.performer import DECIDED, Performer
 from kvstore.service.node.put_drain import PutDrain
 from kvstore.service.node.room import make_room
 from kvstore.serving import logs
@@ -183,24 +183,30 @@ class Node:
             if self._stopped:
                 return ev.Reply()  # a thread that was late for the stop
             self.puts.take_in()
-            needed = self.state.frames_needed(event)
-            if needed is not None:
-                self._make_room(*needed)
-            instructions = self.state.handle(event)
-            self.state.segment.tables.clear()
             nvme, erases = self.performer.nvme, list[ev.Erase]()
-            if nvme is not None and deletes(event):
-                erases = taken_out(instructions, self.performer.tables, nvme.tier)
-            reply = self.performer.perform(instructions)
+            with DECIDED:
+                needed = self.state.frames_needed(event)
+                if needed is not None:
+                    self._make_room(*needed)
+                instructions = self.state.handle(event)
+                self.state.segment.tables.clear()
+                if nvme is not None and deletes(event):
+                    erases = taken_out(instructions, self.performer.tables, nvme.tier)
+                reply = self.performer.perform(instructions)
             while self.performer.sessions_to_check:
                 session = self.performer.sessions_to_check.pop()
                 if not self.sessions.alive(session) and self.puts.may_end(session):
-                    self.performer.perform(self.state.handle(ev.SessionDead(time.monotonic_ns(), session)))
+                    self._decide(ev.SessionDead(time.monotonic_ns(), session))
                     self.puts.ended(session)
         self.performer.book.flush()
         if erases and nvme is not None:
             erase_all(self, nvme, erases)  # the caller waits for the disk, nobody else does
         return reply if reply is not None else ev.Reply()
+
+    def _decide(self, event: ev.Event) -> ev.Reply | None:
+        """Decide and perform one event that needs no room. The mutex is held."""
+        with DECIDED:
+            return self.performer.perform(self.state.handle(event))
 
     def check_class(self, frame_class: FrameClass) -> None:
         """Raises InvalidRequest where a page of that class is larger than an extent."""
@@ -220,7 +226,7 @@ class Node:
         short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
         missing = max(0, short - len(segment.vacant & segment.populated))
         for position in sorted(segment.vacant - segment.populated)[:missing]:
-            self.performer.perform(self.state.handle(self._populated(position)))
+            self._decide(self._populated(position))
         make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
 
     def populate_next(self) -> bool:
@@ -268,7 +274,7 @@ class Node:
         position = max(segment.beyond & segment.populated, default=None)
         if position is not None:  # one at a time: the kernel takes a while over each, and others wait
             self.performer.dram.give_back(position)
-            self.performer.perform(self.state.handle(ev.PopulationFailed(now_ns, [position])))
+            self._decide(ev.PopulationFailed(now_ns, [position]))
 
     def drop_damaged(self, address: Address, reason: str) -> None:
         """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``.
@@ -286,7 +292,7 @@ class Node:
             return None
         table = self.performer.tables[address.extent]
         event = ev.Damaged(time.monotonic_ns(), address, reason, self.performer.key_of(address))
-        self.performer.perform(self.state.handle(event))
+        self._decide(event)
         return table
 
     @while_running(0)
@@ -307,7 +313,7 @@ class Node:
         for address in sealed:
             if self.state.space_of(address.extent).sealed(address):  # else it hung on one that went just now
                 event = ev.Damaged(time.monotonic_ns(), address, "record", self.performer.key_of(address))
-                self.performer.perform(self.state.handle(event))
+                self._decide(event)
                 dropped += 1
         return dropped
 
@@ -338,14 +344,14 @@ class Node:
         """Decide what to save to a tier now; it is ``waiting`` then. Not where the tables have no room to grow."""
         if self._tables_fit(tier):
             event = ev.Demote(time.monotonic_ns(), tier, bytes_max, self._left_today())
-            self.performer.perform(self.state.handle(event))
+            self._decide(event)
 
     @while_running(None)
     def save_all(self, bytes_max: int) -> ev.Reply | None:
         """DRAM is about to go: ``demote`` what is next. See ``events.SaveAll``; None where nothing can be saved."""
         if not self._tables_fit(Tier.NVME):
             return None
-        return self.performer.perform(self.state.handle(ev.SaveAll(time.monotonic_ns(), bytes_max, self._left_today())))
+        return self._decide(ev.SaveAll(time.monotonic_ns(), bytes_max, self._left_today()))
 
     def _left_today(self) -> int:
         return self.nvme.day_bytes_left(self.config.nvme_write_bytes_per_day) if self.nvme is not None else 0

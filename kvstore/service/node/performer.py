@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvstore import failpoint
+from kvstore import boundary, failpoint
 from kvstore.model.replica import (
     SHARDS_MAX,
     STAMPED,
@@ -51,6 +51,9 @@ SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
+
+DECIDED = boundary.Decided("state/node")
+"""Around every decision of a node and its performance: one that ends half-way leaves no state to go on with."""
 
 
 class Performer:

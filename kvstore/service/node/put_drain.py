@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from kvstore import failpoint
-from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore import boundary, failpoint
+from kvstore.errors import InternalError, InvalidRequest, OutOfSpace
 from kvstore.model.replica import Status
 from kvstore.rpc import control
 from kvstore.rpc.control import Message, Op
 from kvstore.service.node.contents import Contents
 from kvstore.service.node.deciding import Deciding
-from kvstore.service.node.performer import Performer
+from kvstore.service.node.performer import DECIDED, Performer
 from kvstore.service.node.sealing import begin_event, publish_event, retract_event, seal_event
 from kvstore.serving import logs
 from kvstore.state import events as ev
@@ -38,6 +38,7 @@ from kvstore.tier.put_log import LogDamaged, PutLog
 log = logging.getLogger("kvstore.node")
 
 _BUSY = int(Status.BUSY)
+_READ = boundary.answered("control/published")
 # Performed together, and more of them may come soon.
 _WATCHED = ev.SealGranted, ev.Publish, ev.Retract
 PAGES_TOGETHER = 64  # of records that are performed as one decision: its transaction of the index takes memory
@@ -120,16 +121,17 @@ class PutDrain:
         if puts is None or puts.quiet:
             return
         damaged: list[int] = []
-        records = list(chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting()))
-        try:
-            for record in records:  # first: no page that is leased leaves for what somebody else has published
-                if type(record.event) is ev.TakeLease:
-                    self._performer.perform(self._state.handle(record.event))
-        finally:
-            for some in _together(records):
-                self._take_in(puts, some)
-            for slot in damaged:
-                puts.close(slot)
+        with DECIDED:
+            records = list(chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting()))
+            try:
+                for record in records:  # first: no page that is leased leaves for what somebody else has published
+                    if type(record.event) is ev.TakeLease:
+                        self._performer.perform(self._state.handle(record.event))
+            finally:
+                for some in _together(records):
+                    self._take_in(puts, some)
+                for slot in damaged:
+                    puts.close(slot)
 
     def _read(self, puts: PutLog, slot: int, damaged: list[int]) -> Iterator[_Record]:
         """What a slot has for now, oldest first."""
@@ -153,12 +155,13 @@ class PutDrain:
     def _event(self, session: int, position: int, request: bytes) -> ev.Event | None:
         """What a record asks for; None where it makes no sense: it is passed over."""
         try:
-            message = control.decode(memoryview(request))
-            asks = self._asks.get(message.op)
-            if asks is None or message.entries > control.BATCH_MAX:
-                raise InvalidRequest("op", f"{message.op}, {message.entries} pages: not published")
-            return asks(session, position, message)
-        except InvalidRequest as error:
+            with _READ:
+                message = control.decode(memoryview(request))
+                asks = self._asks.get(message.op)
+                if asks is None or message.entries > control.BATCH_MAX:
+                    raise InvalidRequest("op", f"{message.op}, {message.entries} pages: not published")
+                return asks(session, position, message)
+        except (InvalidRequest, InternalError) as error:
             self._bad("a published request makes no sense: it is passed over", error)
             return None
 

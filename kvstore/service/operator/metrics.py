@@ -16,8 +16,10 @@ from kvstore.service.node.node import Node
 from kvstore.service.operator.metric_table import METRICS, TENANTS_MAX, TENANTS_REST
 from kvstore.service.operator.stats import node_stats, pins_stats, tenant_rows
 from kvstore.service.upkeep.scrubber import Scrubber
+from kvstore.serving.metric_table import INTERNAL_ERRORS
 from kvstore.serving.metrics import DaemonMetrics, Families
 from kvstore.tier.counters import LATENCY_BOUNDS_S, MISS_REASONS, OPERATIONS, REUSE_BOUNDS_S
+from kvstore.tier.data_file import find_errors
 from kvstore.tier.frame_header import REASONS
 
 if TYPE_CHECKING:
@@ -124,6 +126,9 @@ class NodeMetrics(DaemonMetrics):
         add("event_log_overwritten", stats["event_log"]["overwritten"])
         add("leases", stats["leases"])
         add("reservations", stats["reservations"])
+        for place, count in find_errors(self._node.folder).items():
+            label = place if place.startswith("data/") else f"data/{place}"
+            add.families[INTERNAL_ERRORS.name].add_metric((label,), count)
         scrubber = self._scrubber.stats()
         add("scrubber_sweeps", scrubber["sweeps"])
         for outcome, name in (("verified", "scrubbed"), ("stamped", "stamped"), ("damaged", "damaged")):

@@ -7,7 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
+from kvstore import boundary
 from kvstore.model.replica import Tier
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
@@ -37,13 +39,16 @@ class Background:
         self._kv_events = KvEvents(node) if node.config.kv_events else None
         self._stopped = threading.Event()
         self._carried = threading.Event()  # the mover's lanes end
-        work = {"tick": self._tick, "background": self._work}
+        self._relay = Relay(node)
+        self._populating, self._more, self._heeded_s = True, False, 0.0
+        steps: dict[str, Callable[[], bool | None]] = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
-            work |= {"mover": self._move, "scanner": self._scan}
+            steps |= {"mover": self._move, "scanner": lambda: self.scanner.run(self._stopped)}
         if node.relayed:
-            work["relay"] = self._relay
+            steps["relay"] = self._carry
+        runs = {name: boundary.kept(f"task/{name}", step, self._stopped) for name, step in steps.items()}
         self._threads = [
-            threading.Thread(target=loop, name=f"kvstore-{name}", daemon=True) for name, loop in work.items()
+            threading.Thread(target=run, name=f"kvstore-{name}", daemon=True) for name, run in runs.items()
         ]
         self._lanes: list[threading.Thread] = []
 
@@ -53,7 +58,8 @@ class Background:
             self._kv_events.start()
         for lane in self.mover.lanes:
             name = f"kvstore-{lane.name}"
-            self._lanes.append(threading.Thread(target=self._run, args=(lane,), name=name, daemon=True))
+            run = boundary.kept("task/lane", partial(_turn, lane), self._carried)
+            self._lanes.append(threading.Thread(target=run, name=name, daemon=True))
         for thread in (*self._lanes, *self._threads):
             thread.start()
 
@@ -83,40 +89,37 @@ class Background:
         config = self._node.config
         return time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s
 
+    # --- one turn of each thread ------------------------------------------------------------------------------------
+
     def _tick(self) -> None:
-        while not self._stopped.wait(TICK_S):
+        if not self._stopped.wait(TICK_S):
             self._node.tick()
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
-        while not self._stopped.is_set() and self._node.populate_next():
-            pass
-        more, heeded_s = False, 0.0
-        while not self._stopped.wait(0.0 if more else TICK_S / 2):
-            more = self._scrubber.step()
-            if time.monotonic() - heeded_s > HEED_S:
-                for table in self._node.contents.tables(Tier.DRAM):
-                    table.heed()
-                heeded_s = time.monotonic()
+        if self._populating:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+            self._populating = self._node.populate_next()
+            return
+        if self._stopped.wait(0.0 if self._more else TICK_S / 2):
+            return
+        self._more = self._scrubber.step()
+        if time.monotonic() - self._heeded_s > HEED_S:
+            for table in self._node.contents.tables(Tier.DRAM):
+                table.heed()
+            self._heeded_s = time.monotonic()
 
     def _move(self) -> None:
-        while not self._stopped.is_set():
-            if not self.mover.decide():
-                self.mover.wait()
+        if not self.mover.decide():
+            self.mover.wait()
 
-    def _run(self, lane: DeviceLane) -> None:
-        while not self._carried.is_set():
-            if not lane.step():
-                lane.wait()
+    def _carry(self) -> None:
+        if not self._relay.step():
+            self._stopped.wait(TICK_S)
 
-    def _relay(self) -> None:
-        relay = Relay(self._node)
-        while not self._stopped.is_set():
-            if not relay.step():
-                self._stopped.wait(TICK_S)
 
-    def _scan(self) -> None:
-        self.scanner.run(self._stopped)
+def _turn(lane: DeviceLane) -> None:
+    if not lane.step():
+        lane.wait()
 
 
 def _join(threads: Iterable[threading.Thread], deadline_s: float) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from kvstore import boundary
+from kvstore.errors import InternalError
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameClass
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import DATA, IO, MOVED, Copied, identity_row
@@ -21,6 +23,8 @@ from kvstore.tier.frame_header import FrameHeader
 from kvstore.tier.records import ExtentTable
 
 BATCH_BYTES = 8 << 20  # decided about at a time
+
+_COPYING = boundary.answered("task/relay copy")
 
 
 class Relay:
@@ -47,7 +51,12 @@ class Relay:
         contents, now_ns = self._node.contents, time.monotonic_ns
         first = copy.pages[0]
         source, target = contents.store_of(first.source.extent), contents.store_of(first.target.extent)
-        done = relay(copy.pages, contents.extents, source, target)
+        try:
+            with _COPYING:
+                done = relay(copy.pages, contents.extents, source, target)
+        except InternalError:  # nothing is claimed: the pages stay where they are
+            done = Copied.of(contents.extents[first.target.extent].frame_class, len(copy.pages))
+            done.failed = dict.fromkeys(range(len(copy.pages)), IO)
         if isinstance(copy, ev.Save):
             heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
             self._node.handle(ev.Saved(now_ns(), copy.number, heads, done.failed))

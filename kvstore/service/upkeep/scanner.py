@@ -37,11 +37,13 @@ class Scanner:
         self.pages_done = 0
         self.finished = False
 
-    def run(self, stopped: threading.Event) -> None:
-        """Scan, offer, end; or end where ``stopped``: the next start scans again."""
+    def run(self, stopped: threading.Event) -> bool:
+        """Scan, offer, end; or end where ``stopped``: the next start scans again. True once all is scanned.
+
+        Where it fails it may be called again: what nobody adopted waits as before."""
         nvme = self._node.nvme
         extents = [] if nvme is None else [(t, f) for t in self._node.nvme_tables() if len(f := _waiting(t))]
-        self.pages = sum(len(frames) for _, frames in extents)
+        self.pages, self.pages_done = sum(len(frames) for _, frames in extents), 0
         if nvme is not None and extents:
             log.warning("%d frames on NVMe are scanned: they were written to after the last checkpoint", self.pages)
             found: list[FrameHeader] = []
@@ -49,14 +51,15 @@ class Scanner:
                 for page in self._scan(nvme, table, frames):
                     found.append(page)
                     if stopped.is_set():
-                        return
+                        return False
             self._offer(found, stopped)
             if stopped.is_set():
-                return
+                return False
             for table, _ in extents:
                 self._node.handle(ev.Adopted(time.monotonic_ns(), table.extent))
             log.warning("the scan is done: %d pages were sound", len(found))
         self.finished = True
+        return True
 
     def _scan(self, nvme: NvmePages, table: ExtentTable, frames: list[int]) -> Iterator[FrameHeader]:
         step = max(1, RUN_BYTES // nvme_geometry.stride_bytes(table.frame_class))

@@ -19,11 +19,12 @@ from functools import partial
 
 import numpy as np
 
-from kvstore import failpoint
+from kvstore import boundary, failpoint
+from kvstore.errors import InternalError
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState
 from kvstore.service.node.erasing import erase_some
 from kvstore.service.node.node import Node
-from kvstore.service.node.nvme_pages import Copied, NvmePages
+from kvstore.service.node.nvme_pages import IO, Copied, NvmePages
 from kvstore.service.upkeep.device_lanes import DeviceLane, Joint
 from kvstore.serving import tracing
 from kvstore.state import events as ev
@@ -34,6 +35,8 @@ log = logging.getLogger("kvstore.nvme")
 BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads need not wait long
 IDLE_S = 0.02
 LATE_S = 0.5  # a batch takes a healthy device less; where it takes more, others go on meanwhile: no harm is done
+
+_COPYING = boundary.answered("task/copy")
 
 
 class Mover:
@@ -181,9 +184,13 @@ class Mover:
         contents, pages = self._node.contents, [copy.pages[place] for place in places]
         down = isinstance(copy, ev.Save)
         with tracing.span("kvstore.demote" if down else "kvstore.promote", pages=len(pages)):
-            done = (nvme.save if down else nvme.load)(pages, contents.extents, contents.frames_of)
-            nvme.devices.add_written(today(), done.written_bytes)
-            whole.merge(done, places)
+            try:
+                with _COPYING:
+                    done = (nvme.save if down else nvme.load)(pages, contents.extents, contents.frames_of)
+                    nvme.devices.add_written(today(), done.written_bytes)
+                    whole.merge(done, places)
+            except InternalError:  # nothing is claimed: the pages stay where they are
+                whole.failed |= dict.fromkeys(places, IO)
             joint.done()
 
     def _report(self, nvme: NvmePages, copy: ev.Save | ev.Load, done: Copied) -> None:
@@ -204,8 +211,14 @@ class Mover:
     def _carry(self, nvme: NvmePages, carry: ev.Carry) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
-        done = nvme.carry(carry.pages, self._node.contents.extents)
-        nvme.devices.add_written(today(), done.written_bytes)
+        tables = self._node.contents.extents
+        try:
+            with _COPYING:
+                done = nvme.carry(carry.pages, tables)
+                nvme.devices.add_written(today(), done.written_bytes)
+        except InternalError:  # as above
+            done = Copied.of(tables[carry.pages[0].source.extent].frame_class, len(carry.pages))
+            done.failed = dict.fromkeys(range(len(carry.pages)), IO)
         if failpoint.ACTIVE:
             failpoint.hit("mover.saved")
         self._node.device_failed(done.broken)
@@ -221,7 +234,11 @@ class Mover:
     def _erase(self, nvme: NvmePages, erase: ev.Erase, places: list[int], failed: set[int], joint: Joint) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
-        failed |= erase_some(self._node, nvme, erase, places)
+        try:
+            with _COPYING:
+                failed |= erase_some(self._node, nvme, erase, places)
+        except InternalError:
+            failed |= set(places)
         joint.done()
 
     def _erased(self, erase: ev.Erase, failed: set[int]) -> None:
