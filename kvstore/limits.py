@@ -48,9 +48,16 @@ DESCRIPTORS_KEPT: Final = (
     + 32  # logs, bells, listeners, pipes of child processes
     + 64  # connections that were dropped and are not closed yet, or are refused in this moment
 )
-# Parts of what is left, by server. One process has at most: gRPC and a door; gRPC, pulls and HTTP; gRPC, local
-# programs and HTTP; or a data server.
-GRPC_PART, LOCAL_PART, DATA_PART, DOOR_PART, HTTP_PART = 3 / 8, 3 / 8, 1 / 2, 1 / 2, 1 / 8
+# Parts of what is left, by server.
+GRPC_PART: Final = 3 / 8
+HTTP_PART: Final = 1 / 8  # of a node or an engine
+LOCAL_PART: Final = 3 / 8  # of a node, for programs of this machine
+PULLS_PART: Final = 3 / 8  # of an engine, for those that read its KV
+DOOR_PART: Final = 1 / 2  # of a conductor, for HTTP
+DATA_PART: Final = 1 / 2  # of a data server, which has no other server in its process
+assert GRPC_PART + HTTP_PART + LOCAL_PART <= 1, "a node's daemon"
+assert GRPC_PART + HTTP_PART + PULLS_PART <= 1, "an engine"
+assert GRPC_PART + DOOR_PART <= 1, "a conductor"
 DESCRIPTORS_UNBOUNDED: Final = 1 << 20  # what "no limit" counts as
 CONNECTIONS_MIN: Final = 8  # of a server, however few descriptors there are
 UNKNOWN_PART: Final = 3  # one part of so many connections is for callers that have not identified themselves

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.model.piece import Bytes, HeldData, Piece
 from kvstore.client.remote.endpoint import Endpoint, GivenCredentials
 from kvstore.errors import InvalidRequest
+from kvstore.limits import PULLS_PART
 from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import Identity
 from kvstore.serving.listening import UNIX
@@ -27,8 +28,7 @@ from kvstore.transfer.stream import Buffer
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello, WireError
 
-PULLS_MAX: Final = 256  # at a time; each has a thread: it waits for layers
-PULLS_SHARE_MAX: Final = 0.75  # of them, by one caller
+PULLS_MAX: Final = 384  # at a time, of one server; each has a thread: it waits for layers
 IDLE_S: Final = 10.0  # whoever connects asks at once
 SILENCE_S: Final = 5.0  # an engine that says nothing for so long stands still; it says something every second
 BESIDE: Final = ".data"  # what the unix socket of an engine's data is called, after the one that it listens at
@@ -71,11 +71,14 @@ class PullServer:
         self._find = find
         self._check = check
         self._servers: list[Server] = []
+        self._ways = 1  # servers that share the descriptors
 
     def start(self, addresses: Sequence[str]) -> None:
         """Listen beside these addresses of the gRPC API. Raises InvalidRequest where that cannot be."""
         hosts = list(dict.fromkeys(each.rpartition(":")[0] for each in addresses if not each.startswith(UNIX)))
-        for path in (each.removeprefix(UNIX) for each in addresses if each.startswith(UNIX)):
+        paths = [each.removeprefix(UNIX) for each in addresses if each.startswith(UNIX)]
+        self._ways = len(hosts) + len(paths)
+        for path in paths:
             self._server(tls=False).start_unix(Path(path + BESIDE), self._config.file_mode)
         for host in hosts:
             server = self._server(tls=self._config.tls_cert is not None)
@@ -92,7 +95,7 @@ class PullServer:
         certificate = ServerCertificate.of(config) if tls else None
         limits = ServerLimits(
             connections_max=PULLS_MAX,
-            of_one_max=int(PULLS_SHARE_MAX * PULLS_MAX),
+            part=PULLS_PART / self._ways,
             reply_s=config.request_s_max,
             idle_s=IDLE_S,
         )

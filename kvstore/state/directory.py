@@ -35,6 +35,7 @@ CHANGES_MIN: Final = 4096  # kept beside the table
 CHANGES_SHARE: Final = 32  # or this part of the table
 MERGED_MAX: Final = 1 << 16  # up to so many entries the table is always whole when somebody asks
 STREAMS_MAX: Final = 1 << 12  # an entry has room for four times as many; their names fit an answer
+SORTED_MIN: Final = 256  # pages of one lookup, of which more are sorted before
 PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
 
 _LOW: Final = np.uint64(0xFFFF)
@@ -250,6 +251,9 @@ def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> np
     """Entries of these pages, at most so many of each: with a page's place among them instead of its fingerprint."""
     if not len(entries):
         return _NONE
+    # In order they are found five times as fast: parts of a large table that are near each other are in a cache.
+    order = pages.argsort() if len(pages) >= SORTED_MIN else None
+    pages = pages if order is None else pages[order]
     low = entries.searchsorted(pages & _HIGH)
     at = (entries.take(low, mode="clip") ^ pages <= _LOW).nonzero()[0]
     if not len(at):
@@ -259,4 +263,19 @@ def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> np
         counts = np.minimum(entries.searchsorted(pages[at] | _LOW, "right") - rows, most)
         at = np.repeat(at, counts)
         rows = np.arange(len(at)) + np.repeat(rows - np.cumsum(counts) + counts, counts)
-    return at.astype(np.uint64) << _LOW_BITS | entries[rows] & _LOW
+    found = (at if order is None else order[at]).astype(np.uint64) << _LOW_BITS | entries[rows] & _LOW
+    if order is not None:
+        found.sort()
+    return found
+
+
+def joined(parts: list[Listed], step: int) -> Listed:
+    """What was found of pages that were looked up ``step`` at a time, as of one lookup."""
+    names: list[str] = []
+    nodes = []
+    for part in parts:
+        if part.names and names[-len(part.names) :] != part.names:
+            names = names + part.names
+        nodes.append(part.nodes + (len(names) - len(part.names)))
+    pages = np.concatenate([part.pages + step * number for number, part in enumerate(parts)])
+    return Listed(pages, np.concatenate(nodes), np.concatenate([part.tiers for part in parts]), names)

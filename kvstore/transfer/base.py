@@ -49,6 +49,15 @@ class Exchange(Protocol):
         """How many the server has open."""
         ...
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this connection has sent so far. Any thread may ask."""
+        ...
+
+    def abort(self) -> None:
+        """End the connection now, from any thread: what sends over it fails."""
+        ...
+
     def reply(self, kind: FrameKind, *body: Buffer) -> None:
         """Send one frame of the reply; it has left our memory, or is copied by the kernel, when this returns.
 

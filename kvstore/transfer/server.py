@@ -2,7 +2,8 @@
 
 A thread per connection, since what a connection does is to send large pieces of memory, and the kernel does that
 without the interpreter. Every connection holds one request at a time and no reply, so that memory is bounded by the
-number of connections. A peer that reads slowly is waited for; one that reads nothing for a while is dropped.
+number of connections, which ``limits.Connections`` shares between callers. A peer that reads slowly is waited for; one
+that reads nothing for a while is dropped.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore import boundary
-from kvstore.errors import InternalError, InvalidRequest, KVStoreError, TooManyCalls, Unavailable, VersionMismatch
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable, VersionMismatch
+from kvstore.limits import DATA_PART, UNKNOWN_PART, Connections, Guest, connections_max
 from kvstore.transfer.base import Admit, Caller, Exchange, Handler
 from kvstore.transfer.stream import Buffer, Stream
 from kvstore.transfer.unix import short, socket_file
@@ -50,20 +51,16 @@ class ServerLimits:
     """What one server bears.
 
     Attributes:
-        connections_max: of callers who have said who they are; one more is refused in words.
-        of_one_max: of one caller.
-        unknown_max: of those who have not yet; one more takes the place of who has been silent for longest.
-        unknown_of_address_max: of these, from one address.
+        connections_max: open at a time, of all callers; fewer where ``part`` of the process's descriptors are fewer.
+        part: see ``limits.connections_max``.
         hello_s: how long somebody may take to say who they are.
         silence_s: how long somebody may take nothing of a reply, or stop in the middle of a request.
         reply_s: how long one reply may take in all.
         idle_s: after which a connection without requests is closed.
     """
 
-    connections_max: int = 256
-    of_one_max: int = 128
-    unknown_max: int = 128
-    unknown_of_address_max: int = 32
+    connections_max: int = 384
+    part: float = DATA_PART
     hello_s: float = 2.0
     silence_s: float = 5.0
     reply_s: float = 120.0
@@ -100,11 +97,9 @@ class Server:
         self._admit = admit
         self._listener: socket.socket | None = None
         self._unix: Path | None = None
+        self._guests = Connections(max(UNKNOWN_PART, connections_max(self.limits.part, self.limits.connections_max)))
         self._lock = threading.Lock()
-        self._gone = threading.Condition(self._lock)  # a connection has ended
         self._open: dict[_Connection, threading.Thread] = {}
-        self._unknown: list[_Connection] = []  # of these, who have not said who they are; the oldest first
-        self._callers: Counter[str] = Counter()
         self._stopping = threading.Event()
         accept = boundary.kept("task/data accept", self._accept, self._stopping)
         self._accepting = threading.Thread(target=accept, name="data accept", daemon=True)
@@ -165,24 +160,9 @@ class Server:
         """What answers requests of that kind."""
         return _pong if kind is FrameKind.PING else self._handlers.get(kind)
 
-    @contextlib.contextmanager
-    def admitted(self, connection: _Connection) -> Iterator[None]:
-        """While this connection is one of its caller's. Raises TooManyCalls where there are enough."""
-        caller, limits = connection.caller, self.limits
-        with self._lock:
-            if self._callers[caller.name] >= limits.of_one_max:
-                raise TooManyCalls(f"{self.node}: {caller.name} has {limits.of_one_max} connections already")
-            if self._callers.total() >= limits.connections_max:
-                raise TooManyCalls(f"{self.node}: {limits.connections_max} connections are open")
-            self._callers[caller.name] += 1
-            if connection in self._unknown:
-                self._unknown.remove(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._callers[caller.name] -= 1
-                self._callers += Counter()  # forgets those who have none
+    def known(self, connection: _Connection) -> None:
+        """This connection's caller has said who it is. Raises TooManyCalls where the caller has its share."""
+        self._guests.known(connection.guest, connection.caller)
 
     def admit(self, hello: Hello, names: list[str]) -> Caller:
         """Who that is. Raises as ``Admit``."""
@@ -199,19 +179,15 @@ class Server:
             self._stopping.wait(ACCEPT_LOOK_S)
             return
         connection = _Connection(self, sock, peer)
-        thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
-        with self._gone:
-            late = self._too_many(connection.address)
-            if late is not None:
-                late.abort()
-            room = self._gone.wait_for(self._has_room, ROOM_S)  # those who were dropped go
-            if room:
-                self._open[connection] = thread
-                self._unknown.append(connection)
-        if room:
-            self._begin(connection, thread)
-        else:
+        guest = self._guests.accept(connection.address, connection.abort, ROOM_S)
+        if guest is None:
             sock.close()
+            return
+        connection.guest = guest
+        thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
+        with self._lock:
+            self._open[connection] = thread
+        self._begin(connection, thread)
 
     def _begin(self, connection: _Connection, thread: threading.Thread) -> None:
         try:
@@ -221,22 +197,6 @@ class Server:
             self._ended(connection)
             connection.close()
             self._stopping.wait(ACCEPT_LOOK_S)
-
-    def _has_room(self) -> bool:
-        return len(self._open) < self.limits.connections_max + 2 * self.limits.unknown_max
-
-    def _too_many(self, address: str) -> _Connection | None:
-        """Whoever makes room for somebody from that address, among those who have not said who they are."""
-        mine = [each for each in self._unknown if each.address == address]
-        late = None
-        if len(mine) >= self.limits.unknown_of_address_max:
-            late = mine[0]
-        elif len(self._unknown) >= self.limits.unknown_max:
-            addresses = Counter(each.address for each in self._unknown)
-            late = max(self._unknown, key=lambda each: addresses[each.address])
-        if late is not None:
-            self._unknown.remove(late)
-        return late
 
     def _serve(self, connection: _Connection) -> None:
         try:
@@ -250,13 +210,13 @@ class Server:
     def _ended(self, connection: _Connection) -> None:
         with self._lock:
             del self._open[connection]
-            if connection in self._unknown:
-                self._unknown.remove(connection)
-            self._gone.notify()
+        self._guests.gone(connection.guest)
 
 
 class _Connection:
     """One connection, in its thread. Also what a handler sees of a request: see ``Exchange``."""
+
+    guest: Guest
 
     def __init__(self, server: Server, sock: socket.socket, peer: tuple[str, int] | str) -> None:
         self.address = peer[0] if peer else ""  # where it comes from; of a unix socket nothing is known
@@ -290,8 +250,13 @@ class _Connection:
             self._broken = True
             raise
 
+    @property
+    def sent_bytes(self) -> int:
+        """See ``Exchange``."""
+        return self._stream.sent_bytes if self._stream is not None else 0
+
     def abort(self) -> None:
-        """From any thread: end it now."""
+        """See ``Exchange``."""
         self._aborted = True
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -322,11 +287,11 @@ class _Connection:
             hello = unpack_hello(body)
             self._caller = server.admit(hello, names)
             self._who += f" ({hello.caller[:80]!r})"
-            with server.admitted(self):
-                welcome = pack_hello(Welcome(node=server.node, process=server.process))
-                stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
-                while True:
-                    self._one(stream, limits, hello, names)
+            server.known(self)
+            welcome = pack_hello(Welcome(node=server.node, process=server.process))
+            stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
+            while True:
+                self._one(stream, limits, hello, names)
         except KVStoreError as error:
             self._farewell(stream, error)
             if not isinstance(error, Unavailable):

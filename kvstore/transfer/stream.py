@@ -28,11 +28,15 @@ class Stream:
     Args:
         silence_s: how long the other end may bring, or take, not a single byte while we wait for it. May be changed.
         who: the other end, for messages.
+
+    Attributes:
+        sent_bytes: what the kernel has taken so far.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, who: str) -> None:
         self._sock = sock
         self.silence_s = silence_s
+        self.sent_bytes = 0
         self._who = who
         self._tls = isinstance(sock, ssl.SSLSocket)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -110,6 +114,7 @@ class Stream:
                 raise NodeUnavailable(f"{self._who}: the connection is lost ({error})") from None
             now_s = time.monotonic()
             heard_s = now_s if sent else heard_s
+            self.sent_bytes += sent
             while first < len(views) and sent >= len(views[first]):
                 sent -= len(views[first])
                 first += 1

@@ -54,6 +54,11 @@ class MemoryConnection:
         self._numbers = itertools.count(1)
         self._frames: list[tuple[FrameKind, bytes]] = []
         self._body = memoryview(b"")
+        self.sent_bytes = 0
+
+    def abort(self) -> None:
+        """See ``Exchange``."""
+        self.broken = True
 
     def reply(self, kind: FrameKind, *body: Any) -> None:
         """See ``Exchange``."""

@@ -37,12 +37,11 @@ MANY = 512  # frames of one reply: more than sockets hold
 
 
 class Anybody:
-    """A caller who may do everything."""
-
-    operator = True
+    """A caller who may do everything; a tenant where the name says so."""
 
     def __init__(self, name: str = "anybody") -> None:
         self.name = name
+        self.operator = not name.startswith("tenant")
 
     def check_salt(self, salt: str) -> None:
         if salt == "theirs":
@@ -285,15 +284,18 @@ def test_a_reader_that_vanishes_is_forgotten(served: Served) -> None:
 
 
 def test_connections_are_bounded() -> None:
-    made = Served(replace(LIMITS, connections_max=4, of_one_max=3))
+    """Twelve, of which eight are for callers that have said who they are; a tenant has half of them."""
+    made = Served(replace(LIMITS, connections_max=12))
     try:
-        mine = [made.open() for _ in range(3)]
-        with pytest.raises(TooManyCalls, match="anybody has 3"):
+        mine = [made.open(Hello(caller="tenant a")) for _ in range(4)]
+        with pytest.raises(TooManyCalls, match="tenant a has 4"):
+            made.open(Hello(caller="tenant a"))
+        mine += [made.open(Hello(caller="tenant b")) for _ in range(3)]
+        with pytest.raises(TooManyCalls, match="tenant b has 3"):
+            made.open(Hello(caller="tenant b"))
+        mine.append(made.open(Hello(caller="tenant c")))
+        with pytest.raises(TooManyCalls, match="anybody has 0"):
             made.open()
-        wait_until(lambda: made.server.connections == 3)
-        mine.append(made.open(Hello(caller="other")))
-        with pytest.raises(TooManyCalls, match="4 connections"):
-            made.open(Hello(caller="third"))
         for each in mine:
             each.close()
         assert_none_open(made)
@@ -306,7 +308,7 @@ def test_connections_are_bounded() -> None:
 def test_strangers_who_say_nothing_shut_out_nobody(tmp_path: Path, tls: bool) -> None:
     """They connect from one address, or from several: whoever comes takes the place of the one that waits longest."""
     certificates = Certificates(tmp_path) if tls else None
-    limits = replace(LIMITS, hello_s=SOON_S * 10, connections_max=4, unknown_max=4, unknown_of_address_max=3)
+    limits = replace(LIMITS, hello_s=SOON_S * 10, connections_max=6)
     made, ours = Served(limits, certificates), DialCredentials()
     if certificates is not None:
         ours = DialCredentials(
@@ -317,7 +319,7 @@ def test_strangers_who_say_nothing_shut_out_nobody(tmp_path: Path, tls: bool) ->
         made.open(credentials=ours).close()
         silent += [made.raw() for _ in range(20)]
         made.open(credentials=ours).close()
-        wait_until(lambda: made.server.connections <= limits.unknown_max)
+        wait_until(lambda: made.server.connections <= limits.connections_max)
         made.open(credentials=ours).close()
         for each in silent:
             each.close()

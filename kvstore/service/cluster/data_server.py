@@ -25,6 +25,7 @@ from kvstore.client.local.transports import TRANSPORTS, missing_here
 from kvstore.config import NodeConfig, parse_address
 from kvstore.config.values import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, Unauthenticated, Unavailable
+from kvstore.limits import UNKNOWN_PART
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.lend_handler import LendHandler
@@ -52,7 +53,6 @@ PATIENCE_S: Final = 0.3
 NODE_S: Final = 60.0  # for a node that is just being made
 NODE_LOOK_S: Final = 0.05
 DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
-OF_ONE_SHARE: Final = 0.5  # of the connections, by one caller
 PUBLISH_RETRY_S: Final = 1.0
 STOP_S: Final = 5.0  # for a catalog that does not answer; a daemon that ends us waits longer
 
@@ -146,10 +146,10 @@ def transports_of(config: NodeConfig) -> dict[str, str]:
 
 
 def limits_of(config: NodeConfig) -> ServerLimits:
-    """What the data server of this configuration bears."""
-    return ServerLimits(
-        connections_max=config.data_connections, of_one_max=max(1, int(OF_ONE_SHARE * config.data_connections))
-    )
+    """What the data server of this configuration bears: ``Connections`` keeps one part in ``UNKNOWN_PART`` of all for
+    callers that have not said who they are."""
+    known = config.data_connections
+    return ServerLimits(connections_max=known + -(-known // (UNKNOWN_PART - 1)))
 
 
 def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -13,9 +12,11 @@ import numpy as np
 from kvstore import boundary
 from kvstore.catalog.base import boot_s
 from kvstore.errors import PermissionDenied
+from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.pool_secret import veil_of
+from kvstore.model.span import Fingerprints
 from kvstore.service.cluster.view import Members
-from kvstore.state.directory import AGAIN, Directory
+from kvstore.state.directory import AGAIN, Directory, Listed, joined
 from kvstore.transfer.base import Exchange, Handler
 from kvstore.transfer.find_messages import (
     LISTED_MAX,
@@ -31,11 +32,13 @@ from kvstore.transfer.wire import BODY_MAX, FrameKind
 
 DECIDED: Final = boundary.Decided("state/directory")  # around what changes it; to ask it changes nothing
 LOOK_S: Final = 0.5  # how often it looks who is still there
+TURN_PAGES: Final = 4096  # looked up in one turn, which takes some 10 ms in a directory of 10 million entries
+TURN_WAIT_S: Final = 0.2  # for all turns of one request: a reader takes an owner that says nothing for 0.3 s for dead
 SILENT_S: Final = 3.0  # somebody may come before we hear of it, and then tells something every second
 
 
 class DirectoryShell:
-    """Lives in the data server's process. Its threads share it.
+    """Lives in the data server's process. Its threads share it, in turns that give each caller the same time.
 
     Args:
         bytes_max: see ``Directory``.
@@ -49,7 +52,7 @@ class DirectoryShell:
         self.members: Members | None = None
         self._directory = Directory(bytes_max)
         self._peers = peers
-        self._lock = threading.Lock()
+        self._turns = ThreadShares("turns at the directory", "directory", 1)
         self._listed: Collection[str] = ()
         self._looked_s = 0.0
         self._heard_s: dict[str, float] = {}  # node -> when it last told something
@@ -70,10 +73,15 @@ class DirectoryShell:
         exchange.caller.check_salt(whose.salt)
         secret = self.members.secret if self.members is not None else None
         veil = np.uint64(veil_of(secret, whose.root)) if secret is not None else None
-        with self._lock:
-            self._look()
-            found = self._directory.find(pages ^ veil if veil is not None else pages[:0])
-        exchange.reply(FrameKind.FOUND, pack_found(found))
+        found = self._find(exchange.caller, pages ^ veil if veil is not None else pages[:0])
+        exchange.reply(FrameKind.FOUND, pack_found(joined(list(found), TURN_PAGES)))
+
+    def _find(self, caller: Owner, pages: Fingerprints) -> Iterator[Listed]:
+        deadline_s = time.monotonic() + TURN_WAIT_S
+        for first in range(0, max(1, len(pages)), TURN_PAGES):
+            with self._turns.turn(caller, max(0.0, deadline_s - time.monotonic())):
+                self._look()
+                yield self._directory.find(pages[first : first + TURN_PAGES])
 
     def announce(self, exchange: Exchange, body: memoryview) -> None:
         """Answer ANNOUNCE. Raises PermissionDenied where the caller is not that node."""
@@ -82,7 +90,7 @@ class DirectoryShell:
         its = next((each.process for each in nodes if each.name == told.node), "")
         if not exchange.caller.operator or its != f"{daemon:016x}":
             raise PermissionDenied(f"only {told.node[:80]} itself may announce its pages, as the catalog lists it")
-        with self._lock:
+        with self._turns.turn(exchange.caller, TURN_WAIT_S):
             self._look()
             with DECIDED:
                 wanted = self._directory.told(told)
@@ -95,7 +103,7 @@ class DirectoryShell:
         if not exchange.caller.operator:
             raise PermissionDenied("only nodes and operators are told what a directory lists")
         node, start = unpack_list(body)
-        with self._lock:
+        with self._turns.turn(exchange.caller, TURN_WAIT_S):
             self._look()
             entries = self._directory.entries_of(node, start, LISTED_MAX)
         exchange.reply(FrameKind.LISTED, pack_listed(entries))
@@ -106,13 +114,15 @@ class DirectoryShell:
             raise PermissionDenied("only operators are told what a directory holds")
         exchange.reply(
             FrameKind.STATE,
-            json.dumps({**self.status(), "connections": exchange.connections}).encode()[: BODY_MAX[FrameKind.STATE]],
+            json.dumps({**self.status(exchange.caller), "connections": exchange.connections}).encode()[
+                : BODY_MAX[FrameKind.STATE]
+            ],
         )
 
-    def status(self) -> dict[str, Any]:
+    def status(self, caller: Owner = ALONE) -> dict[str, Any]:
         """Entries and their memory; how long ago the catalog was heard of, and what each node told last."""
         now_s = time.monotonic()
-        with self._lock:
+        with self._turns.turn(caller, TURN_WAIT_S):
             self._look()
             view = self._peers.look()
             return {

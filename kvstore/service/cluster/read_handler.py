@@ -7,7 +7,7 @@ memory of our own, the next part on its way from the device while one is on its 
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Final
@@ -22,17 +22,21 @@ from kvstore.client.local.stored import locate
 from kvstore.client.local.tier_reader import LowerReader, PendingRead
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
 from kvstore.errors import TooManyCalls
+from kvstore.limits import ThreadShares
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED, Tier
 from kvstore.tier.host_memory import empty
-from kvstore.transfer.base import Exchange
+from kvstore.transfer.base import Caller, Exchange
 from kvstore.transfer.reading import RANGE_BYTES, ReadRequest, Sums, pack_end, pack_range, sums_of, unpack_read
 from kvstore.transfer.stream import Buffer
 from kvstore.transfer.wire import FrameKind
 
 NVME_BYTES: Final = 4 << 20  # of the pages of one read from a lower tier, where a page is not larger; two per reply
-NVME_REPLIES_MAX: Final = 8  # that read from a lower tier at a time
-NVME_WAIT_S: Final = 5.0  # until one more may
+NVME_REPLIES_MAX: Final = 8  # that read from a lower tier at a time, in equal parts of those who ask
+NVME_WAIT_S: Final = 0.2  # until one more may: a reader takes a server that says nothing for 0.5 s for dead
+SLOW_S: Final = 0.5  # in which a reader of a lower tier takes less than ...
+SLOW_BYTES_PER_S: Final = 1 << 20  # ... this, whose turn is then another's
+BUSY: Final = "busy"  # why a reply ends where there was no turn
 
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 
@@ -42,7 +46,7 @@ class ReadHandler:
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
-        self._below = threading.BoundedSemaphore(NVME_REPLIES_MAX)
+        self._below = ThreadShares("turns at lower tiers", "lower_tiers", NVME_REPLIES_MAX)
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
         """See ``Handler``. Raises InvalidRequest, PermissionDenied; what is not there is a shorter answer."""
@@ -75,6 +79,8 @@ class ReadHandler:
                 reason = self._send_below(reply, reader) or reason
                 if reply.done:
                     return ""
+                if reason == BUSY:  # for pages of another tier the reader need not wait once more
+                    return reason
             if reply.sent == before:
                 return reason
 
@@ -83,16 +89,15 @@ class ReadHandler:
         located = locate(reply.mapped, reader, reply.rest(), reply.closed)
         if not located or reader.class_at(located[0]) != reply.request.chain.frame_class:
             return ""  # no memory is made for pages of a size that somebody claims
-        if not self._below.acquire(timeout=NVME_WAIT_S):
-            raise TooManyCalls(f"{self._node.name}: too many are reading from {reader.tier}")
         try:
-            return reply.send_below(reader, located)
-        finally:
-            self._below.release()
+            with self._below.turn(reply.caller, NVME_WAIT_S, reply):
+                return reply.send_below(reader, located)
+        except TooManyCalls:  # a shorter answer: what came before counts, and so does this server
+            return BUSY
 
 
 class _Reply:
-    """The reply to one READ while it is sent.
+    """The reply to one READ while it is sent. A ``limits.Holder`` while it reads from a lower tier.
 
     Attributes:
         sent: leading pages that were sent, and held still.
@@ -106,7 +111,26 @@ class _Reply:
         self.sent = 0
         self.from_below = Counter[Tier]()
         self._exchange = exchange
+        self._seen: tuple[float, int] | None = None  # when sending was looked at, and what had been sent
         self._keys = mapped.in_pool(request.keys)
+
+    @property
+    def caller(self) -> Caller:
+        """The owner of its turn."""
+        return self._exchange.caller
+
+    def late(self) -> bool:
+        """See ``limits.Holder``: while pages are sent, and not while they are read."""
+        if self._seen is None:
+            return False
+        (since_s, before), now_s, sent = self._seen, time.monotonic(), self._exchange.sent_bytes
+        if sent - before >= SLOW_BYTES_PER_S * (now_s - since_s):
+            self._seen = now_s, sent
+        return now_s - since_s > SLOW_S
+
+    def cut(self) -> None:
+        """See ``limits.Holder``. The reader's connection ends."""
+        self._exchange.abort()
 
     @property
     def done(self) -> bool:
@@ -171,7 +195,9 @@ class _Reply:
             some = part[first : first + step]
             buffers: list[Buffer] = [some.data] if some.flags.c_contiguous else [row.data for row in some]
             head = pack_range(self.sent, tier, sums_of(some, request.pieces))
+            self._seen = time.monotonic(), self._exchange.sent_bytes
             self._exchange.reply(FrameKind.RANGE, head, *buffers)
+            self._seen = None
             self.sent += len(some)
             self.from_below[tier] += len(some)
 
