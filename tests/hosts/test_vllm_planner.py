@@ -38,7 +38,7 @@ def test_another_vllm_is_told_in_one_line() -> None:
     done = run(
         "-c",
         "from vllm.distributed.kv_transfer.kv_connector.v1 import base; del base.SupportsHMA; "
-        "import kvstore.adapters.vllm",
+        "from kvstore.adapters.vllm import KVStoreConnector",
     )
     last = done.stderr.splitlines()[-1]
     assert done.returncode and "KVStoreConnector needs the interface of vLLM 0.32" in last and "SupportsHMA" in last

@@ -127,8 +127,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> MoveStats | None:
         """See the base class."""
-        side = self._planner or self._mover
-        return side.take_stats() if side is not None else None
+        if self._planner is not None:
+            return self._planner.take_stats()
+        counts = self._mover.take_counts() if self._mover is not None else {}
+        return MoveStats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MoveStats:
@@ -167,7 +169,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """See the base class: all layers are saved behind the last one."""
 
     def wait_for_save(self) -> None:
-        """See the base class."""
+        """See the base class: the step's pages are copied out of their blocks before the stream that computes does
+        anything else. On a GPU they are stored later."""
         assert self._mover is not None
         self._mover.save(self._moves().saves)
 

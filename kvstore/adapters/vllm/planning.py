@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvstore.adapters.vllm.held import HeldBlocks
 from kvstore.adapters.vllm.media import media_of
-from kvstore.adapters.vllm.served import RootCaches, adapter_of
+from kvstore.adapters.vllm.paged import NO_BLOCK, BlockMove, GroupMove, RootCaches
+from kvstore.adapters.vllm.served import adapter_of
 from kvstore.adapters.vllm.stats import MoveStats
 from kvstore.adapters.vllm.weights import LoraDigests
 from kvstore.errors import KVStoreError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvstore.adapters.vllm.served import PagedGroup, PagedModel
+    from kvstore.adapters.vllm.paged import PagedGroup, PagedModel
     from kvstore.adapters.vllm.telling import StoredBlocks
     from kvstore.client.grouped_cache import GroupedCache
     from kvstore.client.store import Store
@@ -37,36 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-NO_BLOCK = 0  # vLLM's null block, where a window needs none
 LOADS_MAX = 2  # of one request: whose load failed, or who was preempted, asks again; and pages may be found for ever
-
-
-@dataclass
-class GroupMove:
-    """Pages of one group.
-
-    Attributes:
-        parts: their keys, as ``GroupedKeys.parts`` gives them.
-        blocks: of each of vLLM's tables that the group's layers have, ``[pages * page_blocks]``, where they are;
-            ``NO_BLOCK``: nowhere, or nothing is to be written there.
-    """
-
-    parts: list[Keys]
-    blocks: dict[int, list[int]]
-
-
-@dataclass
-class BlockMove:
-    """Pages of one request on their way between the store and blocks.
-
-    Attributes:
-        groups: of each group of the model.
-        adapter: part of the pages' roots.
-    """
-
-    request: str
-    adapter: str
-    groups: list[GroupMove]
 
 
 @dataclass

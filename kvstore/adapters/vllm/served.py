@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvstore.adapters.vllm.media import media_have_names
+from kvstore.adapters.vllm.paged import PagedGroup, PagedModel
 from kvstore.adapters.vllm.weights import LoraDigests, weights_digest
 from kvstore.model.layout import Layout
 from kvstore.model.replica import SHARDS_MAX
@@ -28,71 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvstore.client.grouped_cache import GroupedCache
-    from kvstore.client.store import Store
 
-ROOTS_MAX = 1024  # of salts and adapters, whose caches are kept ready
 PAGE_TOKENS_MIN = 64  # what a page has at least, where nobody says how many blocks it has
-
-
-@dataclass(frozen=True)
-class PagedGroup:
-    """Layers that keep the same tokens.
-
-    Attributes:
-        layers: their names, as far as this process has their cache, as the model runs them.
-        tables: of each layer the number of vLLM's table that has its blocks.
-        shard: the part of a page that this process has.
-        block_size: tokens of a block. ``page_blocks``: blocks of a page.
-    """
-
-    layout: Layout
-    layers: tuple[str, ...]
-    tables: tuple[int, ...]
-    block_size: int
-    page_blocks: int
-    shard: Shard
-
-
-@dataclass(frozen=True)
-class PagedModel:
-    """What one engine serves.
-
-    Attributes:
-        page_tokens: tokens of a page, in every group.
-        by_blocks: whether what could not be loaded is told by blocks; else by whole requests, since of several tables,
-            and of a window, no part is of use.
-        media_have_names: see ``media``.
-    """
-
-    groups: tuple[PagedGroup, ...]
-    page_tokens: int
-    by_blocks: bool
-    media_have_names: bool
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Of the groups."""
-        return [group.layout for group in self.groups]
-
-
-class RootCaches:
-    """The caches of one tenant, by the adapter part of their roots. Of one thread."""
-
-    def __init__(self, store: Store, layouts: list[Layout], salt: str) -> None:
-        self._store = store
-        self._layouts = layouts
-        self._salt = salt
-        self._caches: dict[str, GroupedCache] = {}
-
-    def of(self, adapter: str) -> GroupedCache:
-        """Made when it is asked for first."""
-        found = self._caches.get(adapter)
-        if found is None:
-            if len(self._caches) >= ROOTS_MAX:
-                self._caches.clear()
-            found = self._caches[adapter] = self._store.cache(self._layouts, self._salt, adapter)
-        return found
 
 
 def adapter_of(request: Request, loras: LoraDigests, era: str = "") -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
-    from kvstore.adapters.vllm.served import PagedGroup, PagedModel
+    from kvstore.adapters.vllm.paged import PagedGroup, PagedModel
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.model.groups import GroupedKeys
 

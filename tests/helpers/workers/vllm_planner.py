@@ -27,8 +27,8 @@ from vllm.v1.request import Request
 
 import kvstore
 from kvstore.adapters.vllm import telling
+from kvstore.adapters.vllm.paged import PagedGroup, PagedModel, RootCaches
 from kvstore.adapters.vllm.planning import Planner
-from kvstore.adapters.vllm.served import PagedGroup, PagedModel, RootCaches
 from kvstore.adapters.vllm.telling import StoredBlocks
 from kvstore.adapters.vllm.weights import weights_digest
 from kvstore.model.shard import Shard
