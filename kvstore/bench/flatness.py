@@ -83,7 +83,7 @@ class CountedPool:
             for each in questions:
                 found = self.directories[each.owner].find(each.pages)
                 search.answered(each, found)
-                self._count("get", pack_find(WHOSE, each.pages), pack_found(found))
+                self._count("get", pack_find(WHOSE, each.pages, self.placement.number), pack_found(found))
                 self.asked[each.owner] += 1
         self.counts["gets"] += 1
         if sum(each.stop for each in search.found()) != len(keys) - 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -78,6 +78,9 @@ class _Owner:
     queued: int = 0
     first: int = 0  # of ``queued``, what belongs to what the node had when the stream began
     whole: bool = False  # the batch that completes that was sent, or is under way
+    target: int = 0  # the placement for which it is being told
+    due: int = 0  # of ``queued``, how many entries have to be told until it has everything for ``target``
+    placed: int = 0  # the placement for which it has everything, or will with the batches that are under way
     sent: Told | None = None
 
     def add(self, fingerprints: Fingerprints, marks: Marks) -> None:
@@ -89,7 +92,7 @@ class _Owner:
             self.drop()
 
     def drop(self) -> None:
-        self.stream, self.sent = None, None
+        self.stream, self.sent, self.placed = None, None, 0
         self.queue.clear()
         self.queued = self.first = 0
 
@@ -142,13 +145,14 @@ class Announcing:
         for name, mine in owned.items():
             owner = self._owners[name]
             if owner.stream is None:
-                owner.stream, owner.next, owner.whole = self._draw(), 0, False
+                owner.stream, owner.next, owner.whole, owner.placed = self._draw(), 0, False, 0
                 owner.first = int(mine.sum())
                 owner.add(pages.fingerprints[mine], pages.marks[mine])
             else:
                 gained, gone = mine & ~had[name], had[name] & ~mine
                 owner.add(pages.fingerprints[gained], pages.marks[gained])
                 owner.add(pages.fingerprints[gone], pages.marks[gone] | np.uint8(GONE))
+            owner.target, owner.due = self._placement.number, owner.queued
 
     def changed(self, pages: Entries) -> None:
         """These pages came and went, in this order."""
@@ -163,8 +167,11 @@ class Announcing:
         owner = self._owners.get(name)
         if owner is None or owner.stream is None:
             return None
-        if owner.sent is None and (owner.queue or not owner.whole or idle):
+        untold = not owner.whole or owner.placed != owner.target
+        if owner.sent is None and (owner.queue or untold or idle):
             owner.sent = self._next(owner, owner.stream)
+        elif owner.sent is not None and owner.sent.placed and owner.queue:
+            owner.sent = replace(owner.sent, placed=0)  # it was not answered, and there is news
         return owner.sent
 
     def _next(self, owner: _Owner, stream: int) -> Told:
@@ -176,13 +183,16 @@ class Announcing:
                 owner.queue.appendleft((fingerprints[room:], marks[room:]))
             parts.append((fingerprints[:room], marks[:room]))
             room -= len(parts[-1][1])
-        owner.queued -= BATCH_PAGES - room
-        owner.first = max(0, owner.first - (BATCH_PAGES - room))
+        entries = BATCH_PAGES - room
+        owner.queued -= entries
+        owner.first, owner.due = max(0, owner.first - entries), max(0, owner.due - entries)
+        owner.placed = owner.placed if owner.due else owner.target
         completes = not owner.whole and owner.first == 0
         owner.whole |= completes
         fingerprints = np.concatenate([np.zeros(0, np.uint64), *(part[0] for part in parts)])
         marks = np.concatenate([np.zeros(0, np.uint8), *(part[1] for part in parts)])
-        return Told(self._node, stream, owner.next, fingerprints, marks, completes)
+        placed = owner.placed if owner.queued == owner.due else 0  # else there is news that it is not told yet
+        return Told(self._node, stream, owner.next, fingerprints, marks, completes, placed)
 
     def answered(self, name: str, sent: Told, wanted: int) -> None:
         """The owner has answered this batch."""

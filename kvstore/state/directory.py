@@ -12,6 +12,9 @@ the node), or misses a number, the node begins another one::
     node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
     owner               1 2 3      4 5  (restarts)  AGAIN  1 2        3 ..
 
+With each batch the node says for which placement of spans the owner now has been told everything (``placed``). While a
+stream is coming, or entries of spans that moved are, the owner's entries of that node may be incomplete.
+
 An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They lie sorted in one array.
 Changes are kept sorted beside it, and brought into it when they are many. Two pages whose 48 bits are equal are taken
 for each other: somebody is asked in vain, or not at all, once in some 10 million lookups at 10 million entries.
@@ -20,7 +23,7 @@ for each other: somebody is asked in vain, or not at all, once in some 10 millio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +60,8 @@ class Told:
         number: of the batch in its stream, from 0 on.
         fingerprints, marks: what came and went, in order.
         whole: with this batch the node has told all that it has for this owner.
+        placed: the number of the ``Placement`` for which the owner has been told everything, once it has this batch; 0:
+            of none, or more is to be told at once.
     """
 
     node: str
@@ -65,6 +70,20 @@ class Told:
     fingerprints: Fingerprints
     marks: Marks
     whole: bool = False
+    placed: int = 0
+
+
+class Unsure(NamedTuple):
+    """A node whose entries may be incomplete at an owner.
+
+    Attributes:
+        node: its name; "": any node.
+        placed: the number of the ``Placement`` for which the entries are complete; 0: of none, so that any may be
+            missing.
+    """
+
+    node: str
+    placed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +94,14 @@ class Listed:
         pages: places among those asked for, int64 ``[rows]``.
         nodes: places in ``names``, int64 ``[rows]``.
         tiers: numbers in ``TIERS``, uint8 ``[rows]``.
+        unsure: nodes that may have more of these pages.
     """
 
     pages: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.int64]
     tiers: npt.NDArray[np.uint8]
     names: list[str]
+    unsure: tuple[Unsure, ...] = ()
 
 
 @dataclass(slots=True)
@@ -88,6 +109,7 @@ class _Stream:
     place: int
     number: int
     next: int = 0
+    placed: int = 0
 
 
 class Directory:
@@ -133,14 +155,22 @@ class Directory:
             if stream is None:
                 return AGAIN
         if batch.number != stream.next:
+            if batch.number == stream.next - 1 and not batch.placed:
+                stream.placed = 0  # our answer was lost, and the node has news
             return stream.next
         stream.next += 1
+        stream.placed = batch.placed
         self._change(stream, batch)
         streams = self._streams[batch.node]
         void = streams if batch.whole else streams[streams.index(stream) + 1 :]
         for other in [each for each in void if each is not stream]:
             self._end(batch.node, other)
         return stream.next
+
+    def placed(self, node: str) -> int:
+        """The number of the placement for which this node has told everything in its newest stream; 0: of none."""
+        streams = self._streams.get(node)
+        return streams[-1].placed if streams else 0
 
     def forget(self, node: str) -> None:
         """This node has gone: so have its entries."""

@@ -25,10 +25,12 @@ class Placement:
 
     Attributes:
         nodes: names, sorted.
+        number: a hash of the names, never 0: two placements over the same nodes have the same one.
     """
 
     def __init__(self, nodes: Iterable[str]) -> None:
         self.nodes = tuple(sorted(set(nodes)))
+        self.number = xxhash.xxh3_64_intdigest("\0".join(self.nodes).encode()) | 1
         self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.nodes], np.uint64)
         self._known: dict[int, tuple[int, ...]] = {}
 

@@ -12,6 +12,10 @@ first one that nobody has::
 
 So a chain that is somewhere takes one answer, or as many as no long run needs, and any other one round more, however
 many nodes there are. Who does not answer is replaced by the second owner.
+
+An owner also names nodes of which it may not know everything (``directory_owner``). Where pages are still missing then,
+those nodes are asked which of them they have. Where the other owners of the spans in doubt are fewer, they are asked
+first, and then at most ``ASKED_MAX`` nodes that are in doubt at both owners.
 """
 
 from __future__ import annotations
@@ -26,10 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.span import Fingerprints, fingerprints, spans_between
-from kvstore.state.directory import TIERS, Listed
+from kvstore.state.directory import TIERS, Listed, Unsure
 from kvstore.state.placement import Placement
 
 UNKNOWN_MIN: Final = 4  # so many spans in a row may be unknown at first; in long chains the root of their number
+ASKED_MAX: Final = 8  # other owners that are asked in one search where some were unsure, and as many nodes themselves
+HOLD_PAGES_MAX: Final = 1 << 15  # pages that one of them is asked for
+_NONE_OLDER: Final[Mapping[int, Placement]] = {}
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,14 @@ class Stretch:
 
 class Question(NamedTuple):
     """What to ask one owner: ``pages``, which lie at ``places`` in the chain. They are the last ones of ``spans`` (a
-    bit for each), or all of them (``whole``)."""
+    bit for each), or all of them (``whole``). Where there are ``keys``, that node is asked which of these it has."""
 
     owner: str
     pages: Fingerprints
     places: list[int]
     spans: int
     whole: bool
+    keys: list[bytes] | None = None
 
 
 class Search:
@@ -64,43 +72,57 @@ class Search:
         nodes: who may be named.
         closed: who has a page has those before it.
         turn: any number; of nodes that have the same, another is named with each.
+        older: placements that were true before, by their numbers.
     """
 
     def __init__(
-        self, placement: Placement, keys: list[bytes], first: int, nodes: Collection[str], closed: bool, turn: int = 0
+        self,
+        placement: Placement,
+        keys: list[bytes],
+        first: int,
+        nodes: Collection[str],
+        closed: bool,
+        turn: int = 0,
+        older: Mapping[int, Placement] = _NONE_OLDER,
     ) -> None:
         self._keys, self._first, self._nodes, self._closed, self._turn = keys, first, nodes, closed, turn
         self._spans = spans_between(first, len(keys))
-        names, self._lasts = self._spans.named(keys)
-        self._members, self._owned = placement.nodes, owned_spans(placement, names)
-        self._told = 0  # spans of whose last page somebody told
-        self._whole = 0  # and of all of whose pages
+        self._names, self._lasts = self._spans.named(keys)
+        self._members, self._owned = placement.nodes, owned_spans(placement, self._names)
+        self._older = older
+        self._second = False  # whether other owners of spans in doubt were asked
+        self._asked = set[str]()  # nodes that were asked for their own pages
+        self._told = _Told()  # of the last pages of spans
+        self._whole = _Told()  # of all of their pages
+        self._told_by: dict[int, int] = {}  # by owner, spans
         self._answers: list[tuple[list[int], Listed]] = []
         self._last, self._holder = first - 1, ""  # the last page that somebody has, and who
 
     def ask(self, silent: Collection[str]) -> list[Question]:
-        """The next questions, one per owner; none: all is known that can be. ``silent``: who does not answer."""
+        """The next questions, one per node; none: all is known that can be. ``silent``: who does not answer."""
+        return self._of_owners(silent) or self._in_doubt(silent)
+
+    def _of_owners(self, silent: Collection[str]) -> list[Question]:
         owned = {place: spans for place, spans in self._owned.items() if self._members[place] not in silent}
         lasts = self._spans.lasts
         every = (1 << len(lasts)) - 1
         if not self._closed:
-            return [self._of_all(*each) for each in fewest(owned, every & ~self._whole).items()]
+            return [self._of_all(*each) for each in fewest(owned, every & ~self._whole.spans).items()]
         if self._last == lasts[-1]:
             return []
         low = bisect_right(lasts, self._last)
         rest = every & -(1 << low)
-        chosen = spread(owned, rest, self._told, max(UNKNOWN_MIN, isqrt(len(lasts))))
+        chosen = spread(owned, rest, self._told.spans, max(UNKNOWN_MIN, isqrt(len(lasts))))
         if chosen:
             return [self._of_lasts(*each) for each in chosen.items()]
-        missing = self._told & rest
+        missing = self._told.spans & rest
         unsure = (missing & -missing) * 2 - 1 if missing else every
-        return [self._of_all(*each) for each in fewest(owned, unsure & rest & ~self._whole).items()]
+        return [self._of_all(*each) for each in fewest(owned, unsure & rest & ~self._whole.spans).items()]
 
     def answered(self, question: Question, told: Listed) -> None:
-        """An owner's answer."""
-        self._told |= question.spans
-        if question.whole:
-            self._whole |= question.spans
+        """The answer to a question."""
+        if question.keys is None:
+            self._note(question, told.unsure)
         self._answers.append((question.places, told))
         nodes, pages = told.nodes.tolist(), told.pages.tolist()
         best: tuple[int, int, int] | None = None
@@ -132,6 +154,75 @@ class Search:
             at = page + 1
         return [Stretch(self._holder, 0, len(known), known)] if known else []
 
+    def _note(self, question: Question, unsure: Collection[Unsure]) -> None:
+        """An owner has told of some spans, and may not know all that these nodes have of them."""
+        owner, spans, doubts = question.owner, question.spans, dict[str, int]()
+        for node, placed in unsure:
+            doubts[node] = doubts.get(node, 0) | spans & ~self._owned_before(owner, placed)
+        self._told.add(spans, doubts)
+        if question.whole:
+            self._whole.add(spans, doubts)
+        place = self._members.index(owner)
+        self._told_by[place] = self._told_by.get(place, 0) | spans
+
+    def _owned_before(self, owner: str, placed: int) -> int:
+        """Which spans that node owned in the placement of this number already; none, where it is not known."""
+        old = self._older.get(placed)
+        if old is None or owner not in old.nodes:
+            return 0
+        return owned_spans(old, self._names).get(old.nodes.index(owner), 0)
+
+    def _in_doubt(self, silent: Collection[str]) -> list[Question]:
+        """Questions about nodes of which the owners that have answered may not know everything."""
+        rest = self._missing()
+        if not rest:
+            return []
+        unknown = {node: self._unknown(node, rest) for node in self._nodes if node not in silent}
+        unknown = {node: spans for node, spans in unknown.items() if spans and node not in self._asked}
+        spans = 0
+        for its in unknown.values():
+            spans |= its
+        owners = {
+            place: its & ~self._told_by.get(place, 0)
+            for place, its in self._owned.items()
+            if self._members[place] not in silent
+        }
+        chosen = fewest(owners, spans)
+        if not self._second and 0 < len(chosen) < len(unknown):
+            self._second = True
+            return [self._of_all(*each) for each in list(chosen.items())[:ASKED_MAX]]
+        nodes = sorted(unknown)
+        turn = self._turn % max(1, len(nodes))
+        nodes = (nodes[turn:] + nodes[:turn])[: ASKED_MAX - len(self._asked)]
+        self._asked.update(nodes)
+        return [self._of_node(node, unknown[node]) for node in nodes]
+
+    def _missing(self) -> int:
+        """Spans of which some page was found nowhere."""
+        lasts = self._spans.lasts
+        every = (1 << len(lasts)) - 1
+        if self._closed:
+            return every & -(1 << bisect_right(lasts, self._last))
+        pages = np.zeros(len(self._keys), np.bool_)
+        for places, told in self._answers:
+            mine = np.array([name in self._nodes for name in told.names], np.bool_)
+            pages[np.array(places, np.int64)[told.pages[mine[told.nodes]]]] = True
+        return sum(1 << span for span in _bits(every) if not pages[self._spans.firsts[span] : lasts[span] + 1].all())
+
+    def _unknown(self, node: str, rest: int) -> int:
+        """Of these spans those that this node may have more of than was told. In a closed chain it has nothing after a
+        span whose last page it surely does not have."""
+        ends = self._told.sure(node) & rest if self._closed else 0
+        return rest & ~self._whole.sure(node) & ((ends & -ends) * 2 - 1 if ends else -1)
+
+    def _of_node(self, node: str, spans: int) -> Question:
+        its, after = self._spans, self._last if self._closed else -1
+        places = [
+            page for span in _bits(spans) for page in range(its.firsts[span], its.lasts[span] + 1) if page > after
+        ]
+        places = places[:HOLD_PAGES_MAX]
+        return Question(node, self._lasts[:0], places, spans, whole=True, keys=[self._keys[page] for page in places])
+
     def _of_lasts(self, owner: int, spans: int) -> Question:
         at = _bits(spans)
         lasts = self._spans.lasts
@@ -142,6 +233,37 @@ class Search:
         places = [page for span in _bits(spans) for page in range(its.firsts[span], its.lasts[span] + 1)]
         pages = fingerprints(b"".join([self._keys[page] for page in places]))
         return Question(self._members[owner], pages, places, spans, whole=True)
+
+
+class _Told:
+    """Spans that owners have told of. A span is in doubt for a node where every owner that told of it was unsure of the
+    node.
+
+    Attributes:
+        spans: a bit for each.
+    """
+
+    def __init__(self) -> None:
+        self.spans = 0
+        self._doubts: dict[str, int] = {}  # by node, spans; "": any node
+
+    def add(self, spans: int, unsure: Mapping[str, int]) -> None:
+        """An owner has told of these spans; ``unsure``: by node, those that may be incomplete."""
+        first, again = spans & ~self.spans, spans & self.spans
+        self.spans |= spans
+        if not unsure and not self._doubts:
+            return
+        any_before, any_now = self._doubts.get("", 0), unsure.get("", 0)
+        after: dict[str, int] = {}
+        for node in {*unsure, *self._doubts}:
+            before, now = self._doubts.get(node, 0) | any_before, unsure.get(node, 0) | any_now
+            if doubted := first & now | before & (now | ~again):
+                after[node] = doubted
+        self._doubts = after
+
+    def sure(self, node: str) -> int:
+        """Spans that are not in doubt for that node."""
+        return self.spans & ~(self._doubts.get(node, 0) | self._doubts.get("", 0))
 
 
 def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:

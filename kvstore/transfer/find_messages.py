@@ -1,15 +1,19 @@
-"""FIND, ANNOUNCE, LIST and their answers: what goes between a directory's owners and those who ask and tell. Pure.
+"""FIND, HOLD, ANNOUNCE, LIST and their answers: what goes between owners of a directory, readers and nodes. Pure.
 
 ::
 
-    FIND       fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8 |
-               fingerprints u64[]
-    FOUND      names u16, rows u32 | per name: length u8, UTF-8 | pages u32[rows] | nodes u16[rows] | tiers u8[rows]
-    ANNOUNCE   number of the node's daemon u64, stream u64, number u64, pages u32, whole u8, length of the node's name
-               u8 | name | fingerprints u64[] | marks u8[]
+    FIND       whose | number of the caller's placement u64 | fingerprints u64[]
+    HOLD       whose | closed u8 | keys 16 bytes[]
+    FOUND      names u16, unsure u16, rows u32 | per name: length u8, UTF-8 | per unsure: placed u64, length u8, UTF-8 |
+               pages u32[rows] | nodes u16[rows] | tiers u8[rows]
+    ANNOUNCE   number of the node's daemon u64, stream u64, number u64, placed u64, pages u32, whole u8, length of the
+               node's name u8 | name | fingerprints u64[] | marks u8[]
     ANNOUNCED  number wanted next i64; -1: another stream
     LIST       entry from which on u64 | UTF-8 of the node's name
     LISTED     entries u64[], see ``directory.entries_told``; fewer than ``LISTED_MAX``: these are the last
+
+Here whose is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8. FIND
+asks an owner which nodes have pages, HOLD asks a node which it has itself; FOUND answers both.
 
 A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody. Fingerprints of ANNOUNCE
 and LISTED are veiled by their root (``model.pool_secret.veil_of``), which only nodes can do. Those of FIND are not: the
@@ -26,16 +30,20 @@ import numpy as np
 
 from kvstore.model.replica import KEY_BYTES
 from kvstore.model.span import Fingerprints
-from kvstore.state.directory import GONE, TIERS, Listed, Told
+from kvstore.state.directory import GONE, TIERS, Listed, Told, Unsure
+from kvstore.state.searching import HOLD_PAGES_MAX
 from kvstore.transfer.reading import Whose
 from kvstore.transfer.wire import WireError
 
 FIND_PAGES_MAX: Final = 1 << 16
 NAME_BYTES_MAX: Final = 64
 LISTED_MAX: Final = 1 << 16
-_FOUND: Final = struct.Struct("<HI")
-_FIND: Final = struct.Struct(f"<{KEY_BYTES}sHH")
-_ANNOUNCE: Final = struct.Struct("<QQQIBB")
+_FOUND: Final = struct.Struct("<HHI")
+_UNSURE: Final = struct.Struct("<QB")
+_PLACEMENT: Final = struct.Struct("<Q")
+_CLOSED: Final = struct.Struct("<B")
+_WHOSE: Final = struct.Struct(f"<{KEY_BYTES}sHH")
+_ANNOUNCE: Final = struct.Struct("<QQQQIBB")
 _ANNOUNCED: Final = struct.Struct("<q")
 _LIST: Final = struct.Struct("<Q")
 
@@ -44,31 +52,58 @@ Body = bytes | bytearray | memoryview
 
 @lru_cache(maxsize=256)
 def _pack_whose(whose: Whose) -> bytes:
-    """What FIND begins with."""
+    """What FIND and HOLD begin with."""
     salt, adapter = whose.salt.encode(), whose.adapter.encode()
-    return _FIND.pack(whose.fingerprint, len(salt), len(adapter)) + salt + adapter
+    return _WHOSE.pack(whose.fingerprint, len(salt), len(adapter)) + salt + adapter
 
 
-def pack_find(whose: Whose, pages: Fingerprints) -> bytes:
-    """The body of FIND."""
+def _unpack_whose(body: Body) -> tuple[Whose, int]:
+    """The same, and where it ends. Raises struct.error, ValueError."""
+    fingerprint, salt_bytes, adapter_bytes = _WHOSE.unpack_from(body)
+    at = _WHOSE.size + salt_bytes
+    salt = bytes(body[_WHOSE.size : at]).decode()
+    return Whose(fingerprint, salt, bytes(body[at : at + adapter_bytes]).decode()), at + adapter_bytes
+
+
+def pack_find(whose: Whose, pages: Fingerprints, placement: int) -> bytes:
+    """The body of FIND. ``placement``: the number of the one by which the caller chose this owner."""
     assert len(pages) <= FIND_PAGES_MAX
-    return _pack_whose(whose) + pages.astype("<u8", copy=False).tobytes()
+    return _pack_whose(whose) + _PLACEMENT.pack(placement) + pages.astype("<u8", copy=False).tobytes()
 
 
-def unpack_find(body: Body) -> tuple[Whose, Fingerprints]:
-    """Whose pages a FIND asks for, and their fingerprints. Raises WireError where it makes no sense."""
+def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
+    """Whose pages a FIND asks for, their fingerprints, and the number of the placement. Raises WireError where it makes
+    no sense."""
     try:
-        fingerprint, salt_bytes, adapter_bytes = _FIND.unpack_from(body)
-        at = _FIND.size + salt_bytes
-        salt = bytes(body[_FIND.size : at]).decode()
-        adapter = bytes(body[at : at + adapter_bytes]).decode()
+        whose, at = _unpack_whose(body)
+        (placement,) = _PLACEMENT.unpack_from(body, at)
     except (struct.error, ValueError) as error:
         raise WireError(f"find: {error}") from None
-    size = len(body) - at - adapter_bytes
-    if size < 0 or size % 8 or size > 8 * FIND_PAGES_MAX:
+    at += _PLACEMENT.size
+    size = len(body) - at
+    if size % 8 or size > 8 * FIND_PAGES_MAX:
         raise WireError(f"find: {size} bytes are no fingerprints, or more than {FIND_PAGES_MAX}")
-    pages = np.frombuffer(body, "<u8", size // 8, at + adapter_bytes).astype(np.uint64, copy=False)
-    return Whose(fingerprint, salt, adapter), pages
+    return whose, np.frombuffer(body, "<u8", size // 8, at).astype(np.uint64, copy=False), int(placement)
+
+
+def pack_hold(whose: Whose, keys: list[bytes], closed: bool) -> bytes:
+    """The body of HOLD. ``closed``: a node that has a page has those before it, so that it may skip some."""
+    assert len(keys) <= HOLD_PAGES_MAX
+    return b"".join((_pack_whose(whose), _CLOSED.pack(closed), *keys))
+
+
+def unpack_hold(body: Body) -> tuple[Whose, list[bytes], bool]:
+    """Whose pages a HOLD asks for, their keys, and whether the chain is closed. Raises WireError where it makes no
+    sense."""
+    try:
+        whose, at = _unpack_whose(body)
+        (closed,) = _CLOSED.unpack_from(body, at)
+    except (struct.error, ValueError) as error:
+        raise WireError(f"hold: {error}") from None
+    raw = bytes(body[at + _CLOSED.size :])
+    if len(raw) % KEY_BYTES or len(raw) > KEY_BYTES * HOLD_PAGES_MAX:
+        raise WireError(f"hold: {len(raw)} bytes are not keys, or more than {HOLD_PAGES_MAX}")
+    return whose, [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)], bool(closed)
 
 
 def pack_found(found: Listed) -> bytes:
@@ -77,19 +112,27 @@ def pack_found(found: Listed) -> bytes:
     used[found.nodes] = True
     nodes = (used.cumsum(dtype="<u2") - np.uint16(1))[found.nodes]
     names = [found.names[place].encode() for place in used.nonzero()[0].tolist()]
-    head = _FOUND.pack(len(names), len(found.pages)) + b"".join([bytes([len(name)]) + name for name in names])
+    head = _FOUND.pack(len(names), len(found.unsure), len(found.pages))
+    head += b"".join([bytes([len(name)]) + name for name in names])
+    for node, placed in found.unsure:
+        name = node.encode()
+        head += _UNSURE.pack(placed, len(name)) + name
     return b"".join((head, found.pages.astype("<u4").tobytes(), nodes.tobytes(), found.tiers.tobytes()))
 
 
 def unpack_found(body: Body, asked: int) -> Listed:
     """What a FOUND says of ``asked`` pages. Raises WireError where it makes no sense."""
     try:
-        count, rows = _FOUND.unpack_from(body)
-        at, names = _FOUND.size, list[str]()
+        count, doubts, rows = _FOUND.unpack_from(body)
+        at, names, unsure = _FOUND.size, list[str](), list[Unsure]()
         for _ in range(count):
             size = body[at]
             names.append(bytes(body[at + 1 : at + 1 + size]).decode())
             at += 1 + size
+        for _ in range(doubts):
+            placed, size = _UNSURE.unpack_from(body, at)
+            at += _UNSURE.size + size
+            unsure.append(Unsure(bytes(body[at - size : at]).decode(), placed))
         if len(body) != at + 7 * rows:
             raise ValueError(f"{len(body)} bytes")
         pages = np.frombuffer(body, "<u4", rows, at).astype(np.int64)
@@ -99,20 +142,20 @@ def unpack_found(body: Body, asked: int) -> Listed:
         raise WireError(f"found: {error}") from None
     if rows and (int(pages.max()) >= asked or int(nodes.max()) >= count or int(tiers.max()) >= len(TIERS)):
         raise WireError("found: names a page, a node or a tier that there is not")
-    return Listed(pages, nodes, tiers, names)
+    return Listed(pages, nodes, tiers, names, tuple(unsure))
 
 
 def pack_announce(told: Told, daemon: int) -> bytes:
     """The body of ANNOUNCE. ``daemon``: the number that the node's entry in the catalog has."""
     name = told.node.encode()
-    head = _ANNOUNCE.pack(daemon, told.stream, told.number, len(told.marks), told.whole, len(name))
+    head = _ANNOUNCE.pack(daemon, told.stream, told.number, told.placed, len(told.marks), told.whole, len(name))
     return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
 
 
 def unpack_announce(body: Body) -> tuple[Told, int]:
     """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError where it makes no sense."""
     try:
-        daemon, stream, number, pages, whole, size = _ANNOUNCE.unpack_from(body)
+        daemon, stream, number, placed, pages, whole, size = _ANNOUNCE.unpack_from(body)
         at = _ANNOUNCE.size + size
         if not 0 < size <= NAME_BYTES_MAX or len(body) != at + 9 * pages:
             raise ValueError(f"{len(body)} bytes")
@@ -123,7 +166,7 @@ def unpack_announce(body: Body) -> tuple[Told, int]:
         raise WireError(f"announce: {error}") from None
     if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
         raise WireError("announce: names a tier that there is not")
-    return Told(node, stream, number, fingerprints, marks, bool(whole)), daemon
+    return Told(node, stream, number, fingerprints, marks, bool(whole), placed), daemon
 
 
 def pack_announced(wanted: int) -> bytes:

@@ -11,13 +11,13 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.state.directory import Listed
 from kvstore.state.placement import OWNERS, Placement
 from kvstore.state.searching import Question, Search, Stretch
-from kvstore.transfer.find_messages import FIND_PAGES_MAX, pack_find, unpack_found
+from kvstore.transfer.find_messages import FIND_PAGES_MAX, pack_find, pack_hold, unpack_found
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolView
 from kvstore.transfer.reading import Whose
@@ -26,6 +26,22 @@ from kvstore.transfer.wire import FrameKind, WireError
 OWNER_S: Final = 0.3  # for an owner to answer
 KEPT_S: Final = 1.0
 KEPT_MAX: Final = 64  # answers
+ROUNDS_SILENT: Final = OWNERS + 1  # rounds in which nodes may be silent: each owner of a span, then a node itself
+OLDER_MAX: Final = 4  # placements that are remembered
+
+
+class _Asked(NamedTuple):
+    """What all questions of a search have in common."""
+
+    whose: Whose
+    closed: bool
+    placement: int
+
+    def request(self, question: Question) -> tuple[FrameKind, bytes]:
+        """The kind and the body of its message."""
+        if question.keys is not None:
+            return FrameKind.HOLD, pack_hold(self.whose, question.keys, self.closed)
+        return FrameKind.FIND, pack_find(self.whose, question.pages, self.placement)
 
 
 class Finder:
@@ -42,7 +58,7 @@ class Finder:
         self._peers = peers
         self._links = links
         self._turn = random.randrange(1 << 20)  # so that processes that find the same ask different nodes for it
-        self._placed: tuple[PoolView | None, Placement] = None, Placement([])
+        self._placed: tuple[PoolView | None, Placement, dict[int, Placement]] = None, Placement([]), {}
         self._kept: OrderedDict[tuple[bytes, int], tuple[float, list[Stretch]]] = OrderedDict()
 
     def find(
@@ -59,7 +75,8 @@ class Finder:
         Args:
             whose: it is; owners tell who may read it.
             keys: of the chain from its root.
-            deadline_s: of ``time.monotonic()``; it waits no longer than ``OWNER_S`` for each owner of a span, either.
+            deadline_s: of ``time.monotonic()``; it waits no longer than ``OWNER_S`` for each owner of a span, and for
+                nodes that are asked themselves.
             without: nodes that are not to be named.
             closed: who has a page has those before it.
         """
@@ -72,8 +89,11 @@ class Finder:
         if until_s >= now_s and not without and all(each.node in view.peers for each in found):
             return found
         nodes = {name for name in view.peers if name != view.node and name not in without}
-        search = Search(self._placement(view), keys, first, nodes, closed, self._turn)
-        self._ask(whose, search, view, min(deadline_s, now_s + OWNERS * OWNER_S))
+        placement, older = self._placement(view)
+        search = Search(placement, keys, first, nodes, closed, self._turn, older)
+        self._ask(
+            _Asked(whose, closed, placement.number), search, view, min(deadline_s, now_s + ROUNDS_SILENT * OWNER_S)
+        )
         found = search.found()
         if not without:
             self._keep(name, now_s + self._kept_s, found)
@@ -85,15 +105,17 @@ class Finder:
             with contextlib.suppress(KeyError):  # another thread has done it
                 self._kept.popitem(last=False)
 
-    def _placement(self, view: PoolView) -> Placement:
-        seen, placement = self._placed
+    def _placement(self, view: PoolView) -> tuple[Placement, dict[int, Placement]]:
+        """The placement now, and earlier ones by their numbers."""
+        seen, placement, older = self._placed
         if view is not seen:
             if placement.nodes != tuple(sorted(view.peers)):
+                older = dict([*older.items(), (placement.number, placement)][-OLDER_MAX:])
                 placement = Placement(view.peers)
-            self._placed = view, placement
-        return placement
+            self._placed = view, placement, older
+        return placement, older
 
-    def _ask(self, whose: Whose, search: Search, view: PoolView, deadline_s: float) -> None:
+    def _ask(self, whose: _Asked, search: Search, view: PoolView, deadline_s: float) -> None:
         silent = {name for name, peer in view.peers.items() if self._links.dead(peer)}
         while questions := search.ask(silent):
             for question, told in zip(questions, self._round(whose, view, questions, deadline_s), strict=True):
@@ -104,7 +126,9 @@ class Finder:
             if time.monotonic() >= deadline_s:
                 return
 
-    def _round(self, whose: Whose, view: PoolView, questions: list[Question], deadline_s: float) -> list[Listed | None]:
+    def _round(
+        self, whose: _Asked, view: PoolView, questions: list[Question], deadline_s: float
+    ) -> list[Listed | None]:
         """Ask all of these at the same time; None: no answer."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
         answers: list[Listed | None] = [None] * len(questions)
@@ -113,13 +137,13 @@ class Finder:
             for at, question in enumerate(questions):
                 with contextlib.suppress(KVStoreError):
                     connection = open_links.enter_context(self._links.to(view.peers[question.owner], until_s))
-                    number = connection.send(FrameKind.FIND, pack_find(whose, question.pages), deadline_s=until_s)
+                    number = connection.send(*whose.request(question), deadline_s=until_s)
                     under_way.append((at, connection, number))
             for at, connection, number in under_way:
                 try:
                     head = connection.receive_head(number, FrameKind.FOUND, deadline_s=until_s)
                     body = connection.receive(head.body_bytes, deadline_s=until_s)
-                    answers[at] = unpack_found(body, len(questions[at].pages))
+                    answers[at] = unpack_found(body, len(questions[at].places))
                 except KVStoreError as error:
                     if connection.broken or isinstance(error, WireError):
                         connection.broken = True  # also where it does not say so: we are in the middle of nonsense

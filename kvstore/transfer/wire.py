@@ -9,7 +9,7 @@ their replies come; the server answers them one by one, in order, and its replie
 
     PING -> PONG                READ -> RANGE ... END
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
-    LIST -> LISTED              CHECK -> CHECKED
+    LIST -> LISTED              CHECK -> CHECKED          HOLD -> FOUND
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
     ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see ``lending``)
 
@@ -38,7 +38,7 @@ from kvstore.errors import (
     VersionMismatch,
 )
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10
@@ -72,6 +72,7 @@ class FrameKind(IntEnum):
     ANNOUNCE = 39
     CHECK = 40
     CHECKED = 41
+    HOLD = 42
     PULL = 48
     PIECE = 49
 
@@ -95,6 +96,7 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.RETURNED: 64,
     FrameKind.FIND: 1024 * KIB,
     FrameKind.FOUND: 4096 * KIB,
+    FrameKind.HOLD: 1024 * KIB,
     FrameKind.ANNOUNCE: 1024 * KIB,
     FrameKind.ANNOUNCED: 4 * KIB,
     FrameKind.LIST: 4 * KIB,
@@ -109,7 +111,7 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
 REQUESTS: Final = frozenset(
     (
         *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
-        *(FrameKind.CHECK, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
+        *(FrameKind.CHECK, FrameKind.HOLD, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
     )
 )
 

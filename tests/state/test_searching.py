@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from kvstore.model.replica import POSITION_MAX, Tier
 from kvstore.model.span import fingerprint, fingerprints, span_start, spans_between, spans_of
-from kvstore.state.directory import TIERS, Directory, Listed, Told
+from kvstore.state.directory import TIERS, Directory, Listed, Told, Unsure
 from kvstore.state.placement import Placement
-from kvstore.state.searching import Search, Stretch, fewest, owned_spans, spread, stretches
+from kvstore.state.searching import (
+    ASKED_MAX,
+    Question,
+    Search,
+    Stretch,
+    fewest,
+    owned_spans,
+    spread,
+    stretches,
+)
 
 
 @dataclass
@@ -25,38 +34,55 @@ class Pool:
     has: dict[str, set[int]] = field(default_factory=dict)
     messages: int = 0
     rounds: int = 0
+    unsure: dict[str, list[Unsure]] = field(default_factory=dict)
+    older: dict[int, Placement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keys = [self.draw.randbytes(16) for _ in range(self.pages)]
         self.placement = Placement(f"n{number}" for number in range(self.nodes))
         self.directories = {name: Directory(1 << 20) for name in self.placement.nodes}
 
-    def give(self, name: str, pages: set[int]) -> None:
+    def give(self, name: str, pages: set[int], deaf: dict[str, Placement | None] | None = None) -> None:
+        """Owners that are ``deaf`` were told nothing, or only what they owned in an older placement."""
         self.has[name] = pages
         those = sorted(pages)
         names = fingerprints(b"".join(self.keys[page] for page in those))
         spans = np.array(spans_of(self.keys, 0, 0), np.uint64)[those]
         for owner, mine in self.placement.owned(spans).items():
+            if owner in (deaf or {}):
+                old = (deaf or {})[owner]
+                before = old.owned(spans).get(owner) if old else None
+                mine &= before if before is not None else False
+                self.unsure.setdefault(owner, []).append(Unsure(name, old.number if old else 0))
             told = Told(name, 1 + len(self.has), 0, names[mine], np.full(int(mine.sum()), 1, np.uint8), True)
             self.directories[owner].told(told)
 
     def find(self, first: int, nodes: set[str], closed: bool = True, dead: set[str] | None = None) -> list[Stretch]:
         """Whoever is dead is asked once."""
-        search, silent = Search(self.placement, self.keys, first, nodes, closed), set[str]()
+        search, silent = Search(self.placement, self.keys, first, nodes, closed, 3, self.older), set[str]()
         self.messages = self.rounds = 0
         while questions := search.ask(silent):
             self.rounds += 1
-            assert self.rounds <= 4 + len(dead or ()), "it ends"
+            assert self.rounds <= 4 + len(dead or ()) + 4 * bool(self.unsure), "it ends"
             assert len({each.owner for each in questions}) == len(questions), "one question each"
             for question in questions:
                 self.messages += 1
-                assert question.pages.tolist() == [fingerprint(self.keys[page]) for page in question.places]
                 if question.owner in (dead or ()):
                     assert question.owner not in silent
                     silent.add(question.owner)
                 else:
-                    search.answered(question, self.directories[question.owner].find(question.pages))
+                    search.answered(question, self.answer(question))
         return search.found()
+
+    def answer(self, question: Question) -> Listed:
+        if question.keys is None:
+            assert question.pages.tolist() == [fingerprint(self.keys[page]) for page in question.places]
+            unsure = tuple(self.unsure.get(question.owner, ()))
+            return replace(self.directories[question.owner].find(question.pages), unsure=unsure)
+        assert question.keys == [self.keys[page] for page in question.places]
+        has = self.has.get(question.owner, set())
+        pages = np.array([at for at, page in enumerate(question.places) if page in has], np.int64)
+        return Listed(pages, np.zeros_like(pages), np.ones(len(pages), np.uint8), [question.owner])
 
     def leading(self, first: int, nodes: set[str]) -> int:
         return max([len(self.has[name]) for name in nodes if name in self.has], default=0) - first
@@ -93,11 +119,57 @@ def test_the_furthest_is_found_whoever_does_not_answer(seed: int) -> None:
         answers = all(any(pool.placement.nodes[place] not in dead for place in row) for row in owners)
         if most <= 0:
             assert found == []
-        elif answers:
+        elif answers or not nodes & dead:
             assert len(found) == 1 and found[0].start == 0 and found[0].stop == most
         for each in found:
             assert each.node in nodes and each.stop <= len(pool.has[each.node]) - first
             assert each.tiers == bytes([TIERS.index(Tier.DRAM)]) * each.stop
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_pages_that_owners_have_not_heard_of_are_found(seed: int, closed: bool) -> None:
+    """Owners were told nothing by some nodes, or nothing since the members changed, and say so."""
+    draw = random.Random(seed)
+    pool = Pool(draw.choice((2, 3, 5, 8)), draw.choice((2, 7, 40, 150)), draw)
+    names = list(pool.placement.nodes)
+    old = Placement([*names[1:], "gone"])
+    pool.older = {old.number: old}
+    for name in draw.sample(names, min(pool.nodes, 1 + draw.randrange(3))):
+        deaf = {owner: draw.choice((None, old, old)) for owner in names if draw.random() < 0.6}
+        pages = draw.randrange(pool.pages + 1)
+        pool.give(name, {page for page in range(pages) if closed or draw.random() < 0.9}, deaf)
+    for _ in range(20):
+        first = draw.randrange(pool.pages)
+        nodes = set(draw.sample(names, draw.randrange(pool.nodes + 1)))
+        found = pool.find(first, nodes, closed)
+        has = set[int]().union(*(pool.has.get(name, set()) for name in nodes))
+        most = next(page for page in range(first, pool.pages + 1) if page not in has) - first
+        assert sum(each.stop - each.start for each in found) == most
+        assert pool.messages <= 4 * pool.nodes + ASKED_MAX
+
+
+def test_few_are_asked_where_many_nodes_are_in_doubt() -> None:
+    """A node of which an owner has not heard, and an owner that has just been started, cost a few messages; owners that
+    are all unsure of all nodes a bounded number."""
+    for nodes in (8, 64):
+        for seed in range(10):
+            pool = Pool(nodes, 512, random.Random(seed))
+            pool.find(0, {"n0"})
+            messages = pool.messages
+            pool.give("n0", set(range(512)), {"n1": None})
+            pool.find(0, {"n0"})
+            assert pool.messages <= messages + 4
+            pool.unsure = {"n2": [Unsure("", 0)]}
+            pool.find(0, {"n3", "n4", "n5"})
+            assert pool.messages <= messages + 4
+            pool.unsure = {name: [Unsure("", 0)] for name in pool.placement.nodes}
+            pool.find(0, set(pool.placement.nodes) - {"n0"})
+            assert pool.messages <= messages + 2 * ASKED_MAX + 2
+            older = Placement([*pool.placement.nodes[:-1]])
+            pool.older, pool.unsure = {older.number: older}, {"n1": [Unsure("", older.number)]}
+            pool.find(0, {"n3"})
+            assert pool.messages <= messages + 4
 
 
 @pytest.mark.parametrize("seed", range(20))

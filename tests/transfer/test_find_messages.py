@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from functools import partial
 
 import numpy as np
 import pytest
 
-from kvstore.state.directory import GONE, Directory, Listed, Told, entries_told
+from kvstore.state.directory import GONE, Directory, Listed, Told, Unsure, entries_told
 from kvstore.transfer.find_messages import (
     pack_announce,
     pack_announced,
     pack_find,
     pack_found,
+    pack_hold,
     pack_list,
     pack_listed,
     unpack_announce,
     unpack_announced,
     unpack_find,
     unpack_found,
+    unpack_hold,
     unpack_list,
     unpack_listed,
 )
@@ -39,21 +40,25 @@ def some(draw: random.Random) -> tuple[np.ndarray, Listed, Told]:
         np.array([draw.randrange(len(names)) for _ in range(rows)], np.int64),
         np.array([draw.randrange(3) for _ in range(rows)], np.uint8),
         names,
+        tuple(Unsure(f"n{draw.randrange(9)}"[: draw.randrange(3)], draw.randrange(1 << 64)) for _ in range(rows)),
     )
     marks = np.array([draw.randrange(3) | draw.choice((0, GONE)) for _ in pages], np.uint8)
     return (
         pages,
         found,
-        Told("node", draw.randrange(1 << 63), draw.randrange(1 << 40), pages, marks, draw.random() < 0.5),
+        Told("node", draw.randrange(1 << 63), draw.randrange(1 << 40), pages, marks, draw.random() < 0.5, rows << 60),
     )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_messages_arrive_as_they_were(seed: int) -> None:
     pages, found, told = some(random.Random(seed))
-    assert unpack_find(pack_find(WHOSE, pages))[1].tolist() == pages.tolist()
-    assert unpack_find(memoryview(pack_find(WHOSE, pages)))[0] == WHOSE
+    assert unpack_find(pack_find(WHOSE, pages, told.stream))[1].tolist() == pages.tolist()
+    assert unpack_find(memoryview(pack_find(WHOSE, pages, told.stream)))[::2] == (WHOSE, told.stream)
+    keys = [page.tobytes() * 2 for page in pages]
+    assert unpack_hold(memoryview(pack_hold(WHOSE, keys, told.whole))) == (WHOSE, keys, told.whole)
     again = unpack_found(pack_found(found), len(pages))
+    assert again.unsure == found.unsure
     for name in ("pages", "tiers"):
         assert getattr(again, name).tolist() == getattr(found, name).tolist()
     assert [again.names[node] for node in again.nodes] == [found.names[node] for node in found.nodes]
@@ -61,6 +66,7 @@ def test_messages_arrive_as_they_were(seed: int) -> None:
     batch, daemon = unpack_announce(memoryview(pack_announce(told, told.stream)))
     assert daemon == told.stream
     assert (batch.node, batch.stream, batch.number, batch.whole) == ("node", told.stream, told.number, told.whole)
+    assert batch.placed == told.placed
     assert batch.fingerprints.tolist() == pages.tolist() and batch.marks.tolist() == told.marks.tolist()
     assert [unpack_announced(pack_announced(wanted)) for wanted in (-1, 0, 1 << 40)] == [-1, 0, 1 << 40]
     entries = entries_told(batch.fingerprints, batch.marks)
@@ -76,7 +82,8 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
         pages, found, told = some(draw)
         for unpack, body in (
             (unpack_announce, pack_announce(told, 1)),
-            (unpack_find, pack_find(WHOSE, pages)),
+            (unpack_find, pack_find(WHOSE, pages, 7)),
+            (unpack_hold, pack_hold(WHOSE, [page.tobytes() * 2 for page in pages], True)),
             (partial(unpack_found, asked=len(pages)), pack_found(found)),
             (unpack_list, pack_list(told.node, told.stream)),
             (unpack_listed, pack_listed(entries_told(told.fingerprints, told.marks))),
@@ -104,6 +111,6 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
             elif unpack is unpack_find:
                 directory.find(got[1])
     assert 1000 < refused < 18_000
-    with contextlib.suppress(WireError):
-        unpack_find(bytes(BODY_MAX[FrameKind.FIND]))  # no salt, no adapter, and more pages than that
-        raise AssertionError("more pages than one may ask for")
+    for kind, unpack in ((FrameKind.FIND, unpack_find), (FrameKind.HOLD, unpack_hold)):
+        with pytest.raises(WireError, match="more than"):
+            unpack(bytes(BODY_MAX[kind] - 1 - 4 * (kind is FrameKind.HOLD)))  # no salt, no adapter, and too many pages

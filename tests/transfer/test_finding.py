@@ -18,12 +18,14 @@ from kvstore import Layout, Store
 from kvstore.catalog import schema
 from kvstore.catalog.base import boot_s
 from kvstore.catalog.schema import DataEntry, NodeEntry
+from kvstore.client.local.node import LocalNode
 from kvstore.errors import NodeUnavailable, PermissionDenied
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints
 from kvstore.service.cluster import announcer, directory_shell, heard
 from kvstore.service.cluster.announcer import Announcer
 from kvstore.service.cluster.directory_shell import DirectoryShell
+from kvstore.service.cluster.hold_handler import HoldHandler
 from kvstore.service.cluster.view import ViewKeeper, serving
 from kvstore.service.node.node import Node
 from kvstore.serving.http import readyz
@@ -99,6 +101,7 @@ class Machine:
         self.watching = threading.Thread(target=self.watch)
         self.watching.start()
         self.finder = Finder(self.peers, self.links)
+        self.local = LocalNode(folder.path)
         self.server: Server | None = None
         self.serve()
         self.announcer.start()
@@ -106,7 +109,8 @@ class Machine:
     def serve(self) -> None:
         self.directory = DirectoryShell(1 << 20, self.peers)
         self.directory.members = self.members
-        self.server = Server(self.name, self.directory.handlers, admit)
+        handlers = {**self.directory.handlers, FrameKind.HOLD: HoldHandler(self.local)}
+        self.server = Server(self.name, handlers, admit)
         address = self.server.start("127.0.0.1", 0)
         self.members.servers[self.name] = DataEntry(
             name=f"{self.name}.1",
@@ -138,6 +142,7 @@ class Machine:
         self.announcer.stop()
         self.links.close()
         self.stop_serving()
+        self.local.close()
 
 
 def daemon_of(store: Store) -> Node:
@@ -319,7 +324,7 @@ def test_a_tenant_finds_pages_under_its_own_salts_alone(
     for machine in machines.values():  # it asks all owners for any page under its own root
         low = np.uint64(0xFFFF)
         asked = fingerprints(b"".join(keys))
-        assert not np.isin(machine.directory._directory._table | low, asked | low).any()
+        assert not np.isin(machine.directory._owner.directory._table | low, asked | low).any()
 
 
 def test_a_node_says_that_it_tells_nobody_any_more(
@@ -377,9 +382,9 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     assert owner.stream is not None
     wrong = np.arange(1, 41, dtype=np.uint64) << np.uint64(40)
     batch = Told(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
-    assert b.directory._directory.told(batch) == owner.next + 1
+    assert b.directory._owner.directory.told(batch) == owner.next + 1
     assert differ() == (0, 40)
-    b.directory._directory.forget(a.name)
+    b.directory._owner.directory.forget(a.name)
     lost = owners()[b.name]
     assert (lost["missing"], lost["stale"]) == (lost["entries"], 0) and lost["entries"] > 0
     b.stop_serving()
@@ -391,7 +396,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
 def test_who_is_not_listed_is_not_remembered(machines: dict[str, Machine]) -> None:
     machines["a"].members.daemons["somebody"] = NodeEntry(name="somebody", process=f"{1:016x}", incarnation="")
     none = Told("somebody", 1, 7, np.zeros(0, np.uint64), np.zeros(0, np.uint8))  # in the middle of a stream
-    assert announced(machines["a"], none, 1) == AGAIN and "somebody" not in machines["a"].directory._heard_s
+    assert announced(machines["a"], none, 1) == AGAIN and "somebody" not in machines["a"].directory._owner.heard_s
 
 
 def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:

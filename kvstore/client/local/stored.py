@@ -168,6 +168,25 @@ def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collect
     return set[int]().union(*(_known(mapped, reader, keys, start) for reader in readers))
 
 
+def tiers_by_page(mapped: Mapped, keys: Keys, closed: bool) -> dict[int, Tier]:
+    """Which pages any tier of the node has, and one that has each. Hints too."""
+    pages = stored_pages(mapped, keys, closed)[0]
+    found = dict.fromkeys(range(pages), mapped.dram.tier)
+    if closed:
+        for tier, more in stored_beyond(mapped, keys, pages, closed)[1].items():
+            found |= dict.fromkeys(range(len(found), len(found) + more), tier)
+        return found
+    root_at, root = mapped.dram.root_at, keys.root
+    with contextlib.suppress(IndexDamaged):
+        raws = mapped.index.find_many(mapped.dram.tier, keys.hashes)
+        found |= {
+            page: mapped.dram.tier for page, raw in enumerate(raws) if raw is not None and root_at(raw) in (None, root)
+        }
+    for tier, reader in mapped.below.items():
+        found = dict.fromkeys(_known(mapped, reader, keys, 0), tier) | found
+    return found
+
+
 def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
     """The first page that no tier of the node has, whatever engines have mounted; ``len(keys)`` where all are there."""
     start = stored_pages(mapped, keys, closed)[0]

@@ -17,12 +17,12 @@ from kvstore.service.node.node import Node
 from kvstore.service.node.page_feed import PageFeed
 from kvstore.state.announcing import Announcing, pause_s
 from kvstore.state.directory import Told
+from kvstore.state.directory_owner import IDLE_S
 from kvstore.transfer.find_messages import pack_announce, unpack_announced
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
 from kvstore.transfer.wire import FrameKind
 
-IDLE_S: Final = 1.0  # an owner that was told nothing for so long is told that
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0

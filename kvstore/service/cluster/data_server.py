@@ -28,6 +28,7 @@ from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, Unauthenticated
 from kvstore.limits import UNKNOWN_PART
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
+from kvstore.service.cluster.hold_handler import HoldHandler
 from kvstore.service.cluster.lend_handler import LendHandler
 from kvstore.service.cluster.read_handler import ReadHandler
 from kvstore.service.cluster.view import ViewKeeper
@@ -154,7 +155,11 @@ def limits_of(config: NodeConfig) -> ServerLimits:
 
 def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:
     """What a data server answers that offers these transports."""
-    found: dict[FrameKind, Handler] = {FrameKind.READ: ReadHandler(node), FrameKind.CHECK: CheckHandler(node)}
+    found: dict[FrameKind, Handler] = {
+        FrameKind.READ: ReadHandler(node),
+        FrameKind.HOLD: HoldHandler(node),
+        FrameKind.CHECK: CheckHandler(node),
+    }
     found |= directory.handlers
     if not transports["nixl"]:
         found |= LendHandler(node, lambda: NixlAgent(f"{node.name}-{secrets.token_hex(8)}")).handlers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,8 @@ from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.pool_secret import veil_of
 from kvstore.model.span import Fingerprints
 from kvstore.service.cluster.view import Members
-from kvstore.state.directory import AGAIN, Directory, Listed, joined
+from kvstore.state.directory import Listed, Unsure, joined
+from kvstore.state.directory_owner import DirectoryOwner
 from kvstore.transfer.base import Exchange, Handler
 from kvstore.transfer.find_messages import (
     LISTED_MAX,
@@ -27,21 +28,20 @@ from kvstore.transfer.find_messages import (
     unpack_find,
     unpack_list,
 )
-from kvstore.transfer.peers import PeersFile
+from kvstore.transfer.peers import PeersFile, PoolView
 from kvstore.transfer.wire import BODY_MAX, FrameKind
 
 DECIDED: Final = boundary.Decided("state/directory")  # around what changes it; to ask it changes nothing
-LOOK_S: Final = 0.5  # how often it looks who is still there
+LOOK_S: Final = 0.5  # how often it looks who is still there, where the members are the same
 TURN_PAGES: Final = 4096  # looked up in one turn, which takes some 10 ms in a directory of 10 million entries
 TURN_WAIT_S: Final = 0.2  # for all turns of one request: a reader takes an owner that says nothing for 0.3 s for dead
-SILENT_S: Final = 3.0  # somebody may come before we hear of it, and then tells something every second
 
 
 class DirectoryShell:
     """Lives in the data server's process. Its threads share it, in turns that give each caller the same time.
 
     Args:
-        bytes_max: see ``Directory``.
+        bytes_max: see ``DirectoryOwner``.
         peers: who there is. What others told is forgotten when they leave.
 
     Attributes:
@@ -50,12 +50,11 @@ class DirectoryShell:
 
     def __init__(self, bytes_max: int, peers: PeersFile) -> None:
         self.members: Members | None = None
-        self._directory = Directory(bytes_max)
+        self._owner = DirectoryOwner(bytes_max)
         self._peers = peers
         self._turns = ThreadShares("turns at the directory", "directory", 1)
-        self._listed: Collection[str] = ()
+        self._seen: PoolView | None = None
         self._looked_s = 0.0
-        self._heard_s: dict[str, float] = {}  # node -> when it last told something
 
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
@@ -69,19 +68,22 @@ class DirectoryShell:
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
         """Answer FIND. Raises PermissionDenied where these pages are not the caller's."""
-        whose, pages = unpack_find(body)
+        whose, pages, placement = unpack_find(body)
         exchange.caller.check_salt(whose.salt)
         secret = self.members.secret if self.members is not None else None
         veil = np.uint64(veil_of(secret, whose.root)) if secret is not None else None
-        found = self._find(exchange.caller, pages ^ veil if veil is not None else pages[:0])
-        exchange.reply(FrameKind.FOUND, pack_found(joined(list(found), TURN_PAGES)))
+        found = self._find(exchange.caller, pages ^ veil if veil is not None else pages[:0], placement)
+        exchange.reply(FrameKind.FOUND, pack_found(found))
 
-    def _find(self, caller: Owner, pages: Fingerprints) -> Iterator[Listed]:
+    def _find(self, caller: Owner, pages: Fingerprints, placement: int) -> Listed:
         deadline_s = time.monotonic() + TURN_WAIT_S
+        parts, unsure = list[Listed](), tuple[Unsure, ...]()
         for first in range(0, max(1, len(pages)), TURN_PAGES):
             with self._turns.turn(caller, max(0.0, deadline_s - time.monotonic())):
-                self._look()
-                yield self._directory.find(pages[first : first + TURN_PAGES])
+                now_s = self._look()
+                unsure = unsure if parts else self._owner.unsure(placement, now_s)
+                parts.append(self._owner.directory.find(pages[first : first + TURN_PAGES]))
+        return replace(joined(parts, TURN_PAGES), unsure=unsure)
 
     def announce(self, exchange: Exchange, body: memoryview) -> None:
         """Answer ANNOUNCE. Raises PermissionDenied where the caller is not that node."""
@@ -91,11 +93,9 @@ class DirectoryShell:
         if not exchange.caller.operator or its != f"{daemon:016x}":
             raise PermissionDenied(f"only {told.node[:80]} itself may announce its pages, as the catalog lists it")
         with self._turns.turn(exchange.caller, TURN_WAIT_S):
-            self._look()
+            now_s = self._look()
             with DECIDED:
-                wanted = self._directory.told(told)
-            if wanted != AGAIN:  # else it is not listed, and nobody would forget it
-                self._heard_s[told.node] = time.monotonic()
+                wanted = self._owner.told(told, now_s)
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
 
     def list(self, exchange: Exchange, body: memoryview) -> None:
@@ -105,7 +105,7 @@ class DirectoryShell:
         node, start = unpack_list(body)
         with self._turns.turn(exchange.caller, TURN_WAIT_S):
             self._look()
-            entries = self._directory.entries_of(node, start, LISTED_MAX)
+            entries = self._owner.directory.entries_of(node, start, LISTED_MAX)
         exchange.reply(FrameKind.LISTED, pack_listed(entries))
 
     def tell(self, exchange: Exchange, body: memoryview) -> None:
@@ -121,31 +121,23 @@ class DirectoryShell:
 
     def status(self, caller: Owner = ALONE) -> dict[str, Any]:
         """Entries and their memory; how long ago the catalog was heard of, and what each node told last."""
-        now_s = time.monotonic()
         with self._turns.turn(caller, TURN_WAIT_S):
-            self._look()
-            view = self._peers.look()
+            now_s = self._look()
+            view, directory, heard_s = self._peers.look(), self._owner.directory, self._owner.heard_s
             return {
                 "catalog_heard_ago_s": round(boot_s() - view.heard_s, 3) if view is not None else None,
                 "peers": sorted(view.peers) if view is not None else [],
-                "entries": len(self._directory),
-                "entries_bytes": self._directory.nbytes,
-                "refused": self._directory.refused,
-                "heard_ago_s": {name: round(now_s - self._heard_s[name], 3) for name in self._directory.nodes},
+                "entries": len(directory),
+                "entries_bytes": directory.nbytes,
+                "refused": directory.refused,
+                "heard_ago_s": {name: round(now_s - heard_s[name], 3) for name in directory.nodes},
             }
 
-    def _look(self) -> None:
-        """Forget who has left since the last look, and who is not there and says nothing. Who comes needs no look."""
-        now_s = time.monotonic()
-        if now_s < self._looked_s + LOOK_S:
-            return
-        self._looked_s = now_s
-        view = self._peers.look()
-        members = view.peers.keys() if view is not None else ()
-        for name in self._directory.nodes:
-            silent = now_s > self._heard_s.get(name, 0.0) + SILENT_S
-            if name not in members and (silent or name in self._listed):
-                with DECIDED:
-                    self._directory.forget(name)
-                self._heard_s.pop(name, None)
-        self._listed = tuple(members)
+    def _look(self) -> float:
+        """Tell the owner who is there, where that changed, and from time to time. The time now."""
+        now_s, view = time.monotonic(), self._peers.look()
+        if view is not self._seen or now_s >= self._looked_s + LOOK_S:
+            self._seen, self._looked_s = view, now_s
+            with DECIDED:
+                self._owner.look(view.peers if view is not None else (), now_s)
+        return now_s

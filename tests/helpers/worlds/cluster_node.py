@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -10,18 +11,21 @@ import numpy as np
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints
 from kvstore.state.announcing import Announcing, Entries
-from kvstore.state.directory import GONE, TIERS, Directory, Told
+from kvstore.state.directory import GONE, TIERS, Listed, Told
+from kvstore.state.directory_owner import IDLE_S, DirectoryOwner
 from kvstore.state.placement import Placement
-from kvstore.state.searching import Search
+from kvstore.state.searching import Question, Search, Stretch
 from kvstore.transfer.find_messages import (
     pack_announce,
     pack_announced,
     pack_find,
     pack_found,
+    pack_hold,
     unpack_announce,
     unpack_announced,
     unpack_find,
     unpack_found,
+    unpack_hold,
 )
 from kvstore.transfer.reading import Whose
 
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
 
 TICK_S: Final = 0.2  # between two turns of an announcer
 TTL_S: Final = 1.5  # of a session in the catalog
-SILENT_S: Final = 3.0  # see ``directory_shell``
 LOG_EVENTS: Final = 4  # that a node keeps for its announcer
 DIRECTORY_BYTES: Final = 1 << 16
 WHOSE: Final = Whose(bytes(16), "", "")
@@ -49,6 +52,7 @@ class SimNode:
         self.lengths: dict[tuple[int, Tier], int] = {}  # leading pages of each chain
         self.has: dict[tuple[bytes, Tier], int] = {}  # page -> its span
         self.view: dict[str, int] = {}
+        self.older: dict[int, Placement] = {}
         self.stalled = False
         self.start_daemon(keep=False)
         self.start_server()
@@ -69,11 +73,16 @@ class SimNode:
     def start_server(self) -> None:
         """The data server starts anew: it knows nothing."""
         self.process = self.world.number()
-        self.directory = Directory(DIRECTORY_BYTES)
-        self.heard_s: dict[str, float] = {}
-        self.members: set[str] = set()
+        self.owner = DirectoryOwner(DIRECTORY_BYTES)
         self.world.publish(self)
         self.world.at(TTL_S, lambda: self.world.end_sessions(self.name))
+
+    def see(self, view: dict[str, int]) -> None:
+        """What the catalog has."""
+        if view.keys() != self.view.keys():
+            before = Placement(self.view)
+            self.older[before.number] = before
+        self.view = view
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class SimNode:
         """One batch to each owner, all at the same time."""
         world, sent = self.world, list[tuple[str, Told]]()
         for owner in self.announcing.owners:
-            idle = world.now_s - self.told_s.get(owner, -9.0) > 1.0
+            idle = world.now_s - self.told_s.get(owner, -9.0) > IDLE_S
             batch = self.announcing.batch(owner, idle=idle)
             if batch is not None and owner in self.view:
                 sent.append((owner, batch))
@@ -152,25 +161,25 @@ class SimNode:
 
     def hear(self, body: bytes) -> bytes:
         """Answer ANNOUNCE."""
-        self.look()
+        self.owner.look(self.view, self.world.now_s)
         told, _ = unpack_announce(body)
-        self.heard_s[told.node] = self.world.now_s
-        wanted = self.directory.told(told)
-        assert self.directory.nbytes <= DIRECTORY_BYTES, "an owner's memory is bounded"
+        wanted = self.owner.told(told, self.world.now_s)
+        assert self.owner.directory.nbytes <= DIRECTORY_BYTES, "an owner's memory is bounded"
         return pack_announced(wanted)
 
     def find(self, body: bytes) -> bytes:
         """Answer FIND."""
-        self.look()
-        return pack_found(self.directory.find(unpack_find(body)[1]))
+        self.owner.look(self.view, self.world.now_s)
+        _, pages, placement = unpack_find(body)
+        unsure = self.owner.unsure(placement, self.world.now_s)
+        return pack_found(replace(self.owner.directory.find(pages), unsure=unsure))
 
-    def look(self) -> None:
-        """As ``DirectoryShell`` does."""
-        for name in self.directory.nodes:
-            silent = self.world.now_s > self.heard_s.get(name, 0.0) + SILENT_S
-            if name not in self.view and (silent or name in self.members):
-                self.directory.forget(name)
-        self.members = set(self.view)
+    def hold(self, body: bytes) -> bytes:
+        """Answer HOLD, as ``HoldHandler`` does."""
+        _, keys, _ = unpack_hold(body)
+        pages = self.leading(keys)
+        tiers = [min(TIERS.index(tier) for tier in TIERS if (key, tier) in self.has) for key in keys[:pages]]
+        return pack_found(Listed(np.arange(pages), np.zeros(pages, np.int64), np.array(tiers, np.uint8), [self.name]))
 
     @property
     def alive(self) -> bool:
@@ -179,26 +188,40 @@ class SimNode:
 
     # --- its clients --------------------------------------------------------------------------------------------------
 
+    def search(self, keys: list[bytes], first: int, without: set[str]) -> Generator[Any, Any, list[Stretch]]:
+        """As ``transfer.finding`` does."""
+        placement, silent = Placement(self.view), set[str]()
+        nodes = set(self.view) - without - {self.name}
+        turn = self.world.draw.randrange(9)
+        search = Search(placement, keys, first, nodes, True, turn, self.older)
+
+        def call(question: Question) -> Call:
+            holds = question.keys
+            body = pack_hold(WHOSE, holds, True) if holds else pack_find(WHOSE, question.pages, placement.number)
+            ask = SimNode.hold if holds else SimNode.find
+            return question.owner, self.view.get(question.owner, 0), lambda node: ask(node, body)
+
+        while questions := search.ask(silent):
+            self.world.counts["questions"] += len(questions)
+            answers = yield [call(each) for each in questions]
+            for question, answer in zip(questions, answers, strict=True):
+                if answer is None:
+                    silent.add(question.owner)
+                else:
+                    search.answered(question, unpack_found(answer, len(question.places)))
+        return search.found()
+
+    def lookup(self, chain: int, then: Callable[[int], None]) -> Task:
+        """Look for all of a chain on other nodes: ``then`` is told how many pages were found."""
+        found = yield from self.search(self.world.chains[chain], 0, set())
+        then(found[0].stop if found else 0)
+
     def get(self, chain: int, then: Callable[[int], None]) -> Task:
         """Read a chain as ``client.local.elsewhere`` does: ``then`` is told how many pages came."""
         keys, failed = self.world.chains[chain], set[str]()
         pages = self.leading(keys)
         while pages < len(keys):
-            nodes = set(self.view) - failed - {self.name}
-            search = Search(Placement(self.view), keys, pages, nodes, True, self.world.draw.randrange(9))
-            silent = set[str]()
-            while questions := search.ask(silent):
-                bodies = [pack_find(WHOSE, each.pages) for each in questions]
-                answers = yield [
-                    (each.owner, self.view.get(each.owner, 0), lambda node, body=body: node.find(body))
-                    for each, body in zip(questions, bodies, strict=True)
-                ]
-                for question, answer in zip(questions, answers, strict=True):
-                    if answer is None:
-                        silent.add(question.owner)
-                    else:
-                        search.answered(question, unpack_found(answer, len(question.pages)))
-            found = search.found()
+            found = yield from self.search(keys, pages, failed)
             if not found:
                 break
             stop, who = pages + found[0].stop, found[0].node

@@ -29,6 +29,8 @@ from tests.helpers.worlds.cluster_node import TTL_S, Call, SimNode, Task
 
 ANSWER_S: Final = 0.5  # for an answer
 FAULTS_S: Final = 6.0
+FOUND_S: Final = 20.0
+OLD_S: Final = 2.0  # an owner that has heard nothing of a node for so long says so
 SETTLE_S: Final = 4.0  # after the last fault all is found again
 CHAINS, CHAIN_PAGES = 7, 70
 
@@ -181,7 +183,7 @@ class ClusterWorld:
 
     def _see(self, node: SimNode) -> None:
         if ("", node.name) not in self.cut:
-            node.view = dict(self.catalog)
+            node.see(dict(self.catalog))
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -295,8 +297,8 @@ class ClusterWorld:
             for other, its in self.nodes.items():
                 spans = np.array(list(its.has.values()), np.uint64)
                 known[other] = int(placement.owned(spans)[name].sum()) if len(spans) else 0
-            assert set(node.directory.nodes) <= set(self.nodes), f"{name} knows of nodes that are gone"
-            less = sum(known.values()) - len(node.directory)
+            assert set(node.owner.directory.nodes) <= set(self.nodes), f"{name} knows of nodes that are gone"
+            less = sum(known.values()) - len(node.owner.directory)
             assert 0 <= less <= alike * len(TIERS) * len(self.nodes), f"{name} knows other pages than there are"
 
     def check_join(self) -> None:
@@ -312,6 +314,83 @@ class ClusterWorld:
                 moved += int(owned[name].sum()) + sum(int((had[each] & ~owned[each]).sum()) for each in members)
         assert self.counts["entries"] - before == moved, "more was told again than what changed hands"
         self.check_found()
+
+    # --- what is found during faults ----------------------------------------------------------------------------------
+
+    def play_found(self) -> None:
+        """A history in which every node is always reachable for the one that reads, and no message between those two is
+        lost: links between the others are cut, one way each, data servers start anew, and nodes join. All the time the
+        reader looks for chains. ``counts``: pages that were ``stored`` elsewhere, and of these ``found``; the same of
+        chains that are ``old``; lookups, and the ``questions`` that they took.
+        """
+        self.loss, self.late_s = 0.0, 0.002
+        reader, *others = "abcdefgh"[: self.draw.randrange(3, 6)]
+        for name in (reader, *others):
+            self.join(name)
+        self.run(1.0)
+        self.put_s = [self.now_s] * CHAINS  # by chain
+        for _ in range(CHAINS):
+            self.put(self.draw.choice(others))
+        self.run(SETTLE_S)
+        until_s, fault_s, put_s = self.now_s + FOUND_S, self.now_s, self.now_s
+        while self.now_s < until_s:
+            if self.now_s >= fault_s:
+                self._fault_of_others(reader)
+                fault_s = self.now_s + self.draw.uniform(0.5, 4.0)
+            if self.now_s >= put_s:
+                self.put(self.draw.choice([name for name in self.nodes if name != reader]))
+                put_s = self.now_s + self.draw.expovariate(0.5)
+            self._look_for(reader, self.draw.randrange(CHAINS, len(self.chains)))
+            self.run(self.draw.uniform(0.02, 0.1))
+
+    def put(self, name: str) -> None:
+        """That node stores a chain that no other has."""
+        keys = [self.draw.randbytes(16) for _ in range(self.draw.randrange(1, CHAIN_PAGES + 1))]
+        self.chains.append(keys)
+        self.spans.append(spans_of(keys, 0, 0))
+        self.put_s.append(self.now_s)
+        self.say(f"{name} has chain {len(self.chains) - 1}")
+        self.nodes[name].change(len(self.chains) - 1, Tier.DRAM, len(keys))
+
+    def _fault_of_others(self, reader: str) -> None:
+        others = sorted(name for name in self.nodes if name != reader)
+        kind = self.draw.choice(("cut", "cut", "server", "join", "heal"))
+        self.counts[kind] += 1
+        if kind == "cut":
+            source, target = self.draw.sample(others, 2)
+            self.say(f"the link from {source} to {target} is cut")
+            self.cut.add((source, target))
+        elif kind == "server":
+            name = self.draw.choice((*others, reader))
+            self.say(f"the data server of {name} starts anew")
+            self.nodes[name].start_server()
+        elif kind == "join" and len(self.nodes) < 7:
+            self.join(next(each for each in "abcdefgh" if each not in self.nodes))
+        elif kind == "heal":
+            self._heal()
+
+    def _look_for(self, reader: str, chain: int) -> None:
+        """Count what is stored elsewhere, and what of it the reader finds, where it knows how to reach all nodes."""
+        node, keys, came = self.nodes[reader], self.chains[chain], list[int]()
+        others = [each for each in self.nodes.values() if each is not node]
+        reached = all(node.view.get(each.name) == each.process for each in self.nodes.values())
+        most = max(each.leading(keys) for each in others)
+        self.task(reader, node.lookup(chain, came.append))
+        self.run(0.1)
+        if reached and all(node.view.get(each.name) == each.process for each in self.nodes.values()):
+            assert len(came) == 1, "a lookup whose questions are all answered ends at once"
+            self.counts["lookups"] += 1
+            for what in ("", "old ")[: 1 + (self.now_s > self.put_s[chain] + OLD_S)]:
+                self.counts[f"{what}stored"] += most
+                self.counts[f"{what}found"] += came[0]
+
+
+def play_found(seed: int) -> ClusterWorld:
+    """A seed's history of ``ClusterWorld.play_found``."""
+    world = ClusterWorld(seed)
+    with patch.multiple(announcing, BATCH_PAGES=64):
+        world.play_found()
+    return world
 
 
 def play(seed: int) -> ClusterWorld:
