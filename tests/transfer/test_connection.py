@@ -28,7 +28,7 @@ from kvstore.transfer import wire
 from kvstore.transfer.base import Caller, DialCredentials, Exchange, Handler
 from kvstore.transfer.server import Server, ServerLimits
 from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import HEAD, MAGIC, FrameKind, Hello
+from kvstore.transfer.wire import HEAD, MAGIC, VERSION, FrameKind, Hello
 from tests.helpers.api import Certificates
 
 LIMITS = ServerLimits(hello_s=0.4, silence_s=0.4, idle_s=20.0)
@@ -151,7 +151,7 @@ def test_a_refused_request_leaves_the_connection_good(served: Served) -> None:
     [
         (Hello(node="n2"), InvalidRequest),
         (Hello(token="wrong"), Unauthenticated),
-        (Hello(version_min=2, version_max=9), VersionMismatch),
+        (Hello(version_min=VERSION + 1, version_max=VERSION + 7), VersionMismatch),
         (Hello(pool="x" * 1000), Unavailable),
     ],
 )
@@ -200,7 +200,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
     ("data", "says"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "magic"),
-        (HEAD.pack(MAGIC + (1 << 24), FrameKind.HELLO, 0, 0, 2) + b"{}", "version 2"),
+        (HEAD.pack(MAGIC + (1 << 24), FrameKind.HELLO, 0, 0, 2) + b"{}", f"version {VERSION + 1}"),
         (HEAD.pack(MAGIC, 999, 0, 0, 0), "kind"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 1 << 31), "body"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 2) + b"[]", "no JSON object"),

@@ -30,11 +30,12 @@ from kvstore.service.cluster.view import ViewKeeper, serving
 from kvstore.service.node.node import Node
 from kvstore.serving.http import readyz
 from kvstore.state.directory import AGAIN, TIERS, Told
+from kvstore.state.directory_owner import LATE_S
 from kvstore.state.searching import Stretch
 from kvstore.tier.folder import NodeFolder
-from kvstore.transfer import peers
+from kvstore.transfer import links, peers
 from kvstore.transfer.base import Caller, Exchange
-from kvstore.transfer.find_messages import pack_announce, unpack_announced
+from kvstore.transfer.find_messages import pack_announce, unpack_announce, unpack_announced
 from kvstore.transfer.finding import Finder
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
@@ -234,6 +235,7 @@ def test_owners_that_do_not_answer_are_waited_for_once(
         wait_until("the owners know", lambda each=each: shape(machines["c"].find(each)) == [("a", 0, 100)], 30)
     asked: list[str] = []
     release = threading.Event()
+    monkeypatch.setattr(links, "PROBE_MIN_S", 60.0)  # they would answer HELLO
 
     def silent(self: DirectoryShell, exchange: Exchange, body: memoryview) -> None:
         asked.append("")
@@ -252,6 +254,42 @@ def test_owners_that_do_not_answer_are_waited_for_once(
         machines["c"].find(each)
     assert len(asked) == first, "they are known to be silent"
     release.set()
+
+
+@pytest.mark.parametrize("deaf", ["b", "ab"])
+def test_pages_that_owners_do_not_hear_of_are_found(machines: dict[str, Machine], deaf: str) -> None:
+    """Owners that hear nothing from a say so: the other owner is asked, or a itself; for closed chains and others, and
+    for no page of another salt."""
+    a, c = machines["a"], machines["c"]
+
+    def announce(owner: Machine, exchange: Exchange, body: memoryview) -> None:
+        if unpack_announce(body)[0].node == a.name:
+            raise NodeUnavailable("did not hear that")
+        owner.directory.announce(exchange, body)
+
+    for name in deaf:
+        server = machines[name].server
+        assert server is not None
+        server._handlers = {**server._handlers, FrameKind.ANNOUNCE: partial(announce, machines[name])}
+    prompts = [prompt(100 + number, 50) for number in range(12)]
+    for each in prompts:
+        a.put(each)
+    others = prompt(99, 50)
+    pages = np.zeros((50, LAYOUT.page_bytes), np.uint8)
+    a.store.cache(LAYOUT, salt="others").put(others, pages, wait=True)
+    time.sleep(LATE_S + 1.0)
+    for each in prompts:
+        keys = c.cache.keys(np.concatenate([each, each])).hashes  # 50 more that nobody has
+        for closed in (True, False):
+            c.finder._kept.clear()
+            found = c.finder.find(WHOSE, keys, 0, time.monotonic() + 30, (), closed)
+            assert shape(found) == [("a", 0, 50)]
+            assert {TIERS[tier] for tier in found[0].tiers} == {Tier.DRAM}
+    keys = a.store.cache(LAYOUT, salt="others").keys(others).hashes
+    c.finder._kept.clear()
+    assert c.finder.find(WHOSE, keys, 0, time.monotonic() + 30) == []
+    c.finder._kept.clear()
+    assert shape(c.finder.find(replace(WHOSE, salt="others"), keys, 0, time.monotonic() + 30)) == [("a", 0, 50)]
 
 
 def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.processes import put, wait_until
 CHAINS = {"a": (1, 3, 4), "b": (3, 4, 5)}
 GET_S = 15.0  # far above what a get may take: a second where a peer is lost, and this machine may be slow
 HEALED_S = 90.0
+UNHEARD_S = 4.0  # more than two seconds after it was last heard an owner is unsure of a node; the machine may be slow
 
 
 class FarPool(Pool):
@@ -133,6 +134,21 @@ def cut_both_ways(pool: FarPool, network: Network) -> None:
     network.heal("b")
     pool.well(HEALED_S)
     pool.reads("c", 1, 3, 4, 5, 6)
+
+
+def test_an_owner_that_is_not_told_says_so(pool: FarPool, network: Network) -> None:
+    """What a sends b is lost; both live, as the catalog knows. c finds and reads all that a has stored since."""
+    network.lose("a", "b")
+    seeds = range(20, 32)
+    for seed in seeds:
+        put(pool.stores["a"], seed, PAGES)
+    time.sleep(UNHEARD_S)
+    assert pool.members("c") == {"a", "b", "c"}
+    found = {seed: pool.network.inside("c").submit(pool.lookup, "c", seed).result(60).pages for seed in seeds}
+    assert found == dict.fromkeys(seeds, PAGES)
+    assert [pool.got("c", seed) for seed in seeds] == [PAGES] * len(seeds)
+    network.find("a", "b")
+    pool.well(HEALED_S)
 
 
 def cut_one_way(pool: FarPool, network: Network) -> None:
